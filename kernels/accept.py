@@ -1,0 +1,82 @@
+"""Keep the longest drafted prefix the target agrees with, and let the target speak once more: the bonus.
+
+Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are drafts).
+Paper: Leviathan et al. 2023 (arXiv:2211.17192), for a draft that proposes each token with certainty.
+Cost: reads 2BN tokens, writes BN; a few KiB, so it is launch-bound and one launch.
+
+`target_BN[b, i]` is what the target emits after slot i, given slots 0..i. Whether it was an argmax or a sample is
+unknown here and does not matter: "draw the target's token, go on while it is the drafted one" emits exactly the
+target's distribution when the draft is a point mass.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from sglang_dflash_kernels.checks import Shapes
+from sglang_dflash_kernels.dispatch import choose
+
+
+class Accepted(NamedTuple):
+    """What a step emits: its accepted drafts, then the bonus. It keeps the rows one before: anchor and those drafts."""
+
+    n_accepted_B: torch.Tensor  # int32, drafts kept, 0..N-1
+    anchor_B: torch.Tensor  # int64, the bonus, which is the next step's anchor
+    committed_BN: torch.Tensor  # int64, kept drafts, then the bonus, then zeros
+    n_committed_B: torch.Tensor  # int32, n_accepted + 1
+    next_prefix_len_B: torch.Tensor  # int64, committed length after the step
+
+
+def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
+    """The definition."""
+    agrees_BD = tokens_BN[:, 1:] == target_BN[:, :-1]  # D = N-1 drafts
+    n_accepted_B1 = agrees_BD.int().cumprod(dim=1).sum(dim=1, keepdim=True)
+    slot_N = torch.arange(target_BN.shape[1], device=target_BN.device)
+    # Where draft and target agree they are one token, so the target's row already spells the drafts that are kept.
+    committed_BN = target_BN.where(slot_N <= n_accepted_B1, 0)
+    anchor_B = target_BN.gather(1, n_accepted_B1).squeeze(1)
+    n_accepted_B = n_accepted_B1.squeeze(1)
+    n_committed_B = n_accepted_B + 1
+    return Accepted(n_accepted_B.int(), anchor_B, committed_BN, n_committed_B.int(), prefix_len_B + n_committed_B)
+
+
+@triton.jit
+def _accept_kernel(
+    tokens, target, prefix_len, n_accepted, anchor, committed, n_committed, next_len, N, BLOCK_N: tl.constexpr
+):
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK_N)  # [N]
+    said = tl.load(target + b * N + slot, mask=slot < N, other=0)  # [N]
+    draft = tl.load(tokens + b * N + slot + 1, mask=slot < N - 1, other=0)  # [N], the draft in the slot after
+    goes_on = (draft == said) & (slot < N - 1)  # nothing was drafted after the last slot
+    n = tl.min(tl.where(goes_on, BLOCK_N, slot), axis=0)  # the first slot that does not go on
+    tl.store(n_accepted + b, n)
+    tl.store(anchor + b, tl.load(target + b * N + n))
+    tl.store(committed + b * N + slot, tl.where(slot <= n, said, 0), mask=slot < N)
+    tl.store(n_committed + b, n + 1)
+    tl.store(next_len + b, tl.load(prefix_len + b) + n + 1)
+
+
+def accept_triton(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
+    """The kernel: one program per request."""
+    B, N = tokens_BN.shape
+    int32_B = torch.empty_like(prefix_len_B, dtype=torch.int32)
+    out = Accepted(
+        n_accepted_B=int32_B,
+        anchor_B=torch.empty_like(prefix_len_B),
+        committed_BN=torch.empty_like(target_BN),
+        n_committed_B=torch.empty_like(int32_B),
+        next_prefix_len_B=torch.empty_like(prefix_len_B),
+    )
+    if B:
+        block_n = triton.next_power_of_2(N)
+        _accept_kernel[(B,)](tokens_BN, target_BN, prefix_len_B, *out, N, BLOCK_N=block_n, num_warps=1)
+    return out
+
+
+def accept(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
+    """Accept the drafts in `tokens_BN`; all arguments int64, N >= 1, B may be 0. Raises ValueError on anything else."""
+    Shapes().check(torch.int64, tokens_BN=tokens_BN, target_BN=target_BN, prefix_len_B=prefix_len_B)
+    run = choose(tokens_BN, definition=accept_ref, kernel=accept_triton)
+    return run(tokens_BN, target_BN, prefix_len_B)

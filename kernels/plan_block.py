@@ -1,0 +1,107 @@
+"""Lay out the next block of every request: its tokens before drafting, their positions, and their KV slots.
+
+Shapes: B requests, N tokens per block (slot 0 is the anchor, the rest masks to be drafted); the request-to-token
+table has Q rows of M KV slots, one row per request the server can hold.
+Cost: reads BN slots, writes 3BN; a few KiB, so it is launch-bound and one launch.
+
+The block lies right behind the prefix: the anchor is committed but has no KV yet. The scheduler reserves slots for
+the whole block before the step. A position past the end of its row is never read; it gets KV slot 0, the padding
+slot, whose content nobody reads. `req_pool_indices_B` must be rows of the table; that is not checked.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from sglang_dflash_kernels.checks import Shapes
+from sglang_dflash_kernels.dispatch import choose
+
+
+class Block(NamedTuple):
+    tokens_BN: torch.Tensor  # int64, anchor, then the mask token
+    positions_BN: torch.Tensor  # int64, prefix_len + slot
+    slots_BN: torch.Tensor  # int64, the KV slot of each position
+
+
+def plan_block_ref(
+    anchor_B: torch.Tensor,
+    prefix_len_B: torch.Tensor,
+    req_pool_indices_B: torch.Tensor,
+    req_to_token_QM: torch.Tensor,
+    *,
+    mask_token_id: int,
+    n_tokens: int,
+) -> Block:
+    """The definition."""
+    last = req_to_token_QM.shape[1] - 1
+    tokens_BN = anchor_B.new_full((len(anchor_B), n_tokens), mask_token_id)
+    tokens_BN[:, 0] = anchor_B
+    positions_BN = prefix_len_B[:, None] + torch.arange(n_tokens, device=anchor_B.device)
+    slots_BN = req_to_token_QM[req_pool_indices_B[:, None], positions_BN.clamp(max=last)].long()
+    return Block(tokens_BN, positions_BN, slots_BN.where(positions_BN <= last, 0))
+
+
+@triton.jit
+def _plan_block_kernel(
+    anchor, prefix_len, rows, req_to_token, tokens, positions, slots, mask_token_id, M, N, BLOCK_N: tl.constexpr
+):
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK_N)  # [N]
+    out = b * N + slot  # [N]
+    position = tl.load(prefix_len + b) + slot  # [N]
+    row = req_to_token + tl.load(rows + b).to(tl.int64) * M
+    kv_slot = tl.load(row + position, mask=(slot < N) & (position < M), other=0)  # [N]
+    tl.store(tokens + out, tl.where(slot == 0, tl.load(anchor + b), mask_token_id), mask=slot < N)
+    tl.store(positions + out, position, mask=slot < N)
+    tl.store(slots + out, kv_slot, mask=slot < N)
+
+
+def plan_block_triton(
+    anchor_B: torch.Tensor,
+    prefix_len_B: torch.Tensor,
+    req_pool_indices_B: torch.Tensor,
+    req_to_token_QM: torch.Tensor,
+    *,
+    mask_token_id: int,
+    n_tokens: int,
+) -> Block:
+    """The kernel: one program per request."""
+    shape = len(anchor_B), n_tokens
+    out = Block(*(torch.empty(shape, dtype=torch.int64, device=anchor_B.device) for _ in Block._fields))
+    if len(anchor_B):
+        _plan_block_kernel[(len(anchor_B),)](
+            anchor_B,
+            prefix_len_B,
+            req_pool_indices_B,
+            req_to_token_QM,
+            *out,
+            mask_token_id,
+            req_to_token_QM.shape[1],
+            n_tokens,
+            BLOCK_N=triton.next_power_of_2(n_tokens),
+            num_warps=1,
+        )
+    return out
+
+
+def plan_block(
+    anchor_B: torch.Tensor,
+    prefix_len_B: torch.Tensor,
+    req_pool_indices_B: torch.Tensor,
+    req_to_token: torch.Tensor,
+    *,
+    mask_token_id: int,
+    n_tokens: int,
+) -> Block:
+    """Plan `n_tokens` >= 1 per request; B may be 0.
+
+    All int64, except `req_to_token` int32 and `req_pool_indices_B` either. Raises ValueError on anything else.
+    """
+    shapes = Shapes()
+    shapes.check(torch.int64, anchor_B=anchor_B, prefix_len_B=prefix_len_B)
+    shapes.check(torch.int64, torch.int32, req_pool_indices_B=req_pool_indices_B)
+    shapes.check(torch.int32, req_to_token_QM=req_to_token)
+    run = choose(anchor_B, definition=plan_block_ref, kernel=plan_block_triton)
+    rows = anchor_B, prefix_len_B, req_pool_indices_B
+    return run(*rows, req_to_token, mask_token_id=mask_token_id, n_tokens=n_tokens)
