@@ -1,0 +1,114 @@
+"""What the plugin reads from SGLang before a worker exists: the arguments that concern the draft, and the target.
+
+Two plain records, so that `config.py` and its tests need no engine.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the draft must agree with."""
+
+    path: str
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    n_layers: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The server arguments that concern the draft, as SGLang resolved them so far; None is "not given"."""
+
+    draft_path: str | None
+    draft_revision: str | None
+    config_overrides: Mapping[str, Any]
+    block_size: int | None
+    draft_window: int | None
+    sink_size: int | None
+    draft_backend: str | None
+    target_backend: str | None
+    draft_kv_dtype: str
+    dtype: str
+    device: str
+    tp_size: int
+    pp_size: int
+    attention_dp: bool
+    disaggregation: str
+    num_steps: int | None
+    topk: int | None
+    accept_thresholds: tuple[float, float]
+    block_verification: bool
+    rejection_sampling: bool
+    adaptive: bool
+    draft_quantization: str | None
+    lora: bool
+
+    def require_draft_path(self) -> str:
+        """Raises ValueError when there is no draft."""
+        if self.draft_path is None:
+            raise ValueError("DFLASH needs a draft model; give --speculative-draft-model-path")
+        return self.draft_path
+
+
+def arguments_of(server_args: Any) -> Arguments:
+    """Read the arguments through SGLang's own view, which knows what resolution has decided so far."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+    from sglang.srt.runtime_context import attn_dp_enabled_of
+
+    args = resolving_view(server_args)
+    target_backend, _ = attention_backends_of(args)
+    return Arguments(
+        draft_path=args.speculative_draft_model_path,
+        draft_revision=args.speculative_draft_model_revision,
+        config_overrides=json.loads(args.json_model_override_args),
+        block_size=args.speculative_num_draft_tokens or args.speculative_dflash_block_size,
+        draft_window=args.speculative_draft_window_size,
+        sink_size=args.speculative_draft_sink_size,
+        draft_backend=args.speculative_draft_attention_backend,
+        target_backend=target_backend,
+        draft_kv_dtype=args.speculative_draft_kv_cache_dtype or args.kv_cache_dtype,
+        dtype=args.dtype,
+        device=device_of(args.device),
+        tp_size=args.tp_size,
+        pp_size=args.pp_size,
+        attention_dp=attn_dp_enabled_of(args),
+        disaggregation=args.disaggregation_mode,
+        num_steps=args.speculative_num_steps,
+        topk=args.speculative_eagle_topk,
+        accept_thresholds=(args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc),
+        block_verification=args.speculative_use_block_verification,
+        rejection_sampling=args.speculative_use_rejection_sampling,
+        adaptive=args.speculative_adaptive,
+        # Unset, SGLang fills in the target's; our draft loads unquantized all the same.
+        draft_quantization=(
+            args.speculative_draft_model_quantization if args._speculative_draft_quantization_explicitly_set else None
+        ),
+        lora=bool(args.enable_lora or args.lora_paths),
+    )
+
+
+def target_of(model_config: Any) -> Target:
+    text = model_config.hf_text_config
+    return Target(
+        path=model_config.model_path,
+        architecture=model_config.hf_config.architectures[0],
+        hidden_size=model_config.hidden_size,
+        vocab_size=model_config.vocab_size,
+        n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets number every pass
+        dtype=str(model_config.dtype).removeprefix("torch."),
+    )
+
+
+def device_of(device: str) -> str:
+    """ "cpu", or the GPU's generation: "sm80", "sm90", "sm100", "sm110", "sm120"."""
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return f"sm{torch.cuda.get_device_capability()[0]}0"

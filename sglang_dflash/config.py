@@ -1,0 +1,247 @@
+"""One frozen `DFlashConfig` from a draft checkpoint, the server's arguments and the target: checked once, then trusted.
+
+`combine` is a pure function of three records, so that every refusal can be tested without an engine. Each error is one
+sentence and names the flag or field that mends it. How SGLang keeps its arguments is `arguments.py`'s.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_dflash import backends, checkpoint
+from sglang_dflash.arguments import Arguments, Target, arguments_of, target_of
+from sglang_dflash.checkpoint import STOCK, Checkpoint, Layer
+from sglang_dflash.errors import NotSupported
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """Everything the worker needs to know, sizes before tensor parallelism.
+
+    Attributes:
+        block_size: N, the anchor and the drafts of one step; at most `trained_block_size`.
+        mask_token_id: what fills slots 1..N-1.
+        target_layer_ids: target layers whose outputs are the features, ascending.
+        layers: how each draft layer attends; `layer_types` and `sliding_window` say the same in the checkpoint's words.
+        draft_window: context tokens the draft keeps (`--speculative-draft-window-size`); None: all.
+        rope: `rope_type`, `rope_theta` and whatever else that type has.
+        dtype: of the draft's weights and activations, e.g. "bfloat16".
+        draft_attention_backend: resolved by `backends`.
+    """
+
+    draft_path: str
+    block_size: int
+    trained_block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    n_layers: int
+    hidden_size: int
+    intermediate_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    layer_types: tuple[str, ...]
+    layers: tuple[Layer, ...]
+    sliding_window: int | None
+    draft_window: int | None
+    rope: Mapping[str, Any]
+    vocab_size: int
+    dtype: str
+    draft_attention_backend: str
+
+    @property
+    def n_features(self) -> int:
+        """C: the width of one row of features."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+    @classmethod
+    def from_server_args(cls, server_args: Any, target_model_config: Any) -> "DFlashConfig":
+        """The config of this server.
+
+        Args:
+            server_args: SGLang's `ServerArgs`, resolved or being resolved.
+            target_model_config: SGLang's `ModelConfig` of the target.
+        Raises:
+            ValueError, NotSupported: see `combine` and `checkpoint.read`.
+        """
+        arguments = arguments_of(server_args)
+        check_arguments(arguments)
+        draft = checkpoint.read(arguments.require_draft_path(), arguments.draft_revision, arguments.config_overrides)
+        return combine(arguments, target_of(target_model_config), draft)
+
+
+def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashConfig:
+    """Check the three against each other and make the config.
+
+    Raises:
+        ValueError: they contradict each other.
+        NotSupported: they ask for something this version does not do exactly.
+    """
+    check_arguments(arguments)
+    check_pair(draft, target)
+    block_size = _block_size(arguments, draft)
+    _check_window(arguments, draft, block_size)
+    _check_heads(arguments, draft)
+    return DFlashConfig(
+        draft_path=draft.path,
+        block_size=block_size,
+        trained_block_size=draft.block_size,
+        mask_token_id=draft.mask_token_id,
+        target_layer_ids=draft.target_layer_ids,
+        n_layers=draft.n_layers,
+        hidden_size=draft.hidden_size,
+        intermediate_size=draft.intermediate_size,
+        n_heads=draft.n_heads,
+        n_kv_heads=draft.n_kv_heads,
+        head_dim=draft.head_dim,
+        layer_types=draft.layer_types,
+        layers=draft.layers,
+        sliding_window=draft.sliding_window,
+        draft_window=arguments.draft_window,
+        rope=draft.rope,
+        vocab_size=target.vocab_size,
+        dtype=_dtype(arguments, target, draft),
+        draft_attention_backend=backends.resolve(
+            asked=arguments.draft_backend,
+            target=arguments.target_backend,
+            layers=draft.layers,
+            device=arguments.device,
+            fp8_kv=arguments.draft_kv_dtype.startswith("fp8"),
+        ).name,
+    )
+
+
+# -- what the flags ask for ----------------------------------------------------------------------------------------
+
+
+def check_arguments(arguments: Arguments) -> None:
+    """Refuse flags that have no exact meaning for a DFlash chain, where SGLang would warn or say nothing."""
+    arguments.require_draft_path()
+    if arguments.num_steps not in (None, 1):
+        raise ValueError(
+            f"--speculative-num-steps {arguments.num_steps}: DFLASH drafts a block in one step; drop the flag "
+            "(--speculative-num-draft-tokens sets the block)"
+        )
+    if arguments.topk not in (None, 1):
+        raise ValueError(
+            f"--speculative-eagle-topk {arguments.topk}: DFLASH drafts one chain, not a tree; drop the flag"
+        )
+    for name, value in zip(("single", "acc"), arguments.accept_thresholds, strict=True):
+        if value != 1.0:
+            raise NotSupported(
+                f"--speculative-accept-threshold-{name} {value} would change the output distribution; drop the flag"
+            )
+    for asked, flag, why in (
+        (arguments.sink_size is not None, "--speculative-draft-sink-size", "a DFlash draft has no attention sink"),
+        (arguments.adaptive, "--speculative-adaptive", "it steers EAGLE only"),
+        (arguments.block_verification, "--speculative-use-block-verification", "it changes nothing for argmax drafts"),
+        (arguments.rejection_sampling, "--speculative-use-rejection-sampling", "acceptance is exact without it"),
+        (arguments.lora, "--enable-lora", "the draft was trained for the plain target"),
+        (arguments.draft_quantization is not None, "--speculative-draft-model-quantization", "drafts run unquantized"),
+    ):
+        if asked:
+            raise NotSupported(f"{flag} is not supported with DFLASH ({why}); drop the flag")
+    _check_parallel(arguments)
+
+
+def _check_parallel(arguments: Arguments) -> None:
+    if arguments.pp_size != 1:
+        raise NotSupported(
+            f"--pp-size {arguments.pp_size}: the draft needs features of layers on other stages; use --pp-size 1"
+        )
+    if arguments.attention_dp:
+        raise NotSupported(
+            "attention data parallelism is not supported with DFLASH; use --tp-size or --dp-size replicas"
+        )
+    if arguments.disaggregation != "null":
+        raise NotSupported(
+            f"--disaggregation-mode {arguments.disaggregation} is not supported with DFLASH; "
+            f"serve prefill and decode together, or {STOCK}"
+        )
+
+
+# -- what the draft says -------------------------------------------------------------------------------------------
+
+
+def check_pair(draft: Checkpoint, target: Target) -> None:
+    """The draft was trained on this target's features, vocabulary and layers, or one that looks the same."""
+    other = "give the draft that was trained for this target"
+    if draft.hidden_size != target.hidden_size:
+        raise ValueError(
+            f"{draft.path}: hidden_size {draft.hidden_size} is not the target's {target.hidden_size} ({target.path}); "
+            f"{other}"
+        )
+    if draft.vocab_size not in (None, target.vocab_size):
+        raise ValueError(
+            f"{draft.path}: vocab_size {draft.vocab_size} is not the target's {target.vocab_size} ({target.path}); "
+            f"{other}"
+        )
+    if draft.mask_token_id >= target.vocab_size:
+        raise ValueError(
+            f"{draft.path}: mask_token_id {draft.mask_token_id} is outside the target's vocabulary of "
+            f"{target.vocab_size}; mend config.json or {other}"
+        )
+    # The output of layer i is captured at the entry of layer i + 1, so the last layer's cannot be.
+    if draft.target_layer_ids[-1] >= target.n_layers - 1:
+        raise ValueError(
+            f"{draft.path}: target_layer_ids end at {draft.target_layer_ids[-1]}, and a target of {target.n_layers} "
+            f"layers ({target.path}) gives features of layers 0..{target.n_layers - 2}; {other}"
+        )
+    if draft.n_target_layers is not None and draft.n_target_layers != target.n_layers:
+        raise ValueError(
+            f"{draft.path}: num_target_layers {draft.n_target_layers} is not the target's {target.n_layers} "
+            f"({target.path}); {other}"
+        )
+    for layer, kind in zip(draft.layers, draft.layer_types, strict=True):
+        if layer.causal != (kind == "sliding_attention"):
+            raise NotSupported(
+                f"{draft.path}: is_causal={layer.causal} on {kind} layers is not DFlash v1 "
+                f"(full layers see their block, sliding layers look back); {STOCK}"
+            )
+
+
+def _block_size(arguments: Arguments, draft: Checkpoint) -> int:
+    """A shorter block is a prefix of the trained one, and cheaper at load; a longer one was never trained."""
+    asked = draft.block_size if arguments.block_size is None else arguments.block_size
+    if not 2 <= asked <= draft.block_size:
+        raise ValueError(
+            f"block size {asked} is not within 2..{draft.block_size}, what {draft.path} was trained for "
+            "(config.json: block_size); change or drop --speculative-num-draft-tokens"
+        )
+    return asked
+
+
+def _check_window(arguments: Arguments, draft: Checkpoint, block_size: int) -> None:
+    if arguments.draft_window is not None and arguments.draft_window < block_size:
+        raise ValueError(
+            f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {block_size}; "
+            f"give at least {block_size}"
+        )
+    if draft.sliding_window is not None and draft.sliding_window < draft.block_size:
+        raise ValueError(
+            f"{draft.path}: sliding_window {draft.sliding_window} is smaller than block_size {draft.block_size}; "
+            "mend config.json"
+        )
+
+
+def _check_heads(arguments: Arguments, draft: Checkpoint) -> None:
+    tp, kv = arguments.tp_size, draft.n_kv_heads
+    if draft.n_heads % tp or (kv % tp and tp % kv):
+        raise ValueError(
+            f"{draft.path}: {draft.n_heads} heads and {kv} KV heads cannot be split over --tp-size {tp}; "
+            f"use a --tp-size that divides both, or a multiple of {kv} that divides {draft.n_heads}"
+        )
+
+
+def _dtype(arguments: Arguments, target: Target, draft: Checkpoint) -> str:
+    """The draft reads the target's features and embeddings as they are, so both run in one dtype."""
+    dtype = draft.dtype if arguments.dtype == "auto" else _long_name(arguments.dtype)
+    if dtype != target.dtype:
+        raise NotSupported(
+            f"{draft.path}: the draft is {dtype} and the target runs in {target.dtype}; give --dtype {dtype}"
+        )
+    return dtype
+
+
+def _long_name(dtype: str) -> str:
+    return {"half": "float16", "float": "float32"}.get(dtype, dtype)

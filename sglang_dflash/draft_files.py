@@ -1,0 +1,109 @@
+"""The files of a draft: `config.json`, and the names and shapes of its tensors without their data.
+
+A draft is a directory or a Hugging Face repository id, as for SGLang; of a repository that is not in the local cache
+only `config.json` and the headers of the safetensors files are fetched. What the fields mean is `checkpoint.py`'s.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, NotASafetensorsRepoError
+from safetensors import SafetensorError, safe_open
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def read_config(path: str, revision: str | None) -> dict[str, Any]:
+    """`config.json` as it is written, without the defaults a library would fill in.
+
+    Raises:
+        ValueError: there is no such draft, or the file is no JSON object.
+    """
+    file = _local_config(Path(path)) if Path(path).exists() else _hub_config(path, revision)
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON ({error}); fetch the draft again") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a {type(config).__name__}, not an object; fetch the draft again")
+    return config
+
+
+def tensor_shapes(path: str, revision: str | None) -> Shapes:
+    """Name -> shape of every tensor of the draft.
+
+    Raises:
+        ValueError: no safetensors file, or one that is missing or damaged.
+    """
+    if Path(path).exists():
+        return _local_shapes(Path(path))
+    cached = _cached_snapshot(path, revision)
+    return _local_shapes(cached) if cached else _hub_shapes(path, revision)
+
+
+# -- a directory ---------------------------------------------------------------------------------------------------
+
+
+def _local_config(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"--speculative-draft-model-path {folder} is a file; give the draft's directory")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--speculative-draft-model-path {folder} has no config.json; give a DFlash draft's directory")
+    return folder / "config.json"
+
+
+def _local_shapes(folder: Path) -> Shapes:
+    shapes: Shapes = {}
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, FileNotFoundError) as error:
+            raise ValueError(f"{file} cannot be read as safetensors ({error}); fetch the draft again") from None
+    return shapes
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
+    if other:
+        raise ValueError(f"{folder} holds {other[0]}, and only safetensors are loaded; convert it")
+    raise ValueError(f"{folder} has a config.json and no *.safetensors; fetch the draft's weights")
+
+
+# -- a repository --------------------------------------------------------------------------------------------------
+
+
+def _hub_config(repository: str, revision: str | None) -> Path:
+    try:
+        return Path(hf_hub_download(repository, "config.json", revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"--speculative-draft-model-path {repository} is no directory and cannot be fetched "
+            f"({type(error).__name__}); give a directory, or a repository id this machine can reach"
+        ) from None
+
+
+def _cached_snapshot(repository: str, revision: str | None) -> Path | None:
+    try:
+        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    return folder if any(folder.glob("*.safetensors")) else None
+
+
+def _hub_shapes(repository: str, revision: str | None) -> Shapes:
+    try:
+        files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata.values()
+    except NotASafetensorsRepoError:
+        raise ValueError(f"{repository} has no safetensors weights; convert the draft to safetensors") from None
+    except HfHubHTTPError as error:
+        raise ValueError(f"{repository}: its tensor headers cannot be fetched ({error}); download the draft") from None
+    return {name: tuple(info.shape) for file in files for name, info in file.tensors.items()}

@@ -1,0 +1,137 @@
+"""Environment flags: every variable the plugin reads, typed, in one table.
+
+`read` turns an environment into `Flags` and refuses unknown values and unknown `SGLANG_DFLASH_*` names. What a flag
+does is decided where it is used; this module knows neither SGLang nor the worker.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+PREFIX = "SGLANG_DFLASH_"
+
+# SGLang 0.5.23's own variables under our prefix: they steer the built-in worker and mean nothing to ours.
+STOCK_ONLY = ("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER",)
+
+
+class Worker(StrEnum):
+    PLUGIN = "plugin"
+    STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The values in effect.
+
+    Attributes:
+        worker: which worker serves `--speculative-algorithm DFLASH`.
+        worker_expected: `SGLANG_DFLASH_WORKER=plugin` was written out, so any other worker is an error.
+        overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
+    """
+
+    worker: Worker
+    worker_expected: bool
+    overlap: bool
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One variable: its default when unset, the accepted spellings, and what it does."""
+
+    name: str
+    default: str
+    values: tuple[str, ...]
+    meaning: str
+    whose: str = "ours"
+
+
+_OFF_ON = ("0", "false", "1", "true")
+
+FLAGS = (
+    Flag(
+        "SGLANG_DFLASH_WORKER",
+        "plugin",
+        tuple(Worker),
+        "Which worker serves `--speculative-algorithm DFLASH`: ours, or SGLang's built-in one. "
+        "Written out, `plugin` also means that no other worker may serve.",
+    ),
+    Flag(
+        "SGLANG_ENABLE_SPEC_V2",
+        "1",
+        _OFF_ON,
+        "Older SGLang's switch for the overlap schedule, which 0.5.23 has on by default: "
+        "`1` changes nothing, `0` means `--disable-overlap-schedule`.",
+        "model cards",
+    ),
+    Flag(
+        "SGLANG_ENABLE_DFLASH_SPEC_V2",
+        "1",
+        _OFF_ON,
+        "The same switch for DFLASH alone: `1` changes nothing, `0` means `--disable-overlap-schedule`.",
+        "model cards",
+    ),
+    Flag(
+        "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
+        "0",
+        _OFF_ON,
+        "Plan a step on a second CUDA stream. SGLang reads it; we only check the value.",
+        "SGLang",
+    ),
+    Flag(
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+        "0",
+        _OFF_ON,
+        "Allow `--context-length` above the model's own limit. SGLang reads it; we only check the value.",
+        "SGLang",
+    ),
+)
+
+
+def read(environ: Mapping[str, str]) -> Flags:
+    """The flags set in `environ`.
+
+    Raises:
+        ValueError: a value that is not one of a flag's, or a `SGLANG_DFLASH_*` name that is no flag.
+    """
+    raw = {flag.name: _value(flag, environ) for flag in FLAGS}
+    worker = Worker(raw["SGLANG_DFLASH_WORKER"])
+    _refuse_unknown(environ, worker)
+    return Flags(
+        worker=worker,
+        worker_expected=environ.get("SGLANG_DFLASH_WORKER") == Worker.PLUGIN,
+        overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
+    )
+
+
+def table() -> str:
+    """The flags as a Markdown table, for `env/README.md`."""
+    rows = ["| variable | values | default | whose | meaning |", "|---|---|---|---|---|"]
+    rows += [
+        f"| `{flag.name}` | {', '.join(f'`{value}`' for value in flag.values)} | `{flag.default}` "
+        f"| {flag.whose} | {flag.meaning} |"
+        for flag in FLAGS
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def _on(value: str) -> bool:
+    return value in ("1", "true")
+
+
+def _value(flag: Flag, environ: Mapping[str, str]) -> str:
+    value = environ.get(flag.name, flag.default).lower()
+    if value not in flag.values:
+        raise ValueError(f"{flag.name}={environ[flag.name]!r} is not one of {', '.join(flag.values)}; set one of them")
+    return value
+
+
+def _refuse_unknown(environ: Mapping[str, str], worker: Worker) -> None:
+    ours = {flag.name for flag in FLAGS}
+    for name in sorted(environ):
+        if not name.startswith(PREFIX) or name in ours:
+            continue
+        if name not in STOCK_ONLY:
+            known = ", ".join(sorted(known for known in ours if known.startswith(PREFIX)))
+            raise ValueError(f"{name} is not a flag of sglang-dflash (they are: {known}); unset it")
+        if worker is not Worker.STOCK:
+            raise ValueError(f"{name} steers SGLang's built-in worker only; unset it or set SGLANG_DFLASH_WORKER=stock")

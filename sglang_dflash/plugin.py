@@ -1,0 +1,99 @@
+"""SGLang's entry point into the plugin, and the hooks it sets.
+
+SGLang logs and ignores an error in a plugin, so nothing is decided in `register`: the checks run inside the hooks,
+where raising stops the launch. `register` itself ends the process when a name it hooks is gone, because then no hook
+could do that.
+"""
+
+import logging
+import os
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash import cli, flags, host
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.errors import HostMismatch
+from sglang_dflash.flags import Worker
+from sglang_dflash.version import __version__
+
+logger = logging.getLogger(__name__)
+
+CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+
+
+def register() -> None:
+    """Called by SGLang once in every process, before arguments are parsed or a worker is made."""
+    try:
+        host.require_seams()
+    except HostMismatch as mismatch:
+        if os.environ.get("SGLANG_DFLASH_WORKER") == Worker.STOCK:
+            logger.warning("%s; SGLANG_DFLASH_WORKER=stock, so it is not needed", mismatch)
+            return
+        sys.exit(f"{mismatch}, uninstall sglang-dflash, or set SGLANG_DFLASH_WORKER=stock")
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(CREATE_WORKER, create_worker, HookType.AROUND)
+    HookRegistry.register(ADD_CLI_ARGS, add_old_flags, HookType.AFTER)
+    register_resolution_hook("handle_deprecated_dp_attention")(apply_flags)
+    register_resolution_hook("handle_speculative_decoding")(check_arguments)
+
+
+def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> type:
+    """AROUND `SpeculativeAlgorithm.create_worker`: our worker for DFLASH, SGLang's for everything else."""
+    if not algorithm.is_dflash() or flags.read(os.environ).worker is Worker.STOCK:
+        return stock(algorithm, server_args)
+    host.require()
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.models.registry import ModelRegistry
+
+    DFlashConfig.from_server_args(server_args, model_config_of(server_args))
+    from sglang_dflash.draft_model import DFlashDraftModel
+    from sglang_dflash.worker import DFlashWorker
+
+    ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
+    logger.info("sglang-dflash %s serves DFLASH", __version__)
+    return DFlashWorker
+
+
+def add_old_flags(result: None, parser: ArgumentParser) -> None:
+    """AFTER `ServerArgs.add_cli_args`: the flag names that model cards still use."""
+    cli.add_old_names(parser)
+
+
+def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """At the first step of argument resolution: what environment flags say about arguments."""
+    if asks_for_dflash(server_args) and not flags.read(os.environ).overlap:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        declare_resolution(server_args, "sglang_dflash.flags", disable_overlap_schedule=True)
+    previous(server_args)
+
+
+def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Around the step that resolves speculative arguments: refuse what cannot be served, before weights load."""
+    if not asks_for_dflash(server_args) or flags.read(os.environ).worker is Worker.STOCK:
+        previous(server_args)
+        return
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    host.require_live(CREATE_WORKER, ADD_CLI_ARGS)
+    checked = DFlashConfig.from_server_args(server_args, model_config_of(server_args))
+    # Written out, so that SGLang's own resolution finds them decided and does not fall back to others.
+    declare_resolution(
+        server_args,
+        "sglang_dflash.config",
+        speculative_num_draft_tokens=checked.block_size,
+        speculative_draft_attention_backend=checked.draft_attention_backend,
+    )
+    previous(server_args)
+
+
+def asks_for_dflash(server_args: Any) -> bool:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"
