@@ -1,0 +1,58 @@
+# What a person types. Everything runs from .venv, which `make setup` builds with Python >= 3.11 and the package registry.
+#
+#   make setup        create .venv and install the package with its development tools
+#   make demo         serve the tiny pair on port 30000 and show it at work; ONCE=1 leaves when it has been shown
+#   make test         everything except the `full` battery
+#   make test-full    the `full` battery too
+#   make soak         the long-running battery alone
+#   make lint         ruff and mypy
+#   make clean        remove .venv and what runs left behind
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-full soak lint clean
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PORT ?= 30000
+# One thread per process: on a few busy cores more threads only wait for one another.
+export OMP_NUM_THREADS ?= 1
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+# The stamp is newer than what it was installed from, or the installation runs again.
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml Makefile $(wildcard env/constraints.txt)
+	@python=; for candidate in $(PYTHON) python3 python3.11 python3.12 python3.13; do \
+		if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "make setup: needs Python 3.11 or newer and found none; install it, or name it: make setup PYTHON=/path/to/python3" >&2; \
+		exit 1; \
+	fi; \
+	echo "make setup: $$($$python --version) into $(VENV)"; \
+	$$python -m venv $(VENV)
+	@$(RUN) -m pip install --quiet uv
+	@$(RUN) -m uv pip install --python $(RUN) $(addprefix --constraint ,$(wildcard env/constraints.txt)) --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	@$(RUN) -m launch.demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
+
+test: setup
+	$(RUN) -m pytest -m "not full"
+
+test-full: setup
+	$(RUN) -m pytest
+
+soak: setup
+	$(RUN) -m pytest -m soak tests/server
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV) .run .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,82 @@
+"""What a starting server is doing, read off its log, and shown while people wait.
+
+A server spends most of its start importing Python packages, twice: once itself, once in each process it spawns. The
+stages below are recognised by lines SGLang 0.5.23 logs; a line that a later release words differently leaves the
+display one stage behind and nothing else.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from launch.server import Server
+
+
+class Stage(NamedTuple):
+    index: int
+    text: str
+
+
+# (what the log says, how many times, what it means), in order of appearance.
+_MARKS = (
+    ("server_args=", 1, "starting scheduler and detokenizer"),
+    ("Init parallel begin", 1, "setting up the device"),
+    ("Load weight begin", 1, "loading the target"),
+    ("Load weight begin", 2, "loading the draft"),
+    ("KV Cache is allocated", 1, "allocating KV and recurrent state"),
+    ("cuda graph begin", 1, "capturing CUDA graphs"),
+    ("Application startup complete", 1, "warming up"),
+    ("fired up and ready to roll", 1, "ready"),
+)
+
+
+def stage_of(log: str) -> Stage:
+    """The last stage whose mark is in `log`."""
+    stage = Stage(0, "importing SGLang")
+    for index, (mark, count, text) in enumerate(_MARKS, start=1):
+        if log.count(mark) >= count:
+            stage = Stage(index, text)
+    return stage
+
+
+def wait_ready(servers: Sequence["Server"], console: Console, timeout_s: float = 600.0) -> float:
+    """Wait for started servers side by side, showing each one's stage.
+
+    On a terminal one live line per server; elsewhere one line per change of stage.
+
+    Returns:
+        Seconds waited.
+
+    Raises:
+        ServerError: a server ended, or the time is over.
+    """
+    began = time.monotonic()
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[stage]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as display:
+        tasks = {server: display.add_task(server.name, total=None, stage="") for server in servers}
+        shown = dict.fromkeys(servers, "")
+        while tasks:
+            elapsed = time.monotonic() - began
+            if elapsed > timeout_s:
+                next(iter(tasks)).wait_ready(timeout_s=0)  # raises, with the end of that server's log
+            for server in tuple(tasks):
+                if server.is_ready():
+                    display.remove_task(tasks.pop(server))
+                    console.print(f"[green]✔[/] {server.name}: ready on port {server.port} after {elapsed:.0f} s")
+                    continue
+                stage = server.stage().text
+                display.update(tasks[server], stage=stage)
+                if not console.is_terminal and stage != shown[server]:
+                    console.print(f"  {elapsed:4.0f} s  {server.name}: {stage}")
+                shown[server] = stage
+            time.sleep(0.5)
+    return time.monotonic() - began

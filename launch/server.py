@@ -1,0 +1,271 @@
+"""One SGLang server as a child process: start it, wait until it answers, talk to it, stop it without leftovers.
+
+Shared by the demo, the serving benchmark and the tests, so that a server means the same thing in all three. It knows
+processes, ports and HTTP; which model is served, and by which worker, is in the command line it is given
+(`launch/tiny.py`).
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import httpx
+import openai
+import psutil
+
+from launch.progress import Stage, stage_of
+
+HOST = "127.0.0.1"
+# SGLang ends by itself within about five seconds of SIGTERM.
+GRACE_S = 20.0
+# A step of a tiny model takes milliseconds; minutes mean that the server hangs.
+REQUEST_TIMEOUT_S = 300.0
+
+
+class ServerError(RuntimeError):
+    """The server could not be started, died, or answered with an error."""
+
+
+class Generation(NamedTuple):
+    """What one request came back with."""
+
+    token_ids: list[int]
+    text: str
+    meta: dict[str, Any]  # SGLang's meta_info: counts, finish reason, speculative counters
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # Connections of an earlier server in TIME_WAIT do not block a new one, and must not here.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port(start: int) -> int:
+    """The first free port from `start` on.
+
+    Raises:
+        ServerError: none of the next hundred is free.
+    """
+    for port in range(start, start + 100):
+        if port_is_free(port):
+            return port
+    raise ServerError(f"no free port in {start}-{start + 99}; stop what listens there")
+
+
+class Server:
+    """A server process, its port and its log.
+
+    The process leads its own group, so that everything it spawned is stopped with it. Use it as a context manager, or
+    call `start`, `wait_ready` and `stop`.
+    """
+
+    def __init__(self, command: Sequence[str], *, port: int, log: Path, env: Mapping[str, str], name: str) -> None:
+        """
+        Args:
+            command: the whole command line except `--host` and `--port`.
+            log: receives stdout and stderr; overwritten.
+            env: variables on top of this process's own.
+            name: what people call it ("speculation off").
+        """
+        self.name, self.port, self.log, self.env = name, port, log, dict(env)
+        self.command = [*command, "--host", HOST, "--port", str(port)]
+        self.url = f"http://{HOST}:{port}"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+
+    def __enter__(self) -> Self:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    # ---------------------------------------------------------------------------------------------- the process
+
+    def start(self) -> None:
+        """Spawn the process and return at once.
+
+        Raises:
+            ServerError: the port is taken.
+        """
+        if not port_is_free(self.port):
+            raise ServerError(f"port {self.port} is taken; stop what listens there or choose another with --port")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                env=os.environ | self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the group's leader, which is also the group's id."""
+        assert self._process is not None, f"{self.name}: not started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def processes(self) -> list[psutil.Process]:
+        """Every live process of the group; zombies do not count."""
+        found = []
+        for process in psutil.process_iter(["status"]):
+            try:
+                same_group = os.getpgid(process.pid) == self.pid
+            except ProcessLookupError:
+                continue
+            if same_group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        return found
+
+    def stage(self) -> Stage:
+        """How far the start has come, read off the log."""
+        return stage_of(self.log_text())
+
+    def is_ready(self) -> bool:
+        """Whether the server answers.
+
+        Raises:
+            ServerError: the process has ended.
+        """
+        if not self.running:
+            assert self._process is not None, f"{self.name}: not started"
+            raise self._error(f"the server ended with status {self._process.returncode} before it was ready")
+        try:
+            return self._http.get("/health", timeout=30).status_code == 200
+        except httpx.TransportError:  # nothing listens yet
+            return False
+
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Block until the server answers; `launch.progress.wait_ready` does the same for people, with a display.
+
+        Raises:
+            ServerError: the process ended, or the time is over.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.is_ready():
+            if time.monotonic() > deadline:
+                raise self._error(f"not ready after {timeout_s:.0f} s")
+            time.sleep(0.5)
+
+    def pause(self) -> None:
+        """Take the whole group off the CPU, so that it cannot disturb a measurement."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.pid, signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End the whole group: SIGTERM, time to leave, SIGKILL. Does nothing when it was never started.
+
+        Raises:
+            ServerError: the port is still taken afterwards.
+        """
+        if self._process is None:
+            return
+        for sign in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
+            if not self.processes():
+                break
+            os.killpg(self.pid, sign)
+            if sign != signal.SIGCONT:  # a paused process cannot end by itself
+                self._wait_gone(GRACE_S)
+        self._process.wait()
+        self._process = None
+        if not port_is_free(self.port):
+            raise ServerError(f"{self.name}: stopped, but something else listens on port {self.port}; look who it is")
+
+    def _wait_gone(self, timeout_s: float) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self._process.poll()  # reaps the leader
+            if not self.processes():
+                return
+            time.sleep(0.1)
+
+    # -------------------------------------------------------------------------------------------------- the log
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def log_tail(self, n_lines: int = 25) -> str:
+        return "\n".join(self.log_text().splitlines()[-n_lines:])
+
+    def _error(self, what: str) -> ServerError:
+        return ServerError(f"{self.name}: {what}; the end of {self.log}:\n{self.log_tail()}")
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def generate(self, prompt: list[int] | str, **sampling: Any) -> Generation:
+        """One completion through `/generate`; greedy unless `sampling` says otherwise.
+
+        Args:
+            prompt: token ids, or text that the server tokenizes.
+            sampling: SGLang's sampling parameters (`max_new_tokens=32`, `temperature=0.7`, ...).
+
+        Raises:
+            ServerError: the server refused the request or died.
+        """
+        field = "text" if isinstance(prompt, str) else "input_ids"
+        body = self._post("/generate", {field: prompt, "sampling_params": {"temperature": 0.0} | sampling}).json()
+        return Generation(body["output_ids"], body["text"], body["meta_info"])
+
+    def generate_many(
+        self, prompts: Sequence[list[int] | str], *, concurrency: int, **sampling: Any
+    ) -> list[Generation]:
+        """`generate` for every prompt, at most `concurrency` in flight, results in the order of `prompts`."""
+        with ThreadPoolExecutor(max_workers=concurrency) as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, **sampling), prompts))
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache; waits for the last request to leave the scheduler."""
+        self._post("/flush_cache?timeout=30", {})
+
+    def server_info(self) -> dict[str, Any]:
+        """The resolved server arguments and, under `internal_states`, the scheduler's state."""
+        return self._get("/server_info")
+
+    def load(self) -> dict[str, Any]:
+        """The scheduler's own account: running and waiting requests, KV slots in use."""
+        return self._get("/v1/loads")["loads"][0]
+
+    def openai(self) -> openai.OpenAI:
+        """A client of the OpenAI API; it needs no key."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
+
+    def _get(self, path: str) -> dict[str, Any]:
+        return self._checked(self._http.get(path)).json()
+
+    def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return self._checked(self._http.post(path, json=body))
+        except httpx.TransportError as error:
+            raise self._error(f"{path} failed: {error}") from error
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.status_code != 200:
+            raise ServerError(
+                f"{self.name}: {response.request.url.path} answered {response.status_code}: {response.text[:500]}"
+            )
+        return response

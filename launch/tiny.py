@@ -1,0 +1,74 @@
+"""The tiny trained pair, and the command line that serves it on a machine without an accelerator.
+
+One place for the flags that the demo, the benchmark and the tests share. Knows nothing of processes.
+"""
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+ASSETS = ROOT / "sglang_dflash" / "assets"
+RUN_DIR = ROOT / ".run"  # logs; ignored by git
+
+
+class Pair(NamedTuple):
+    """A target and the draft trained for it."""
+
+    target: Path
+    draft: Path
+
+
+HYBRID = Pair(ASSETS / "tiny" / "target", ASSETS / "tiny" / "draft")  # Qwen3.5-style: GatedDeltaNet + full attention
+DENSE = Pair(ASSETS / "tiny_dense" / "target", ASSETS / "tiny_dense" / "draft")  # Qwen3-style: full attention only
+
+
+class Arm(StrEnum):
+    """Who decodes."""
+
+    OFF = "off"  # one token a step
+    STOCK = "stock"  # SGLang's built-in DFLASH worker
+    PLUGIN = "plugin"  # ours
+
+
+# Exactness is only decidable in fp32: in bf16 a tiny model has near-ties. The pools are sized by hand because SGLang
+# would take gigabytes of host memory for them. An idle server must not spin while another one is measured.
+FLAGS = (
+    *("--device", "cpu"),
+    *("--attention-backend", "torch_native"),
+    *("--dtype", "float32"),
+    *("--max-running-requests", "8"),
+    *("--max-total-tokens", "8192"),
+    "--sleep-on-idle",
+)
+HYBRID_FLAGS = (
+    *("--max-mamba-cache-size", "64"),
+    *("--mamba-radix-cache-strategy", "extra_buffer"),
+)
+ENV = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+def command(arm: Arm, pair: Pair, *flags: str) -> list[str]:
+    """`python -m sglang.launch_server` for `arm`, without host and port."""
+    speculation = (
+        ()
+        if arm is Arm.OFF
+        else ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft))
+    )
+    return [
+        *(sys.executable, "-m", "sglang.launch_server"),
+        *("--model-path", str(pair.target)),
+        *speculation,
+        *flags,
+    ]
+
+
+def environment(arm: Arm) -> dict[str, str]:
+    """What selects the worker of `arm`; the same for any model."""
+    return {} if arm is Arm.OFF else {"SGLANG_DFLASH_WORKER": str(arm)}
