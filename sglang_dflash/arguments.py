@@ -67,7 +67,7 @@ def arguments_of(server_args: Any) -> Arguments:
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
         config_overrides=json.loads(args.json_model_override_args),
-        block_size=args.speculative_num_draft_tokens or args.speculative_dflash_block_size,
+        block_size=first_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
         draft_window=args.speculative_draft_window_size,
         sink_size=args.speculative_draft_sink_size,
         draft_backend=args.speculative_draft_attention_backend,
@@ -93,7 +93,15 @@ def arguments_of(server_args: Any) -> Arguments:
     )
 
 
-def target_of(model_config: Any) -> Target:
+def first_given(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def target_of(server_args: Any) -> Target:
+    """The target's config as SGLang loads it; SGLang keeps it once built."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+
+    model_config = model_config_of(server_args)
     text = model_config.hf_text_config
     return Target(
         path=model_config.model_path,

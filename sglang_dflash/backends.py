@@ -43,7 +43,7 @@ BACKENDS = {
         because="flashattention_backend.forward_extend: causal follows attn_type per layer, window is (left, right)",
     ),
     "fa4": Backend(
-        devices=("sm90", "sm100"),
+        devices=("sm90", "sm100", "sm110"),
         block=True,
         block_window=True,
         fp8_kv=False,
@@ -74,9 +74,9 @@ BACKENDS = {
     "torch_native": Backend(
         devices=("cpu",),
         block=True,
-        block_window=False,
+        block_window=True,
         fp8_kv=False,
-        because="sglang_dflash.cpu: our subclass has the non-causal block; a window implies a causal mask in sdpa",
+        because="sglang_dflash.cpu.attention: our own masks, tested against their definition",
     ),
 }
 

@@ -55,19 +55,18 @@ class DFlashConfig:
         return len(self.target_layer_ids) * self.hidden_size
 
     @classmethod
-    def from_server_args(cls, server_args: Any, target_model_config: Any) -> "DFlashConfig":
+    def from_server_args(cls, server_args: Any) -> "DFlashConfig":
         """The config of this server.
 
         Args:
             server_args: SGLang's `ServerArgs`, resolved or being resolved.
-            target_model_config: SGLang's `ModelConfig` of the target.
         Raises:
             ValueError, NotSupported: see `combine` and `checkpoint.read`.
         """
         arguments = arguments_of(server_args)
         check_arguments(arguments)
         draft = checkpoint.read(arguments.require_draft_path(), arguments.draft_revision, arguments.config_overrides)
-        return combine(arguments, target_of(target_model_config), draft)
+        return combine(arguments, target_of(server_args), draft)
 
 
 def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashConfig:

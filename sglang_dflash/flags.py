@@ -25,12 +25,10 @@ class Flags:
 
     Attributes:
         worker: which worker serves `--speculative-algorithm DFLASH`.
-        worker_expected: `SGLANG_DFLASH_WORKER=plugin` was written out, so any other worker is an error.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 
     worker: Worker
-    worker_expected: bool
     overlap: bool
 
 
@@ -52,8 +50,7 @@ FLAGS = (
         "SGLANG_DFLASH_WORKER",
         "plugin",
         tuple(Worker),
-        "Which worker serves `--speculative-algorithm DFLASH`: ours, or SGLang's built-in one. "
-        "Written out, `plugin` also means that no other worker may serve.",
+        "Which worker serves `--speculative-algorithm DFLASH`: ours, or SGLang's built-in one.",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",
@@ -98,7 +95,6 @@ def read(environ: Mapping[str, str]) -> Flags:
     _refuse_unknown(environ, worker)
     return Flags(
         worker=worker,
-        worker_expected=environ.get("SGLANG_DFLASH_WORKER") == Worker.PLUGIN,
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
 

@@ -75,8 +75,8 @@ def require() -> None:
     check(NAMES)
 
 
-def require_live(*targets: str) -> None:
-    """Check that SGLang applied our hooks; it logs and ignores a hook that it cannot apply.
+def require_hooks(*targets: str) -> None:
+    """Check that SGLang applied our hooks; it logs and ignores a plugin or a hook that it cannot load.
 
     Raises:
         HostMismatch: a hook is not in place.
@@ -85,7 +85,10 @@ def require_live(*targets: str) -> None:
 
     for target in targets:
         if target not in HookRegistry._patched:
-            raise HostMismatch(_sentence(f"SGLang did not apply our hook on {target} (its log says why)"))
+            raise HostMismatch(
+                f"sglang-dflash is installed but does not hook {target}: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it "
+                "out, or SGLang's log says why; include sglang_dflash, or set SGLANG_DFLASH_WORKER=stock"
+            )
 
 
 def check(names: Iterable[Name]) -> None:

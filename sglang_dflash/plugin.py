@@ -2,7 +2,8 @@
 
 SGLang logs and ignores an error in a plugin, so nothing is decided in `register`: the checks run inside the hooks,
 where raising stops the launch. `register` itself ends the process when a name it hooks is gone, because then no hook
-could do that.
+could do that. What DFLASH means and who may serve it is checked twice: when the launching process resolves its
+arguments, seconds after the start, and in each scheduler process, before its worker is made.
 """
 
 import logging
@@ -13,10 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_dflash import cli, flags, host
-from sglang_dflash.config import DFlashConfig
 from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Worker
-from sglang_dflash.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +29,20 @@ def register() -> None:
         host.require_seams()
     except HostMismatch as mismatch:
         if os.environ.get("SGLANG_DFLASH_WORKER") == Worker.STOCK:
-            logger.warning("%s; SGLANG_DFLASH_WORKER=stock, so it is not needed", mismatch)
+            logger.warning("%s; it stays out of the way (SGLANG_DFLASH_WORKER=stock)", mismatch)
             return
-        sys.exit(f"{mismatch}, uninstall sglang-dflash, or set SGLANG_DFLASH_WORKER=stock")
+        # Not an error that SGLang would log and ignore: it ends the process.
+        sys.exit(f"{mismatch}; install that one, or set SGLANG_DFLASH_WORKER=stock")
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_dflash.cpu import register_choices
 
     HookRegistry.register(CREATE_WORKER, create_worker, HookType.AROUND)
     HookRegistry.register(ADD_CLI_ARGS, add_old_flags, HookType.AFTER)
     register_resolution_hook("handle_deprecated_dp_attention")(apply_flags)
     register_resolution_hook("handle_speculative_decoding")(check_arguments)
+    register_choices()
 
 
 def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> type:
@@ -47,15 +50,14 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     if not algorithm.is_dflash() or flags.read(os.environ).worker is Worker.STOCK:
         return stock(algorithm, server_args)
     host.require()
-    from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.models.registry import ModelRegistry
 
-    DFlashConfig.from_server_args(server_args, model_config_of(server_args))
+    from sglang_dflash.config import DFlashConfig
     from sglang_dflash.draft_model import DFlashDraftModel
     from sglang_dflash.worker import DFlashWorker
 
+    DFlashConfig.from_server_args(server_args)
     ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
-    logger.info("sglang-dflash %s serves DFLASH", __version__)
     return DFlashWorker
 
 
@@ -78,17 +80,18 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     if not asks_for_dflash(server_args) or flags.read(os.environ).worker is Worker.STOCK:
         previous(server_args)
         return
-    from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    host.require_live(CREATE_WORKER, ADD_CLI_ARGS)
-    checked = DFlashConfig.from_server_args(server_args, model_config_of(server_args))
+    from sglang_dflash.config import DFlashConfig
+
+    require_live()
+    config = DFlashConfig.from_server_args(server_args)
     # Written out, so that SGLang's own resolution finds them decided and does not fall back to others.
     declare_resolution(
         server_args,
         "sglang_dflash.config",
-        speculative_num_draft_tokens=checked.block_size,
-        speculative_draft_attention_backend=checked.draft_attention_backend,
+        speculative_num_draft_tokens=config.block_size,
+        speculative_draft_attention_backend=config.draft_attention_backend,
     )
     previous(server_args)
 
@@ -97,3 +100,15 @@ def asks_for_dflash(server_args: Any) -> bool:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"
+
+
+def require_live() -> None:
+    """Check that a DFLASH launch of this process reaches our worker, or was not meant to.
+
+    The CPU platform asks as well: SGLang loads it even where `SGLANG_PLUGINS` leaves the plugin out.
+
+    Raises:
+        HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
+    """
+    if flags.read(os.environ).worker is not Worker.STOCK:
+        host.require_hooks(CREATE_WORKER, ADD_CLI_ARGS)
