@@ -1,0 +1,90 @@
+"""What SGLang's scheduler carries for us from one step to the next, and the KV slots it reserves in between.
+
+Per request that is the anchor and the committed length. Under the overlap schedule both are relayed on the device
+(`FutureMap`), and the host only ever sees them one step late; so a step reserves room for the block it will verify and
+for the block still in flight.
+
+Invariant: when `prepare_for_decode` returns, row `r` of req_to_token maps positions [0, committed + 2 N).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
+from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, page_aligned_decode_alloc_lens
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from sglang.srt.utils import async_h2d
+
+
+@dataclass
+class DraftInput(SpecInput):
+    """The state between two steps. `bonus_tokens`, `new_seq_lens`, `future_indices` are SGLang's names."""
+
+    bonus_tokens: torch.Tensor  # anchor_B, int64
+    new_seq_lens: torch.Tensor  # prefix_len_B, int64
+    future_indices: torch.Tensor | None = None  # set by the overlap scheduler: where it keeps the two above
+    allocated_B_cpu: torch.Tensor | None = None  # int32, set by prepare_for_decode: mapped positions per request
+    allocated_sum: int = 0
+
+    # Slots of SGLang's relay that other algorithms fill.
+    topk_p = topk_index = hidden_states = draft_probs = None
+
+    def __post_init__(self) -> None:
+        super().__init__(spec_input_type=SpecInputType.DFLASH_DRAFT)
+        self.num_tokens_per_req = self.num_tokens_for_logprob_per_req = 1
+
+    @classmethod
+    def idle(cls, device: torch.device) -> DraftInput:
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(bonus_tokens=empty, new_seq_lens=empty)
+
+    def prepare_for_decode(self, batch: ScheduleBatch) -> None:
+        """Reserve KV slots for the coming step; called by the scheduler, before it knows the last step's outcome."""
+        if batch.batch_size() == 0:
+            return
+        batch.maybe_evict_swa()
+        allocated, needed, n_new = page_aligned_decode_alloc_lens(
+            batch.reqs,
+            reserve=get_alloc_reserve_per_decode(),
+            page_size=batch.token_to_kv_pool_allocator.page_size,
+        )
+        self.allocated_B_cpu = torch.tensor(needed, dtype=torch.int32)
+        self.allocated_sum = sum(needed)
+        if n_new:
+            device_2B = async_h2d([allocated, needed], dtype=torch.int32, device=batch.device)
+            alloc_for_spec_decode(
+                batch.tree_cache,
+                batch.req_to_token_pool,
+                reqs=batch.reqs,
+                req_pool_indices=batch.req_pool_indices,
+                cur_kv_lens=device_2B[0],
+                cur_kv_lens_cpu=torch.tensor(allocated, dtype=torch.int32),
+                nxt_kv_lens=device_2B[1],
+                nxt_kv_lens_cpu=self.allocated_B_cpu,
+                num_needed_tokens=n_new,
+                batch=batch,
+            )
+        committed = [req.kv.kv_committed_len for req in batch.reqs]
+        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)  # replaced by the relayed ones under overlap
+        batch.seq_lens_sum = sum(committed)
+        for req in batch.reqs:
+            req.decode_batch_idx += 1
+
+    def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        self.allocated_B_cpu = None  # prepare_for_decode comes before the next use
+        if self.future_indices is not None:
+            self.future_indices = self.future_indices[new_indices]
+            return
+        self.bonus_tokens = self.bonus_tokens[new_indices]
+        self.new_seq_lens = self.new_seq_lens[new_indices]
+
+    def merge_batch(self, spec_info: DraftInput) -> None:
+        self.allocated_B_cpu = None
+        if self.future_indices is not None:
+            self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
+            return
+        self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
+        self.new_seq_lens = torch.cat([self.new_seq_lens, spec_info.new_seq_lens])

@@ -1,0 +1,47 @@
+"""The vocabulary of one decode step: what each stage hands to the next.
+
+A step EMITS n_accepted + 1 tokens (drafts 1..n, then the bonus) and KEEPS n_accepted + 1 rows (the anchor, then drafts
+1..n). The count is the same, the rows are shifted by one: the bonus has no K/V and no features until the next step,
+whose anchor it is. Knows tensors only; nothing of requests, models or kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+from sglang.srt.speculative.spec_utils import GrammarTree
+
+
+class Plan(NamedTuple):
+    """Where the block of every request goes."""
+
+    tokens_BN: torch.Tensor  # int64, slot 0 the anchor, the rest mask tokens
+    positions_BN: torch.Tensor  # int64, absolute
+    slots_BN: torch.Tensor  # int64, KV slots, in target and draft pool alike
+    prefix_len_B: torch.Tensor  # int64, tokens committed before this step
+    rows_B: torch.Tensor  # int64, the requests' rows in req_to_token
+    # Attention backends plan on the host with an upper bound of prefix_len + N. It comes from what the scheduler has
+    # reserved, so no length has to leave the device.
+    bound_B_cpu: torch.Tensor
+    bound_sum: int
+    kv: KVLocPlan  # the same slots, as SGLang's pools and backends want to be told
+
+    @property
+    def n_requests(self) -> int:
+        return self.tokens_BN.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.tokens_BN.shape[1]
+
+
+class Target(NamedTuple):
+    """What the target made of the block."""
+
+    output: LogitsProcessorOutput  # .next_token_logits [B * N, V]
+    features_TC: torch.Tensor  # [B * N, C]; a graph's buffer: gone with the next target forward
+    grammar_tree: GrammarTree | None  # the drafts on their way to the host, when a request has a grammar
+    on_graph: bool

@@ -1,0 +1,196 @@
+"""The DFLASH worker: what SGLang's scheduler talks to. It orders the stages of a step; it does no tensor arithmetic.
+
+    plan       where the block goes          planner.py
+    draft      guess the block               drafter.py, draft_model.py
+    verify     the target scores it          verifier.py
+    choose     the target's own tokens       choice.py
+    accept     the agreed prefix, one more   kernels/accept.py
+    publish    the scheduler may go on
+    commit     recurrent state               state.py
+    append     context K/V of kept rows      context_kv.py
+
+Every variant (window or not, hybrid or not, ...) is decided when the server starts, as a class.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import get_exec
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
+from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang_dflash_kernels.accept import Accepted, accept
+
+from sglang_dflash.choice import Choice
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.context_kv import ContextKV
+from sglang_dflash.draft_input import DraftInput
+from sglang_dflash.drafter import Drafter, FullView, WindowView
+from sglang_dflash.ends import target_ends
+from sglang_dflash.planner import Planner
+from sglang_dflash.state import make_state
+from sglang_dflash.step import Plan, Target
+from sglang_dflash.verifier import Verifier
+from sglang_dflash.version import __version__
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[[torch.Tensor], None]
+
+
+class DFlashWorker(BaseSpecWorker):
+    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
+        super().__init__()
+        self._target_worker = target_worker
+        self.target_runner = target_worker.model_runner
+        self.device = target_worker.device
+        self.config = DFlashConfig.from_server_args(server_args)
+        self._draft_worker = build_draft_tp_worker(
+            server_args=server_args,
+            gpu_id=gpu_id,
+            nccl_port=nccl_port,
+            target_model_config=self.target_runner.model_config,
+            algo_label="DFLASH",
+            attention_backend_override=self.config.draft_attention_backend,
+        ).draft_worker
+        self.draft_runner = self._draft_worker.model_runner
+        # A block may end 2 N past the longest prefix: one in flight, one being planned.
+        longest = self.target_runner.model_config.context_len + 2 * self.config.block_size
+        self.draft_runner.model.attach(target_ends(self.target_runner.model), max_position=longest)
+
+    # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: MemoryPoolConfig | None = None,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
+    ) -> None:
+        """The draft's KV pool has the target's slots. With a window, the draft gets a request table of its own."""
+        self._draft_worker.alloc_memory_pool(
+            memory_pool_config=memory_pool_config,
+            req_to_token_pool=None if self.config.draft_window else req_to_token_pool,
+            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        )
+
+    def init_cuda_graphs(self) -> None:
+        wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+        possible = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
+        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
+        self._init_stages()
+
+    def _init_stages(self) -> None:
+        """All that decode needs; pools and backends exist now."""
+        config, target, draft = self.config, self.target_runner, self.draft_runner
+        if config.draft_window:
+            view = WindowView(target, draft, window=config.draft_window, block_size=config.block_size)
+        else:
+            view = FullView()
+        self.planner = Planner(target, config.block_size, config.mask_token_id)
+        self.drafter = Drafter(draft, view, config.block_size)
+        self.verifier = Verifier(self._target_worker)
+        self.choice = Choice(target)
+        self.state = make_state(self._target_worker)
+        self.context_kv = ContextKV(draft.model, draft)
+        logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
+
+    # -- what SGLang asks of a worker -----------------------------------------------------------------------------
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        return self.target_runner.attn_backend, self.draft_runner.attn_backend
+
+    def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
+        return [("draft", self.draft_runner)]
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Publish | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+        pp_proxy_tensors: None = None,  # no pipeline parallelism
+    ) -> GenerationBatchResult:
+        publish = on_publish or not_published
+        if batch.forward_mode.is_idle():
+            return self.idle(publish)
+        if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
+            return self.prefill(batch, publish)
+        return self.decode(batch, publish, grammar_barrier)
+
+    # -- the three kinds of step ----------------------------------------------------------------------------------
+
+    def prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
+        """The target reads the prompt; its features become the draft's context; the first token is the anchor."""
+        result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
+        anchor_B = self.choice.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
+        publish(batch.seq_lens)
+        # At once, so that a prefix the scheduler now puts into the radix cache has its draft K/V.
+        self.context_kv.append_prompt(batch, result.logits_output.hidden_states)
+        result.logits_output.hidden_states = None  # not for the host
+        result.new_seq_lens = batch.seq_lens
+        result.next_draft_input = DraftInput(bonus_tokens=anchor_B.to(torch.int64), new_seq_lens=batch.seq_lens)
+        return result
+
+    def decode(
+        self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
+    ) -> GenerationBatchResult:
+        """One DFlash step. Nothing in it waits for the device."""
+        plan = self.planner.plan(batch)
+        tokens_BN = self.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)
+        target = self.verifier.verify(batch, plan, tokens_BN)
+        target_BN = self.choice.choose(batch, plan, target, grammar_barrier)
+        accepted = accept(tokens_BN, target_BN, plan.prefix_len_B)
+        publish(accepted.next_prefix_len_B)
+        self.state.commit(batch, plan, accepted.n_committed_B)
+        self.context_kv.append(plan, target.features_TC, accepted.n_committed_B)
+        return self.step_result(batch, plan, target, accepted)
+
+    def idle(self, publish: Publish) -> GenerationBatchResult:
+        """A step without requests."""
+        state = DraftInput.idle(self.device)
+        publish(state.new_seq_lens)
+        return GenerationBatchResult(
+            next_token_ids=state.bonus_tokens,
+            accept_lens=state.bonus_tokens.int(),
+            next_draft_input=state,
+            speculative_num_draft_tokens=self.config.block_size,
+            new_seq_lens=state.new_seq_lens,
+        )
+
+    def step_result(
+        self, batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accepted
+    ) -> GenerationBatchResult:
+        """The step in the scheduler's words: its `accept_lens` counts the bonus."""
+        tokens_T = accepted.committed_BN.view(-1)
+        if batch.return_logprob:
+            compute_spec_logprobs(batch, target.output, tokens_T, chain_stride=plan.width)
+        return GenerationBatchResult(
+            logits_output=target.output,
+            next_token_ids=tokens_T,
+            accept_lens=accepted.n_committed_B,
+            can_run_cuda_graph=target.on_graph,
+            speculative_num_draft_tokens=plan.width,
+            new_seq_lens=accepted.next_prefix_len_B,
+            next_draft_input=DraftInput(bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B),
+            # The copy to the host runs on another stream; these outlive it by two steps.
+            extra_keep_alive_refs=[accepted, target],
+        )
+
+
+def not_published(next_prefix_len_B: torch.Tensor) -> None:
+    """Without the overlap schedule the scheduler reads the lengths off the result."""
