@@ -1,0 +1,33 @@
+"""The CPU platform: stock SGLang on a machine with no accelerator, in plain PyTorch.
+
+SGLang loads `activate` in every one of its processes, so this file imports almost nothing. `platform` is what SGLang
+asks, `install` puts torch definitions where SGLang has only GPU kernels, and every other file defines one topic.
+Nothing here knows DFlash's worker: the platform serves SGLang without speculation, its own DFLASH worker, and ours.
+"""
+
+import os
+
+
+def activate() -> str | None:
+    """Name our platform class, or None where an accelerator, or SGLang's own CPU engine, should serve."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        return None
+    import torch
+
+    if torch.accelerator.is_available():
+        return None
+    return "sglang_dflash.cpu.platform.CpuPlatform"
+
+
+def register_choices() -> None:
+    """Let a draft model use our attention backend; does nothing unless our platform is the active one.
+
+    The command line needs it in the first process, the draft worker in its own.
+    """
+    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
+    from sglang.srt.platforms import current_platform
+
+    from sglang_dflash.cpu.platform import ATTENTION_BACKEND, CpuPlatform
+
+    if isinstance(current_platform, CpuPlatform) and ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
+        add_draft_attention_backend_choices([ATTENTION_BACKEND])

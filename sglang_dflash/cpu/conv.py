@@ -1,0 +1,126 @@
+"""The short causal convolution of GatedDeltaNet: every channel sees its own last W tokens.
+
+y[t] = activation(bias + sum_j weight[j] * x[t - (W - 1) + j]), where x before the first token is the carried state:
+the last W - 1 inputs, oldest first.
+
+Dimension key: B requests, N new tokens per request, T packed tokens, F channels, W taps, P = W - 1 carried inputs,
+S slots of the state pool. Computed in fp32, returned in x's type, token-major in memory whatever the axis order.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from sglang_dflash.cpu.refuse import refuse, refuse_padding
+
+
+def causal_conv1d_fn(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens_cpu: list[int],
+    cache_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    activation: str | bool | None = "silu",
+    **others: object,
+) -> torch.Tensor:
+    """Prefill: convolve packed requests x [F, T], and leave each one's last P inputs in its slot of [S, F, P].
+    Tokens past the last request's are padding and come out as zeros.
+    """
+    refuse("causal_conv1d_fn", others)
+    start_B = query_start_loc.long()
+    n_tokens_B = start_B.diff()
+    B, P = n_tokens_B.shape[0], weight.shape[1] - 1
+    slot_B = torch.arange(B) if cache_indices is None else cache_indices[:B].long()
+    refuse_padding("causal_conv1d_fn", "cache_indices", slot_B)
+
+    # One sequence for all requests, each preceded by its own P carried inputs: no window crosses a request.
+    carried_BPF = conv_states[slot_B, :, :P].transpose(1, 2).float()
+    if has_initial_state is not None:
+        carried_BPF = carried_BPF * has_initial_state[:B, None, None]
+    else:
+        carried_BPF = torch.zeros_like(carried_BPF)
+    T = int(start_B[-1])
+    request_T = torch.arange(B).repeat_interleave(n_tokens_B, output_size=T)
+    row_T = torch.arange(T) + P * (request_T + 1)
+    row_BP = (start_B[:-1] + P * torch.arange(B))[:, None] + torch.arange(P)
+    joined = x.new_zeros((T + P * B, x.shape[0]), dtype=torch.float32)
+    joined[row_T] = x[:, :T].T.float()
+    joined[row_BP] = carried_BPF
+
+    y = _convolve(joined[None], weight, bias, activation)[0]
+    out_TF = x.new_zeros(x.shape[::-1])
+    out_TF[:T] = y[row_T - P]
+    last_BP = (start_B[1:] + P * torch.arange(B))[:, None] + torch.arange(P)
+    conv_states[slot_B, :, :P] = joined[last_BP].transpose(1, 2).to(conv_states.dtype)
+    return out_TF.T
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | bool | None = None,
+    conv_state_indices: torch.Tensor | None = None,
+    intermediate_conv_window: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    **others: object,
+) -> torch.Tensor:
+    """Decode and verify: convolve N more tokens of B requests, x [B, F] or [B, F, N], and advance their slots.
+
+    Verify also saves the state after every one of its N steps: `intermediate_conv_window` [rows, >= N, F, P], row
+    `intermediate_state_indices[b]`. The slot itself moves to the end of the block, as the GPU kernel moves it; the
+    commit then puts the accepted step's state there.
+    """
+    refuse("causal_conv1d_update", others)
+    x_BNF = x[:, None] if x.dim() == 2 else x.transpose(1, 2)
+    B, N, _ = x_BNF.shape
+    P = weight.shape[1] - 1
+    slot_B = torch.arange(B) if conv_state_indices is None else conv_state_indices[:B]
+    refuse_padding("causal_conv1d_update", "conv_state_indices", slot_B)
+
+    carried_BPF = conv_state.index_select(0, slot_B)[:, :, :P].transpose(1, 2)
+    joined = torch.cat([carried_BPF.float(), x_BNF.float()], dim=1)
+    y_BNF = _convolve(joined, weight, bias, activation).to(x.dtype)
+    conv_state[slot_B.long(), :, :P] = joined[:, N:].transpose(1, 2).to(conv_state.dtype)
+    if intermediate_conv_window is not None:
+        _save_windows(intermediate_conv_window, intermediate_state_indices[:B], joined)
+    return y_BNF[:, 0] if x.dim() == 2 else y_BNF.transpose(1, 2)
+
+
+def _convolve(
+    joined: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None
+) -> torch.Tensor:
+    """[B, P + N, F] -> [B, N, F], fp32: W shifted multiply-adds, which beat conv1d's set-up at these sizes."""
+    W = weight.shape[1]
+    N = joined.shape[1] - W + 1
+    tap_WF = weight.T.float()
+    y = joined[:, :N] * tap_WF[0]
+    for j in range(1, W):
+        y.addcmul_(joined[:, j : j + N], tap_WF[j])
+    if bias is not None:
+        y += bias.float()
+    if activation in ("silu", "swish", True):
+        return F.silu(y, inplace=True)
+    if activation in (None, False):
+        return y
+    raise NotImplementedError(f"causal convolution on CPU: activation={activation!r} is not defined")
+
+
+def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tensor) -> None:
+    """Save the P inputs before every next token: window[row, t] = joined[t + 1 : t + 1 + P], transposed to [F, P].
+
+    Successive windows share P - 1 inputs, and SGLang stores them as overlapping views of one strip of inputs; the
+    strip is then written once.
+    """
+    R, _, F_, P = window.shape
+    step_stride, tap_stride = window.stride(1), window.stride(3)
+    if step_stride == tap_stride:
+        n_inputs = joined.shape[1] - 1
+        strip = window.as_strided((R, F_, n_inputs), (window.stride(0), window.stride(2), tap_stride))
+        strip[row_B.long()] = joined[:, 1:].transpose(1, 2).to(window.dtype)
+    else:
+        windows_BNFP = joined[:, 1:].unfold(1, P, 1)
+        window[row_B.long(), : windows_BNFP.shape[1]] = windows_BNFP.to(window.dtype)

@@ -1,0 +1,251 @@
+"""GatedDeltaNet's kernels: gates, prefill in chunks of 64 tokens, decode, and verify of a drafted block.
+
+The mathematics is in `gdn_block`; this file reads SGLang's packed arguments and state slots.
+
+Dimension key: B sequences, C tokens of a block, M chunks of 64 tokens, T packed tokens, G key heads, R value heads per
+key head, H = G R value heads, K key width, V value width, S slots of the state pool. Arithmetic is fp32.
+"""
+
+import torch
+
+from sglang_dflash.cpu.gdn_block import Block, l2_normalised, log_decay
+from sglang_dflash.cpu.refuse import refuse, refuse_padding
+
+CHUNK = 64  # SGLang's radix tracking reads the state before every 64th token
+
+
+def fused_gdn_gating(
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dt_bias: torch.Tensor,
+    beta: float = 1.0,
+    threshold: float = 20.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log decay and sigmoid(b) of a, b [T, H], as two fp32 [1, T, H]; the kernel rounds sigmoid(b) to b's type."""
+    g_TH = log_decay(A_log, a, dt_bias, beta=beta, threshold=threshold)
+    return g_TH[None], b.float().sigmoid().to(b.dtype).float()[None]
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    initial_state_indices: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    head_first: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    inplace_update: bool = True,
+) -> tuple[torch.Tensor, None, torch.Tensor]:
+    """Prefill of packed sequences: q, k [1, T, G, K], v [1, T, H, V], g and beta [1, T, H].
+
+    Sequence b starts from, and unless `inplace_update` is off ends in, slot `initial_state_indices[b]` of
+    `initial_state` [S, H, V, K]; a negative slot is a zero state that is not kept. Returns the outputs [1, T, H, V],
+    None, and the fp32 states before every chunk of every sequence in turn, [1, M, H, V, K].
+    """
+    refuse(
+        "chunk_gated_delta_rule",
+        {
+            "head_first=True": head_first,
+            "cu_seqlens=None": cu_seqlens is None,
+            "initial_state=None": initial_state is None,
+            "initial_state_indices=None": initial_state_indices is None,
+        },
+    )
+    q_TGK, k_TGK = _queries_and_keys(q[0], k[0], scale=scale, normalise=use_qk_l2norm_in_kernel)
+    chunks = _Chunks(cu_seqlens)
+    # Padding tokens have q = k = v = g = beta = 0: they leave the state as it is.
+    block = Block.of(
+        chunks.pad(q_TGK),
+        chunks.pad(k_TGK),
+        chunks.pad(v[0].float()),
+        g_BCH=chunks.pad(g[0].float()),
+        beta_BCH=chunks.pad(beta[0].float()),
+    )
+    heads = block.v_BGRCV.shape[1:3]
+    slot_B = initial_state_indices.long()
+    state_BGRVK = initial_state[slot_B.clamp(min=0)].float() * (slot_B >= 0)[:, None, None, None]
+    state_BGRVK = state_BGRVK.unflatten(1, heads)
+    before_MGRVK, delta_MGRCV = _scan(block, chunks, state_BGRVK)
+    out_TGRV = chunks.unpad(block.outputs(before_MGRVK, delta_MGRCV))
+    if inplace_update:
+        kept_B = slot_B >= 0
+        initial_state[slot_B[kept_B]] = state_BGRVK[kept_B].flatten(1, 2).to(initial_state.dtype)
+    return out_TGRV.to(v.dtype)[None], None, before_MGRVK.flatten(1, 2)[None]
+
+
+def _scan(block: Block, chunks: "_Chunks", state_BGRVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Carry the sequences' states through their chunks, in place; the states before the chunks, and the deltas.
+
+    Delta = from_values - from_state S_0^T: one solve serves all chunks before any of their states is known.
+    """
+    key_heads_share_BGRCK = (block.k_BG1CK * block.decay_BGRC1).expand(*block.v_BGRCV.shape[:-1], -1)
+    solved = block.solve(torch.cat([block.v_BGRCV, key_heads_share_BGRCK], dim=-1))
+    from_values, from_state = solved.split([state_BGRVK.shape[-2], state_BGRVK.shape[-1]], dim=-1)
+    # The last row of D: what every delta weighs at the end of its chunk.
+    to_end_BGRCK = block.k_BG1CK * block.decay_BGRCC[..., -1, :, None]
+    end_decay_BGR11 = block.decay_BGRC1[..., -1:, :]
+
+    before = state_BGRVK.new_empty(chunks.n_chunks, *state_BGRVK.shape[1:])
+    deltas = torch.empty_like(from_values)
+    for rows, sequences in chunks.in_order():
+        before[rows] = state = state_BGRVK[sequences]
+        deltas[rows] = delta = from_values[rows] - from_state[rows] @ state.transpose(-1, -2)
+        state_BGRVK[sequences] = state * end_decay_BGR11[rows] + delta.transpose(-1, -2) @ to_end_BGRCK[rows]
+    return before, deltas
+
+
+class _Chunks:
+    """Packed sequences cut into chunks of 64 tokens, each sequence's last chunk padded; one row per chunk."""
+
+    def __init__(self, cu_seqlens: torch.Tensor) -> None:
+        bounds = cu_seqlens.long()
+        n_tokens_B = bounds.diff()
+        self._n_chunks_B = (n_tokens_B + CHUNK - 1) // CHUNK
+        self._first_B = self._n_chunks_B.cumsum(0) - self._n_chunks_B
+        self.n_chunks = int(self._n_chunks_B.sum())
+        n_tokens = int(bounds[-1])
+        shift_B = self._first_B * CHUNK - bounds[:-1]
+        self._cell_T = torch.arange(n_tokens) + shift_B.repeat_interleave(n_tokens_B, output_size=n_tokens)
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, ...] -> [M, 64, ...]; tokens past the last sequence are dropped."""
+        padded = x.new_zeros(self.n_chunks * CHUNK, *x.shape[1:])
+        padded[self._cell_T] = x[: len(self._cell_T)]
+        return padded.unflatten(0, (self.n_chunks, CHUNK))
+
+    def unpad(self, x: torch.Tensor) -> torch.Tensor:
+        """[M, 64, ...] -> [T, ...]"""
+        return x.flatten(0, 1)[self._cell_T]
+
+    def in_order(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For j = 0, 1, ...: the rows of the j-th chunks, and the sequences that have one."""
+        steps = []
+        for j in range(max(self._n_chunks_B.tolist(), default=0)):
+            sequences = (self._n_chunks_B > j).nonzero().flatten()
+            steps.append((self._first_B[sequences] + j, sequences))
+        return steps
+
+
+def fused_recurrent_gated_delta_rule_packed_decode(
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    scale: float,
+    initial_state: torch.Tensor,
+    out: torch.Tensor,
+    ssm_state_indices: torch.Tensor,
+    use_qk_l2norm_in_kernel: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode one token of B sequences: mixed_qkv [B, 2 G K + H V], a and b [B, H], states in `initial_state`.
+
+    Writes the states [S, H, V, K] at `ssm_state_indices` and `out` [B, 1, H, V] in place; returns both.
+    """
+    refuse_padding("fused_recurrent_gated_delta_rule_packed_decode", "ssm_state_indices", ssm_state_indices)
+    B = mixed_qkv.shape[0]
+    H, V, K = initial_state.shape[1:]
+    G = (mixed_qkv.shape[1] - H * V) // (2 * K)
+    qk, v_BF = mixed_qkv.float().split([2 * G * K, H * V], dim=1)
+    qk = qk.unflatten(1, (2, G, K))
+    q_BGK, k_BGK = _queries_and_keys(qk[:, 0], qk[:, 1], scale=scale, normalise=use_qk_l2norm_in_kernel)
+    slot_B = ssm_state_indices.long()
+    state_BHVK = initial_state.index_select(0, slot_B).float()
+    state_BHVK *= log_decay(A_log, a, dt_bias).exp_()[..., None, None]
+
+    # The value heads that share a key head are more rows of one matrix: no key is repeated.
+    state_XYK = state_BHVK.view(B * G, -1, K)
+    k_X1K = k_BGK.reshape(B * G, 1, K)
+    seen_BHV = torch.bmm(state_XYK, k_X1K.transpose(1, 2)).view(B, H, V)
+    delta_BHV = (v_BF.view(B, H, V) - seen_BHV) * b.float().sigmoid()[..., None]
+    state_XYK.baddbmm_(delta_BHV.view(B * G, -1, 1), k_X1K)
+    out.copy_(torch.bmm(state_XYK, q_BGK.reshape(B * G, K, 1)).view(out.shape))
+    initial_state.index_copy_(0, slot_B, state_BHVK.to(initial_state.dtype))
+    return out, initial_state
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log: torch.Tensor,
+    a: torch.Tensor,
+    dt_bias: torch.Tensor,
+    softplus_beta: float,
+    softplus_threshold: float,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    b: torch.Tensor,
+    initial_state_source: torch.Tensor,
+    initial_state_indices: torch.Tensor,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    cache_steps: int | None = None,
+    **others: object,
+) -> torch.Tensor:
+    """Verify, and decode unpacked: C tokens of each of B sequences.
+
+    q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K]
+    the state after every token is kept in row `intermediate_state_indices[b]`; with `disable_state_update` the
+    sequence's own slot keeps the state it had. Returns the outputs [1, B C, H, V].
+    """
+    op = "fused_sigmoid_gating_delta_rule_update"
+    refuse(op, others)
+    B = initial_state_indices.shape[0]
+    C = v.shape[1] // B
+    if cu_seqlens is None or not torch.equal(cu_seqlens.int(), torch.arange(0, B * C + 1, C, dtype=torch.int32)):
+        refuse(op, {"cu_seqlens of unequal lengths": True})
+    refuse_padding(op, "initial_state_indices", initial_state_indices)
+    q_TGK, k_TGK = _queries_and_keys(q[0], k[0], scale=scale, normalise=use_qk_l2norm_in_kernel)
+    a_TH, b_TH = a.reshape(-1, v.shape[2]), b.reshape(-1, v.shape[2])
+    g_TH = log_decay(A_log, a_TH, dt_bias, beta=softplus_beta, threshold=softplus_threshold)
+    block = Block.of(
+        q_TGK.unflatten(0, (B, C)),
+        k_TGK.unflatten(0, (B, C)),
+        v[0].float().unflatten(0, (B, C)),
+        g_BCH=g_TH.unflatten(0, (B, C)),
+        beta_BCH=b_TH.float().sigmoid().unflatten(0, (B, C)),
+    )
+    slot_B = initial_state_indices.long()
+    state_BGRVK = initial_state_source.index_select(0, slot_B).float().unflatten(1, block.v_BGRCV.shape[1:3])
+    delta_BGRCV = block.deltas(state_BGRVK)
+    if intermediate_states_buffer is not None or not disable_state_update:
+        after_BCHVK = _states(block, state_BGRVK, delta_BGRCV, (intermediate_states_buffer, intermediate_state_indices))
+        if not disable_state_update:
+            initial_state_source[slot_B] = after_BCHVK[:, -1].to(initial_state_source.dtype)
+    return block.outputs(state_BGRVK, delta_BGRCV).to(v.dtype).reshape(v.shape)
+
+
+def _states(
+    block: Block,
+    state_BGRVK: torch.Tensor,
+    delta_BGRCV: torch.Tensor,
+    scratch: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> torch.Tensor:
+    """The states after every token [B, C, H, V, K], kept in the scratch's rows if there is one."""
+    B, _, _, C, _ = delta_BGRCV.shape
+    buffer, row_B = scratch
+    rows = None if row_B is None else row_B[:B].tolist()
+    # SGLang's rows are 0 .. B-1 (except under pipeline parallelism): then the states are computed where they stay.
+    in_place = buffer is not None and rows == list(range(B)) and buffer.dtype == torch.float32
+    after = buffer[:B, :C] if in_place else state_BGRVK.new_empty(B, C, *state_BGRVK.flatten(1, 2).shape[1:])
+    block.states(state_BGRVK, delta_BGRCV, out_BCGRVK=after.unflatten(2, state_BGRVK.shape[1:3]))
+    if buffer is not None and not in_place:
+        buffer[row_B[:B].long(), :C] = after.to(buffer.dtype)
+    return after
+
+
+def _queries_and_keys(
+    q_TGK: torch.Tensor, k_TGK: torch.Tensor, *, scale: float | None, normalise: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q_TGK, k_TGK = q_TGK.float(), k_TGK.float()
+    if normalise:
+        q_TGK, k_TGK = l2_normalised(q_TGK), l2_normalised(k_TGK)
+    return q_TGK * (q_TGK.shape[-1] ** -0.5 if scale is None else scale), k_TGK

@@ -1,0 +1,142 @@
+"""Which GPU-only names of SGLang get a torch definition, where it is put, and the proof that it is live.
+
+SGLang's modules copy kernels by name while they are imported, so replacing the name in its home is not enough: every
+copy made before is replaced too. SGLang's own hook registry would do that, but it logs and goes on when it cannot;
+`verify` looks at every SGLang module once the model is loaded and stops the launch if a GPU kernel is still reachable.
+"""
+
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, sampling
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+_KERNELS = "sglang.kernels.ops."
+_SRT = "sglang.srt."
+
+# By target: what we put there, and what stood there before.
+_stand_ins: dict[str, Any] = {}
+_originals: dict[str, Any] = {}
+
+
+def at_import() -> dict[str, Any]:
+    """Kernels, and what their callers ask of a device."""
+    return {
+        _KERNELS + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": (
+            norm.fused_qkvzba_split_reshape_cat_contiguous
+        ),
+        _KERNELS + "attention.fla.layernorm_gated.rms_norm_gated": norm.rms_norm_gated,
+        _KERNELS + "elementwise.elementwise.fused_sigmoid_mul": norm.fused_sigmoid_mul,
+        _KERNELS + "attention.table_qk_norm_rope.table_qk_norm_rope_": norm.table_qk_norm_rope_,
+        _KERNELS + "mamba.causal_conv1d_triton.causal_conv1d_fn": conv.causal_conv1d_fn,
+        _KERNELS + "mamba.causal_conv1d_triton.causal_conv1d_update": conv.causal_conv1d_update,
+        _KERNELS + "attention.linear.fused_gdn_gating.fused_gdn_gating": gdn.fused_gdn_gating,
+        _KERNELS + "attention.fla.chunk.chunk_gated_delta_rule": gdn.chunk_gated_delta_rule,
+        _KERNELS + "attention.fla.fused_recurrent.fused_recurrent_gated_delta_rule_packed_decode": (
+            gdn.fused_recurrent_gated_delta_rule_packed_decode
+        ),
+        _KERNELS + "attention.linear.fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update": (
+            gdn.fused_sigmoid_gating_delta_rule_update
+        ),
+        _KERNELS + "mamba.mamba_state_scatter_triton.track_mamba_states_if_needed": (
+            mamba_state.track_mamba_states_if_needed
+        ),
+        _KERNELS + "mamba.mamba_state_scatter_triton.track_mamba_states_all_layers": (
+            mamba_state.track_mamba_states_all_layers
+        ),
+        _KERNELS + "mamba.mamba_state_scatter_triton.fused_mamba_state_scatter_with_mask": (
+            mamba_state.scatter_states_with_mask
+        ),
+        _KERNELS + "mamba.mamba_state_scatter_triton.fused_conv_window_scatter_with_mask": (
+            mamba_state.scatter_states_with_mask
+        ),
+        _KERNELS + "mamba.mamba_state_scatter_triton._conv_multi_eligible": mamba_state.no_fused_conv_scatter,
+        _KERNELS + "kvcache.cache_move.copy_all_layer_kv_cache_func": kv.copy_all_layer_kv_cache_func,
+        _SRT + "mem_cache.allocation.assign_req_to_token_pool_func": kv.assign_req_to_token_pool_func,
+        # SGLang pins and stream-marks some tensors without asking whether there is a device.
+        "torch.Tensor.pin_memory": _pin_memory,
+        "torch.Tensor.record_stream": _record_stream,
+    }
+
+
+def after_load() -> dict[str, Any]:
+    """Names whose modules import the model runner: they cannot be reached while it is being imported."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    return {
+        _SRT + "model_executor.model_runner.ModelRunner._extend_forward_kwargs": _keeping_embedding_dtype(
+            ModelRunner._extend_forward_kwargs
+        ),
+        _SRT + "speculative.dflash_utils.tree_speculative_sampling_target_only": (
+            sampling.tree_speculative_sampling_target_only
+        ),
+        _SRT + "speculative.dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE": True,
+    }
+
+
+def install(stand_ins: Mapping[str, Any]) -> None:
+    """Put every stand-in at its target and at every copy SGLang's modules hold of it; what is installed stays."""
+    copies: dict[int, Any] = {}
+    for target, stand_in in stand_ins.items():
+        if target in _stand_ins:
+            continue
+        path, name = target.rsplit(".", 1)
+        owner = pkgutil.resolve_name(path)
+        original = pkgutil.resolve_name(target)
+        setattr(owner, name, stand_in)
+        _stand_ins[target], _originals[target] = stand_in, original
+        if callable(original):  # None and False are everywhere and mean nothing
+            copies[id(original)] = stand_in
+    for module, name, value in _sglang_names():
+        if id(value) in copies:
+            setattr(module, name, copies[id(value)])
+
+
+def verify() -> None:
+    """Raise unless every stand-in is at its target and no SGLang module still holds what it replaced."""
+    wrong = [target for target, ours in _stand_ins.items() if pkgutil.resolve_name(target) is not ours]
+    replaced = {id(original): target for target, original in _originals.items() if callable(original)}
+    for module, name, value in _sglang_names():
+        if id(value) in replaced:
+            wrong.append(f"{module.__name__}.{name} ({replaced[id(value)]})")
+    if wrong:
+        raise RuntimeError(
+            f"the CPU platform is not live: GPU-only code is still at {', '.join(wrong)}; "
+            "uninstall the plugin that replaces these names, or select the platform you want with SGLANG_PLATFORM"
+        )
+
+
+def _sglang_names() -> Iterator[tuple[ModuleType, str, Any]]:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("sglang.") and isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                yield module, name, value
+
+
+def _keeping_embedding_dtype(original: Callable[..., dict]) -> Callable[..., dict]:
+    """SGLang casts input embeddings to bf16 whatever the model's type; a draft in fp32 must get them unrounded."""
+
+    def extend_forward_kwargs(self: "ModelRunner", forward_batch: "ForwardBatch", pp_proxy_tensors: object) -> dict:
+        kwargs = original(self, forward_batch, pp_proxy_tensors)
+        if forward_batch.input_embeds is not None and forward_batch.replace_embeds is None:
+            kwargs["input_embeds"] = forward_batch.input_embeds.to(self.dtype)
+        return kwargs
+
+    return extend_forward_kwargs
+
+
+def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """All memory is the host's."""
+    return self
+
+
+def _record_stream(self: torch.Tensor, stream: object) -> None:
+    """One stream: nothing is freed early."""

@@ -1,0 +1,91 @@
+"""Norms and gates around attention and GatedDeltaNet: elementwise, one row at a time.
+
+Dimension key: T tokens, G key heads, H value heads, E head width, F features of a row.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from sglang_dflash.cpu.refuse import refuse
+
+_GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
+
+
+def fused_qkvzba_split_reshape_cat_contiguous(
+    mixed_qkvz: torch.Tensor,
+    mixed_ba: torch.Tensor,
+    num_heads_qk: int,
+    num_heads_v: int,
+    head_qk: int,
+    head_v: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split the projections [q | k | v | z] and [b | a] of GatedDeltaNet into qkv [T, F], z [T, H, E], b and a [T, H].
+
+    The results are views: their users here take any stride.
+    """
+    n_qkv = 2 * num_heads_qk * head_qk + num_heads_v * head_v
+    qkv_TF, z_TF = mixed_qkvz.split([n_qkv, num_heads_v * head_v], dim=1)
+    b_TH, a_TH = mixed_ba.split(num_heads_v, dim=1)
+    return qkv_TF, z_TF.unflatten(1, (num_heads_v, head_v)), b_TH, a_TH
+
+
+def rms_norm_gated(
+    *,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    z: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+    activation: str = "swish",
+) -> torch.Tensor:
+    """RMS norm of the last dimension in fp32, then times silu(z) (or sigmoid(z)), in x's type."""
+    refuse(
+        "rms_norm_gated",
+        {
+            "is_rms_norm=False (layer norm)": not is_rms_norm,
+            "bias": bias,
+            "group_size": group_size is not None and group_size != x.shape[-1],
+            "norm_before_gate=False": not norm_before_gate,
+            f"activation={activation!r}": activation not in _GATES,
+        },
+    )
+    y = F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps)
+    if z is not None:
+        y = y * _GATES[activation](z.reshape(x.shape).float())
+    return y.to(x.dtype)
+
+
+def fused_sigmoid_mul(
+    attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False, quant: bool = False
+) -> torch.Tensor:
+    """attn_output * sigmoid(gate), computed in fp32; `gate` may be [T, H, E] for an output [T, H * E]."""
+    refuse("fused_sigmoid_mul", {"quant (fp8 output)": quant})
+    gate_TF = gate.reshape(attn_output.shape).float().sigmoid()
+    out = attn_output if inplace else torch.empty_like(attn_output)
+    return torch.mul(attn_output, gate_TF, out=out) if out.dtype == torch.float32 else out.copy_(attn_output * gate_TF)
+
+
+def table_qk_norm_rope_(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    num_q_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    eps: float,
+) -> None:
+    """RMS-normalise and rotate (neox halves) the q and k heads of qkv [T, (q + 2 k) E] in place; v is untouched."""
+    cos_T1E, sin_T1E = cos_sin_cache[positions.long()].float()[:, None].chunk(2, dim=-1)
+    q_end, k_end = num_q_heads * head_dim, (num_q_heads + num_k_heads) * head_dim
+    for heads, weight in ((qkv[:, :q_end], q_weight), (qkv[:, q_end:k_end], k_weight)):
+        x_THE = heads.unflatten(1, (-1, head_dim)).float()
+        # The kernel rounds the normalised head before it rotates it.
+        normed_THE = F.rms_norm(x_THE, (head_dim,), weight.float(), eps).to(qkv.dtype).float()
+        first_THE, second_THE = normed_THE.chunk(2, dim=-1)
+        rotated = (first_THE * cos_T1E - second_THE * sin_T1E, second_THE * cos_T1E + first_THE * sin_T1E)
+        heads.copy_(torch.cat(rotated, dim=-1).flatten(1))

@@ -1,0 +1,62 @@
+"""What SGLang asks a platform, answered for a CPU: no Triton, no graphs, DFLASH with torch attention.
+
+Being out of tree is what makes SGLang choose its torch forms of norms, activations and rotary embeddings; the in-tree
+CPU platform would ask for the AMX kernels of sgl_kernel instead.
+"""
+
+from collections.abc import Callable
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+ATTENTION_BACKEND = "torch_native"
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def get_default_attention_backend(self) -> str:
+        return ATTENTION_BACKEND
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm == "DFLASH"
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return algorithm == "DFLASH" and backend == ATTENTION_BACKEND
+
+    def get_default_speculative_draft_attention_backend(self, algorithm: str) -> str:
+        return ATTENTION_BACKEND
+
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        from sglang_dflash.cpu.kv import block_cache_locs
+
+        return block_cache_locs
+
+    def init_backend(self) -> None:
+        """Worker process, while SGLang's model runner is being imported: before most users copy a kernel's name."""
+        from sglang_dflash.cpu import install, register_choices
+
+        register_choices()
+        install.install(install.at_import())
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Worker process, once per model: every user of a kernel has been imported, so what is live can be checked."""
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+        from sglang_dflash.cpu import install
+        from sglang_dflash.cpu.attention import CpuAttentionBackend
+
+        register_attention_backend(ATTENTION_BACKEND)(CpuAttentionBackend)
+        install.install(install.after_load())
+        install.verify()

@@ -1,0 +1,75 @@
+"""Sampled verification of a drafted chain for SGLang's own DFLASH worker (T > 0).
+
+Without this SGLang verifies greedily and says so in one warning, which would make its own worker look faster than an
+exact one. Our worker has its own rule and does not come here.
+
+Dimension key: B requests, N tokens per block (slot 0 the anchor), D = N - 1 drafts, V vocabulary.
+"""
+
+import torch
+
+from sglang_dflash.cpu.refuse import refuse
+
+
+def tree_speculative_sampling_target_only(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    uniform_samples: torch.Tensor,
+    uniform_samples_for_final_sampling: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor,
+    threshold_single: float = 1.0,
+    threshold_acc: float = 1.0,
+    deterministic: bool = True,
+) -> None:
+    """Accept drafts while their coin allows, then draw one token from what the target has left; results in place.
+
+    Slot i's coin is uniform_samples[b, i]: its draft is accepted if coin <= p / threshold_acc or
+    p >= threshold_single, p being the target's probability of it. The closing token comes from the target's
+    distribution after the last accepted slot, less draft_probs and the rejected draft if one was rejected.
+
+    candidates int64 [B, N]; target_probs, draft_probs fp32 [B, N, V]; uniform_samples fp32 [B, N];
+    uniform_samples_for_final_sampling fp32 [B]. Written: predicts int32 [B * N] at retrive_index of every accepted
+    slot (the token after it), accept_index int32 [B, >= N] (retrive_index of the accepted slots), accept_token_num
+    int32 [B] (accepted drafts). Cells past the accepted ones keep what they held.
+    """
+    B, N = candidates.shape
+    is_chain = (retrive_next_token == _chain(N)).all() & (retrive_next_sibling == -1).all()
+    refuse("tree_speculative_sampling_target_only", {"a tree in retrive_next_token or _sibling": not is_chain})
+    draft_BD1 = candidates[:, 1:, None]
+    p_BD = target_probs[:, :-1].gather(2, draft_BD1).squeeze(2)
+    accepted_BD = (uniform_samples[:, : N - 1] <= p_BD / threshold_acc) | (p_BD >= threshold_single)
+    n_accepted_B = accepted_BD.long().cumprod(dim=1).sum(dim=1)
+
+    row_B = torch.arange(B)
+    rest_BV = target_probs[row_B, n_accepted_B]
+    rejected = (n_accepted_B < N - 1).nonzero().flatten()
+    n_before = n_accepted_B[rejected]
+    rest_BV[rejected] = (rest_BV[rejected] - draft_probs[rejected, n_before]).clamp(min=0)
+    rest_BV[rejected, candidates[rejected, n_before + 1]] = 0
+    closing_B = _draw(rest_BV, uniform_samples_for_final_sampling)
+
+    slot_N = torch.arange(N)
+    after_BN = candidates.roll(-1, dims=1)
+    after_BN[row_B, n_accepted_B] = closing_B
+    kept_BN = slot_N <= n_accepted_B[:, None]
+    predicts[retrive_index[kept_BN].long()] = after_BN[kept_BN].to(predicts.dtype)
+    accept_index[:, :N][kept_BN] = retrive_index[kept_BN].to(accept_index.dtype)
+    accept_token_num.copy_(n_accepted_B)
+
+
+def _chain(N: int) -> torch.Tensor:
+    """The child of every slot of a chain: the next slot, and none (-1) for the last."""
+    return torch.cat([torch.arange(1, N), torch.tensor([-1])])
+
+
+def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
+    """The first token whose cumulative weight exceeds coin * total; int64 [B]."""
+    cumulative_BV = weight_BV.double().cumsum(dim=1)
+    threshold_B1 = coin_B[:, None].double() * cumulative_BV[:, -1:]
+    return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1).clamp(max=weight_BV.shape[1] - 1)
