@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,11 @@ def free_port(start: int) -> int:
         if port_is_free(port):
             return port
     raise ServerError(f"no free port in {start}-{start + 99}; stop what listens there")
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM end this program like Ctrl-C does, so that `with Server(...)` stops what it started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class Server:
@@ -217,26 +223,30 @@ class Server:
 
     # ------------------------------------------------------------------------------------------------- requests
 
-    def generate(self, prompt: list[int] | str, **sampling: Any) -> Generation:
+    def generate(
+        self, prompt: Sequence[int] | str, *, fields: Mapping[str, Any] | None = None, **sampling: Any
+    ) -> Generation:
         """One completion through `/generate`; greedy unless `sampling` says otherwise.
 
         Args:
             prompt: token ids, or text that the server tokenizes.
+            fields: further fields of the request (`{"return_logprob": True}`).
             sampling: SGLang's sampling parameters (`max_new_tokens=32`, `temperature=0.7`, ...).
 
         Raises:
             ServerError: the server refused the request or died.
         """
-        field = "text" if isinstance(prompt, str) else "input_ids"
-        body = self._post("/generate", {field: prompt, "sampling_params": {"temperature": 0.0} | sampling}).json()
+        content = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
+        request = content | {"sampling_params": {"temperature": 0.0} | sampling} | dict(fields or {})
+        body = self._post("/generate", request).json()
         return Generation(body["output_ids"], body["text"], body["meta_info"])
 
     def generate_many(
-        self, prompts: Sequence[list[int] | str], *, concurrency: int, **sampling: Any
+        self, prompts: Sequence[Sequence[int] | str], *, concurrency: int, **options: Any
     ) -> list[Generation]:
         """`generate` for every prompt, at most `concurrency` in flight, results in the order of `prompts`."""
         with ThreadPoolExecutor(max_workers=concurrency) as pool:
-            return list(pool.map(lambda prompt: self.generate(prompt, **sampling), prompts))
+            return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
 
     def flush_cache(self) -> None:
         """Empty the prefix cache; waits for the last request to leave the scheduler."""

@@ -1,12 +1,14 @@
 """The tiny trained pair, and the command line that serves it on a machine without an accelerator.
 
-One place for the flags that the demo, the benchmark and the tests share. Knows nothing of processes.
+One place for the flags that the demo, the benchmark and the tests share, and for telling whose worker serves.
 """
 
 import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
+
+from launch.server import Server, ServerError
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "sglang_dflash" / "assets"
@@ -22,6 +24,10 @@ class Pair(NamedTuple):
 
 HYBRID = Pair(ASSETS / "tiny" / "target", ASSETS / "tiny" / "draft")  # Qwen3.5-style: GatedDeltaNet + full attention
 DENSE = Pair(ASSETS / "tiny_dense" / "target", ASSETS / "tiny_dense" / "draft")  # Qwen3-style: full attention only
+
+
+# In the log of every server whose DFLASH worker is ours, and of no other.
+ANNOUNCEMENT = " serves DFLASH: "
 
 
 class Arm(StrEnum):
@@ -72,3 +78,17 @@ def command(arm: Arm, pair: Pair, *flags: str) -> list[str]:
 def environment(arm: Arm) -> dict[str, str]:
     """What selects the worker of `arm`; the same for any model."""
     return {} if arm is Arm.OFF else {"SGLANG_DFLASH_WORKER": str(arm)}
+
+
+def require_worker(arm: Arm, server: Server) -> None:
+    """The arm measures what its name says: our worker announces itself in the log, and only ours does.
+
+    Raises:
+        ServerError: it does not.
+    """
+    ours = ANNOUNCEMENT in server.log_text()
+    if ours != (arm is Arm.PLUGIN):
+        raise ServerError(
+            f"{arm}: our worker {'serves' if ours else 'does not serve'} here; is sglang-dflash installed for "
+            f"{sys.executable}, and SGLANG_PLUGINS unset? ({server.log})"
+        )

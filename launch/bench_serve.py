@@ -1,0 +1,256 @@
+"""Serving benchmark: speculation off, SGLang's built-in DFLASH worker, and ours, on one machine.
+
+    python -m launch.bench_serve                                  # the tiny pair on this CPU
+    python -m launch.bench_serve --target DIR --draft DIR -- --attention-backend fa3 --mem-fraction-static 0.25
+
+Everything after `--` goes to all three servers alike. The order of things:
+
+1. All servers start. From then on at most one runs: the others are paused (SIGSTOP). Where the memory does not hold
+   them together, `--one-at-a-time` starts and stops them in turn instead, which takes a start per run.
+2. Gate: every arm answers every prompt at every concurrency. Unless all answers are the same, token for token, the
+   program ends here and shows no speed. This is also the warm-up.
+3. Repeats: in each, every arm runs once per concurrency, in an order that rotates from repeat to repeat. Each run
+   starts from an empty prefix cache and is preceded by a short unmeasured one. Its answers are compared as well.
+4. A table for people, a JSON document under `launch/results/`; the last line of stdout is that file's path.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import track
+
+from launch import machine, measure, report, tiny
+from launch.gate import Difference, differences, is_near_tie
+from launch.measure import Run
+from launch.progress import wait_ready
+from launch.server import Server, ServerError, end_on_sigterm, free_port
+from launch.tiny import Arm, Pair, require_worker
+
+RESULTS = tiny.ROOT / "launch" / "results"
+GIB_PER_SERVER = 3  # host memory of one serving process group, importing SGLang and torch
+N_WARM_UP = 2  # unmeasured prompts after an arm gets the CPU back
+
+
+class GateError(RuntimeError):
+    """Answers differ between arms: there is no speed to show."""
+
+
+class Bench:
+    """Three servers, of which one at a time may run, and the prompts they are asked."""
+
+    def __init__(self, servers: dict[Arm, Server], prompts: list[list[int]], options: argparse.Namespace) -> None:
+        self.servers, self.prompts, self.options = servers, prompts, options
+        self.reference: list[tuple[int, ...]] = []
+        self.n_ties = 0
+
+    @contextmanager
+    def running(self, arm: Arm) -> Iterator[Server]:
+        """`arm` alone runs inside; outside it is paused, or stopped with `--one-at-a-time`."""
+        server = self.servers[arm]
+        if self.options.one_at_a_time:
+            with server:
+                require_worker(arm, server)
+                yield server
+            return
+        server.resume()
+        try:
+            yield server
+        finally:
+            server.pause()
+
+    def run(self, arm: Arm, concurrency: int, *, stream: bool = False) -> Run:
+        """One checked run, after a short unmeasured one."""
+        with self.running(arm) as server:
+            cap = self.options.max_new_tokens
+            measure.run(server, self.prompts[:N_WARM_UP], concurrency=concurrency, max_new_tokens=cap, stream=stream)
+            run = measure.run(server, self.prompts, concurrency=concurrency, max_new_tokens=cap, stream=stream)
+        self._check(arm, concurrency, run)
+        return run
+
+    def gate(self) -> None:
+        """Every arm gives the reference's answers at every concurrency. The reference: no speculation, one at a time.
+
+        Raises:
+            GateError: it does not.
+        """
+        self.reference = [answer.token_ids for answer in self.run(Arm.OFF, 1).answers]
+        for concurrency in self.options.concurrency:
+            for arm in self.servers:
+                self.run(arm, concurrency)
+
+    def _check(self, arm: Arm, concurrency: int, run: Run) -> None:
+        if not self.reference:  # this run becomes it
+            return
+        found = differences(self.reference, [answer.token_ids for answer in run.answers])
+        ties = [difference for difference in found if self._forgiven(difference)]
+        self.n_ties += len(ties)
+        red = [difference for difference in found if difference not in ties]
+        if red:
+            shown = "; ".join(map(str, red[:5]))
+            raise GateError(
+                f"{arm} at concurrency {concurrency} answers {len(red)} of {len(self.prompts)} prompts differently "
+                f"from {Arm.OFF} at 1, so no speed is shown ({shown})"
+            )
+
+    def _forgiven(self, difference: Difference) -> bool:
+        if not self.options.tie_gap:
+            return False
+        agreed = self.reference[difference.prompt][: difference.position]
+        with self.running(Arm.OFF) as off:
+            return is_near_tie(difference, [*self.prompts[difference.prompt], *agreed], off, self.options.tie_gap)
+
+
+def held_out_questions(n: int, seed: int = 42) -> list[str]:
+    """`n` different questions that the tiny pair was not trained on."""
+    from sglang_dflash.train.corpus import draw
+
+    random, questions = Random(seed), dict[str, None]()
+    while len(questions) < n:
+        questions[draw(random, held_out=True).prompt] = None
+    return list(questions)
+
+
+def read_questions(path: Path, n: int) -> list[str]:
+    """The first `n` of a JSONL file with a `prompt` in every line.
+
+    Raises:
+        SystemExit: a line is not such an object, or there are fewer than `n`.
+    """
+    questions = []
+    for number, line in enumerate(path.read_text().splitlines()[:n], start=1):
+        try:
+            questions.append(str(json.loads(line)["prompt"]))
+        except (json.JSONDecodeError, KeyError, TypeError):
+            sys.exit(f'{path}:{number}: not an object with a "prompt"; write one such JSON object per line')
+    if len(questions) < n:
+        sys.exit(f"{path}: {len(questions)} prompts, but --num-prompts is {n}; lower it")
+    return questions
+
+
+def tokenize(questions: Sequence[str], target: Path, thinking: bool) -> list[list[int]]:
+    """Chat prompts as token ids: the same bytes for every arm, whatever a server's template code does."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}],
+            add_generation_prompt=True, enable_thinking=thinking, return_dict=False,
+        )
+        for question in questions
+    ]  # fmt: skip
+
+
+def make_servers(options: argparse.Namespace) -> dict[Arm, Server]:
+    pair, flags = Pair(options.target, options.draft), options.server_flags
+    servers, port = {}, options.port
+    for arm in options.arms:
+        port = free_port(port)
+        servers[arm] = Server(
+            tiny.command(arm, pair, *flags),
+            port=port, log=tiny.RUN_DIR / f"bench-{arm}.log", env=options.env | tiny.environment(arm), name=str(arm),
+        )  # fmt: skip
+        port += 1
+    return servers
+
+
+def start_all(servers: dict[Arm, Server], console: Console) -> None:
+    """Start them side by side and pause each.
+
+    Raises:
+        ServerError: too little memory for all of them, or one does not start or is not what it should be.
+    """
+    free_gib = psutil.virtual_memory().available / 2**30
+    if free_gib < GIB_PER_SERVER * len(servers):
+        raise ServerError(
+            f"{len(servers)} servers need about {GIB_PER_SERVER * len(servers)} GiB of host memory and {free_gib:.0f} "
+            "are free; use --one-at-a-time, or fewer --arms"
+        )
+    for server in servers.values():
+        server.start()
+    wait_ready(list(servers.values()), console)
+    for arm, server in servers.items():
+        require_worker(arm, server)
+        server.pause()
+
+
+def measure_all(bench: Bench, console: Console) -> list[dict[str, Any]]:
+    """Every repeat, interleaved. One row per arm, concurrency and repeat."""
+    rows = []
+    options = bench.options
+    arms = list(bench.servers)
+    for repeat in track(range(options.repeats), "measuring", console=console, transient=True):
+        for concurrency in options.concurrency:
+            for arm in arms[repeat % len(arms) :] + arms[: repeat % len(arms)]:
+                speed, latency = bench.run(arm, concurrency), bench.run(arm, concurrency, stream=True)
+                rows.append(report.row(arm, concurrency, repeat, speed, latency))
+    return rows
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m launch.bench_serve", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--target", type=Path, default=tiny.HYBRID.target, help="target checkpoint (the tiny hybrid)")
+    parser.add_argument("--draft", type=Path, default=tiny.HYBRID.draft, help="its DFlash draft")
+    parser.add_argument("--arms", type=Arm, nargs="+", default=list(Arm), help="off, stock, plugin (all)")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats (5)")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--data", type=Path, help='JSONL with "prompt" (held-out questions of the tiny corpus)')
+    parser.add_argument("--no-thinking", action="store_true", help="ask the chat template for no thinking")
+    parser.add_argument("--tie-gap", type=float, default=0.0, help="forgive differences between near-ties (0: none)")
+    parser.add_argument("--one-at-a-time", action="store_true", help="never two servers in memory")
+    parser.add_argument("--port", type=int, default=31000, help="look for free ports from here on (31000)")
+    parser.add_argument("--output", type=Path, help="the JSON file (launch/results/<date>-<machine>-<commit>.json)")
+    parser.add_argument("server_flags", nargs="*", help="after --: flags of all servers (those of the tiny pair)")
+    options = parser.parse_args(arguments)
+    if Arm.OFF not in options.arms:
+        parser.error("--arms needs `off`: it is what the others are compared with")
+    for path in (options.target, options.draft):
+        if not (path / "config.json").is_file():
+            parser.error(f"{path} holds no config.json; name a checkpoint directory with --target and --draft")
+    options.env = {}
+    if not options.server_flags:  # the tiny pair's, which need no accelerator
+        options.server_flags, options.env = [*tiny.FLAGS, *tiny.HYBRID_FLAGS], tiny.ENV
+    return options
+
+
+def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
+    options = parse(arguments)
+    end_on_sigterm()
+    console = Console()
+    servers = make_servers(options)
+    with ExitStack() as stack:
+        for server in servers.values():
+            stack.callback(server.stop)
+        if not options.one_at_a_time:
+            start_all(servers, console)
+        questions = read_questions(options.data, options.num_prompts) if options.data else None
+        questions = questions or held_out_questions(options.num_prompts)
+        prompts = tokenize(questions, options.target, thinking=not options.no_thinking)
+        bench = Bench(servers, prompts, options)
+        with console.status("comparing answers"):
+            bench.gate()
+        console.print(f"[green]✔[/] the same {len(prompts)} answers from {', '.join(servers)}, token for token")
+        rows = measure_all(bench, console)
+    document = report.document(bench, rows, command=shlex.join(["python", "-m", "launch.bench_serve", *arguments]))
+    console.print(report.table(document))
+    name = f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}.json"
+    print(report.write(document, options.output or RESULTS / name))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ServerError, GateError) as error:
+        sys.exit(f"bench_serve: {error}")

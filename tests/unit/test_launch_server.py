@@ -1,0 +1,129 @@
+"""`launch/server.py` and `launch/progress.py` against a stand-in server: starting, dying, pausing, stopping."""
+
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from launch import server as server_module
+from launch.progress import stage_of, wait_ready
+from launch.server import HOST, Server, ServerError, free_port, port_is_free
+
+FAKE = Path(__file__).parent / "launch_fake_server.py"
+
+MakeServer = Callable[..., Server]
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[MakeServer]:
+    made: list[Server] = []
+
+    def make(*flags: str) -> Server:
+        command = [sys.executable, str(FAKE), *flags]
+        port = free_port(31900)
+        made.append(Server(command, port=port, log=tmp_path / f"{port}.log", env={}, name="fake"))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+def test_a_server_that_dies_is_reported_with_the_end_of_its_log(fake: MakeServer) -> None:
+    with (
+        pytest.raises(ServerError, match=r"status 1 before it was ready(.|\n)*the checkpoint is not there"),
+        fake("--die"),
+    ):
+        pytest.fail("it cannot be ready")
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    server = Server(command, port=free_port(31900), log=tmp_path / "log", env={}, name="mute")
+    server.start()
+    try:
+        with pytest.raises(ServerError, match="mute: not ready after 1 s"):
+            server.wait_ready(timeout_s=1)
+    finally:
+        server.stop()
+    assert not server.running
+
+
+def test_a_taken_port_is_refused_by_its_number(fake: MakeServer) -> None:
+    server = fake()
+    with socket.socket() as other:
+        other.bind((HOST, server.port))
+        other.listen()
+        with pytest.raises(ServerError, match=f"port {server.port} is taken"):
+            server.start()
+        assert free_port(server.port) > server.port
+    assert not server.log.exists()
+
+
+@pytest.mark.parametrize("flags", [(), ("--deaf",)], ids=["polite", "ignores SIGTERM"])
+def test_stop_ends_the_whole_group_and_frees_the_port(
+    fake: MakeServer, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(server_module, "GRACE_S", 1.0)
+    with fake(*flags) as server:
+        group = server.processes()
+        assert len(group) == 2  # the server and its child
+        assert not port_is_free(server.port)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in group)
+    assert port_is_free(server.port)
+
+
+def test_a_paused_server_uses_no_cpu_and_can_be_stopped(fake: MakeServer) -> None:
+    with fake() as server:
+        server.pause()
+        deadline = time.monotonic() + 10
+        while any(process.status() != psutil.STATUS_STOPPED for process in server.processes()):
+            assert time.monotonic() < deadline
+        server.resume()
+        assert server.generate([5]).token_ids == [5, 6, 7]
+        server.pause()
+    assert not server.running
+
+
+def test_stopping_what_never_started_does_nothing(fake: MakeServer) -> None:
+    fake().stop()
+
+
+def test_a_refused_request_says_what_the_server_said(fake: MakeServer) -> None:
+    with fake() as server, pytest.raises(ServerError, match=r"/generate answered 400: .*empty prompt"):
+        server.generate([])
+
+
+def test_answers_come_in_the_order_of_the_prompts(fake: MakeServer) -> None:
+    with fake() as server:
+        answers = server.generate_many([[i] for i in range(20)], concurrency=8)
+    assert [answer.token_ids[0] for answer in answers] == list(range(20))
+
+
+def test_waiting_for_several_prints_plain_lines_when_there_is_no_terminal(fake: MakeServer) -> None:
+    out = StringIO()
+    servers = [fake()]
+    servers[0].start()
+    wait_ready(servers, Console(file=out))
+    assert f"fake: ready on port {servers[0].port}" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_stages_follow_the_log() -> None:
+    log, seen = "", []
+    for line in (
+        "warnings.warn(", "server_args={...}", "Init parallel begin.", "Load weight begin.", "Load weight begin.",
+        "KV Cache is allocated.", "Application startup complete.", "The server is fired up and ready to roll!",
+    ):  # fmt: skip
+        log += line + "\n"
+        seen.append(stage_of(log).text)
+    assert seen == [
+        "importing SGLang", "starting scheduler and detokenizer", "setting up the device", "loading the target",
+        "loading the draft", "allocating KV and recurrent state", "warming up", "ready",
+    ]  # fmt: skip
