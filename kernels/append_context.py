@@ -10,7 +10,7 @@ rounds once more. fp8 caches have unit scale and saturate. Without a k-norm (`k_
 
 In a decode step a block's rows are kept as far as they were accepted; `n_kept_B` says how far, N = T / B rows per
 request. A row that is not kept is neither read nor written. In a prefill (`n_kept_B` None) every row is kept.
-Kept positions must be below P and slots below S: the definition raises, the kernel asserts under TRITON_DEBUG=1 only.
+Kept rows must have positions in 0..P-1 and slots in 0..S-1; asking would wait for the device, so it is not checked.
 Where kept rows share a slot (the padding slot 0), which of them remains is undefined.
 """
 
@@ -62,9 +62,7 @@ class ContextCaches(NamedTuple):
         if first.stride()[1:] != (first.shape[2], 1):
             raise ValueError(f"a cache layer is {describe(first)}; a slot's heads must lie side by side (NHD layout)")
         if any(cache.data_ptr() % 16 for cache in (*k_L, *v_L)):
-            raise ValueError(
-                "a cache layer starts at an address that 16 does not divide; allocate layers by themselves"
-            )
+            raise ValueError(f"a cache layer, {describe(first)}, starts off a 16-byte boundary; allocate it by itself")
         k_address_L, v_address_L = (
             torch.tensor([cache.data_ptr() for cache in caches], dtype=torch.int64, device=first.device)
             for caches in (k_L, v_L)

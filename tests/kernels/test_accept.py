@@ -1,0 +1,86 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_dflash_kernels.accept import Accepted, accept, accept_ref, accept_triton
+
+
+def assert_same(got: Accepted, want: Accepted) -> None:
+    for name, got_field, want_field in zip(Accepted._fields, got, want, strict=True):
+        assert got_field.dtype == want_field.dtype, name
+        assert torch.equal(got_field, want_field), name
+
+
+def test_hand_worked_step():
+    tokens_BN = torch.tensor([[9, 1, 2, 3], [9, 5, 5, 5], [9, 4, 6, 8]])  # an anchor, then three drafts
+    target_BN = torch.tensor([[1, 2, 7, 8], [4, 5, 5, 5], [4, 6, 8, 2]])  # what the target says after each slot
+    want = Accepted(
+        n_accepted_B=torch.tensor([2, 0, 3], dtype=torch.int32),
+        anchor_B=torch.tensor([7, 4, 2]),
+        committed_BN=torch.tensor([[1, 2, 7, 0], [4, 0, 0, 0], [4, 6, 8, 2]]),
+        n_committed_B=torch.tensor([3, 1, 4], dtype=torch.int32),
+        next_prefix_len_B=torch.tensor([13, 21, 34]),
+    )
+    assert_same(accept(tokens_BN, target_BN, torch.tensor([10, 20, 30])), want)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_definition_is_the_sequential_one(data):
+    """One token at a time: emit what the target says; go on only while that is what was drafted."""
+    n_tokens = data.draw(st.integers(1, 9))
+    row = st.lists(st.integers(0, 2), min_size=n_tokens, max_size=n_tokens)
+    tokens, target, prefix_len = data.draw(row), data.draw(row), data.draw(st.integers(0, 5))
+    emitted = []
+    for slot in range(n_tokens):
+        emitted.append(target[slot])
+        if tokens[slot + 1 : slot + 2] != [target[slot]]:
+            break
+    got = accept_ref(torch.tensor([tokens]), torch.tensor([target]), torch.tensor([prefix_len]))
+    assert got.committed_BN[0].tolist() == emitted + [0] * (n_tokens - len(emitted))
+    assert got.anchor_B.tolist() == emitted[-1:]
+    assert got.n_accepted_B.tolist() == [len(emitted) - 1]
+    assert got.n_committed_B.tolist() == [len(emitted)]
+    assert got.next_prefix_len_B.tolist() == [prefix_len + len(emitted)]
+
+
+@pytest.mark.parametrize(("B", "N"), [(0, 4), (1, 1), (1, 16), (3, 5), (37, 16), (64, 8), (5, 33), (2, 2)])
+def test_kernel_is_the_definition(B, N, device):
+    torch.manual_seed(B * 100 + N)
+    tokens_BN = torch.randint(0, 3, (B, N), device=device)
+    target_BN = torch.randint(0, 3, (B, N), device=device)
+    target_BN[: B // 2, :-1] = tokens_BN[: B // 2, 1:]  # half the rows accept everything
+    prefix_len_B = torch.randint(0, 1 << 40, (B,), device=device)
+    args = tokens_BN, target_BN, prefix_len_B
+    assert_same(accept_triton(*args), accept_ref(*args))
+
+
+def test_a_draft_equal_to_the_targets_last_word_is_not_read_past_the_row(device):
+    """Rows lie end to end: what follows the last slot is the next request's anchor, and no draft of this one."""
+    tokens_BN = torch.tensor([[9, 1], [2, 5]], device=device)
+    target_BN = torch.tensor([[1, 2], [5, 7]], device=device)
+    got = accept_triton(tokens_BN, target_BN, torch.tensor([0, 0], device=device))
+    assert got.n_accepted_B.tolist() == [1, 1]
+
+
+def test_sampled_targets_keep_the_targets_distribution():
+    """A chain p(x1) p(x2 | x1) over four tokens: what is emitted follows it, whatever was drafted."""
+    torch.manual_seed(0)
+    n_vocab, n_steps, draft1, draft2 = 4, 200_000, 2, 1
+    p1_V, p2_VV = torch.randn(n_vocab).softmax(-1), torch.randn(n_vocab, n_vocab).softmax(-1)
+    tokens_BN = torch.tensor([[0, draft1, draft2]]).repeat(n_steps, 1)
+    after_NV = [p1_V, p2_VV[draft1], torch.full((n_vocab,), 1 / n_vocab)]  # the target after each slot
+    target_BN = torch.stack([p_V.multinomial(n_steps, replacement=True) for p_V in after_NV], dim=1)
+    got = accept(tokens_BN, target_BN, torch.zeros(n_steps, dtype=torch.int64))
+    went_on_B = got.n_accepted_B >= 1
+    assert_drawn_from(p1_V, got.committed_BN[:, 0])
+    assert_drawn_from(p2_VV[draft1], got.committed_BN[went_on_B, 1])
+    # a draft is accepted as often as the target would have said it, which no lossless rule can better
+    assert_drawn_from(torch.stack([1 - p1_V[draft1], p1_V[draft1]]), went_on_B.long())
+
+
+def assert_drawn_from(p_V: torch.Tensor, samples: torch.Tensor) -> None:
+    """Each cell within five standard errors of its expectation: a false alarm once in a million or so."""
+    n = len(samples)
+    z_V = (samples.bincount(minlength=len(p_V)) / n - p_V) / (p_V * (1 - p_V) / n).sqrt()
+    assert z_V.abs().max() < 5, f"{n=} {z_V=}"

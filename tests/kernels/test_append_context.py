@@ -1,0 +1,197 @@
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_dflash_kernels.append_context import (
+    FP8,
+    ContextCaches,
+    KeyTransform,
+    append_context,
+    append_context_ref,
+    append_context_triton,
+)
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+N_SLOTS, N_POSITIONS, EPS = 64, 50, 1e-6
+
+
+class Case(NamedTuple):
+    """Arguments of `append_context`, with caches full of something that must survive where nothing is appended."""
+
+    rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    caches: ContextCaches
+    key: KeyTransform
+    n_kept_B: torch.Tensor | None
+
+    def append_with(self, op) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """The K and V cache layers after `op` worked on copies of them."""
+        caches = ContextCaches.build([c.clone() for c in self.caches.k_L], [c.clone() for c in self.caches.v_L])
+        op(*self.rows, caches=caches, key=self.key, n_kept_B=self.n_kept_B)
+        return caches.k_L, caches.v_L
+
+    def exact_keys(self) -> tuple[torch.Tensor, ...]:
+        """The K cache layers as they would be if nothing were ever rounded."""
+        doubles = ([c.double() for c in layers] for layers in (self.caches.k_L, self.caches.v_L))
+        caches = ContextCaches(*doubles, self.caches.k_address_L, self.caches.v_address_L)
+        sequential(*self.rows, caches=caches, key=self.key, n_kept_B=self.n_kept_B)
+        return caches.k_L
+
+
+def make_case(B, N, L, G, E, R, *, dtype=FP32, cache_dtype=FP32, normed=True, prefill=False, device="cpu") -> Case:
+    T = B * N
+    kv_TL2GE = torch.randn(T, L, 2, G, E, device=device).to(dtype)  # K and V are views into one projection
+    angles = torch.rand(N_POSITIONS, R // 2, device=device) * 7
+    positions_T = torch.randint(N_POSITIONS, (T,), device=device)
+    slots_T = torch.randperm(N_SLOTS, device=device)[:T]
+    caches = [torch.randn(2 * L, N_SLOTS, G, E, device=device)[i].to(cache_dtype).clone() for i in range(2 * L)]
+    k_norm_LE = torch.rand(L, E, device=device).to(dtype) + 0.5
+    return Case(
+        rows=(kv_TL2GE[:, :, 0], kv_TL2GE[:, :, 1], positions_T, slots_T),
+        caches=ContextCaches.build(caches[:L], caches[L:]),
+        key=KeyTransform(torch.cat((angles.cos(), angles.sin()), dim=1), k_norm_LE if normed else None, EPS),
+        n_kept_B=None if prefill else torch.randint(0, N + 1, (B,), device=device, dtype=torch.int32),
+    )
+
+
+def sequential(k_TLGE, v_TLGE, positions_T, slots_T, *, caches, key, n_kept_B=None) -> None:
+    """The law, one row and layer at a time, in float64: no rounding but the cache's."""
+    T, n_layers, _, _ = k_TLGE.shape
+    for t in range(T):
+        if n_kept_B is not None:
+            n_tokens = T // len(n_kept_B)
+            if t % n_tokens >= n_kept_B[t // n_tokens]:
+                continue
+        for layer in range(n_layers):
+            k_GE = exact_key(k_TLGE[t, layer].double(), layer, positions_T[t], key)
+            caches.k_L[layer][slots_T[t]] = k_GE.to(caches.k_L[0].dtype)
+            caches.v_L[layer][slots_T[t]] = v_TLGE[t, layer].to(caches.v_L[0].dtype)
+
+
+def exact_key(k_GE: torch.Tensor, layer: int, position: torch.Tensor, key: KeyTransform) -> torch.Tensor:
+    if key.k_norm_LE is not None:
+        k_GE = k_GE / (k_GE.square().mean(-1, keepdim=True) + key.eps).sqrt() * key.k_norm_LE[layer]
+    cos, sin = key.cos_sin_PR[position].double().chunk(2)
+    width = 2 * len(cos)
+    planes = torch.complex(*k_GE[:, :width].chunk(2, -1)) * torch.complex(cos, sin)  # to rotate is to multiply
+    return torch.cat((planes.real, planes.imag, k_GE[:, width:]), -1)
+
+
+def test_hand_worked_rows():
+    """Two requests of two rows: both rows of the first are kept, one of the second."""
+    k_TLGE = torch.tensor([[3.0, 4.0]]).repeat(4, 1).view(4, 1, 1, 2)
+    v_TLGE = torch.arange(8.0).view(4, 1, 1, 2)
+    quarter_turn_at_1 = torch.tensor([[1.0, 0.0], [0.0, 1.0]])  # columns: cosine, sine of the one plane
+    caches = ContextCaches.build([torch.full((6, 1, 2), -1.0)], [torch.full((6, 1, 2), -1.0)])
+    append_context(
+        k_TLGE,
+        v_TLGE,
+        torch.tensor([0, 1, 1, 0]),
+        torch.tensor([5, 2, 3, 4]),
+        caches=caches,
+        # mean square 12.5, and eps to make the root mean square 4: K is (0.75, 1), then by weight (1.5, 3)
+        key=KeyTransform(quarter_turn_at_1, torch.tensor([[2.0, 3.0]]), eps=3.5),
+        n_kept_B=torch.tensor([2, 1], dtype=torch.int32),
+    )
+    assert caches.k_L[0].squeeze(1).tolist() == [[-1, -1], [-1, -1], [-3, 1.5], [-3, 1.5], [-1, -1], [1.5, 3]]
+    assert caches.v_L[0].squeeze(1).tolist() == [[-1, -1], [-1, -1], [2, 3], [4, 5], [-1, -1], [0, 1]]
+
+
+@pytest.mark.parametrize("op", [append_context_ref, append_context_triton], ids=["definition", "kernel"])
+def test_key_is_rounded_where_the_model_rounds(op, device):
+    """1 + 2^-8 is no bf16: such a K becomes 1 between norm and rotation, and again between rotation and cache."""
+    tiny = 2.0**-8
+    weight_LE = torch.tensor([[1 + tiny, 1.0]], device=device)
+    cos_sin_PR = torch.tensor([[1.0, 1.0], [1 + tiny, 0.0]], device=device)
+    caches = ContextCaches.build(*([torch.zeros(2, 1, 2, device=device)] for _ in range(2)))
+    k_TLGE = torch.ones(2, 1, 1, 2, device=device, dtype=BF16)
+    index_T = torch.arange(2, device=device)
+    op(k_TLGE, k_TLGE, index_T, index_T, caches=caches, key=KeyTransform(cos_sin_PR, weight_LE, eps=0.0))
+    assert caches.k_L[0].tolist() == [[[0, 2]], [[1, 1]]]
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_definition_is_the_sequential_one(data):
+    half, rest = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 2)) * 2
+    sizes = [data.draw(st.integers(0, 3)), data.draw(st.integers(1, 5)), data.draw(st.integers(1, 2))]
+    flags = {"normed": data.draw(st.booleans()), "prefill": data.draw(st.booleans())}
+    case = make_case(*sizes, data.draw(st.integers(1, 3)), 2 * half + rest, 2 * half, **flags)
+    torch.testing.assert_close(case.append_with(append_context_ref), case.append_with(sequential))
+
+
+def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return (got - exact).abs().max().item()
+
+
+ONE_ULP = 2.0**-21  # of fp32, at the size the largest values here have
+SIZES = [  # B, N, L, G, E, R
+    (0, 4, 2, 2, 8, 8),
+    (1, 1, 1, 1, 2, 2),
+    (3, 5, 2, 3, 8, 8),
+    (2, 4, 1, 2, 24, 24),
+    (1, 3, 3, 1, 12, 4),
+    (2, 2, 2, 5, 64, 16),
+    (1, 2, 1, 8, 128, 128),
+]
+
+
+@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
+@pytest.mark.parametrize("normed", [True, False], ids=["k-norm", "no-norm"])
+@pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_kernel_is_the_definition(sizes, dtype, normed, prefill, device):
+    torch.manual_seed(sum(sizes))
+    case = make_case(*sizes, dtype=dtype, normed=normed, prefill=prefill, device=device)
+    (got_k_L, got_v_L), (want_k_L, want_v_L) = (
+        case.append_with(append_context_triton),
+        case.append_with(append_context_ref),
+    )
+    for got_k, want_k, exact_k in zip(got_k_L, want_k_L, case.exact_keys(), strict=True):
+        assert worst(got_k, exact_k) <= 2 * worst(want_k, exact_k) + ONE_ULP
+        if dtype != FP32:  # the same roundings in the same places: only a sum's order may tip one over
+            assert (got_k != want_k).sum() <= 1 + got_k.numel() // 100
+    for got_v, want_v in zip(got_v_L, want_v_L, strict=True):
+        assert torch.equal(got_v, want_v)
+
+
+@pytest.mark.parametrize("op", [append_context_ref, append_context_triton], ids=["definition", "kernel"])
+@pytest.mark.parametrize("cache_dtype", [FP32, FP16, BF16, FP8], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
+    """What every dtype can hold arrives as it was; fp8 alone cannot hold 1000 and saturates."""
+    row = torch.tensor([1000.0, -1000.0, 0.5, -448.0], device=device)
+    kv_TLGE = row.to(dtype).view(1, 1, 1, 4)
+    caches = ContextCaches.build(*([torch.zeros(3, 1, 4, device=device).to(cache_dtype)] for _ in range(2)))
+    no_turn = KeyTransform(torch.tensor([[1.0, 0.0]], device=device), None, EPS)
+    index_T = torch.tensor([0], device=device)
+    op(kv_TLGE, kv_TLGE, index_T, index_T + 2, caches=caches, key=no_turn)
+    want = torch.zeros(3, 1, 4, device=device)
+    want[2, 0] = row.clamp(-448, 448) if cache_dtype == FP8 else row
+    assert torch.equal(caches.k_L[0].float(), want)
+    assert torch.equal(caches.v_L[0].float(), want)
+
+
+@pytest.mark.parametrize(
+    "op", [append_context_ref, pytest.param(append_context_triton, marks=pytest.mark.gpu)], ids=["definition", "kernel"]
+)
+def test_fp8_does_not_hide_a_nan(op, device):
+    kv_TLGE = torch.full((1, 1, 1, 2), float("nan"), device=device)
+    caches = ContextCaches.build(*([torch.zeros(1, 1, 2, device=device).to(FP8)] for _ in range(2)))
+    index_T = torch.tensor([0], device=device)
+    key = KeyTransform(torch.tensor([[1.0, 0.0]], device=device), None, EPS)
+    op(kv_TLGE, kv_TLGE, index_T, index_T, caches=caches, key=key)
+    assert caches.k_L[0].isnan().all()
+    assert caches.v_L[0].isnan().all()
+
+
+def test_kernel_is_the_definition_at_a_drafts_real_sizes(device):
+    """One request, a block of 4: five layers, eight heads of 128, bf16 values that need no rounding."""
+    torch.manual_seed(0)
+    case = make_case(1, 4, 5, 8, 128, 128, dtype=BF16, cache_dtype=BF16, normed=False, device=device)
+    quarter_turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]], device=device)
+    table_PR = quarter_turns.repeat_interleave(64, dim=1).repeat(13, 1)[:N_POSITIONS]
+    case = case._replace(key=KeyTransform(table_PR, None, EPS))
+    got, want = case.append_with(append_context_triton), case.append_with(append_context_ref)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)

@@ -1,0 +1,64 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_dflash_kernels.plan_block import Block, plan_block, plan_block_ref, plan_block_triton
+
+MASK = 99
+
+
+def assert_same(got: Block, want: Block) -> None:
+    for name, got_field, want_field in zip(Block._fields, got, want, strict=True):
+        assert got_field.dtype == want_field.dtype == torch.int64, name
+        assert torch.equal(got_field, want_field), name
+
+
+def test_hand_worked_block():
+    req_to_token = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]], dtype=torch.int32)
+    got = plan_block(
+        torch.tensor([7, 8]),
+        torch.tensor([2, 4]),
+        torch.tensor([1, 0]),
+        req_to_token,
+        mask_token_id=MASK,
+        n_tokens=3,
+    )
+    want = Block(
+        tokens_BN=torch.tensor([[7, MASK, MASK], [8, MASK, MASK]]),
+        positions_BN=torch.tensor([[2, 3, 4], [4, 5, 6]]),
+        slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # row 0 ends at position 5: padding slot
+    )
+    assert_same(got, want)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_definition_is_the_sequential_one(data):
+    """One cell at a time."""
+    n_rows, row_len, n_tokens = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
+    req_to_token = torch.randperm(n_rows * row_len).view(n_rows, row_len).int() + 1
+    requests = data.draw(st.lists(st.tuples(st.integers(0, n_rows - 1), st.integers(0, row_len + 2)), max_size=4))
+    rows, prefix_lens = torch.tensor(requests, dtype=torch.int64).view(-1, 2).unbind(1)
+    anchor_B = torch.arange(len(requests)) + 5
+    got = plan_block_ref(anchor_B, prefix_lens, rows, req_to_token, mask_token_id=MASK, n_tokens=n_tokens)
+    assert got.tokens_BN.shape == (len(requests), n_tokens)
+    for b, (row, prefix_len) in enumerate(requests):
+        for slot in range(n_tokens):
+            position = prefix_len + slot
+            assert got.tokens_BN[b, slot] == (5 + b if slot == 0 else MASK)
+            assert got.positions_BN[b, slot] == position
+            assert got.slots_BN[b, slot] == (req_to_token[row, position] if position < row_len else 0)
+
+
+@pytest.mark.parametrize("row_dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
+@pytest.mark.parametrize(("B", "N", "M"), [(0, 4, 9), (1, 1, 1), (1, 16, 64), (3, 5, 7), (37, 16, 100), (5, 33, 40)])
+def test_kernel_is_the_definition(B, N, M, row_dtype, device):
+    torch.manual_seed(B * 100 + N)
+    n_rows = B + 3
+    anchor_B = torch.randint(0, 1 << 40, (B,), device=device)
+    prefix_len_B = torch.randint(0, M, (B,), device=device)  # so some blocks end behind their row
+    rows_B = torch.randperm(n_rows, device=device)[:B].to(row_dtype)
+    req_to_token = torch.randint(1, 1 << 30, (n_rows, M), device=device, dtype=torch.int32)
+    args = anchor_B, prefix_len_B, rows_B, req_to_token
+    got = plan_block_triton(*args, mask_token_id=MASK, n_tokens=N)
+    assert_same(got, plan_block_ref(*args, mask_token_id=MASK, n_tokens=N))

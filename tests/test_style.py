@@ -1,0 +1,95 @@
+"""The shape of the code, as a test: sizes, depth, arguments, and the two habits that hide bugs.
+
+A limit that is wrong for good code is moved here, in review, with its reason. Nothing is imported, only parsed.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted(path for folder in ("sglang_dflash", "kernels") for path in (ROOT / folder).rglob("*.py"))
+FILE_LINES = 300
+FUNCTION_LINES = 50
+KERNEL_LINES = 120
+DEPTH = 3
+POSITIONAL = 4
+PROBES = ("getattr", "hasattr")
+PROBING_MODULE = "host.py"  # the one module that may ask another package's objects what they have
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Block = ast.If | ast.For | ast.While | ast.With | ast.Try | ast.Match
+
+
+def depth(node: ast.AST) -> int:
+    """How many blocks nest below `node`, inner functions aside; an `elif` nests no deeper than its `if`."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            continue
+        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        deepest = max(deepest, depth(child) + (isinstance(child, Block) and not is_elif))
+    return deepest
+
+
+def function_complaints(function: Function) -> Iterator[str]:
+    is_kernel = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+    n_lines, limit = function.end_lineno - function.lineno + 1, KERNEL_LINES if is_kernel else FUNCTION_LINES
+    n_positional = sum(arg.arg not in ("self", "cls") for arg in function.args.posonlyargs + function.args.args)
+    if n_lines > limit:
+        yield f"{function.name} has {n_lines} lines > {limit}"
+    if depth(function) > DEPTH:
+        yield f"{function.name} nests {depth(function)} blocks > {DEPTH}"
+    if n_positional > POSITIONAL and not is_kernel:
+        yield f"{function.name} takes {n_positional} positional arguments > {POSITIONAL}"
+
+
+def node_complaints(node: ast.AST, path: Path) -> Iterator[str]:
+    if isinstance(node, Function):
+        yield from function_complaints(node)
+    if isinstance(node, ast.ExceptHandler):
+        caught = ast.unparse(node.type) if node.type else "BaseException"
+        if {"Exception", "BaseException"} & set(caught.strip("()").replace(",", " ").split()):
+            yield "catches everything"
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in PROBES and path.name != PROBING_MODULE:
+        yield f"{ast.unparse(node.func)} outside {PROBING_MODULE}"
+
+
+def complaints(source: str, path: Path) -> list[str]:
+    n_lines = source.count("\n")
+    found = [f"{n_lines} lines > {FILE_LINES}"] if n_lines > FILE_LINES else []
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt | ast.ExceptHandler | ast.Call))
+    return found + [f"line {node.lineno}: {text}" for node in nodes for text in node_complaints(node, path)]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_style(path: Path) -> None:
+    assert complaints(path.read_text(), path) == []
+
+
+NESTED = "def f():\n for a in b:\n  if c:\n   with d:\n    if e:\n     pass"
+CHAIN = "def f():\n if a:\n  pass\n elif b:\n  pass\n elif c:\n  pass\n elif d:\n  pass"
+
+
+@pytest.mark.parametrize(
+    ("source", "n_complaints"),
+    [
+        ("\n" * 301, 1),
+        ("def f():\n" + " pass\n" * 50, 1),
+        ("@triton.jit\ndef f():\n" + " pass\n" * 50, 0),
+        ("@triton.jit\ndef f():\n" + " pass\n" * 120, 1),
+        (NESTED, 1),
+        (CHAIN, 0),
+        ("def f(a, b, c, d, e): pass", 1),
+        ("def f(self, a, b, c, d, *, e): pass", 0),
+        ("try: f()\nexcept: pass", 1),
+        ("try: f()\nexcept (OSError, Exception): pass", 1),
+        ("try: f()\nexcept OSError: pass", 0),
+        ("getattr(a, 'b')", 1),
+    ],
+)
+def test_the_style_test_sees(source: str, n_complaints: int) -> None:
+    """A test that cannot fail is none."""
+    assert len(complaints(source, Path("some.py"))) == n_complaints
