@@ -113,8 +113,10 @@ def target_of(server_args: Any) -> Target:
     )
 
 
-def device_of(device: str) -> str:
+def device_of(device: str | None) -> str:
     """ "cpu", or the GPU's generation: "sm80", "sm90", "sm100", "sm110", "sm120"."""
+    if device is None:
+        return "undecided"  # until SGLang resolves its arguments
     if not device.startswith("cuda"):
         return device
     import torch

@@ -1,0 +1,194 @@
+"""Reading a draft checkpoint: what it says, and every way it can be wrong."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sglang_dflash import checkpoint
+from sglang_dflash.checkpoint import Layer
+from sglang_dflash.errors import NotSupported
+
+
+@pytest.fixture
+def folder(checkpoints: ModuleType, tmp_path: Path) -> Path:
+    return checkpoints.write_draft(tmp_path / "draft")
+
+
+def test_a_draft_says_what_it_is(folder: Path) -> None:
+    draft = checkpoint.read(str(folder))
+    assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 3, (0, 2))
+    assert (draft.n_layers, draft.hidden_size, draft.intermediate_size) == (2, 64, 96)
+    assert (draft.n_heads, draft.n_kv_heads, draft.head_dim, draft.vocab_size) == (4, 2, 16, 128)
+    assert draft.layers == (Layer(None, causal=False),) * 2
+    assert draft.rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert draft.dtype == "bfloat16"
+
+
+def test_fields_in_dflash_config_win_over_the_top_level(checkpoints: ModuleType, tmp_path: Path) -> None:
+    """z-lab's older drafts have `block_size` at the top, the newer ones inside."""
+    folder = checkpoints.write_draft(tmp_path, dflash_config={"block_size": 4}, block_size=16)
+    assert checkpoint.read(str(folder)).block_size == 4
+
+
+def test_sliding_layers_look_back_and_full_layers_see_their_block(checkpoints: ModuleType, tmp_path: Path) -> None:
+    folder = checkpoints.write_draft(
+        tmp_path, layer_types=["sliding_attention", "full_attention"], sliding_window=32, use_sliding_window=True
+    )
+    assert checkpoint.read(str(folder)).layers == (Layer(32, causal=True), Layer(None, causal=False))
+
+
+def test_is_causal_written_out_is_taken_at_its_word(checkpoints: ModuleType, tmp_path: Path) -> None:
+    folder = checkpoints.write_draft(
+        tmp_path, layer_types=["sliding_attention"] * 2, sliding_window=32, is_causal=False
+    )
+    assert checkpoint.read(str(folder)).layers == (Layer(32, causal=False),) * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "rope"),
+    [
+        ({"rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e6}),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+            {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}},
+            {"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0},
+        ),
+    ],
+)
+def test_rope_of_either_generation(
+    given: dict[str, Any], rope: dict[str, Any], checkpoints: ModuleType, tmp_path: Path
+) -> None:
+    folder = checkpoints.write_draft(tmp_path, **({"rope_parameters": None} | given))
+    assert checkpoint.read(str(folder)).rope == rope
+
+
+def test_overrides_are_applied(folder: Path) -> None:
+    assert checkpoint.read(str(folder), overrides={"block_size": 4}).block_size == 4
+
+
+def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints: ModuleType, folder: Path) -> None:
+    shapes = {f"model.{name}": shape for name, shape in checkpoints.draft_shapes().items()}
+    checkpoints.write_tensors(folder, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": [8]})
+    assert checkpoint.read(str(folder)).n_layers == 2
+
+
+def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: Path) -> None:
+    shapes = checkpoints.draft_shapes()
+    names = sorted(shapes)
+    halves = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
+    for file, half in halves.items():
+        checkpoints.write_tensors(folder, {name: shapes[name] for name in half}, file)
+    index = {"weight_map": {name: file for file, half in halves.items() for name in half}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+    assert checkpoint.read(str(folder)).n_layers == 2
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=r"model-2\.safetensors cannot be read as safetensors .* fetch the draft again"
+    ):
+        checkpoint.read(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        (
+            {"architectures": ["DFlash2DraftModel"]},
+            NotSupported,
+            "architecture is DFlash2DraftModel, not DFlashDraftModel",
+        ),
+        ({"architectures": None}, NotSupported, "architecture is missing"),
+        ({"dflash_config": {"conv_kernel_size": 2}}, NotSupported, "conv_kernel_size=2 belongs to DFlash 2"),
+        ({"dflash_config": {"selector_rank": 8}}, NotSupported, "selector_rank=8 belongs to DFlash 2"),
+        ({"dflash_config": {"lilicorr_enabled": True}}, NotSupported, "lilicorr_enabled=True belongs to LiLiCorr"),
+        ({"dflash_config": {"projector_type": "domino"}}, NotSupported, "projector_type='domino' is not DFlash v1"),
+        ({"projector_type": "domino"}, NotSupported, "projector_type='domino' is not DFlash v1"),
+        ({"dflash_config": {"attention_sink_bias": True}}, NotSupported, "belongs to attention sinks"),
+        ({"dflash_config": {"tomorrow": 1}}, NotSupported, "tomorrow=1 belongs to an unknown variant"),
+        ({"dflash_config": {"attention_mode": "mla"}}, NotSupported, "attention_mode='mla' is not gqa"),
+        ({"use_gemma_norm": True}, NotSupported, "use_gemma_norm=True is not DFlash v1"),
+        ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "quantization_config=.* is not DFlash v1"),
+        ({"head_dim": None}, ValueError, "config.json has no head_dim; .* add it"),
+        ({"dflash_config": {"mask_token_id": None}}, ValueError, "config.json has no mask_token_id"),
+        ({"block_size": None}, ValueError, "config.json has no block_size"),
+        ({"block_size": "16"}, ValueError, "block_size is '16', not an integer of at least 2"),
+        ({"block_size": 1}, ValueError, "block_size is 1, not an integer of at least 2"),
+        ({"dflash_config": {"target_layer_ids": None}}, ValueError, "config.json has no target_layer_ids"),
+        ({"dflash_config": {"target_layer_ids": [2, 0]}}, ValueError, r"target_layer_ids \[2, 0\] do not increase"),
+        ({"dflash_config": {"target_layer_ids": [1, 1]}}, ValueError, "do not increase"),
+        ({"dflash_config": {"target_layer_ids": "0,2"}}, ValueError, "not a list of layer numbers"),
+        ({"layer_types": ["full_attention"]}, ValueError, "layer_types has 1 entries for num_hidden_layers=2"),
+        ({"layer_types": ["mamba", "full_attention"]}, NotSupported, "layer_types has 'mamba'"),
+        ({"layer_types": ["sliding_attention"] * 2}, ValueError, "config.json has no sliding_window"),
+        (
+            {"layer_types": None, "use_sliding_window": True},
+            ValueError,
+            "use_sliding_window is set without layer_types",
+        ),
+        ({"num_key_value_heads": 3}, ValueError, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        (
+            {"intermediate_size": 128},
+            ValueError,
+            r"mlp\.gate_proj\.weight has shape \[96, 64\], .* implies \[128, 64\]",
+        ),
+        ({"dflash_config": {"target_layer_ids": [0, 1, 2]}}, ValueError, r"fc\.weight has shape \[64, 128\]"),
+        ({"num_hidden_layers": 3, "layer_types": None}, ValueError, r"11 of 36 tensors are missing, .* layers\.2\."),
+        ({"num_hidden_layers": 1, "layer_types": None}, NotSupported, r"11 tensors are not part .* layers\.1\."),
+        ({"attention_bias": True}, ValueError, r"8 of 33 tensors are missing, .*k_proj\.bias"),
+    ],
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
+)
+def test_a_wrong_checkpoint_is_refused_in_one_sentence(
+    changes: dict[str, Any], error: type[Exception], sentence: str, checkpoints: ModuleType, tmp_path: Path
+) -> None:
+    folder = checkpoints.write_draft(tmp_path / "draft", **changes)
+    with pytest.raises(error, match=sentence) as refusal:
+        checkpoint.read(str(folder))
+    assert type(refusal.value) is error
+    assert str(folder) in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_harmless_head_scale_is_accepted(checkpoints: ModuleType, tmp_path: Path) -> None:
+    """An increasing function of the logits moves no argmax."""
+    folder = checkpoints.write_draft(
+        tmp_path, dflash_config={"final_logit_softcapping": 30.0, "output_multiplier": 0.5}
+    )
+    assert checkpoint.read(str(folder)).n_layers == 2
+
+
+def test_files_that_are_not_a_draft(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match="cannot be read as safetensors"):
+        checkpoint.read(str(folder))
+    weights.rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"holds pytorch_model\.bin, and only safetensors are loaded"):
+        checkpoint.read(str(folder))
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors; fetch the draft's weights"):
+        checkpoint.read(str(folder))
+    (folder / "config.json").write_text('{"architectures": ')
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        checkpoint.read(str(folder))
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a list, not an object"):
+        checkpoint.read(str(folder))
+    with pytest.raises(ValueError, match=r"is a file; give the draft's directory"):
+        checkpoint.read(str(folder / "config.json"))
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        checkpoint.read(str(folder))
+
+
+@pytest.mark.parametrize("path", ["/no/such/draft", "no-such-owner/no such draft"])
+def test_no_draft_at_all(path: str) -> None:
+    with pytest.raises(ValueError, match=f"{path} is no directory and cannot be fetched .* give a directory"):
+        checkpoint.read(path)

@@ -1,0 +1,162 @@
+"""The draft, the target and the flags against each other: what is combined, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sglang_dflash import checkpoint
+from sglang_dflash.arguments import Arguments, Target
+from sglang_dflash.checkpoint import Checkpoint, Layer
+from sglang_dflash.config import combine
+from sglang_dflash.errors import NotSupported
+
+TARGET = Target("target", "Qwen3ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16")
+ARGUMENTS = Arguments(
+    draft_path="draft",
+    draft_revision=None,
+    config_overrides={},
+    block_size=None,
+    draft_window=None,
+    sink_size=None,
+    draft_backend=None,
+    target_backend="fa3",
+    draft_kv_dtype="auto",
+    dtype="auto",
+    device="sm90",
+    tp_size=1,
+    pp_size=1,
+    attention_dp=False,
+    disaggregation="null",
+    num_steps=None,
+    topk=None,
+    accept_thresholds=(1.0, 1.0),
+    block_verification=False,
+    rejection_sampling=False,
+    adaptive=False,
+    draft_quantization=None,
+    lora=False,
+)
+
+
+@pytest.fixture(scope="module")
+def draft(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return checkpoint.read(str(checkpoints.write_draft(tmp_path_factory.mktemp("config") / "draft")))
+
+
+def test_everything_left_to_the_checkpoint(draft: Checkpoint) -> None:
+    config = combine(ARGUMENTS, TARGET, draft)
+    assert (config.block_size, config.trained_block_size, config.draft_window) == (8, 8, None)
+    assert (config.vocab_size, config.n_features, config.dtype) == (128, 128, "bfloat16")
+    assert config.draft_attention_backend == "fa3"
+    assert config.rope == draft.rope
+    for name in ("mask_token_id", "target_layer_ids", "layers", "layer_types", "head_dim", "n_kv_heads"):
+        assert vars(config)[name] == vars(draft)[name]
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 8])
+def test_a_block_may_be_a_prefix_of_the_trained_one(block_size: int, draft: Checkpoint) -> None:
+    assert combine(replace(ARGUMENTS, block_size=block_size), TARGET, draft).block_size == block_size
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
+def test_one_dtype(dtype: str, draft: Checkpoint) -> None:
+    assert combine(replace(ARGUMENTS, dtype=dtype), TARGET, draft).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("given", ["float", "float32"])
+def test_both_in_fp32_when_told_so(given: str, draft: Checkpoint) -> None:
+    assert combine(replace(ARGUMENTS, dtype=given), replace(TARGET, dtype="float32"), draft).dtype == "float32"
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_heads_that_can_be_split(tp_size: int, draft: Checkpoint) -> None:
+    assert combine(replace(ARGUMENTS, tp_size=tp_size), TARGET, draft).n_kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"draft_path": None}, ValueError, "DFLASH needs a draft model; give --speculative-draft-model-path"),
+        (
+            {"block_size": 16},
+            ValueError,
+            r"block size 16 is not within 2\.\.8, .* change or drop --speculative-num-dra",
+        ),
+        ({"block_size": 1}, ValueError, r"block size 1 is not within 2\.\.8"),
+        ({"block_size": 0}, ValueError, r"block size 0 is not within 2\.\.8"),
+        ({"draft_window": 7}, ValueError, "--speculative-draft-window-size 7 is smaller than the block of 8; give at"),
+        ({"sink_size": 4}, NotSupported, "--speculative-draft-sink-size is not supported with DFLASH .* drop the flag"),
+        ({"sink_size": 0}, NotSupported, "--speculative-draft-sink-size"),
+        ({"num_steps": 3}, ValueError, "--speculative-num-steps 3: DFLASH drafts a block in one step; drop the flag"),
+        ({"topk": 4}, ValueError, "--speculative-eagle-topk 4: DFLASH drafts one chain, not a tree; drop the flag"),
+        ({"accept_thresholds": (0.9, 1.0)}, NotSupported, "--speculative-accept-threshold-single 0.9 would change"),
+        ({"accept_thresholds": (1.0, 0.5)}, NotSupported, "--speculative-accept-threshold-acc 0.5 would change"),
+        ({"adaptive": True}, NotSupported, "--speculative-adaptive"),
+        ({"block_verification": True}, NotSupported, "--speculative-use-block-verification"),
+        ({"rejection_sampling": True}, NotSupported, "--speculative-use-rejection-sampling"),
+        ({"draft_quantization": "fp8"}, NotSupported, "--speculative-draft-model-quantization"),
+        ({"lora": True}, NotSupported, "--enable-lora"),
+        ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
+        ({"attention_dp": True}, NotSupported, "attention data parallelism is not supported with DFLASH"),
+        ({"disaggregation": "prefill"}, NotSupported, "--disaggregation-mode prefill is not supported with DFLASH"),
+        ({"tp_size": 3}, ValueError, "4 heads and 2 KV heads cannot be split over --tp-size 3"),
+        ({"tp_size": 8}, ValueError, "cannot be split over --tp-size 8"),
+        ({"draft_backend": "trtllm_mha"}, NotSupported, "trtllm_mha: it masks later slots of a block"),
+        ({"draft_backend": "fa4", "draft_kv_dtype": "fp8_e4m3"}, NotSupported, "fa4: it cannot read an fp8 draft KV"),
+        ({"draft_backend": "torch_native"}, NotSupported, "torch_native: it does not run on sm90"),
+        ({"dtype": "float16"}, NotSupported, "the draft is float16 and the target runs in bfloat16; give --dtype"),
+    ],
+    ids=str,
+)
+def test_flags_without_an_exact_meaning_are_refused(
+    changes: dict[str, Any], error: type[Exception], sentence: str, draft: Checkpoint
+) -> None:
+    with pytest.raises(error, match=sentence) as refusal:
+        combine(replace(ARGUMENTS, **changes), TARGET, draft)
+    assert type(refusal.value) is error
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"hidden_size": 128},
+            r"hidden_size 64 is not the target's 128 \(target\); give the draft that was trained for",
+        ),
+        ({"vocab_size": 256}, "vocab_size 128 is not the target's 256"),
+        (
+            {"n_layers": 3},
+            r"target_layer_ids end at 2, and a target of 3 layers \(target\) gives features of layers 0..1",
+        ),
+        ({"n_layers": 5}, "num_target_layers 4 is not the target's 5"),
+        ({"dtype": "float16"}, "the draft is bfloat16 and the target runs in float16; give --dtype bfloat16"),
+    ],
+    ids=str,
+)
+def test_a_draft_for_another_target_is_refused(changes: dict[str, Any], sentence: str, draft: Checkpoint) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        combine(ARGUMENTS, replace(TARGET, **changes), draft)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"mask_token_id": 128}, "mask_token_id 128 is outside the target's vocabulary of 128"),
+        ({"target_layer_ids": (0, 3)}, "target_layer_ids end at 3"),  # the last layer's output cannot be captured
+        ({"sliding_window": 4}, "sliding_window 4 is smaller than block_size 8"),
+        ({"layers": (Layer(None, causal=True),) * 2}, "is_causal=True on full_attention layers is not DFlash v1"),
+    ],
+    ids=str,
+)
+def test_a_draft_that_cannot_be_right_is_refused(changes: dict[str, Any], sentence: str, draft: Checkpoint) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        combine(ARGUMENTS, TARGET, replace(draft, **changes))
+
+
+def test_a_draft_need_not_say_its_vocabulary(checkpoints: ModuleType, tmp_path: Path) -> None:
+    folder = checkpoints.write_draft(tmp_path, vocab_size=None)
+    assert combine(ARGUMENTS, TARGET, checkpoint.read(str(folder))).vocab_size == 128

@@ -1,0 +1,47 @@
+"""Environment flags: their values, what is refused, and the table in env/README.md."""
+
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash import flags
+from sglang_dflash.flags import Flags, Worker
+
+README = Path(__file__).parents[2] / "env" / "README.md"
+
+
+def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
+    assert flags.read({}) == Flags(worker=Worker.PLUGIN, overlap=True)
+
+
+@pytest.mark.parametrize("value", ["stock", "Stock"])
+def test_stock(value: str) -> None:
+    assert flags.read({"SGLANG_DFLASH_WORKER": value}).worker is Worker.STOCK
+
+
+@pytest.mark.parametrize("name", ["SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2"])
+@pytest.mark.parametrize(("value", "overlap"), [("1", True), ("true", True), ("0", False), ("False", False)])
+def test_old_overlap_switches(name: str, value: str, overlap: bool) -> None:
+    assert flags.read({name: value}).overlap is overlap
+
+
+@pytest.mark.parametrize("flag", flags.FLAGS, ids=lambda flag: flag.name)
+def test_an_unknown_value_is_refused_by_name(flag: flags.Flag) -> None:
+    with pytest.raises(ValueError, match=f"{flag.name}='maybe' is not one of {', '.join(flag.values)}; set one"):
+        flags.read({flag.name: "maybe"})
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WROKER is not a flag of sglang-dflash .* unset it"):
+        flags.read({"SGLANG_DFLASH_WROKER": "stock", "PATH": "/bin"})
+
+
+def test_a_flag_of_the_stock_worker_is_refused_with_ours_and_left_alone_with_stock() -> None:
+    environ = {"SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1"}
+    with pytest.raises(ValueError, match="set SGLANG_DFLASH_WORKER=stock"):
+        flags.read(environ)
+    assert flags.read(environ | {"SGLANG_DFLASH_WORKER": "stock"}).worker is Worker.STOCK
+
+
+def test_the_readme_has_the_table() -> None:
+    assert flags.table() in README.read_text(), "write sglang_dflash.flags.table() into env/README.md"
