@@ -40,11 +40,17 @@ $(VENV)/.installed: pyproject.toml Makefile $(wildcard env/constraints.txt)
 demo: setup
 	@$(RUN) -m launch.demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
 
+# The kernels' tests need Triton imported as an interpreter, so they run in a process of their own, first.
 test: setup
-	$(RUN) -m pytest -m "not full"
+	@$(call pytest,-m "not full")
 
 test-full: setup
-	$(RUN) -m pytest
+	@$(call pytest,)
+
+pytest = status=0; \
+	$(RUN) -m pytest $(1) tests/kernels || status=1; \
+	$(RUN) -m pytest $(1) --ignore=tests/kernels || status=1; \
+	exit $$status
 
 soak: setup
 	$(RUN) -m pytest -m soak tests/server

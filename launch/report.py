@@ -4,6 +4,8 @@ Every number of the table can be recomputed from the rows. Paths of this machine
 """
 
 import json
+import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -77,7 +79,7 @@ def document(bench: "Bench", rows: Sequence[dict[str, Any]], *, command: str) ->
         "benchmark": "serve",
         "when": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
         "commit": machine.commit(),
-        "command": command,
+        "command": portable(command),
         "machine": machine.describe(),
         "versions": machine.versions(),
         "method": METHOD,
@@ -93,7 +95,7 @@ def document(bench: "Bench", rows: Sequence[dict[str, Any]], *, command: str) ->
         },
         "gate": {"equal": True, "tie_gap": options.tie_gap, "n_near_ties": bench.n_ties},
         "servers": {
-            arm: {"command": portable(shlex.join(server.command)), "env": server.env}
+            arm: {"command": portable(shlex.join(server.command)), "env": _inherited() | server.env}
             for arm, server in bench.servers.items()
         },
         "summary": summarise(rows),
@@ -130,12 +132,18 @@ def write(document: dict[str, Any], path: Path) -> str:
     """Save the document; returns the path as people write it from the repository."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
-    return portable(str(path))
+    return str(path).removeprefix(f"{ROOT}/")
 
 
 def portable(text: str) -> str:
-    """`text` without this machine's paths to the interpreter and the repository."""
-    return text.replace(sys.executable, "python").replace(f"{ROOT}/", "")
+    """`text` with paths as seen from the repository; of a path outside it, the last part."""
+    text = text.replace(sys.executable, "python").replace(f"{ROOT}/", "")
+    return re.sub(r"(?<![\w.])(?:/[\w.@+-]+)*/([\w.@+-]+)", r"\1", text)
+
+
+def _inherited() -> dict[str, str]:
+    """What this program's own environment tells a server."""
+    return {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "OMP_", "CUDA_VISIBLE_DEVICES"))}
 
 
 def _speeds(rows: Sequence[dict[str, Any]], concurrency: int, arm: str) -> list[float]:

@@ -1,0 +1,225 @@
+"""Real servers for tests: started when first asked for, shared by all tests, checked for leaks after each module.
+
+    def test_same_tokens(server, questions, reference):
+        off, ours = server("off"), server()  # also server("stock"), server(target="dense", flags=["--page-size", "16"])
+        prompts = questions(8)
+        answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=64)
+        assert [a.token_ids for a in answers] == [reference(p, 64) for p in prompts]
+
+A server takes a minute or more to start on two cores, so tests that share one should stand in one module: only the
+`MAX_LIVE` servers used last stay up. All run with SGLang's strict memory check: a slot that is lost while requests run,
+or that is missing once none does, ends the scheduler.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from launch import tiny
+from launch.server import Server, ServerError, free_port
+from launch.tiny import Arm
+
+HERE = Path(__file__).parent
+FIRST_PORT = 31300
+MAX_LIVE = 3  # about 2.5 GiB each
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
+PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
+KIND_FLAGS = {"hybrid": tiny.HYBRID_FLAGS, "dense": ()}
+
+GetServer = Callable[..., Server]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.server)
+
+
+class Key(NamedTuple):
+    """What makes two servers the same."""
+
+    arm: Arm
+    target: str
+    flags: tuple[str, ...]
+    env: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        return " ".join([self.arm, self.target, *self.flags, *("=".join(pair) for pair in self.env)])
+
+
+class ServerPool:
+    """Running servers by what makes them the same, least recently used first."""
+
+    def __init__(self, logs: Path, say: Callable[[str], None]) -> None:
+        self.logs, self.say = logs, say
+        self.live: dict[Key, Server] = {}
+
+    def get(
+        self,
+        arm: str = "plugin",
+        *,
+        target: str = "hybrid",
+        flags: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> Server:
+        """A running server with an empty prefix cache.
+
+        Args:
+            arm: "off", "stock" or "plugin".
+            target: "hybrid" or "dense".
+            flags: further server arguments; a flag given again replaces the tiny pair's.
+            env: further environment variables.
+        """
+        key = Key(Arm(arm), target, tuple(flags), tuple(sorted((env or {}).items())))
+        server = self.live.pop(key, None) or self._start(key)
+        self.live[key] = server  # most recently used: last
+        server.flush_cache()
+        return server
+
+    def check(self) -> None:
+        """Every live server is idle and has lost nothing; one that has is dropped, so that only its users fail."""
+        lost = {}
+        for key, server in tuple(self.live.items()):
+            try:
+                require_nothing_lost(server)
+            except (ServerError, AssertionError) as error:
+                lost[str(key)] = str(error)
+                self._drop(key)
+        assert not lost, lost
+
+    def stop_all(self) -> None:
+        for key in tuple(self.live):
+            self._drop(key)
+
+    def _start(self, key: Key) -> Server:
+        while len(self.live) >= MAX_LIVE:
+            self._drop(next(iter(self.live)))
+        server = Server(
+            tiny.command(key.arm, PAIRS[key.target], *tiny.FLAGS, *KIND_FLAGS[key.target], *key.flags),
+            port=free_port(FIRST_PORT),
+            log=self.logs / f"{key.arm}-{key.target}-{abs(hash(key)):x}.log",
+            env=tiny.ENV | STRICT | tiny.environment(key.arm) | dict(key.env),
+            name=str(key),
+        )
+        self.say(f"starting server: {key}")
+        began = time.monotonic()
+        server.start()
+        try:
+            server.wait_ready()
+            tiny.require_worker(key.arm, server)
+        except BaseException:
+            server.stop()
+            raise
+        self.say(f"ready after {time.monotonic() - began:.0f} s; log: {server.log}")
+        return server
+
+    def _drop(self, key: Key) -> None:
+        self.live.pop(key).stop()
+
+
+def require_nothing_lost(server: Server, timeout_s: float = 60.0) -> None:
+    """The scheduler is idle, has passed its own idle check since, and no KV slot is in use or locked.
+
+    SGLang compares free, cached and locked KV slots, recurrent-state slots and request slots with the pool sizes on
+    every idle pass, and raises when one is missing. It publishes its load after that check: a load newer than the last
+    answer therefore means that the check passed.
+
+    Raises:
+        ServerError: the server is dead; AssertionError: something is still held.
+    """
+    server.generate([5], max_new_tokens=1)
+    answered, deadline = time.time(), time.monotonic() + timeout_s
+    load: dict[str, Any] = {"timestamp": 0.0}
+    while load["timestamp"] <= answered or load["num_running_reqs"] or load["num_waiting_reqs"]:
+        if not server.running or time.monotonic() > deadline:
+            raise ServerError(f"{server.name}: not idle after {timeout_s:.0f} s ({load}):\n{server.log_tail()}")
+        time.sleep(0.2)
+        load = server.load()
+    assert load["num_used_tokens"] == 0, f"{server.name} holds KV slots while idle: {load}"
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    assert reporter is not None
+    pool = ServerPool(tmp_path_factory.mktemp("servers"), lambda line: reporter.write_line(f"\n  {line}"))
+    try:
+        yield pool
+    finally:
+        pool.stop_all()
+
+
+@pytest.fixture(scope="session")
+def server(pool: ServerPool) -> GetServer:
+    """`server(arm="plugin", target="hybrid", flags=[...], env={...})`: see `ServerPool.get`."""
+    return pool.get
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_lost(pool: ServerPool) -> Iterator[None]:
+    """After each module, every server that is up has given everything back."""
+    yield
+    pool.check()
+
+
+@cache
+def _tokenizer(target: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(PAIRS[target].target)
+
+
+@pytest.fixture(scope="session")
+def chat() -> Callable[..., list[int]]:
+    """`chat(question, target="hybrid")`: the chat prompt as token ids."""
+
+    def tokenize(question: str, target: str = "hybrid") -> list[int]:
+        message = {"role": "user", "content": question}
+        return _tokenizer(target).apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+
+    return tokenize
+
+
+@pytest.fixture(scope="session")
+def questions(chat: Callable[..., list[int]]) -> Callable[..., list[list[int]]]:
+    """`questions(n, target="hybrid", seed=0)`: `n` held-out chat prompts as token ids."""
+    from sglang_dflash.train.corpus import draw
+
+    def prompts(n: int, target: str = "hybrid", seed: int = 0) -> list[list[int]]:
+        random = Random(seed)
+        return [chat(draw(random, held_out=True).prompt, target) for _ in range(n)]
+
+    return prompts
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[..., list[int]]:
+    """`reference(prompt, max_new_tokens, target="hybrid")`: what Transformers' own greedy `generate` answers, in fp32.
+
+    The answer ends with the end token, as SGLang's `output_ids` do, or at `max_new_tokens`.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    @cache
+    def model(target: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(PAIRS[target].target, dtype=torch.float32).eval()
+
+    @cache
+    def generate(prompt: tuple[int, ...], max_new_tokens: int, target: str) -> tuple[int, ...]:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model(target).generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+            )
+        return tuple(out[0, len(prompt) :].tolist())
+
+    def answer(prompt: Sequence[int], max_new_tokens: int, target: str = "hybrid") -> list[int]:
+        return list(generate(tuple(prompt), max_new_tokens, target))
+
+    return answer

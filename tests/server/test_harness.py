@@ -1,0 +1,23 @@
+"""The fixtures themselves: three servers answer like Transformers, and a lost slot does not go unnoticed."""
+
+from collections.abc import Callable
+
+import pytest
+
+MAX_NEW_TOKENS = 48
+
+
+@pytest.mark.parametrize("arm", ["off", "stock", "plugin"])
+def test_greedy_answers_are_those_of_transformers(
+    server: Callable, questions: Callable, reference: Callable, arm: str
+) -> None:
+    prompts = questions(6)
+    expected = [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    for concurrency in (1, 6):
+        answers = server(arm).generate_many(prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
+        assert [answer.token_ids for answer in answers] == expected
+    assert any("spec_verify_ct" in answer.meta for answer in answers) == (arm != "off")
+
+
+def test_a_server_is_started_once(server: Callable) -> None:
+    assert server("off") is server("off")

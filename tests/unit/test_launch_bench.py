@@ -1,0 +1,177 @@
+"""The serving benchmark: its arithmetic by hand, and the whole program against stand-in servers."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch import bench_serve, report, tiny
+from launch.bench_serve import GateError
+from launch.gate import Difference, differences
+from launch.measure import Answer, Run, percentile, ratios, spread
+from launch.report import row, summarise
+from launch.server import ServerError
+from launch.tiny import Arm
+
+FAKE = Path(__file__).parent / "launch_fake_server.py"
+
+
+# ------------------------------------------------------------------------------------------------------ arithmetic
+
+
+def test_differences_name_the_first_token_that_differs() -> None:
+    reference = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3]]
+    answers = [[1, 2, 3], [1, 9, 8], [1, 2, 3], [1, 2]]
+    assert differences(reference, answers) == [
+        Difference(prompt=1, position=1, expected=2, found=9),
+        Difference(prompt=2, position=2, expected=None, found=3),
+        Difference(prompt=3, position=2, expected=3, found=None),
+    ]
+
+
+def test_a_run_counts_tokens_and_steps() -> None:
+    # 2 steps accept 3 drafts between them, 1 step accepts none: (3 + 0 + 3 bonus) / 3 steps
+    answers = [Answer((1,) * 6, 2, 3, 0.0, 0.0), Answer((1,) * 2, 1, 0, 0.0, 0.0)]
+    run = Run(answers, wall_s=4.0, other_cores=0.0)
+    assert (run.tokens_per_s, run.committed_per_step) == (2.0, 2.0)
+
+
+def test_ratios_are_taken_repeat_by_repeat() -> None:
+    # The second repeat ran on a machine half as fast: no ratio shows it, though the medians' ratio would.
+    assert ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
+    assert spread([3, 1, 2]) == (2, 1, 3)
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    values = [float(i) for i in range(1, 101)]
+    assert [percentile(values, p) for p in (50, 99, 100)] == [50, 99, 100]
+    assert percentile([5.0, float("nan"), 7.0], 50) == 5.0
+    assert math.isnan(percentile([], 50))
+
+
+def test_the_summary_compares_with_off_and_stock_per_concurrency() -> None:
+    def run(arm: Arm, concurrency: int, repeat: int, speed: int) -> dict:
+        one = Run([Answer((1,) * speed, 4, 8, 0.01, 0.002)], wall_s=1.0, other_cores=0.1)
+        return row(arm, concurrency, repeat, one, one)
+
+    speeds = {Arm.PLUGIN: (300, 360), Arm.OFF: (100, 90), Arm.STOCK: (150, 120)}
+    rows = [run(arm, c, repeat, speeds[arm][repeat] * c) for c in (8, 1) for repeat in (0, 1) for arm in speeds]
+    lines = summarise(rows)
+    assert [(line["concurrency"], line["arm"]) for line in lines] == [(c, arm) for c in (1, 8) for arm in Arm]
+    ours = lines[2]
+    assert ours["tokens_per_s"] == {"median": 330, "low": 300, "high": 360}
+    assert ours["over_off"] == {"median": 3.5, "low": 3, "high": 4}
+    assert ours["over_stock"] == {"median": 2.5, "low": 2, "high": 3}
+    assert ours["committed_per_step"] == 3
+    assert "over_off" not in lines[0]
+    assert lines[0]["ttft_ms"]["p50"] == 10
+
+
+# ----------------------------------------------------------------------------------------------- the whole program
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> object:
+    """`main(*flags, offset=...)`: the program on stand-in servers, of which `stock` answers `offset` higher."""
+    offsets = dict.fromkeys(Arm, 0)
+
+    def command(arm: Arm, *_: object) -> list[str]:
+        announce = ["--announce"] if arm is Arm.PLUGIN else []
+        return [sys.executable, str(FAKE), "--offset", str(offsets[arm]), *announce]
+
+    def run(*flags: str, offset: int = 0) -> None:
+        offsets[Arm.STOCK] = offset
+        paths = ["--target", str(checkpoint), "--draft", str(checkpoint), "--output", str(checkpoint / "out.json")]
+        bench_serve.main(["--num-prompts", "3", "--repeats", "2", "--port", "31950", *paths, *flags])
+
+    monkeypatch.setattr(tiny, "command", command)
+    monkeypatch.setattr(bench_serve, "tokenize", lambda questions, *_, **__: [[i + 10] for i in range(len(questions))])
+    return run
+
+
+@pytest.mark.parametrize("flags", [(), ("--one-at-a-time",)], ids=["together", "one at a time"])
+def test_equal_answers_are_measured_and_written(
+    main, checkpoint: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    main("--concurrency", "1", "2", *flags)
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == str(checkpoint / "out.json")
+    document = json.loads((checkpoint / "out.json").read_text())
+    assert len(document["rows"]) == 2 * 2 * len(Arm)  # repeats, concurrencies, arms
+    assert {line["committed_per_step"] for line in document["summary"]} == {1.5}
+    assert all(r["n_tokens"] == 9 and len(r["ttft_ms"]) == len(r["tpot_ms"]) == 3 for r in document["rows"])
+    order = [r["arm"] for r in document["rows"] if r["concurrency"] == 1]
+    assert order == ["off", "stock", "plugin", "stock", "plugin", "off"]
+    assert str(tiny.ROOT) not in json.dumps(document["servers"])
+
+
+def test_no_speed_is_shown_when_an_answer_differs(main, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(GateError, match="stock at concurrency 1 answers 3 of 3 prompts differently from off at 1"):
+        main(offset=1)
+    assert "tok/s" not in capsys.readouterr().out
+    assert not (checkpoint / "out.json").exists()
+
+
+def test_servers_are_gone_afterwards(main) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    with pytest.raises(GateError):
+        main(offset=1)
+    new = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
+    left = [process for process in new if str(FAKE) in (process.info["cmdline"] or [])]
+    assert left == []
+
+
+def test_an_arm_that_is_not_what_it_says_is_refused(main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "ANNOUNCEMENT", "never logged")
+    with pytest.raises(ServerError, match="plugin: our worker does not serve here"):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--target", "/nowhere"], "/nowhere holds no config.json"),
+        (["--arms", "stock", "plugin"], "--arms needs `off`"),
+        (["--arms", "theirs"], "invalid Arm value: 'theirs'"),
+    ],
+)
+def test_bad_options_are_one_line(
+    flags: list[str], message: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench_serve.parse(["--target", str(checkpoint), "--draft", str(checkpoint), *flags])
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_bad_line_of_questions_is_named(tmp_path: Path) -> None:
+    data = tmp_path / "q.jsonl"
+    data.write_text('{"prompt": "one"}\n{"question": "two"}\n')
+    assert bench_serve.read_questions(data, 1) == ["one"]
+    with pytest.raises(SystemExit, match=r'q\.jsonl:2: not an object with a "prompt"'):
+        bench_serve.read_questions(data, 2)
+    data.write_text('{"prompt": "one"}\n' * 2)
+    with pytest.raises(SystemExit, match="2 prompts, but --num-prompts is 5"):
+        bench_serve.read_questions(data, 5)
+
+
+def test_default_questions_are_held_out_and_different() -> None:
+    from sglang_dflash.train.corpus import is_held_out
+
+    questions = bench_serve.held_out_questions(16)
+    assert len(set(questions)) == 16
+    assert all(map(is_held_out, questions))
+    assert questions == bench_serve.held_out_questions(16)
+
+
+def test_documents_do_not_name_this_machine() -> None:
+    command = f"{sys.executable} -m x --target {tiny.HYBRID.target} --draft=/models/mine/draft-1 --port 3"
+    assert report.portable(command) == "python -m x --target sglang_dflash/assets/tiny/target --draft=draft-1 --port 3"
