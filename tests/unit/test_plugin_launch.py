@@ -1,0 +1,219 @@
+"""Bad input, through the real launch command: each ends it with one clear sentence and a non-zero exit status.
+
+The launch entry of SGLang runs here up to the point where it would start processes; nothing good is launched.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+CPU = (
+    "--model-path {target} --device cpu --attention-backend torch_native --speculative-algorithm DFLASH "
+    "--speculative-draft-model-path {draft} --max-total-tokens 1024 --disable-radix-cache"
+)
+
+Folder = Callable[[ModuleType, Path], Path]
+
+
+class Bad(NamedTuple):
+    """What is wrong, and the sentence; `draft` and `target` say what is changed in the good ones."""
+
+    sentence: str
+    flags: str = ""
+    draft: dict[str, Any] | None = None
+    env: dict[str, str] | None = None
+    target: str = "hybrid"
+
+
+def dflash(**fields: Any) -> dict[str, Any]:
+    return {"dflash_config": fields}
+
+
+BAD = {
+    # flags
+    "block longer than trained": Bad(
+        "ValueError: block size 16 is not within 2..8, what {draft} was trained for (config.json: block_size); "
+        "change or drop --speculative-num-draft-tokens",
+        "--speculative-num-draft-tokens 16",
+    ),
+    "block of one": Bad("ValueError: block size 1 is not within 2..8", "--speculative-num-draft-tokens 1"),
+    "old and new block flags differ": Bad(
+        "ValueError: Both --speculative-num-draft-tokens and --speculative-dflash-block-size are set but they differ",
+        "--speculative-num-draft-tokens 4 --speculative-dflash-block-size 8",
+    ),
+    "window below the block": Bad(
+        "ValueError: --speculative-draft-window-size 4 is smaller than the block of 8; give at least 8",
+        "--speculative-dflash-draft-window-size 4",
+    ),
+    "sink": Bad(
+        "NotSupported: --speculative-draft-sink-size is not supported with DFLASH "
+        "(a DFlash draft has no attention sink); drop the flag",
+        "--speculative-draft-window-size 64 --speculative-draft-sink-size 4",
+    ),
+    "several steps": Bad("ValueError: --speculative-num-steps 3: DFLASH drafts a block", "--speculative-num-steps 3"),
+    "a tree": Bad("ValueError: --speculative-eagle-topk 4: DFLASH drafts one chain", "--speculative-eagle-topk 4"),
+    "lossy acceptance": Bad(
+        "NotSupported: --speculative-accept-threshold-single 0.9 would change the output distribution; drop the flag",
+        "--speculative-accept-threshold-single 0.9",
+    ),
+    "adaptive steps": Bad("NotSupported: --speculative-adaptive is not supported", "--speculative-adaptive"),
+    "draft backend of another device": Bad(
+        "NotSupported: --speculative-draft-attention-backend fa4: it does not run on cpu (sm90, sm100, sm110 only); "
+        "use torch_native",
+        "--speculative-draft-attention-backend fa4",
+    ),
+    "fp8 draft cache": Bad(
+        "NotSupported: no draft attention backend fits this draft on cpu", "--speculative-draft-kv-cache-dtype fp8_e4m3"
+    ),
+    "heads that cannot be split": Bad("ValueError: {draft}: 4 heads and 2 KV heads cannot be split", "--tp-size 3"),
+    "disaggregation": Bad(
+        "NotSupported: --disaggregation-mode prefill is not supported with DFLASH", "--disaggregation-mode prefill"
+    ),
+    "dtypes": Bad("NotSupported: {draft}: the draft is float16 and", "--dtype float16 --kv-cache-dtype auto"),
+    "unknown strategy under its old name": Bad(
+        "argument --mamba-scheduler-strategy: invalid choice: 'ring'", "--mamba-scheduler-strategy ring"
+    ),
+    # environment
+    "misspelt variable": Bad(
+        "ValueError: SGLANG_DFLASH_WROKER is not a flag of sglang-dflash", env={"SGLANG_DFLASH_WROKER": "stock"}
+    ),
+    "unknown worker": Bad(
+        "ValueError: SGLANG_DFLASH_WORKER='ours' is not one of plugin, stock; set one of them",
+        env={"SGLANG_DFLASH_WORKER": "ours"},
+    ),
+    "unknown switch value": Bad(
+        "ValueError: SGLANG_ENABLE_SPEC_V2='maybe' is not one of 0, false, 1, true",
+        env={"SGLANG_ENABLE_SPEC_V2": "maybe"},
+    ),
+    "a switch of the stock worker": Bad(
+        "ValueError: SGLANG_DFLASH_EAGER_DRAFT_SAMPLER steers SGLang's built-in worker only",
+        env={"SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1"},
+    ),
+    # the draft
+    "DFlash 2": Bad(
+        "NotSupported: {draft}: architecture is DFlash2DraftModel, not DFlashDraftModel; give a DFlash v1 draft, or "
+        "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker",
+        draft={"architectures": ["DFlash2DraftModel"]},
+    ),
+    "Domino": Bad("projector_type='domino' is not DFlash v1", draft=dflash(projector_type="domino", emb_dim=8)),
+    "LiLiCorr": Bad("lilicorr_enabled=True belongs to LiLiCorr", draft=dflash(lilicorr_enabled=True)),
+    "a model that is no draft": Bad(
+        "NotSupported: {draft}: architecture is Qwen3ForCausalLM, not DFlashDraftModel",
+        draft={"architectures": ["Qwen3ForCausalLM"], "dflash_config": {}},
+    ),
+    "no head_dim": Bad("ValueError: {draft}: config.json has no head_dim", draft={"head_dim": None}),
+    "no mask token": Bad("ValueError: {draft}: config.json has no mask_token_id", draft=dflash(mask_token_id=None)),
+    "mask token outside": Bad(
+        "ValueError: {draft}: mask_token_id 999 is outside the target's vocabulary of 128",
+        draft=dflash(mask_token_id=999),
+    ),
+    "layers out of order": Bad("do not increase; mend config.json", draft=dflash(target_layer_ids=[2, 0])),
+    "the last layer": Bad(
+        "ValueError: {draft}: target_layer_ids end at 3, and a target of 4 layers",
+        draft=dflash(target_layer_ids=[0, 3]),
+    ),
+    "another target's hidden size": Bad("fc.weight has shape [64, 128]", draft={"hidden_size": 32}),
+    "another target's vocabulary": Bad(
+        "ValueError: {draft}: vocab_size 96 is not the target's 128", draft={"vocab_size": 96}
+    ),
+    "another target's depth": Bad(
+        "ValueError: {draft}: num_target_layers 36 is not the target's 4",
+        draft={"num_target_layers": 36},
+        target="dense",
+    ),
+    "a layer too few": Bad("11 tensors are not part", draft={"num_hidden_layers": 1, "layer_types": None}),
+    "a layer too many": Bad("11 of 36 tensors are missing", draft={"num_hidden_layers": 3, "layer_types": None}),
+    "another width": Bad("gate_proj.weight has shape [96, 64]", draft={"intermediate_size": 128}),
+    "no window": Bad("config.json has no sliding_window", draft={"layer_types": ["sliding_attention"] * 2}),
+    "non-causal window": Bad(
+        "NotSupported: {draft}: is_causal=False on sliding_attention layers is not DFlash v1",
+        draft={"layer_types": ["sliding_attention"] * 2, "sliding_window": 32, "is_causal": False},
+    ),
+    "quantized draft": Bad("quantization_config=", draft={"quantization_config": {"quant_method": "fp8"}}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_ends_the_launch(
+    name: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType, tmp_path: Path
+) -> None:
+    bad = BAD[name]
+    draft = str(checkpoints.write_draft(tmp_path / "draft", **bad.draft)) if bad.draft else pair["draft"]
+    line = f"{CPU} {bad.flags}".format(target=pair[bad.target], draft=draft)
+    ended = launch("sglang.launch_server", *line.split(), env=bad.env)
+    assert ended.code not in (0, None), ended.err
+    assert bad.sentence.format(draft=draft) in ended.last_line
+    assert "another exception" not in ended.err, "one error, not a chain of them"
+
+
+def spoil(draft: Path, how: str, checkpoints: ModuleType) -> Path:
+    weights = draft / "model.safetensors"
+    match how:
+        case "is a file":
+            return weights
+        case "does not exist":
+            return draft / "no-such-folder"
+        case "no config":
+            (draft / "config.json").unlink()
+        case "no weights":
+            weights.unlink()
+        case "pickled weights":
+            weights.rename(draft / "pytorch_model.bin")
+        case "cut off":
+            weights.write_bytes(weights.read_bytes()[:-64])
+        case "config cut off":
+            (draft / "config.json").write_text('{"architectures": [')
+        case "an extra tensor":
+            checkpoints.write_tensors(draft, checkpoints.draft_shapes() | {"lm_head.weight": [128, 64]})
+    return draft
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ("is a file", "is a file; give the draft's directory"),
+        ("does not exist", "is no directory and cannot be fetched"),
+        ("no config", "has no config.json; give a DFlash draft's directory"),
+        ("no weights", "has a config.json and no *.safetensors; fetch the draft's weights"),
+        ("pickled weights", "holds pytorch_model.bin, and only safetensors are loaded; convert it"),
+        ("cut off", "cannot be read as safetensors"),
+        ("config cut off", "is not JSON"),
+        ("an extra tensor", "1 tensors are not part of a DFlash v1 draft, the first is lm_head.weight"),
+    ],
+)
+def test_files_that_are_no_draft_end_the_launch(
+    how: str, sentence: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType, tmp_path: Path
+) -> None:
+    draft = spoil(checkpoints.write_draft(tmp_path / "draft"), how, checkpoints)
+    ended = launch("sglang.launch_server", *CPU.format(target=pair["dense"], draft=draft).split())
+    assert ended.code not in (0, None), ended.err
+    assert sentence in ended.last_line
+    assert str(tmp_path) in ended.last_line
+
+
+def test_a_draft_must_be_named(launch: Any, pair: dict[str, str]) -> None:
+    line = CPU.format(target=pair["dense"], draft="").replace("--speculative-draft-model-path ", "")
+    ended = launch("sglang.launch_server", *line.split())
+    assert ended.code not in (0, None)
+    assert ended.last_line.endswith("ValueError: DFLASH needs a draft model; give --speculative-draft-model-path")
+
+
+def test_in_a_real_process(pair: dict[str, str]) -> None:
+    """The command as a person types it."""
+    line = CPU.format(target=pair["hybrid"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"
+    ended = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", *line.split()],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.strip().splitlines()[-1].startswith("ValueError: block size 16 is not within 2..8")
