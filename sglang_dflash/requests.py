@@ -13,8 +13,8 @@ def refusal(req: Req) -> str | None:
     if not wanted:
         return None
     return (
-        f"sglang-dflash {__version__} does not support {', '.join(wanted)} with DFLASH speculation; leave it out of the "
-        "request, or start the server without --speculative-algorithm"
+        f"sglang-dflash {__version__} does not support {', '.join(wanted)} with DFLASH speculation; leave it out, "
+        "or start the server without --speculative-algorithm"
     )
 
 

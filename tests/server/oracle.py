@@ -1,0 +1,37 @@
+"""How each step of a generation must go, according to the plain-torch DFlash."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from launch.tiny import DENSE, HYBRID, Pair
+from sglang_dflash.model.draft import DraftModel
+from sglang_dflash.model.generate import Options, spec_steps
+
+
+class Oracle:
+    """One pair in fp32, greedy."""
+
+    def __init__(self, pair: Pair, block_size: int | None, draft_window: int | None) -> None:
+        self.target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
+        self.draft = DraftModel.from_pretrained(pair.draft, dtype=torch.float32)
+        self.block_size, self.draft_window = block_size, draft_window
+
+    def accepted_histogram(self, prompt: Sequence[int], max_new_tokens: int) -> dict[int, int]:
+        """How many decode steps accepted 0, 1, 2, ... drafts; the prompt's own step is not one of them."""
+        options = Options(
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=(self.target.generation_config.eos_token_id,),
+            block_size=self.block_size,
+            draft_window=self.draft_window,
+        )
+        _, *steps = spec_steps(self.draft, self.target, torch.tensor([prompt]), options)
+        return dict(Counter(step.n_accepted for step in steps))
+
+
+@cache
+def oracle(target: str, block_size: int | None, draft_window: int | None) -> Oracle:
+    return Oracle({"hybrid": HYBRID, "dense": DENSE}[target], block_size, draft_window)

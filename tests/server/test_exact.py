@@ -1,0 +1,128 @@
+"""Speculation changes nothing: every server of the battery says what Transformers says, token for token, in fp32.
+
+Whatever shares the server must not matter either: other requests, a prefix found in the cache, an abort next door.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from launch.server import Server
+from tests.server.oracle import oracle
+from tests.server.variants import VARIANTS, Variant
+
+N_PROMPTS = 16
+MAX_NEW_TOKENS = 80
+
+
+class Serving(NamedTuple):
+    server: Server
+    variant: Variant
+    prompts: list[list[int]]
+    expected: list[list[int]]  # Transformers' continuations
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(v, id=name, marks=pytest.mark.full if v.full else ()) for name, v in VARIANTS.items()],
+)
+def serving(request: pytest.FixtureRequest, server: Callable, questions: Callable, reference: Callable) -> Serving:
+    variant: Variant = request.param
+    prompts = questions(N_PROMPTS, variant.target)
+    expected = [reference(prompt, MAX_NEW_TOKENS, variant.target) for prompt in prompts]
+    running = server(target=variant.target, flags=variant.flags, env=dict(variant.env))
+    return Serving(running, variant, prompts, expected)
+
+
+@pytest.fixture(autouse=True)
+def clean(serving: Serving) -> Iterator[None]:
+    """Start from an empty prefix cache; afterwards everything must have been given back (flush_cache insists)."""
+    serving.server.flush_cache()
+    yield
+    serving.server.flush_cache()
+
+
+def tokens(answers: list[Any]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
+def test_one_at_a_time(serving: Serving) -> None:
+    answers = serving.server.generate_many(serving.prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+    assert tokens(answers) == serving.expected
+
+
+def test_each_step_accepts_what_the_plain_torch_draft_accepts(serving: Serving) -> None:
+    variant = serving.variant
+    if not variant.knows_steps:
+        pytest.skip("the oracle cannot know how steps go here, see variants.py")
+    expert = oracle(variant.target, variant.block_size, variant.draft_window)
+    for prompt in serving.prompts[:6]:
+        meta = serving.server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).meta
+        histogram = {n: count for n, count in enumerate(meta["spec_correct_drafts_histogram"]) if count}
+        assert histogram == expert.accepted_histogram(prompt, MAX_NEW_TOKENS)
+
+
+def test_eight_at_a_time_in_any_order(serving: Serving) -> None:
+    order = Random(1).sample(range(N_PROMPTS), N_PROMPTS)
+    prompts = [serving.prompts[i] for i in order]
+    answers = serving.server.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
+    assert tokens(answers) == [serving.expected[i] for i in order]
+
+
+def test_a_conversation_re_enters_its_own_text(serving: Serving) -> None:
+    """Cut each answer anywhere and ask for the rest: the prefix is in the cache now, generated tokens included."""
+    server, random = serving.server, Random(2)
+    for prompt, expected in zip(serving.prompts[:4], serving.expected[:4], strict=True):
+        server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
+        for cut in random.sample(range(1, len(expected)), min(4, len(expected) - 1)):
+            rest = server.generate(prompt + expected[:cut], max_new_tokens=MAX_NEW_TOKENS - cut)
+            assert rest.token_ids == expected[cut:], f"cut at {cut} of {len(expected)}"
+
+
+def test_a_long_conversation_resumes_from_the_cache(serving: Serving, questions: Callable, reference: Callable) -> None:
+    """Past a track interval (64), a hybrid resumes from a state that was tracked inside an accepted block."""
+    target = serving.variant.target
+    long_prompt = [token for prompt in questions(6, target, seed=5) for token in prompt][:190]
+    expected = reference(long_prompt, 96, target)
+    assert serving.server.generate(long_prompt, max_new_tokens=96).token_ids == expected
+    longer = long_prompt + expected
+    again = serving.server.generate(longer, max_new_tokens=32)
+    assert again.token_ids == reference(longer, 32, target)
+    if serving.variant.caches_inside_text:
+        assert again.meta["cached_tokens"] > len(long_prompt), again.meta
+
+
+def test_aborts_next_door_change_nothing(serving: Serving) -> None:
+    """Clients that hang up in the middle of a block leave the others, and the pools, as they were."""
+    leavers = [
+        threading.Thread(target=hang_up_after, args=(delay, serving.server, prompt))
+        for prompt, delay in zip(serving.prompts[8:12], (0.02, 0.05, 0.1, 0.2), strict=True)
+    ]
+    for leaver in leavers:
+        leaver.start()
+        time.sleep(0.01)
+    answers = serving.server.generate_many(serving.prompts[:8], concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
+    for leaver in leavers:
+        leaver.join()
+    assert tokens(answers) == serving.expected[:8]
+
+
+def hang_up_after(delay_s: float, server: Server, prompt: list[int]) -> None:
+    body = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "ignore_eos": True},
+    }
+    with contextlib.suppress(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/generate", json=body, timeout=delay_s)
+
+
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17])
+def test_a_limit_inside_a_block_is_kept(serving: Serving, n: int) -> None:
+    answer = serving.server.generate(serving.prompts[0], max_new_tokens=n)
+    assert answer.token_ids == serving.expected[0][:n]

@@ -1,0 +1,54 @@
+"""The servers of the exactness battery: each is one way to run SGLang under our worker."""
+
+from typing import NamedTuple
+
+
+class Variant(NamedTuple):
+    target: str
+    flags: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    full: bool = False  # only in `make test-full`
+    # What the oracle is told, and whether it can know how steps go.
+    block_size: int | None = None
+    draft_window: int | None = None
+    knows_steps: bool = True
+
+    @property
+    def caches_inside_text(self) -> bool:
+        """Whether a prefix that ends inside generated text can be resumed from."""
+        return self.target == "dense" or "--mamba-track-interval" in self.flags
+
+
+NO_OVERLAP = ("--disable-overlap-schedule",)
+CHUNKED = ("--chunked-prefill-size", "64")
+TRACK = ("--mamba-track-interval", "64")
+PAGES = ("--page-size", "16")
+RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
+
+
+def strategy(name: str) -> tuple[str, ...]:
+    return "--mamba-radix-cache-strategy", name
+
+
+def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tuple[str, ...]:
+    return flag, str(n_tokens)
+
+
+# `make test` serves one for each of: the default, no overlap without tracking, attention-only targets.
+VARIANTS = {
+    "hybrid": Variant("hybrid", TRACK),
+    "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED)),
+    "dense-pages-chunked-retract": Variant("dense", (*PAGES, *CHUNKED), RETRACT, knows_steps=False),
+    "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
+    "hybrid-lazy-chunked": Variant("hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK), full=True),
+    "hybrid-pages-chunked": Variant("hybrid", (*PAGES, *CHUNKED, *TRACK), full=True),
+    "hybrid-retract": Variant("hybrid", TRACK, RETRACT, full=True, knows_steps=False),
+    "hybrid-window": Variant("hybrid", (*TRACK, *window(64)), full=True, draft_window=64),
+    "hybrid-block-8": Variant("hybrid", ("--speculative-num-draft-tokens", "8"), full=True, block_size=8),
+    "dense": Variant("dense", full=True),
+    "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
+    "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
+    "dense-window-pages": Variant(
+        "dense", (*window(64), *PAGES), full=True, knows_steps=False
+    ),  # whole pages: a longer window
+}
