@@ -13,6 +13,7 @@
 
 VENV := .venv
 RUN := $(VENV)/bin/python
+READY := $(VENV)/.installed
 PORT ?= 30000
 # One thread per process: on a few busy cores more threads only wait for one another.
 export OMP_NUM_THREADS ?= 1
@@ -20,10 +21,11 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@sed -n 's/^#   //p' Makefile
 
-# The stamp is newer than what it was installed from, or the installation runs again.
-setup: $(VENV)/.installed
+setup: $(READY)
+	@echo "make setup: $(VENV) is ready"
 
-$(VENV)/.installed: pyproject.toml Makefile $(wildcard env/constraints.txt)
+# The stamp is newer than what it was installed from, or the installation runs again.
+$(READY): pyproject.toml Makefile $(wildcard env/constraints.txt)
 	@python=; for candidate in $(PYTHON) python3 python3.11 python3.12 python3.13; do \
 		if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
 	done; \
@@ -37,14 +39,14 @@ $(VENV)/.installed: pyproject.toml Makefile $(wildcard env/constraints.txt)
 	@$(RUN) -m uv pip install --python $(RUN) $(addprefix --constraint ,$(wildcard env/constraints.txt)) --editable '.[dev]'
 	@touch $@
 
-demo: setup
+demo: $(READY)
 	@$(RUN) -m launch.demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
 
 # The kernels' tests need Triton imported as an interpreter, so they run in a process of their own, first.
-test: setup
+test: $(READY)
 	@$(call pytest,-m "not full")
 
-test-full: setup
+test-full: $(READY)
 	@$(call pytest,)
 
 pytest = status=0; \
@@ -52,10 +54,10 @@ pytest = status=0; \
 	$(RUN) -m pytest $(1) --ignore=tests/kernels || status=1; \
 	exit $$status
 
-soak: setup
+soak: $(READY)
 	$(RUN) -m pytest -m soak tests/server
 
-lint: setup
+lint: $(READY)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy

@@ -158,7 +158,7 @@ def make_servers(options: argparse.Namespace) -> dict[Arm, Server]:
         port = free_port(port)
         servers[arm] = Server(
             tiny.command(arm, pair, *flags),
-            port=port, log=tiny.RUN_DIR / f"bench-{arm}.log", env=options.env | tiny.environment(arm), name=str(arm),
+            port=port, log=tiny.RUN_DIR / f"bench-{port}-{arm}.log", env=options.env | tiny.environment(arm), name=str(arm),
         )  # fmt: skip
         port += 1
     return servers
@@ -190,6 +190,8 @@ def measure_all(bench: Bench, console: Console) -> list[dict[str, Any]]:
     options = bench.options
     arms = list(bench.servers)
     for repeat in track(range(options.repeats), "measuring", console=console, transient=True):
+        if not console.is_terminal:
+            console.print(f"repeat {repeat + 1} of {options.repeats}")
         for concurrency in options.concurrency:
             for arm in arms[repeat % len(arms) :] + arms[: repeat % len(arms)]:
                 speed, latency = bench.run(arm, concurrency), bench.run(arm, concurrency, stream=True)

@@ -165,7 +165,7 @@ def make_server(arm: Arm, pair: Pair, port: int) -> Server:
     return Server(
         tiny.command(arm, pair, *tiny.FLAGS, *tiny.HYBRID_FLAGS),
         port=port,
-        log=tiny.RUN_DIR / f"demo-{arm}.log",
+        log=tiny.RUN_DIR / f"demo-{port}-{arm}.log",
         env=tiny.ENV | tiny.environment(arm),
         name="without speculation" if arm is Arm.OFF else "with DFlash",
     )

@@ -94,6 +94,7 @@ def main(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> object:
         bench_serve.main(["--num-prompts", "3", "--repeats", "2", "--port", "31950", *paths, *flags])
 
     monkeypatch.setattr(tiny, "command", command)
+    monkeypatch.setattr(tiny, "RUN_DIR", checkpoint / "logs")
     monkeypatch.setattr(bench_serve, "tokenize", lambda questions, *_, **__: [[i + 10] for i in range(len(questions))])
     return run
 
