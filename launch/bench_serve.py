@@ -158,8 +158,11 @@ def make_servers(options: argparse.Namespace) -> dict[Arm, Server]:
         port = free_port(port)
         servers[arm] = Server(
             tiny.command(arm, pair, *flags),
-            port=port, log=tiny.RUN_DIR / f"bench-{port}-{arm}.log", env=options.env | tiny.environment(arm), name=str(arm),
-        )  # fmt: skip
+            port=port,
+            log=tiny.RUN_DIR / f"bench-{port}-{arm}.log",
+            env=options.env | tiny.environment(arm),
+            name=str(arm),
+        )
         port += 1
     return servers
 
