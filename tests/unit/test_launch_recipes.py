@@ -1,0 +1,33 @@
+"""The shell recipes start the same server as the demo, the benchmark and the tests."""
+
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from launch import tiny
+from launch.tiny import Arm
+
+RECIPES = sorted((tiny.ROOT / "launch").glob("*.sh"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_a_recipe_is_short_and_parses(recipe) -> None:
+    assert len(recipe.read_text().splitlines()) <= 15
+    assert subprocess.run(["bash", "-n", recipe], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "flags"),
+    [("tiny", tiny.HYBRID, tiny.HYBRID_FLAGS), ("tiny_dense", tiny.DENSE, ())],
+)
+def test_the_tiny_recipes_say_what_the_programs_say(name: str, pair: tiny.Pair, flags: tuple[str, ...]) -> None:
+    script = (tiny.ROOT / "launch" / f"serve_{name}_cpu.sh").read_text().replace("\\\n", " ")
+    words = shlex.split(re.search(r"^exec .venv/bin/python (.*) --port 30000", script, re.MULTILINE)[1])
+    command = [word.removeprefix(f"{tiny.ROOT}/") for word in tiny.command(Arm.PLUGIN, pair, *tiny.FLAGS, *flags)]
+    assert words == command[1:]
+    exported = shlex.split(re.search(r"^export (.*)$", script, re.MULTILINE)[1])
+    assert dict(word.split("=", 1) for word in exported) == {
+        k: v for k, v in tiny.ENV.items() if k != "PYTHONUNBUFFERED"
+    }
