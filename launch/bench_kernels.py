@@ -1,0 +1,202 @@
+"""Time each kernel at the sizes of a 27B target's draft, beside the bytes it cannot avoid moving.
+
+    python launch/bench_kernels.py [--rounds 200]
+
+Every case is first compared with its definition on the same inputs; nothing is timed unless all agree. Then rounds
+over all cases, one launch of each per round, so that clocks and neighbours disturb all alike; medians over rounds.
+One launch is timed by CUDA events behind a 1 GiB overwrite, which empties the L2 cache and keeps the device busy
+until the launch is queued, so host time is not in the figure. The row `launch` times a one-cell fill: what any
+launch costs here. The byte floor is a case's bytes over the copy bandwidth measured in the same run.
+
+Needs a CUDA device. The last line of stdout is one JSON document; the table goes before it.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+from sglang_dflash_kernels.accept import accept, accept_ref
+from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context, append_context_ref
+from sglang_dflash_kernels.plan_block import plan_block, plan_block_ref
+
+BATCHES, BLOCKS, PREFILLS = (1, 8, 32, 64), (8, 16), (2048, 8192)
+N_LAYERS, N_HEADS, HEAD_DIM, N_SLOTS, N_POSITIONS = 5, 8, 128, 32768, 40960
+MASK_TOKEN_ID, ROW_LEN, N_VOCAB = 248070, 40960, 248320
+OVERWRITE_BYTES = 1 << 30
+
+
+class Case(NamedTuple):
+    op: str
+    shape: str
+    n_bytes: int  # read once and written once
+    launch: Callable[[], object]
+    check: Callable[[], None]  # raises AssertionError unless the kernel does what its definition says
+
+
+def plan_block_case(B: int, N: int, device: str) -> Case:
+    args = (
+        torch.randint(N_VOCAB, (B,), device=device),
+        torch.randint(ROW_LEN - N, (B,), device=device),
+        torch.randperm(2 * B, device=device)[:B],
+        torch.randint(1, N_SLOTS, (2 * B, ROW_LEN), device=device, dtype=torch.int32),
+    )
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        return plan_block(*args, mask_token_id=MASK_TOKEN_ID, n_tokens=N)
+
+    def check() -> None:
+        assert_equal(launch(), plan_block_ref(*args, mask_token_id=MASK_TOKEN_ID, n_tokens=N))
+
+    return Case("plan_block", f"B={B} N={N}", B * 24 + B * N * (4 + 24), launch, check)
+
+
+def accept_case(B: int, N: int, device: str) -> Case:
+    tokens_BN = torch.randint(N_VOCAB, (B, N), device=device)
+    target_BN = tokens_BN.roll(-1, dims=1)
+    target_BN[torch.arange(B), torch.randint(N, (B,))] = -1  # a rejection somewhere in each row
+    args = tokens_BN, target_BN, torch.randint(ROW_LEN, (B,), device=device)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        return accept(*args)
+
+    def check() -> None:
+        assert_equal(launch(), accept_ref(*args))
+
+    return Case("accept", f"B={B} N={N}", B * (8 + 24) + B * N * 24, launch, check)
+
+
+def append_context_case(n_rows: int, caches: ContextCaches, *, B: int | None = None) -> Case:
+    """`n_rows` of one prefill, or with `B` of B requests of which a random part is kept."""
+    device = caches.k_L[0].device
+    kv_TL2GE = torch.randn(n_rows, N_LAYERS, 2, N_HEADS, HEAD_DIM, device=device).bfloat16()
+    rows = (
+        kv_TL2GE[:, :, 0],
+        kv_TL2GE[:, :, 1],
+        torch.randint(N_POSITIONS, (n_rows,), device=device),
+        torch.randperm(N_SLOTS, device=device)[:n_rows],
+    )
+    angles = torch.rand(N_POSITIONS, HEAD_DIM // 2, device=device) * 7
+    weight_LE = torch.rand(N_LAYERS, HEAD_DIM, device=device).bfloat16()
+    key = KeyTransform(torch.cat((angles.cos(), angles.sin()), dim=1), weight_LE, 1e-6)
+    N = n_rows // (B or 1)
+    n_kept_B = None if B is None else torch.randint(1, N + 1, (B,), device=device, dtype=torch.int32)
+    n_kept = n_rows if B is None else int(n_kept_B.sum())
+
+    def launch() -> None:
+        append_context(*rows, caches=caches, key=key, n_kept_B=n_kept_B)
+
+    def check() -> None:
+        got, want, exact = copied(caches, torch.bfloat16), copied(caches, torch.bfloat16), copied(caches, torch.float32)
+        append_context(*rows, caches=got, key=key, n_kept_B=n_kept_B)
+        append_context_ref(*rows, caches=want, key=key, n_kept_B=n_kept_B)
+        exact_rows = rows[0].float(), rows[1].float(), *rows[2:]
+        append_context_ref(*exact_rows, caches=exact, key=key, n_kept_B=n_kept_B)
+        assert_equal(got.v_L, want.v_L)
+        for got_k, want_k, exact_k in zip(got.k_L, want.k_L, exact.k_L, strict=True):
+            assert worst(got_k, exact_k) <= 2 * worst(want_k, exact_k), "K is off by more than bf16 costs"
+
+    per_row = N_LAYERS * 2 * N_HEADS * HEAD_DIM * (2 + 2) + HEAD_DIM * 4 + 16
+    shape = f"T={n_rows}" if B is None else f"B={B} N={N} kept={n_kept}"
+    return Case("append_context", shape, n_kept * per_row, launch, check)
+
+
+def launch_case(device: str) -> Case:
+    cell = torch.empty(1, device=device)
+    return Case("launch", "one cell", 4, cell.zero_, lambda: None)
+
+
+def copied(caches: ContextCaches, dtype: torch.dtype) -> ContextCaches:
+    return ContextCaches.build(*([c.to(dtype, copy=True) for c in layers] for layers in (caches.k_L, caches.v_L)))
+
+
+def assert_equal(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+    for i, (got_field, want_field) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(got_field, want_field), f"result {i} differs from the definition's"
+
+
+def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return (got.float() - exact).abs().max().item()
+
+
+def make_cases(device: str) -> list[Case]:
+    torch.manual_seed(0)
+    layers = [torch.randn(N_SLOTS, N_HEADS, HEAD_DIM, device=device).bfloat16() for _ in range(2 * N_LAYERS)]
+    caches = ContextCaches.build(layers[:N_LAYERS], layers[N_LAYERS:])
+    sizes = [(B, N) for N in BLOCKS for B in BATCHES]
+    return [
+        launch_case(device),
+        *(plan_block_case(B, N, device) for B, N in sizes),
+        *(accept_case(B, N, device) for B, N in sizes),
+        *(append_context_case(B * N, caches, B=B) for B, N in sizes),
+        *(append_context_case(T, caches) for T in PREFILLS),
+    ]
+
+
+def time_us(launch: Callable[[], object], overwritten: torch.Tensor) -> Callable[[], float]:
+    """Queue one launch between two events; the call returned reads the time once the device is through."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    overwritten.zero_()
+    start.record()
+    launch()
+    end.record()
+    return lambda: start.elapsed_time(end) * 1000
+
+
+def measure(launches: list[Callable[[], object]], n_rounds: int) -> list[list[float]]:
+    """Microseconds of every launch in every round, after a tenth as many rounds of warm-up."""
+    overwritten = torch.empty(OVERWRITE_BYTES, dtype=torch.uint8, device="cuda")
+    rounds = []
+    for _ in range(n_rounds + n_rounds // 10):
+        pending = [time_us(launch, overwritten) for launch in launches]
+        torch.cuda.synchronize()
+        rounds.append([read() for read in pending])
+    return [list(times) for times in zip(*rounds[-n_rounds:], strict=True)]
+
+
+def summary(case: Case, times_us: list[float], bytes_per_us: float) -> dict[str, str | float]:
+    us, floor_us = statistics.median(times_us), case.n_bytes / bytes_per_us
+    p10_us, *_, p90_us = statistics.quantiles(times_us, n=10)
+    sizes = {"op": case.op, "shape": case.shape, "bytes": case.n_bytes}
+    times = {"us": us, "p10_us": p10_us, "p90_us": p90_us}
+    return sizes | times | {"gb_per_s": case.n_bytes / us / 1000, "share_of_floor": floor_us / us}
+
+
+def print_table(results: list[dict[str, str | float]]) -> None:
+    print(f"{'op':<16}{'shape':<24}{'us':>9}{'p10':>9}{'p90':>9}{'GB/s':>9}{'of floor':>10}")
+    for row in results:
+        times = "".join(f"{row[name]:>9.2f}" for name in ("us", "p10_us", "p90_us"))
+        print(f"{row['op']:<16}{row['shape']:<24}{times}{row['gb_per_s']:>9.0f}{row['share_of_floor']:>10.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    n_rounds = parser.parse_args().rounds
+    if not torch.cuda.is_available():
+        raise SystemExit("bench_kernels found no CUDA device; run it on a machine with one")
+    cases = make_cases("cuda")
+    for case in cases:
+        case.check()
+    source, copy = (torch.empty(OVERWRITE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    copy_times, *times = measure([lambda: copy.copy_(source), *(case.launch for case in cases)], n_rounds)
+    bytes_per_us = 2 * OVERWRITE_BYTES / statistics.median(copy_times)
+    results = [summary(case, times_us, bytes_per_us) for case, times_us in zip(cases, times, strict=True)]
+    print_table(results)
+    document = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "n_rounds": n_rounds,
+        "l2": "flushed before every launch",
+        "copy_gb_per_s": bytes_per_us / 1000,
+        "results": results,
+    }
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
