@@ -79,7 +79,7 @@ class Block(NamedTuple):
 
     def states(self, state_BGRVK: torch.Tensor, delta_BGRCV: torch.Tensor, *, out_BCGRVK: torch.Tensor) -> None:
         """The states after every token, from the states before the blocks: S_t = exp(g_t) S_{t-1} + delta_t k_t^T."""
-        step_decay_BGRC = torch.cat([self.decay_BGRC1[..., 0], self.decay_BGRCC.diagonal(-1, -2, -1)], dim=-1)
+        step_decay_BGRC = torch.cat([self.decay_BGRC1[..., :1, 0], self.decay_BGRCC.diagonal(-1, -2, -1)], dim=-1)
         k_BG1CK = self.k_BG1CK
         for t in range(delta_BGRCV.shape[3]):
             after = out_BCGRVK[:, t]

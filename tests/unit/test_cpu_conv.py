@@ -1,0 +1,137 @@
+"""The causal convolution against its definition: every output from the last W inputs, one at a time."""
+
+import pytest
+import torch
+
+from sglang_dflash.cpu import conv
+
+F_, W, P, SLOTS = 6, 4, 3, 5
+
+
+def one_by_one(
+    x_NF: torch.Tensor, carried_FP: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """silu(bias + w . last W inputs) [N, F], and the state after every token, each [F, P]."""
+    seen = list(carried_FP.T)
+    outputs, states = [], []
+    for x_F in x_NF:
+        seen.append(x_F)
+        y_F = sum(weight[:, j] * seen[len(seen) - W + j] for j in range(W))
+        y_F = y_F if bias is None else y_F + bias
+        outputs.append(y_F * torch.sigmoid(y_F))
+        states.append(torch.stack(seen[-P:], dim=1))
+    return torch.stack(outputs), states
+
+
+@pytest.fixture
+def weights() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(F_, W), torch.randn(F_), torch.randn(SLOTS, F_, P)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("lengths", [[1], [2, 9], [5, 1, 3]], ids=str)
+def test_prefill(weights, lengths: list[int], with_bias: bool):
+    weight, bias, pool = weights
+    bias = bias if with_bias else None
+    x_TF = torch.randn(sum(lengths), F_)
+    slots = [4, 0, 2][: len(lengths)]
+    carries = [True, False, True][: len(lengths)]
+    states = pool.clone()
+    out = conv.causal_conv1d_fn(
+        x_TF.T,
+        weight,
+        bias,
+        activation="silu",
+        conv_states=states,
+        has_initial_state=torch.tensor(carries),
+        cache_indices=torch.tensor(slots, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *lengths]).cumsum(0).int(),
+        seq_lens_cpu=lengths,
+    )
+    assert out.shape == (F_, sum(lengths))
+    want_pool = pool.clone()
+    pieces = zip(x_TF.split(lengths), out.T.split(lengths), slots, carries, strict=True)
+    for x_NF, y_NF, slot, carry in pieces:
+        want, after = one_by_one(x_NF, pool[slot] * carry, weight, bias)
+        torch.testing.assert_close(y_NF, want)
+        want_pool[slot] = after[-1]
+    torch.testing.assert_close(states, want_pool)
+
+
+def test_prefill_may_end_in_padding(weights):
+    weight, bias, pool = weights
+    x_TF = torch.randn(6, F_)
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    out = conv.causal_conv1d_fn(
+        x_TF.T, weight, bias, conv_states=pool, query_start_loc=bounds, seq_lens_cpu=[4], activation="silu"
+    )
+    want, _ = one_by_one(x_TF[:4], torch.zeros(F_, P), weight, bias)
+    torch.testing.assert_close(out.T, torch.cat([want, torch.zeros(2, F_)]))
+
+
+def test_decode(weights):
+    weight, bias, pool = weights
+    x_BF, slots = torch.randn(3, F_), [4, 0, 2]
+    states = pool.clone()
+    out = conv.causal_conv1d_update(
+        x_BF, states, weight, bias, "silu", conv_state_indices=torch.tensor(slots, dtype=torch.int32)
+    )
+    want_pool = pool.clone()
+    for i, slot in enumerate(slots):
+        want, after = one_by_one(x_BF[i : i + 1], pool[slot], weight, bias)
+        torch.testing.assert_close(out[i : i + 1], want)
+        want_pool[slot] = after[-1]
+    torch.testing.assert_close(states, want_pool)
+
+
+def overlapping_windows(rows: int, steps: int) -> torch.Tensor:
+    """As SGLang stores them: windows [rows, steps, F, P] that share the inputs they have in common."""
+    strip = torch.full((rows, F_, steps + P - 1), 7.0)
+    return strip.as_strided((rows, steps, F_, P), (F_ * (steps + P - 1), 1, steps + P - 1, 1))
+
+
+@pytest.mark.parametrize("windows", [overlapping_windows, lambda rows, steps: torch.full((rows, steps, F_, P), 7.0)])
+@pytest.mark.parametrize("N", [1, 2, 8])
+def test_verify_keeps_every_window(weights, windows, N: int):
+    weight, bias, pool = weights
+    x_BNF, slots, rows = torch.randn(2, N, F_), [4, 1], [2, 0]
+    states, window = pool.clone(), windows(3, 8)
+    out = conv.causal_conv1d_update(
+        x_BNF.transpose(1, 2),
+        states,
+        weight,
+        bias,
+        "silu",
+        conv_state_indices=torch.tensor(slots, dtype=torch.int32),
+        intermediate_conv_window=window,
+        intermediate_state_indices=torch.tensor(rows, dtype=torch.int32),
+        retrieve_next_token=None,
+    )
+    # SGLang reads the result as packed tokens without a copy.
+    packed_TF = out.transpose(1, 2).view(2 * N, F_)
+    for i, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+        want, after = one_by_one(x_BNF[i], pool[slot], weight, bias)
+        torch.testing.assert_close(packed_TF[i * N : (i + 1) * N], want)
+        torch.testing.assert_close(states[slot], after[-1])
+        torch.testing.assert_close(window[row, :N], torch.stack(after))
+    assert (window[1] == 7.0).all()
+
+
+def test_states_of_another_type_are_rounded_and_the_arithmetic_is_not(weights):
+    weight, bias, pool = weights
+    x_BF, states = torch.randn(1, F_).bfloat16(), pool.bfloat16()
+    out = conv.causal_conv1d_update(x_BF, states, weight, bias, "silu", conv_state_indices=torch.tensor([1]))
+    want, after = one_by_one(x_BF.float(), pool.bfloat16()[1].float(), weight, bias)
+    assert torch.equal(out, want.bfloat16())
+    assert torch.equal(states[1], after[-1].bfloat16())
+
+
+def test_what_is_not_defined_is_refused_by_name(weights):
+    weight, bias, pool = weights
+    with pytest.raises(NotImplementedError, match="retrieve_next_token"):
+        conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, retrieve_next_token=torch.zeros(1, 2))
+    with pytest.raises(NotImplementedError, match="conv_state_indices"):
+        conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, conv_state_indices=torch.tensor([-1]))
+    with pytest.raises(NotImplementedError, match="activation='relu'"):
+        conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, activation="relu")

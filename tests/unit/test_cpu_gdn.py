@@ -1,0 +1,238 @@
+"""The gated delta rule against its definition, one token at a time, and against Transformers' Qwen3.5."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
+from sglang_dflash.cpu import gdn
+
+G, H, K, V = 2, 4, 16, 8
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+class Inputs:
+    """Random projections of T packed tokens, with decays from almost none to almost total."""
+
+    def __init__(self, n_tokens: int, n_slots: int = 6) -> None:
+        torch.manual_seed(n_tokens)
+        self.q, self.k = torch.randn(1, n_tokens, G, K), torch.randn(1, n_tokens, G, K)
+        self.v = torch.randn(1, n_tokens, H, V)
+        self.a, self.b = 3 * torch.randn(n_tokens, H), torch.randn(n_tokens, H)
+        self.A_log, self.dt_bias = torch.empty(H).uniform_(-2, 2), torch.empty(H).uniform_(-3, 1)
+        self.pool = torch.randn(n_slots, H, V, K)
+        self.g = -self.A_log.exp() * torch.log1p(torch.exp(self.a + self.dt_bias))
+        self.beta = 1 / (1 + torch.exp(-self.b))
+
+
+def one_by_one(inputs: Inputs, tokens: range, state_HVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: outputs [T, H, V] and the state after every token [T, H, V, K]."""
+    outputs, states = [], []
+    for t in tokens:
+        q_HK = F.normalize(inputs.q[0, t], dim=-1).repeat_interleave(H // G, 0) * K**-0.5
+        k_HK = F.normalize(inputs.k[0, t], dim=-1).repeat_interleave(H // G, 0)
+        state_HVK = state_HVK * inputs.g[t].exp()[:, None, None]
+        delta_HV = (inputs.v[0, t] - torch.einsum("hvk,hk->hv", state_HVK, k_HK)) * inputs.beta[t][:, None]
+        state_HVK = state_HVK + torch.einsum("hv,hk->hvk", delta_HV, k_HK)
+        outputs.append(torch.einsum("hvk,hk->hv", state_HVK, q_HK))
+        states.append(state_HVK)
+    return torch.stack(outputs), torch.stack(states)
+
+
+def test_the_definition_here_is_transformers():
+    """The sequential recurrence the tests below trust is the one Qwen3.5's reference implementation runs."""
+    inputs = Inputs(9)
+    outputs, states = one_by_one(inputs, range(9), inputs.pool[2])
+    want, final = torch_recurrent_gated_delta_rule(
+        inputs.q.repeat_interleave(H // G, 2),
+        inputs.k.repeat_interleave(H // G, 2),
+        inputs.v,
+        g=inputs.g[None],
+        beta=inputs.beta[None],
+        initial_state=inputs.pool[2:3].transpose(-1, -2),
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    torch.testing.assert_close(outputs, want[0], **TOLERANCE)
+    torch.testing.assert_close(states[-1], final[0].transpose(-1, -2), **TOLERANCE)
+
+
+def test_gates():
+    inputs = Inputs(7)
+    g, beta = gdn.fused_gdn_gating(inputs.A_log, inputs.a, inputs.b, inputs.dt_bias)
+    torch.testing.assert_close(g, inputs.g[None], **TOLERANCE)
+    torch.testing.assert_close(beta, inputs.beta[None], **TOLERANCE)
+
+
+def test_gates_of_large_inputs_are_linear_and_beta_has_the_precision_of_b():
+    a, b = torch.tensor([[500.0]]), torch.tensor([[0.3]], dtype=torch.bfloat16)
+    g, beta = gdn.fused_gdn_gating(torch.zeros(1), a, b, torch.zeros(1))
+    assert g.item() == -500.0
+    assert beta.dtype == torch.float32
+    assert beta.item() == b.float().sigmoid().bfloat16().float().item()
+
+
+@pytest.mark.parametrize("lengths", [[1], [64], [65], [5, 130, 64], [1, 1, 200], [63, 0, 2]], ids=str)
+def test_prefill_is_one_token_at_a_time(lengths: list[int]):
+    inputs = Inputs(sum(lengths))
+    slots = torch.tensor([4, 0, 2][: len(lengths)], dtype=torch.int32)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    pool = inputs.pool.clone()
+    out, nothing, before = gdn.chunk_gated_delta_rule(
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        g=inputs.g[None],
+        beta=inputs.beta[None],
+        initial_state=pool,
+        initial_state_indices=slots,
+        cu_seqlens=bounds,
+        use_qk_l2norm_in_kernel=True,
+    )
+    assert nothing is None
+    want_pool, want_before = inputs.pool.clone(), []
+    for slot, start, end in zip(slots, bounds, bounds[1:], strict=False):
+        if start == end:
+            continue
+        outputs, states = one_by_one(inputs, range(start, end), inputs.pool[slot])
+        torch.testing.assert_close(out[0, start:end], outputs, **TOLERANCE)
+        want_pool[slot] = states[-1]
+        want_before += [inputs.pool[slot], *states[63 : end - start - 1 : 64]]
+    torch.testing.assert_close(pool, want_pool, **TOLERANCE)
+    torch.testing.assert_close(before, torch.stack(want_before)[None], **TOLERANCE)
+
+
+def test_prefill_without_a_slot_starts_from_zero_and_keeps_nothing():
+    inputs = Inputs(70)
+    arguments = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g[None], "beta": inputs.beta[None]}
+    pool = inputs.pool.clone()
+    out, _, before = gdn.chunk_gated_delta_rule(
+        **arguments,
+        initial_state=pool,
+        initial_state_indices=torch.tensor([-1]),
+        cu_seqlens=torch.tensor([0, 70]),
+        use_qk_l2norm_in_kernel=True,
+    )
+    outputs, states = one_by_one(inputs, range(70), torch.zeros(H, V, K))
+    torch.testing.assert_close(out[0], outputs, **TOLERANCE)
+    torch.testing.assert_close(before[0], torch.stack([torch.zeros(H, V, K), states[63]]), **TOLERANCE)
+    assert torch.equal(pool, inputs.pool)
+    gdn.chunk_gated_delta_rule(
+        **arguments,
+        initial_state=pool,
+        initial_state_indices=torch.tensor([3]),
+        cu_seqlens=torch.tensor([0, 70]),
+        inplace_update=False,
+    )
+    assert torch.equal(pool, inputs.pool)
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_decode_is_one_token(B: int):
+    inputs = Inputs(B)
+    slots = torch.tensor([5, 1, 3][:B], dtype=torch.int32)
+    pool, out = inputs.pool.clone(), torch.full((B, 1, H, V), torch.nan)
+    packed = torch.cat([inputs.q[0].flatten(1), inputs.k[0].flatten(1), inputs.v[0].flatten(1)], dim=1)
+    gdn.fused_recurrent_gated_delta_rule_packed_decode(
+        mixed_qkv=packed,
+        a=inputs.a,
+        b=inputs.b,
+        A_log=inputs.A_log,
+        dt_bias=inputs.dt_bias,
+        scale=K**-0.5,
+        initial_state=pool,
+        out=out,
+        ssm_state_indices=slots,
+        use_qk_l2norm_in_kernel=True,
+    )
+    want_pool = inputs.pool.clone()
+    for i, slot in enumerate(slots):
+        outputs, states = one_by_one(inputs, range(i, i + 1), inputs.pool[slot])
+        torch.testing.assert_close(out[i], outputs, **TOLERANCE)
+        want_pool[slot] = states[0]
+    torch.testing.assert_close(pool, want_pool, **TOLERANCE)
+
+
+def verify(inputs: Inputs, slots: list[int], pool: torch.Tensor, **arguments: object) -> torch.Tensor:
+    n_tokens = inputs.q.shape[1]
+    return gdn.fused_sigmoid_gating_delta_rule_update(
+        A_log=inputs.A_log,
+        a=inputs.a,
+        dt_bias=inputs.dt_bias,
+        softplus_beta=1.0,
+        softplus_threshold=20.0,
+        q=inputs.q,
+        k=inputs.k,
+        v=inputs.v,
+        b=inputs.b,
+        initial_state_source=pool,
+        initial_state_indices=torch.tensor(slots, dtype=torch.int32),
+        use_qk_l2norm_in_kernel=True,
+        **{"cu_seqlens": torch.arange(0, n_tokens + 1, n_tokens // len(slots), dtype=torch.int32), **arguments},
+    )
+
+
+@pytest.mark.parametrize("scratch_rows", [[0, 1, 2], [3, 0, 1]], ids=["rows in order", "rows out of order"])
+@pytest.mark.parametrize(("B", "C"), [(1, 1), (1, 16), (3, 5), (3, 16)])
+def test_verify_is_one_token_at_a_time_and_keeps_every_state(B: int, C: int, scratch_rows: list[int]):
+    inputs = Inputs(B * C)
+    slots, rows = [5, 1, 3][:B], scratch_rows[:B]
+    pool, scratch = inputs.pool.clone(), torch.full((4, C + 2, H, V, K), 7.0)
+    out = verify(
+        inputs,
+        slots,
+        pool,
+        disable_state_update=True,
+        intermediate_states_buffer=scratch,
+        intermediate_state_indices=torch.tensor([*rows, 0], dtype=torch.int32),
+        cache_steps=C + 2,
+        retrieve_parent_token=None,
+    )
+    assert torch.equal(pool, inputs.pool)
+    want_scratch = torch.full_like(scratch, 7.0)
+    for i in range(B):
+        outputs, states = one_by_one(inputs, range(i * C, (i + 1) * C), inputs.pool[slots[i]])
+        torch.testing.assert_close(out[0, i * C : (i + 1) * C], outputs, **TOLERANCE)
+        want_scratch[rows[i], :C] = states
+    torch.testing.assert_close(scratch, want_scratch, **TOLERANCE)
+
+
+def test_the_slot_moves_when_the_update_is_wanted():
+    inputs, pool = Inputs(6), None
+    pool = inputs.pool.clone()
+    verify(inputs, [2, 4], pool)
+    for i, slot in enumerate([2, 4]):
+        _, states = one_by_one(inputs, range(3 * i, 3 * i + 3), inputs.pool[slot])
+        torch.testing.assert_close(pool[slot], states[-1], **TOLERANCE)
+
+
+def test_a_block_gives_the_same_in_any_batch():
+    """A request's tokens must not depend on who else is in the batch, nor on how far the block goes on."""
+    inputs, wide = Inputs(32), torch.zeros(2, 16, H, V, K)
+    rows = torch.arange(2, dtype=torch.int32)
+    common = {"disable_state_update": True, "intermediate_state_indices": rows}
+    both = verify(inputs, [2, 4], inputs.pool, intermediate_states_buffer=wide, **common)
+    alone, narrow = Inputs(32), torch.zeros(2, 16, H, V, K)
+    for name in ("q", "k", "v"):
+        setattr(alone, name, inputs.__dict__[name][:, 16:20])
+    alone.a, alone.b = inputs.a[16:20], inputs.b[16:20]
+    one = verify(alone, [4], inputs.pool, intermediate_states_buffer=narrow, **common)
+    torch.testing.assert_close(one[0], both[0, 16:20], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(narrow[0, :4], wide[1, :4], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("argument", ["is_kda", "lower_bound", "retrieve_parent_token", "cache_ring"])
+def test_what_is_not_defined_is_refused_by_name(argument: str):
+    inputs = Inputs(4)
+    with pytest.raises(NotImplementedError, match=argument):
+        verify(inputs, [0], inputs.pool, **{argument: True})
+
+
+def test_ragged_blocks_and_padding_rows_are_refused():
+    inputs = Inputs(4)
+    with pytest.raises(NotImplementedError, match="cu_seqlens"):
+        verify(inputs, [0, 1], inputs.pool, cu_seqlens=torch.tensor([0, 1, 4]))
+    with pytest.raises(NotImplementedError, match="initial_state_indices"):
+        verify(inputs, [0, -1], inputs.pool)
+    with pytest.raises(NotImplementedError, match="head_first"):
+        gdn.chunk_gated_delta_rule(inputs.q, inputs.k, inputs.v, inputs.g[None], inputs.beta[None], head_first=True)

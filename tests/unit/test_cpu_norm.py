@@ -1,0 +1,91 @@
+"""Norms, gates and splits against definitions written one row, or one head, at a time."""
+
+import pytest
+import torch
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+from sglang_dflash.cpu import norm
+
+
+def test_split_of_the_projections():
+    q, k, v, z, b, a = (torch.randn(3, n) for n in (4, 4, 12, 12, 4, 4))
+    got_qkv, got_z, got_b, got_a = norm.fused_qkvzba_split_reshape_cat_contiguous(
+        torch.cat([q, k, v, z], dim=1), torch.cat([b, a], dim=1), 2, 4, 2, 3
+    )
+    assert torch.equal(got_qkv, torch.cat([q, k, v], dim=1))
+    assert torch.equal(got_z, z.reshape(3, 4, 3))
+    assert torch.equal(got_b, b)
+    assert torch.equal(got_a, a)
+
+
+def test_gated_norm_is_transformers():
+    x, z, reference = torch.randn(5, 8), torch.randn(5, 8), Qwen3_5RMSNormGated(8, eps=1e-3)
+    torch.nn.init.normal_(reference.weight)
+    got = norm.rms_norm_gated(x=x, weight=reference.weight, bias=None, z=z, eps=1e-3, is_rms_norm=True)
+    torch.testing.assert_close(got, reference(x, z))
+
+
+def test_norm_gated_by_a_sigmoid_in_bf16_rounds_once():
+    x, z, weight = torch.randn(5, 8).bfloat16(), torch.randn(5, 8).bfloat16(), torch.randn(8).bfloat16()
+    got = norm.rms_norm_gated(x=x, weight=weight, bias=None, z=z, is_rms_norm=True, activation="sigmoid")
+    x64 = x.double()
+    want = x64 / (x64.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight.double() * z.double().sigmoid()
+    torch.testing.assert_close(got, want.bfloat16(), atol=0, rtol=2**-8)
+
+
+def test_norm_without_a_gate():
+    x, weight = torch.randn(5, 8), torch.randn(8)
+    got = norm.rms_norm_gated(x=x, weight=weight, bias=None, is_rms_norm=True)
+    torch.testing.assert_close(got, x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ({"is_rms_norm": False}, "is_rms_norm=False"),
+        ({"bias": torch.zeros(8)}, "bias"),
+        ({"group_size": 4}, "group_size"),
+        ({"norm_before_gate": False}, "norm_before_gate=False"),
+        ({"activation": "gelu"}, "activation='gelu'"),
+    ],
+)
+def test_what_is_not_defined_is_refused_by_name(asked: dict, name: str):
+    arguments = {"x": torch.randn(5, 8), "weight": torch.ones(8), "bias": None, "is_rms_norm": True, **asked}
+    with pytest.raises(NotImplementedError, match=name):
+        norm.rms_norm_gated(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_output_gate(inplace: bool, dtype: torch.dtype):
+    x, gate = torch.randn(3, 8).to(dtype), torch.randn(3, 2, 8)[..., :4].to(dtype)
+    want = (x.double() * gate.reshape(3, 8).double().sigmoid()).to(dtype)
+    before = x.clone()
+    got = norm.fused_sigmoid_mul(x, gate, inplace=inplace)
+    torch.testing.assert_close(got, want, atol=0, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6)
+    assert torch.equal(x, got if inplace else before)
+    with pytest.raises(NotImplementedError, match="quant"):
+        norm.fused_sigmoid_mul(x, gate, quant=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_rotation_of_queries_and_keys(dtype: torch.dtype):
+    """Head by head: normalise, round, then turn the pairs (i, i + E/2) by the angle of the position."""
+    T, n_q, n_k, E, eps = 4, 3, 2, 8, 1e-6
+    qkv, q_weight, k_weight = (x.to(dtype) for x in (torch.randn(T, 7 * E), torch.randn(E), torch.randn(E)))
+    angle = torch.arange(16)[:, None] * torch.logspace(0, -2, E // 2)
+    positions = torch.tensor([3, 0, 11, 12])
+    want = qkv.clone()
+    for t in range(T):
+        for head in range(n_q + n_k):
+            cells = slice(head * E, (head + 1) * E)
+            x = qkv[t, cells].float()
+            weight = q_weight if head < n_q else k_weight
+            x = (x * torch.rsqrt(x.square().mean() + eps) * weight.float()).to(dtype).float()
+            turned = (x[: E // 2] + 1j * x[E // 2 :]) * torch.exp(1j * angle[positions[t]])
+            want[t, cells] = torch.cat([turned.real, turned.imag]).to(dtype)
+    norm.table_qk_norm_rope_(
+        qkv, positions, q_weight, k_weight, torch.cat([angle.cos(), angle.sin()], dim=1), n_q, n_k, E, eps
+    )
+    torch.testing.assert_close(qkv, want, atol=2**-7 if dtype == torch.bfloat16 else 1e-5, rtol=0)
+    assert torch.equal(qkv[:, 5 * E :], want[:, 5 * E :])
