@@ -43,7 +43,9 @@ class Flag:
     whose: str = "ours"
 
 
-_OFF_ON = ("0", "false", "1", "true")
+# SGLang's spellings of a switch; it takes anything else for the default, with a warning.
+_ON = ("1", "true", "yes", "y")
+_OFF_ON = ("0", "false", "no", "n", *_ON)
 
 FLAGS = (
     Flag(
@@ -111,7 +113,7 @@ def table() -> str:
 
 
 def _on(value: str) -> bool:
-    return value in ("1", "true")
+    return value in _ON
 
 
 def _value(flag: Flag, environ: Mapping[str, str]) -> str:

@@ -20,7 +20,7 @@ def test_stock(value: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["SGLANG_ENABLE_SPEC_V2", "SGLANG_ENABLE_DFLASH_SPEC_V2"])
-@pytest.mark.parametrize(("value", "overlap"), [("1", True), ("true", True), ("0", False), ("False", False)])
+@pytest.mark.parametrize(("value", "overlap"), [("1", True), ("yes", True), ("0", False), ("False", False)])
 def test_old_overlap_switches(name: str, value: str, overlap: bool) -> None:
     assert flags.read({name: value}).overlap is overlap
 

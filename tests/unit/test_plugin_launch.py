@@ -88,7 +88,7 @@ BAD = {
         env={"SGLANG_DFLASH_WORKER": "ours"},
     ),
     "unknown switch value": Bad(
-        "ValueError: SGLANG_ENABLE_SPEC_V2='maybe' is not one of 0, false, 1, true",
+        "ValueError: SGLANG_ENABLE_SPEC_V2='maybe' is not one of 0, false, no, n, 1, true, yes, y; set one of them",
         env={"SGLANG_ENABLE_SPEC_V2": "maybe"},
     ),
     "a switch of the stock worker": Bad(

@@ -1,0 +1,137 @@
+"""Will DFLASH be served by this plugin? A report before the launch.
+
+    python -m sglang_dflash.check                              the installation
+    python -m sglang_dflash.check --model-path ... [flags]     the same, and a launch with these flags
+    python -m sglang_dflash.check --json ...                   as one JSON document on the last line
+
+It runs SGLang's own plugin loading and argument resolution in this process and looks at the result, so it sees what a
+launch would do up to the point where weights load. Exit status: 0 if everything is as it should be, else 1. It does
+not know how much memory a launch needs.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points, version
+
+from sglang_dflash import flags, host, plugin
+from sglang_dflash.flags import Worker
+
+ENTRY_POINTS = {
+    "sglang.srt.plugins": ("sglang_dflash", "sglang_dflash.plugin:register"),
+    "sglang.srt.platforms": ("sglang_dflash_cpu", "sglang_dflash.cpu:activate"),
+}
+
+# What a check may raise to say no: our own errors, and those of SGLang's argument resolution.
+REFUSALS = (ValueError, RuntimeError, AssertionError, OSError, ImportError)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+def versions() -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("sglang-dflash", "sglang", "torch"))
+    return f"{packages}, python {platform.python_version()}"
+
+
+def environment() -> str:
+    read = flags.read(os.environ)
+    return f"worker {read.worker}, overlap schedule {'allowed' if read.overlap else 'off'}"
+
+
+def found_by_sglang() -> str:
+    """The entry points that SGLang looks up, as this Python finds them."""
+    for group, (name, value) in ENTRY_POINTS.items():
+        found = [point.value for point in entry_points(group=group) if point.name == name]
+        if found != [value]:
+            raise RuntimeError(f"entry point {name} in {group} is {found or 'missing'}, not {value}; install again")
+    return " and ".join(name for name, _ in ENTRY_POINTS.values())
+
+
+def live() -> str:
+    """Load plugins as SGLang does, and see whether our hooks are where they should be."""
+    from sglang.srt.plugins import load_plugins
+
+    try:
+        load_plugins()
+    except SystemExit as end:  # the plugin's own way of stopping a launch
+        raise RuntimeError(str(end)) from None
+    plugin.require_live()
+    if flags.read(os.environ).worker is Worker.STOCK:
+        return "SGLANG_DFLASH_WORKER=stock: SGLang's built-in worker serves DFLASH"
+    return "our worker serves DFLASH"
+
+
+def contract() -> str:
+    host.require()
+    return f"all {len(host.SEAMS) + len(host.NAMES)} names we need are in sglang {host.SGLANG}"
+
+
+def machine() -> str:
+    from sglang.srt.platforms import current_platform
+
+    return f"{type(current_platform).__name__}, device {current_platform.device_name}"
+
+
+def launch(argv: Sequence[str]) -> str:
+    """Resolve the arguments of a launch, which checks target, draft and flags against each other."""
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_dflash.config import DFlashConfig
+
+    server_args = prepare_server_args(list(argv))
+    server_args.resolve_once()
+    if not plugin.asks_for_dflash(server_args):
+        raise ValueError("these flags do not ask for DFLASH; add --speculative-algorithm DFLASH")
+    if flags.read(os.environ).worker is Worker.STOCK:
+        return "left to SGLang's built-in worker"
+    config = DFlashConfig.from_server_args(server_args)
+    return ", ".join(f"{name}={value}" for name, value in vars(config).items())
+
+
+def find(name: str, check: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, True, check())
+    except REFUSALS as refusal:
+        return Finding(name, False, str(refusal) or type(refusal).__name__)
+
+
+def report(argv: Sequence[str]) -> list[Finding]:
+    checks: dict[str, Callable[[], str]] = {
+        "versions": versions,
+        "environment": environment,
+        "entry points": found_by_sglang,
+        "plugin": live,
+        "host contract": contract,
+        "platform": machine,
+    }
+    if argv:
+        checks["launch"] = lambda: launch(argv)
+    return [find(name, check) for name, check in checks.items()]
+
+
+def main() -> int:
+    argv = sys.argv[1:]
+    as_json = "--json" in argv
+    findings = report([argument for argument in argv if argument != "--json"])
+    ok = all(finding.ok for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": ok, "checks": [dataclasses.asdict(finding) for finding in findings]}))
+    else:
+        for finding in findings:
+            print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.name:14} {finding.text}")
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
