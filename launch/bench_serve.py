@@ -249,7 +249,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
         console.print(f"[green]✔[/] the same {len(prompts)} answers from {', '.join(servers)}, token for token")
         rows = measure_all(bench, console)
     document = report.document(bench, rows, command=shlex.join(["python", "-m", "launch.bench_serve", *arguments]))
-    console.print(report.table(document))
+    console.print(report.table(document), width=max(console.width, 108))
     name = f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}.json"
     print(report.write(document, options.output or RESULTS / name))
 

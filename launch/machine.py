@@ -36,7 +36,7 @@ def describe() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpus": gpus(),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 

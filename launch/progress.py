@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from launch.server import Server
 
 
+# Against hangs only: a start takes about a minute of CPU per process, and a process that ends is noticed at once.
+START_TIMEOUT_S = 1200.0
+
+
 class Stage(NamedTuple):
     index: int
     text: str
@@ -43,7 +47,7 @@ def stage_of(log: str) -> Stage:
     return stage
 
 
-def wait_ready(servers: Sequence["Server"], console: Console, timeout_s: float = 600.0) -> float:
+def wait_ready(servers: Sequence["Server"], console: Console, timeout_s: float = START_TIMEOUT_S) -> float:
     """Wait for started servers side by side, showing each one's stage.
 
     On a terminal one live line per server; elsewhere one line per change of stage.

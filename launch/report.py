@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.table import Table
 
 from launch import machine
@@ -108,12 +109,22 @@ def table(document: dict[str, Any]) -> Table:
     device = " + ".join(where["gpus"]) or where["cpu"]
     repeats = 1 + max(row["repeat"] for row in document["rows"])
     table = Table(
+        box=box.SIMPLE_HEAD,
         title=f"{device}, {where['cores']} cores, SGLang {document['versions']['sglang']}, commit {document['commit']}",
         caption=f"{what['n']} prompts, up to {what['max_new_tokens']} new tokens, greedy; median (min–max) of "
         f"{repeats} interleaved repeats; prefix cache flushed before every run; answers equal in all arms.",
     )
-    for name in ("c", "arm", "tok/s", "x off", "x stock", "committed /step", "TTFT ms p50 / p99", "TPOT ms p50 / p99"):
-        table.add_column(name, justify="left" if name == "arm" else "right")
+    for name in (
+        "c",
+        "arm",
+        "tok/s",
+        "x off",
+        "x stock",
+        "committed\nper step",
+        "TTFT ms\np50 / p99",
+        "TPOT ms\np50 / p99",
+    ):
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     for line in document["summary"]:
         table.add_row(
             str(line["concurrency"]),

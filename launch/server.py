@@ -20,7 +20,7 @@ import httpx
 import openai
 import psutil
 
-from launch.progress import Stage, stage_of
+from launch.progress import START_TIMEOUT_S, Stage, stage_of
 
 HOST = "127.0.0.1"
 # SGLang ends by itself within about five seconds of SIGTERM.
@@ -163,7 +163,7 @@ class Server:
         except httpx.TransportError:  # nothing listens yet
             return False
 
-    def wait_ready(self, timeout_s: float = 600.0) -> None:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Block until the server answers; `launch.progress.wait_ready` does the same for people, with a display.
 
         Raises:
