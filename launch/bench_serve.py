@@ -38,6 +38,7 @@ from launch.tiny import Arm, Pair, require_worker
 
 RESULTS = tiny.ROOT / "launch" / "results"
 GIB_PER_SERVER = 3  # host memory of one serving process group, importing SGLang and torch
+TABLE_WIDTH = 108
 N_WARM_UP = 2  # unmeasured prompts after an arm gets the CPU back
 
 
@@ -249,7 +250,8 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
         console.print(f"[green]✔[/] the same {len(prompts)} answers from {', '.join(servers)}, token for token")
         rows = measure_all(bench, console)
     document = report.document(bench, rows, command=shlex.join(["python", "-m", "launch.bench_serve", *arguments]))
-    console.print(report.table(document), width=max(console.width, 108))
+    Console(width=max(console.width, TABLE_WIDTH)).print(report.table(document))
+    console.print(report.noise(document), style="bold yellow")
     name = f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}.json"
     print(report.write(document, options.output or RESULTS / name))
 

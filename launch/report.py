@@ -32,6 +32,9 @@ METHOD = (
     "over repeats. other_cores: CPU that processes other than the measured server and the client used meanwhile."
 )
 
+# Other processes' share of the machine up to which a measurement counts as undisturbed.
+QUIET = 0.05
+
 
 def row(arm: Arm, concurrency: int, repeat: int, speed: Run, latency: Run) -> dict[str, Any]:
     """One repeat of one arm at one concurrency."""
@@ -114,16 +117,8 @@ def table(document: dict[str, Any]) -> Table:
         caption=f"{what['n']} prompts, up to {what['max_new_tokens']} new tokens, greedy; median (min–max) of "
         f"{repeats} interleaved repeats; prefix cache flushed before every run; answers equal in all arms.",
     )
-    for name in (
-        "c",
-        "arm",
-        "tok/s",
-        "x off",
-        "x stock",
-        "committed\nper step",
-        "TTFT ms\np50 / p99",
-        "TPOT ms\np50 / p99",
-    ):
+    latencies = "TTFT ms\np50 / p99", "TPOT ms\np50 / p99"
+    for name in ("c", "arm", "tok/s", "x off", "x stock", "committed\nper step", *latencies):
         table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     for line in document["summary"]:
         table.add_row(
@@ -137,6 +132,14 @@ def table(document: dict[str, Any]) -> Table:
             f"{line['tpot_ms']['p50']:.1f} / {line['tpot_ms']['p99']:.1f}",
         )
     return table
+
+
+def noise(document: dict[str, Any]) -> str:
+    """One sentence when other processes were busy while arms were measured, else nothing."""
+    busiest, cores = max(row["other_cores"] for row in document["rows"]), document["machine"]["cores"]
+    if busiest <= QUIET * cores:
+        return ""
+    return f"Not a quiet machine: others kept up to {busiest:.1f} of {cores} cores busy, so do not quote these numbers."
 
 
 def write(document: dict[str, Any], path: Path) -> str:

@@ -173,6 +173,13 @@ def test_default_questions_are_held_out_and_different() -> None:
     assert questions == bench_serve.held_out_questions(16)
 
 
+def test_a_busy_machine_is_told_apart_from_a_quiet_one() -> None:
+    document = {"machine": {"cores": 2}, "rows": [{"other_cores": 0.02}, {"other_cores": 0.09}]}
+    assert report.noise(document) == ""
+    document["rows"].append({"other_cores": 0.5})
+    assert "up to 0.5 of 2 cores busy" in report.noise(document)
+
+
 def test_documents_do_not_name_this_machine() -> None:
     command = f"{sys.executable} -m x --target {tiny.HYBRID.target} --draft=/models/mine/draft-1 --port 3"
     assert report.portable(command) == "python -m x --target sglang_dflash/assets/tiny/target --draft=draft-1 --port 3"
