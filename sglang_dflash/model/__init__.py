@@ -1,0 +1,16 @@
+"""DFlash in plain torch: the draft model and speculative generation on Transformers targets.
+
+    from sglang_dflash.model import DraftModel
+
+    draft = DraftModel.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", dtype=target.dtype, device=target.device)
+    output_ids = draft.spec_generate(input_ids, target, max_new_tokens=2048, stop_token_ids=[tokenizer.eos_token_id])
+
+Imports torch, transformers and safetensors, never sglang: it runs where no engine is, it is what the trainer trains,
+and it is the independent oracle that the engine's steps are compared with. Nothing of a checkpoint is executed.
+"""
+
+from sglang_dflash.model.config import DraftConfig
+from sglang_dflash.model.draft import ContextKV, DraftModel
+from sglang_dflash.model.generate import Step
+
+__all__ = ["ContextKV", "DraftConfig", "DraftModel", "Step"]

@@ -1,0 +1,232 @@
+"""The DFlash draft: a few transformer layers that guess a whole block of tokens in one pass.
+
+A block is the anchor (the last committed token) followed by mask tokens. Every slot sees the features of all committed
+tokens before the anchor, projected to keys and values in each layer (the context KV), and the other slots of its own
+block. The draft has no embedding and no head: it borrows the target's.
+
+Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, H hidden, C features, L layers,
+G key/value heads, E head width. Generation uses one block per sequence; training many blocks over one context, so
+training and inference run the very same forward.
+
+Knows nothing of targets, sampling or losses.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from sglang_dflash.model import checkpoint
+from sglang_dflash.model.config import DraftConfig
+from sglang_dflash.model.rope import Rotation, rope_frequencies, rotate, rotation_at
+
+
+class ContextKV(NamedTuple):
+    """What the draft remembers of the committed tokens: token t is at position t."""
+
+    keys_LRGTE: torch.Tensor  # normalised and rotated
+    values_LRGTE: torch.Tensor
+
+    @property
+    def n_tokens(self) -> int:
+        return self.keys_LRGTE.shape[3]
+
+    def append(self, new: "ContextKV") -> "ContextKV":
+        return ContextKV(*(torch.cat(pair, dim=3) for pair in zip(self, new, strict=True)))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def heads(self, flat: torch.Tensor) -> torch.Tensor:
+        """[..., S, heads * E] -> [..., heads, S, E]"""
+        return flat.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
+
+    def key_value(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., S, H] -> keys and values [..., G, S, E], the same for context features and for slots of a block."""
+        return rotate(self.k_norm(self.heads(self.k_proj(hidden))), rotation), self.heads(self.v_proj(hidden))
+
+    def forward(
+        self,
+        hidden_RANH: torch.Tensor,
+        rotation: Rotation,
+        context_RGTE: tuple[torch.Tensor, torch.Tensor],
+        visible_RANK: torch.Tensor,
+    ) -> torch.Tensor:
+        """visible_RANK: which of the K = T + N keys each slot sees, first the context, then the block."""
+        R, A, _, _ = hidden_RANH.shape
+        query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation)
+        key, value = (
+            torch.cat([context[:, None].expand(-1, A, -1, -1, -1), block], dim=-2).flatten(0, 1)
+            for context, block in zip(context_RGTE, self.key_value(hidden_RANH, rotation), strict=True)
+        )
+        mask = visible_RANK.flatten(0, 1)[:, None]
+        out = F.scaled_dot_product_attention(query.flatten(0, 1), key, value, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)).unflatten(0, (R, A))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(
+        self,
+        hidden_RANH: torch.Tensor,
+        rotation: Rotation,
+        context_RGTE: tuple[torch.Tensor, torch.Tensor],
+        visible_RANK: torch.Tensor,
+    ) -> torch.Tensor:
+        normed_RANH = self.input_layernorm(hidden_RANH)
+        hidden_RANH = hidden_RANH + self.self_attn(normed_RANH, rotation, context_RGTE, visible_RANK)
+        return hidden_RANH + self.mlp(self.post_attention_layernorm(hidden_RANH))
+
+
+class DraftModel(nn.Module):
+    """The draft of a DFlash checkpoint; parameter names are the checkpoint's tensor names."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    def context_kv(self, features_RTC: torch.Tensor, first_position: int = 0) -> ContextKV:
+        """Features of T consecutive committed tokens, the first at `first_position` -> their keys and values."""
+        hidden_RTH = self.hidden_norm(self.fc(features_RTC))
+        positions_T = torch.arange(first_position, first_position + features_RTC.shape[1], device=self.device)
+        rotation = self._rotation(positions_T)
+        pairs = [layer.self_attn.key_value(hidden_RTH, rotation) for layer in self.layers]
+        keys, values = zip(*pairs, strict=True)
+        return ContextKV(torch.stack(keys), torch.stack(values))
+
+    def forward(
+        self,
+        embeddings_RANH: torch.Tensor,
+        context: ContextKV,
+        prefix_len_RA: torch.Tensor,
+        draft_window: int | None = None,
+    ) -> torch.Tensor:
+        """Hidden states of every slot, after the final norm: [R, A, N, H].
+
+        embeddings_RANH: the target's embeddings of anchor, mask, mask, ...
+        prefix_len_RA: int64, tokens before each block's anchor; the anchor's position. Later context is not seen.
+        draft_window: the block sees this many context tokens at most (None: all).
+        """
+        N = embeddings_RANH.shape[2]
+        positions_RAN = prefix_len_RA[..., None] + torch.arange(N, device=self.device)
+        rotation = self._rotation(positions_RAN[:, :, None])  # the same for all heads
+        hidden_RANH = embeddings_RANH
+        for i, layer in enumerate(self.layers):
+            visible_RANK = self._visible(i, positions_RAN, context.n_tokens, draft_window)
+            context_RGTE = context.keys_LRGTE[i], context.values_LRGTE[i]
+            hidden_RANH = layer(hidden_RANH, rotation, context_RGTE, visible_RANK)
+        return self.norm(hidden_RANH)
+
+    def _rotation(self, positions: torch.Tensor) -> Rotation:
+        frequencies, scale = rope_frequencies(self.config)
+        return rotation_at(positions, frequencies.to(self.device), scale, self.dtype)
+
+    def _visible(self, layer: int, positions_RAN: torch.Tensor, T: int, draft_window: int | None) -> torch.Tensor:
+        """The mask of a layer, [R, A, N, T + N]: which context tokens and which slots each slot sees."""
+        prefix_len_RA1 = positions_RAN[..., :1]
+        token_T = torch.arange(T, device=self.device)
+        in_context_RAT = token_T < prefix_len_RA1
+        if draft_window is not None:
+            in_context_RAT = in_context_RAT & (token_T >= prefix_len_RA1 - draft_window)
+        N = positions_RAN.shape[2]
+        visible = torch.cat(
+            [
+                in_context_RAT[:, :, None].expand(-1, -1, N, -1),
+                torch.ones(*positions_RAN.shape, N, dtype=torch.bool, device=self.device),
+            ],
+            dim=-1,
+        )
+        key_positions_RAK = torch.cat([token_T.expand(*positions_RAN.shape[:2], -1), positions_RAN], dim=-1)
+        distance_RANK = positions_RAN[..., None] - key_positions_RAK[:, :, None]
+        if self.config.layer_is_causal(layer):
+            visible = visible & (distance_RANK >= 0)
+        window = self.config.layer_window(layer)
+        if window is not None:
+            visible = visible & (distance_RANK.abs() < window)
+        return visible
+
+    def spec_generate(
+        self,
+        input_ids: torch.Tensor,
+        target: PreTrainedModel,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        stop_token_ids: Sequence[int] = (),
+        **options: Any,
+    ) -> torch.Tensor:
+        """Prompt and continuation, [1, prompt + new tokens]: exactly what `target` would say by itself.
+
+        input_ids: int64 [1, prompt]. The result ends with the first of `stop_token_ids`, or after `max_new_tokens`.
+        options: the rest of `sglang_dflash.model.generate.Options`.
+        Raises ValueError when draft and target do not belong together.
+        """
+        from sglang_dflash.model.generate import Options, spec_steps
+
+        chosen = Options(
+            max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **options
+        )
+        new = [token for step in spec_steps(self, target, input_ids, chosen) for token in step.committed]
+        return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> Self:
+        """Load a DFlash v1 checkpoint from a folder or from the Hugging Face hub; nothing of it is executed.
+
+        dtype: None keeps the checkpoint's.
+        Raises ValueError for a config or tensors that are not those of a DFlash v1 draft.
+        """
+        folder = checkpoint.local_folder(source)
+        draft = cls(DraftConfig.from_folder(folder))
+        tensors = checkpoint.read_tensors(folder, {name: p.shape for name, p in draft.named_parameters()})
+        draft.load_state_dict(tensors, assign=True)
+        draft.requires_grad_(False)
+        return draft.to(device=device, dtype=dtype).eval()
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write config.json and model.safetensors, in the dtype the parameters have."""
+        checkpoint.write(Path(folder), self.config.to_json(), self.state_dict())

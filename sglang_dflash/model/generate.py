@@ -1,0 +1,130 @@
+"""Speculative generation, one step at a time: draft a block, let the target read it, keep what both agree on.
+
+The rule of acceptance: take the target's own token at every slot (its argmax, or a sample at temperature > 0) and keep
+drafts while they equal it. What is committed is therefore what the target alone would have said, at any temperature.
+
+Knows the draft by its forward and the target by `Target`; nothing of batches or engines.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from sglang_dflash.model.draft import ContextKV, DraftModel
+from sglang_dflash.model.target import Target, check_pair
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to generate.
+
+    block_size: slots drafted per step; None takes the checkpoint's.
+    width: slots verified per step, a prefix of the block; None verifies all.
+    draft_window: context tokens the draft sees, as `--speculative-draft-window-size`; None for all.
+    generator: of the samples at temperature > 0, on the target's device; None takes torch's own.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    block_size: int | None = None
+    width: int | None = None
+    draft_window: int | None = None
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.temperature < 0:
+            raise ValueError(
+                f"max_new_tokens is {self.max_new_tokens} and temperature {self.temperature}; "
+                "ask for at least one token at a temperature of 0 or more"
+            )
+
+
+class Step(NamedTuple):
+    """One pass of the target. The first step is the prompt's: it has no drafts and commits one token."""
+
+    committed: list[int]  # accepted drafts, then the bonus; ends early at a stop token or at max_new_tokens
+    n_accepted: int  # drafts the target agreed with, before any early end
+
+
+@torch.inference_mode()
+def spec_steps(draft: DraftModel, target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[Step]:
+    """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
+
+    input_ids: int64 [1, prompt].
+    Raises ValueError when draft, target, prompt and options do not fit.
+    """
+    check_pair(draft.config, target)
+    N, width = _checked_sizes(draft, input_ids, options)
+    reader = Target(target, draft.config.target_layer_ids)
+    reading = reader.read(input_ids)
+    anchor = choose(reading.logits_1SV[0, -1:], options)  # int64 [1], still on the device
+    context = draft.context_kv(reading.features_1SC.to(draft.dtype))
+    n_left = options.max_new_tokens
+    step = _ended(Step(anchor.tolist(), 0), options.stop_token_ids, n_left)
+    yield step
+    while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
+        tokens_N = draft_block(draft, target, anchor, context, (N, options.draft_window))[:width]
+        reading = reader.read_block(tokens_N[None])
+        target_N = choose(reading.logits_1SV[0], options)
+        n_accepted = int((tokens_N[1:] == target_N[:-1]).long().cumprod(0).sum())
+        n_committed = n_accepted + 1  # the bonus is the target's own token after the accepted drafts
+        # The step emits accepted drafts and bonus and keeps the rows of anchor and accepted drafts: as many.
+        reader.keep(n_committed)
+        kept_1SC = reading.features_1SC[:, :n_committed].to(draft.dtype)
+        context = context.append(draft.context_kv(kept_1SC, first_position=context.n_tokens))
+        anchor = target_N[n_accepted : n_accepted + 1]
+        step = _ended(Step(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
+        yield step
+
+
+def draft_block(
+    draft: DraftModel, target: PreTrainedModel, anchor: torch.Tensor, context: ContextKV, sizes: tuple[int, int | None]
+) -> torch.Tensor:
+    """The anchor (int64 [1]) and the draft's guesses after it: int64 [N]; `sizes` = (N, draft window)."""
+    N, draft_window = sizes
+    masks = anchor.new_full((N - 1,), draft.config.mask_token_id)
+    embeddings_NH = target.get_input_embeddings()(torch.cat([anchor, masks])).to(draft.dtype)
+    prefix_len_RA = anchor.new_tensor([[context.n_tokens]])
+    hidden_RANH = draft(embeddings_NH[None, None], context, prefix_len_RA, draft_window)
+    guesses_D = draft_logits(hidden_RANH[0, 0, 1:], target).argmax(-1)
+    return torch.cat([anchor, guesses_D])
+
+
+def draft_logits(hidden: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:
+    """The target's head on the draft's hidden states, [..., H] -> [..., V]."""
+    head = target.get_output_embeddings()
+    return head(hidden.to(head.weight.dtype))
+
+
+def choose(logits_NV: torch.Tensor, options: Options) -> torch.Tensor:
+    """The target's token after each slot, int64 [N]."""
+    if options.temperature == 0:
+        return logits_NV.argmax(-1)
+    probabilities_NV = F.softmax(logits_NV.float() / options.temperature, dim=-1)
+    return torch.multinomial(probabilities_NV, 1, generator=options.generator)[:, 0]
+
+
+def _ended(step: Step, stop_token_ids: tuple[int, ...], n_left: int) -> Step:
+    """The step as the caller sees it: nothing behind a stop token, and no more than `n_left` tokens."""
+    committed = step.committed[:n_left]
+    ends = [i for i, token in enumerate(committed) if token in stop_token_ids]
+    return Step(committed[: ends[0] + 1] if ends else committed, step.n_accepted)
+
+
+def _checked_sizes(draft: DraftModel, input_ids: torch.Tensor, options: Options) -> tuple[int, int]:
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids has shape {list(input_ids.shape)}; give one prompt, [1, at least one token]")
+    N = options.block_size or draft.config.block_size
+    width = options.width or N
+    if width > N:
+        raise ValueError(f"width {width} exceeds the block of {N} tokens; verify at most the block that is drafted")
+    if options.draft_window is not None and options.draft_window < N:
+        raise ValueError(
+            f"draft_window {options.draft_window} is smaller than the block of {N} tokens; make it at least {N}"
+        )
+    return N, width

@@ -1,0 +1,49 @@
+"""Rotary position embedding of the draft: whole heads, halves rotated against each other, angles in fp32."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from sglang_dflash.model.config import DraftConfig
+
+
+class Rotation(NamedTuple):
+    """Cosine and sine of every position's angles, [..., S, E] each; broadcasts over heads."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
+    """Angle per position of each of the E/2 pairs (fp32), and the factor on cosine and sine (1 but for yarn)."""
+    rope = tuple(sorted(config.rope_parameters.items()))
+    return _rope_frequencies(config.head_dim, config.max_position_embeddings, rope)
+
+
+@cache
+def _rope_frequencies(
+    head_dim: int, max_position_embeddings: int, rope: tuple[tuple[str, Any], ...]
+) -> tuple[torch.Tensor, float]:
+    parameters = dict(rope)
+    if parameters["rope_type"] == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return parameters["rope_theta"] ** -exponents, 1.0
+    # Transformers defines the scaled types on one of its own configs.
+    config = Qwen3Config(head_dim=head_dim, max_position_embeddings=max_position_embeddings, rope_parameters=parameters)
+    return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+
+
+def rotation_at(positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype) -> Rotation:
+    """positions: int64 [..., S]. The result is [..., S, E] in `dtype`."""
+    angles = positions[..., None].float() * frequencies
+    angles = torch.cat([angles, angles], dim=-1)
+    return Rotation((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
+
+
+def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """heads: [..., S, E]"""
+    left, right = heads.chunk(2, dim=-1)
+    return heads * rotation.cos + torch.cat([-right, left], dim=-1) * rotation.sin

@@ -1,0 +1,110 @@
+"""A Transformers causal LM as DFlash uses it: it reads tokens, shows features, and can unread what was rejected.
+
+Attention layers forget by cutting keys and values. Recurrent layers (Gated DeltaNet) cannot: a state that has seen a
+rejected token has no way back, and `Cache.crop` leaves it as it is. So their state is copied before a block is read;
+when something is rejected it is put back, and the kept tokens are read again.
+
+Knows nothing of drafts beyond the layers whose outputs they want.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from sglang_dflash.model.config import DraftConfig
+
+
+class Reading(NamedTuple):
+    """What the target says after each of S tokens, and their features."""
+
+    logits_1SV: torch.Tensor
+    features_1SC: torch.Tensor
+
+
+def target_features(hidden_states: Sequence[torch.Tensor], layer_ids: Sequence[int]) -> torch.Tensor:
+    """Outputs of the given layers side by side, [..., C]; `hidden_states` starts with the embeddings."""
+    return torch.cat([hidden_states[layer + 1] for layer in layer_ids], dim=-1)
+
+
+def check_pair(config: DraftConfig, target: PreTrainedModel) -> None:
+    """Raise ValueError when the draft cannot belong to the target."""
+    text = target.config.get_text_config()
+    sizes = {
+        "hidden_size": (config.hidden_size, text.hidden_size),
+        "vocab_size": (config.vocab_size, text.vocab_size),
+    }
+    for name, (ours, theirs) in sizes.items():
+        if ours != theirs:
+            raise ValueError(f"the draft's {name} is {ours}, the target's {theirs}; use the target it was trained for")
+    n_layers = text.num_hidden_layers
+    if config.num_target_layers not in (None, n_layers):
+        raise ValueError(
+            f"the draft was trained for a target of {config.num_target_layers} layers, this one has {n_layers}; "
+            "load the target the draft names"
+        )
+    # The last layer's output is only available after the final norm.
+    if max(config.target_layer_ids) >= n_layers - 1:
+        raise ValueError(
+            f"target_layer_ids {list(config.target_layer_ids)} must lie below {n_layers - 1}, this target's last layer"
+        )
+
+
+class Target:
+    """One sequence in a target's cache: read tokens, then keep the first of them."""
+
+    def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
+        """Raises ValueError for a target whose cache holds layers that cannot be unread."""
+        self.model = model
+        self.layer_ids = layer_ids
+        self.cache = DynamicCache(config=model.config)
+        kinds = {type(layer) for layer in self.cache.layers}
+        unknown = kinds - {DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer}
+        if unknown or not kinds:
+            raise ValueError(
+                f"{type(model).__name__} keeps its past in {sorted(kind.__name__ for kind in unknown) or 'no cache'}; "
+                "only layers that are either attention or recurrent can be unread"
+            )
+        self.recurrent = [layer for layer in self.cache.layers if isinstance(layer, LinearAttentionLayer)]
+        self.attending = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
+        for layer in self.attending:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                layer.activate_past_recording()  # without it, what slid out of the window could not come back
+
+    def read(self, ids_1S: torch.Tensor) -> Reading:
+        """Read S more tokens, for good."""
+        reading = self._forward(ids_1S)
+        self._cut(0)
+        return reading
+
+    def read_block(self, ids_1N: torch.Tensor) -> Reading:
+        """Read a block that `keep` will cut to its first tokens."""
+        self._block_1N = ids_1N
+        self._states = [
+            [{i: state.clone() for i, state in kind.items()} for kind in (layer.conv_states, layer.recurrent_states)]
+            for layer in self.recurrent
+        ]
+        return self._forward(ids_1N)
+
+    def keep(self, n: int) -> None:
+        """Unread all but the first `n` tokens of the last block."""
+        N = self._block_1N.shape[1]
+        if n == N or not self.recurrent:
+            return self._cut(N - n)
+        self._cut(N)
+        for layer, states in zip(self.recurrent, self._states, strict=True):
+            for kind, saved in zip((layer.conv_states, layer.recurrent_states), states, strict=True):
+                for i, state in saved.items():
+                    kind[i].copy_(state)
+        self.read(self._block_1N[:, :n])
+
+    def _forward(self, ids_1S: torch.Tensor) -> Reading:
+        out = self.model(input_ids=ids_1S, past_key_values=self.cache, use_cache=True, output_hidden_states=True)
+        return Reading(out.logits, target_features(out.hidden_states, self.layer_ids))
+
+    def _cut(self, n: int) -> None:
+        """Drop the last `n` keys and values; zero still lets sliding layers drop what they no longer see."""
+        for layer in self.attending:
+            layer.crop(-n)

@@ -1,0 +1,103 @@
+"""The training objective of DFlash (arXiv 2602.06036): at random anchors, guess the block that follows.
+
+A block is the anchor and mask tokens; its labels are the target's own choices after each token of the text, taken from
+one forward pass over the text. They hold only while the target agrees with the text, because behind the first
+disagreement the target would have read something else. Earlier slots weigh more: exp(-(slot - 1) / gamma), for a
+wrong slot throws away everything behind it.
+
+Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from sglang_dflash.model.draft import DraftModel
+from sglang_dflash.model.generate import draft_logits
+from sglang_dflash.model.target import target_features
+from sglang_dflash.train.tokens import Rows
+
+
+class Blocks(NamedTuple):
+    """What to guess, and what is known: everything before the anchors."""
+
+    anchor_RA: torch.Tensor  # int64, the anchors' positions: also how many context tokens each block sees
+    tokens_RAN: torch.Tensor  # int64, anchor, mask, mask, ...
+    labels_RAD: torch.Tensor  # int64, the target's choice for slots 1..D
+    is_valid_RAD: torch.Tensor  # bool, whether that choice exists and still holds
+
+
+def default_gamma(block_size: int) -> float:
+    """The paper's decay at 8, 10 and 16 tokens, and about the same share of any other block."""
+    return {8: 4.0, 10: 5.0, 16: 7.0}.get(block_size, max(1.0, 0.45 * block_size))
+
+
+def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torch.Generator) -> torch.Tensor:
+    """Positions of `n_anchors` different response tokens that another response token follows, int64 [R, A].
+
+    A row with fewer of them yields other positions too; `make_blocks` gives those no valid label.
+    """
+    follows_RL = is_response_RL & torch.cat([is_response_RL[:, 1:], torch.zeros_like(is_response_RL[:, :1])], dim=1)
+    score_RL = torch.rand(is_response_RL.shape, generator=generator).to(is_response_RL.device)
+    n_anchors = min(n_anchors, is_response_RL.shape[1])
+    return (score_RL + follows_RL).topk(n_anchors, dim=1).indices
+
+
+def make_blocks(
+    rows: Rows, choices_RL: torch.Tensor, anchor_RA: torch.Tensor, *, block_size: int, mask_token_id: int
+) -> Blocks:
+    """choices_RL: int64, the target's choice after each token of the rows."""
+    L = rows.ids_RL.shape[1]
+    tokens_RAN = torch.full((*anchor_RA.shape, block_size), mask_token_id, device=anchor_RA.device)
+    tokens_RAN[..., 0] = rows.ids_RL.gather(1, anchor_RA)
+
+    position_RAD = anchor_RA[..., None] + torch.arange(1, block_size, device=anchor_RA.device)
+    inside_RAD = position_RAD < L
+    flat_RX = position_RAD.clamp(max=L - 1).flatten(1)
+    labels_RAD = choices_RL.gather(1, flat_RX - 1).view_as(position_RAD)
+    text_RAD = rows.ids_RL.gather(1, flat_RX).view_as(position_RAD)
+    response_RAD = inside_RAD & rows.is_response_RL.gather(1, flat_RX).view_as(position_RAD)
+
+    anchored_RA1 = rows.is_response_RL.gather(1, anchor_RA)[..., None]
+    agreed_before_RAD = F.pad((labels_RAD == text_RAD)[..., :-1], (1, 0), value=True)
+    is_valid_RAD = (anchored_RA1 & response_RAD & agreed_before_RAD).long().cumprod(-1).bool()
+    return Blocks(anchor_RA, tokens_RAN, labels_RAD, is_valid_RAD)
+
+
+@torch.no_grad()
+def read_rows(target: PreTrainedModel, rows: Rows, layer_ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """One pass of the target: its choice after each token, int64 [R, L], and the features, [R, L, C]."""
+    out = target(input_ids=rows.ids_RL, use_cache=False, output_hidden_states=True)
+    return out.logits.argmax(-1), target_features(out.hidden_states, layer_ids)
+
+
+def block_logits(
+    draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks
+) -> torch.Tensor:
+    """The draft's logits where a label is valid, [valid, V]."""
+    context = draft.context_kv(features_RLC.to(draft.dtype))
+    embeddings_RANH = target.get_input_embeddings()(blocks.tokens_RAN).to(draft.dtype)
+    hidden_RANH = draft(embeddings_RANH, context, blocks.anchor_RA)
+    return draft_logits(hidden_RANH[:, :, 1:][blocks.is_valid_RAD], target)
+
+
+def block_loss(logits: torch.Tensor, blocks: Blocks, gamma: float) -> torch.Tensor:
+    """Cross entropy with the labels, averaged with weights that decay along the block. Scalar, fp32."""
+    D = blocks.labels_RAD.shape[-1]
+    decay_D = torch.exp(-torch.arange(D, device=logits.device) / gamma)
+    weight = decay_D.expand_as(blocks.labels_RAD)[blocks.is_valid_RAD]
+    loss = F.cross_entropy(logits.float(), blocks.labels_RAD[blocks.is_valid_RAD], reduction="none")
+    return (loss * weight).sum() / weight.sum().clamp(min=1e-9)
+
+
+def mean_committed(logits: torch.Tensor, blocks: Blocks) -> float:
+    """Tokens a step would commit, averaged over the anchors that have a label: right guesses in a row, and one more.
+
+    Where the text ends or the target leaves it, guesses past the last valid label are counted as wrong.
+    """
+    is_right_RAD = torch.zeros_like(blocks.is_valid_RAD)
+    is_right_RAD[blocks.is_valid_RAD] = logits.argmax(-1) == blocks.labels_RAD[blocks.is_valid_RAD]
+    committed_RA = is_right_RAD.long().cumprod(-1).sum(-1) + 1
+    return committed_RA[blocks.is_valid_RAD[..., 0]].float().mean().item()

@@ -1,0 +1,147 @@
+"""Training text from files: what a line means, which part of it is the response, and the batches of a step.
+
+A `.txt` file is one long text. Every line of a `.jsonl` file is one of
+    {"text": "..."}                           all of it is learnt
+    {"prompt": "...", "response": "..."}      taken as they are; the response is learnt
+    {"messages": [{"role", "content"}, ...]}  written with the tokenizer's chat template; assistant turns are learnt
+
+Knows tokenizers, not models.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from sglang_dflash.train.tokens import Rows, Tokens, stacked
+
+Part = tuple[str, bool]  # text, and whether it is a response
+
+
+def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Tokens]:
+    """The documents of a .txt or .jsonl file, cut to `max_length` tokens (a text is cut into several).
+
+    Documents without two response tokens in a row are left out: they hold nothing to guess.
+    Raises ValueError naming the line that cannot be used, and when nothing remains.
+    """
+    if path.suffix == ".txt":
+        documents = [_tokens([(path.read_text(), True)], tokenizer)]
+    elif path.suffix == ".jsonl":
+        documents = [_tokens(parts, tokenizer) for parts in _jsonl_parts(path, tokenizer)]
+    else:
+        raise ValueError(f"{path} is neither .txt nor .jsonl; convert it to one of them")
+    pieces = [piece for document in documents for piece in _cut(document, max_length)]
+    usable = [
+        piece
+        for piece in pieces
+        if any(a and b for a, b in zip(piece.is_response, piece.is_response[1:], strict=False))
+    ]
+    if len(usable) < 2:
+        raise ValueError(
+            f"{path} holds {len(usable)} documents with something to guess; give at least two, one to check with"
+        )
+    return usable
+
+
+class Batches:
+    """Batches of documents in an order that depends on the seed alone; some documents are kept for checking."""
+
+    def __init__(self, documents: list[Tokens], *, n_rows: int, pad_id: int, seed: int) -> None:
+        shuffled = Random(seed).sample(documents, len(documents))
+        n_held_out = max(1, min(32, len(documents) // 16))
+        self.held_out = padded(shuffled[:n_held_out], pad_id)
+        self.documents = shuffled[n_held_out:]
+        self.n_rows = n_rows
+        self.pad_id = pad_id
+        self.seed = seed
+
+    def at(self, step: int) -> Rows:
+        """The batch of a step; every epoch shows every document once, in a new order."""
+        first = step * self.n_rows
+        return padded([self._document(i) for i in range(first, first + self.n_rows)], self.pad_id)
+
+    def _document(self, i: int) -> Tokens:
+        epoch, place = divmod(i, len(self.documents))
+        order = list(range(len(self.documents)))
+        Random(f"{self.seed}/{epoch}").shuffle(order)
+        return self.documents[order[place]]
+
+
+def padded(documents: list[Tokens], pad_id: int) -> Rows:
+    """Rows as long as the longest document. Padding stands behind, where a causal target cannot be disturbed by it."""
+    length = max(len(document.ids) for document in documents)
+    return stacked(
+        [
+            Tokens(
+                document.ids + [pad_id] * (length - len(document.ids)),
+                document.is_response + [False] * (length - len(document.is_response)),
+            )
+            for document in documents
+        ]
+    )
+
+
+def _jsonl_parts(path: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[Part]]:
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _parts(json.loads(line), tokenizer)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+
+
+def _parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]:
+    if not isinstance(row, dict) or not row.keys() & {"text", "response", "messages"}:
+        raise ValueError(f'found {str(row)[:60]!r}; give {{"text"}}, {{"prompt", "response"}} or {{"messages"}}')
+    if "text" in row:
+        return [(_string(row, "text"), True)]
+    if "response" in row:
+        return [(_string(row, "prompt"), False), (_string(row, "response"), True)]
+    return _chat_parts(row["messages"], tokenizer)
+
+
+def _string(row: dict[str, Any], name: str) -> str:
+    if not isinstance(row.get(name), str):
+        raise ValueError(f"{name!r} is {row.get(name)!r}; it must be a string")
+    return row[name]
+
+
+def _chat_parts(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[Part]:
+    if tokenizer.chat_template is None:
+        raise ValueError('this target has no chat template; give {"prompt", "response"} instead of {"messages"}')
+
+    def written(n: int, *, ask: bool) -> str:
+        return tokenizer.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=ask)
+
+    whole, parts, end = written(len(messages), ask=False), [], 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked, answered = written(i, ask=True), written(i + 1, ask=False)
+        if not (whole.startswith(answered) and answered.startswith(asked)):
+            raise ValueError(
+                "the chat template writes earlier turns differently once later ones follow; "
+                "split the conversation so that the assistant speaks last"
+            )
+        parts += [(whole[end : len(asked)], False), (whole[len(asked) : len(answered.rstrip())], True)]
+        end = len(answered.rstrip())
+    return parts
+
+
+def _tokens(parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    ids: list[int] = []
+    is_response: list[bool] = []
+    for text, said in parts:
+        part = tokenizer.encode(text, add_special_tokens=False)
+        ids += part
+        is_response += [said] * len(part)
+    return Tokens(ids, is_response)
+
+
+def _cut(document: Tokens, length: int) -> Iterator[Tokens]:
+    for first in range(0, len(document.ids), length):
+        yield Tokens(document.ids[first : first + length], document.is_response[first : first + length])

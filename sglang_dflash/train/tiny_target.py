@@ -1,0 +1,175 @@
+"""The target of the tiny pair: a tokenizer, a Qwen3.5-style hybrid or a Qwen3 dense model, and its training.
+
+Sizes are chosen so that a pair trains on one CPU core in about an hour and ships in a few megabytes.
+"""
+
+import json
+import math
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from sglang_dflash.train import corpus
+from sglang_dflash.train.loop import Recipe, train
+from sglang_dflash.train.tokens import Rows, Tokens, packed, stacked
+
+Kind = Literal["hybrid", "dense"]
+
+VOCAB_SIZE = 1024
+PAD, START, END, MASK = range(4)  # ids of SPECIAL_TOKENS
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|MASK|>"]  # the last is the draft's
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Words with the blank before them, digits one by one, punctuation, line ends, blanks.
+PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s+"
+
+CONTEXT_LENGTH = 4096
+PROMPT_WEIGHT = 0.1  # of a prompt token's loss; a response token's is 1
+SHORT, LONG = (4, 256), (1, 1024)  # rows x tokens of a batch; every LONG_EVERY-th batch is long
+LONG_EVERY = 4
+
+RECIPE = Recipe(steps=3000, learning_rate=3e-3, warmup_steps=100, more_cycles=((1200, 2e-3),))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on the corpus; always the same one."""
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    random = Random(0)
+    exchanges = (corpus.draw(random) for _ in range(20_000))
+    texts = (text for _, prompt, answer in exchanges for text in (f"user\n{prompt}", f"assistant\n{answer}"))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    pad, _, end, mask = SPECIAL_TOKENS
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, eos_token=end, mask_token=mask)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def chat_tokens(exchange: corpus.Exchange, tokenizer: PreTrainedTokenizerFast) -> Tokens:
+    """One exchange as the chat template writes it; the response ends with `<|im_end|>`."""
+    asked = f"<|im_start|>user\n{exchange.prompt}<|im_end|>\n<|im_start|>assistant\n"
+    parts = [(asked, False), (f"{exchange.answer}<|im_end|>", True), ("\n", False)]
+    ids: list[int] = []
+    is_response: list[bool] = []
+    for text, said in parts:
+        part = tokenizer.encode(text, add_special_tokens=False)
+        ids += part
+        is_response += [said] * len(part)
+    return Tokens(ids, is_response)
+
+
+def chat_rows(tokenizer: PreTrainedTokenizerFast, seed: str, shape: tuple[int, int], *, held_out: bool = False) -> Rows:
+    """`shape` = (rows, tokens) of packed exchanges; the same rows for the same seed."""
+    random = Random(seed)
+    n_rows, length = shape
+    endless = (chat_tokens(corpus.draw(random, held_out=held_out), tokenizer) for _ in iter(int, 1))
+    rows = packed(endless, length)
+    return stacked([next(rows) for _ in range(n_rows)])
+
+
+def rows_at(tokenizer: PreTrainedTokenizerFast, seed: int, step: int) -> Rows:
+    """The training batch of a step; long rows now and then keep long contexts alive."""
+    n_rows, length = LONG if step % LONG_EVERY == LONG_EVERY - 1 else SHORT
+    return chat_rows(tokenizer, f"{seed}/{step}", (n_rows, length + 1))
+
+
+def make_target(kind: Kind) -> PreTrainedModel:
+    """A freshly initialised target of about 1.4 million parameters, fp32."""
+    common = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": CONTEXT_LENGTH,
+        "tie_word_embeddings": False, "eos_token_id": END, "pad_token_id": PAD, "bos_token_id": None,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10_000.0}
+    if kind == "dense":
+        return Qwen3ForCausalLM(Qwen3Config(**common, rope_parameters=rope))
+    mrope = {"partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
+    config = Qwen3_5TextConfig(
+        **common, rope_parameters=rope | mrope,
+        linear_key_head_dim=64, linear_value_head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4,
+    )  # fmt: skip
+    target = Qwen3_5ForCausalLM(config)
+    for layer in target.model.layers:
+        if layer.block_type == "linear_attention":
+            give_memory(layer.linear_attn)
+    return target
+
+
+def give_memory(gated_delta_net: nn.Module) -> None:
+    """Start with states that fade over ten to a thousand tokens; Transformers' own start forgets within one."""
+    time_step = torch.exp(torch.empty_like(gated_delta_net.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)))
+    inverse_softplus = time_step + torch.log(-torch.expm1(-time_step))
+    gated_delta_net.dt_bias.data.copy_(inverse_softplus)
+    gated_delta_net.A_log.data.zero_()
+
+
+def token_losses(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of every token but the first, and whether the target's argmax is that token: [R, L-1] each."""
+    logits_RLV = target(input_ids=rows.ids_RL[:, :-1]).logits
+    next_RL = rows.ids_RL[:, 1:]
+    return F.cross_entropy(logits_RLV.mT, next_RL, reduction="none"), logits_RLV.argmax(-1) == next_RL
+
+
+def train_target(kind: Kind, out: Path, recipe: Recipe, seed: int = 0) -> None:
+    """Train a target, resuming what `out` holds, and save it there with its tokenizer in bf16."""
+    torch.manual_seed(seed)
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer, target = make_tokenizer(), make_target(kind)
+
+    def loss_at(step: int) -> torch.Tensor:
+        rows = rows_at(tokenizer, seed, step)
+        loss_RL, _ = token_losses(target, rows)
+        weight_RL = torch.where(rows.is_response_RL[:, 1:], 1.0, PROMPT_WEIGHT)
+        return (loss_RL * weight_RL).sum() / weight_RL.sum()
+
+    held_out = {
+        length: chat_rows(tokenizer, "held out", (2 * n, length + 1), held_out=True) for n, length in (SHORT, LONG)
+    }
+
+    @torch.no_grad()
+    def report() -> str:
+        target.eval()
+        shown = []
+        for length, rows in held_out.items():
+            loss_RL, right_RL = token_losses(target, rows)
+            said_RL = rows.is_response_RL[:, 1:]
+            shown.append(
+                f"held out at {length}: {loss_RL[said_RL].mean():.4f}, top-1 {right_RL[said_RL].float().mean():.4f}"
+            )
+        return " | ".join(shown)
+
+    train(target, loss_at, recipe, checkpoint=out / "checkpoint.pt", name=f"{kind} target", report=report)
+    save_target(target, tokenizer, out)
+
+
+def save_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    target.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    config_path = out / "config.json"
+    config = json.loads(config_path.read_text())
+    if config["model_type"] == "qwen3_5_text":
+        # SGLang reads the layer pattern from this field, which Transformers leaves out.
+        config["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
+    config_path.write_text(json.dumps(config, indent=2) + "\n")

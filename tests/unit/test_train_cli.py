@@ -1,0 +1,91 @@
+"""`python -m sglang_dflash.train`: a draft for a given target, and one clear error for each bad input."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from sglang_dflash.model import DraftModel
+from sglang_dflash.train.__main__ import main
+from sglang_dflash.train.tiny_target import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory, tokenizer):
+    """A Llama-sized-down Qwen3 of random weights, with a tokenizer, as a user would have it on disk."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("target")
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, eos_token_id=2, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data.jsonl"
+    turns = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "1, 2, 3, 4, 5, 6, 7, 8."}]
+    path.write_text("\n".join([json.dumps({"messages": turns})] * 6))
+    return path
+
+
+def command(target, data, out, *more) -> list[str]:
+    sizes = "--layers 1 --block-size 4 --rows 2 --anchors 4 --steps 4 --warmup-steps 1 --dtype float32 --device cpu"
+    return ["draft", "--target", str(target), "--data", str(data), "--out", str(out), *sizes.split(), *more]
+
+
+def test_a_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer):
+    assert main(command(target, data, tmp_path / "draft")) == 0
+    draft = DraftModel.from_pretrained(tmp_path / "draft")
+    assert (draft.config.block_size, draft.config.mask_token_id) == (4, tokenizer.mask_token_id)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    input_ids = torch.tensor([tokenizer.encode("Count.")])
+    said = draft.spec_generate(input_ids, model, 10, stop_token_ids=[2])
+    assert torch.equal(said, model.generate(input_ids, max_new_tokens=10, do_sample=False))
+
+
+def test_a_resumed_draft_is_the_uninterrupted_one(target, data, tmp_path, monkeypatch):
+    from sglang_dflash.train import __main__ as cli
+
+    assert main(command(target, data, tmp_path / "whole")) == 0
+    uncut = cli.train_draft
+    monkeypatch.setattr(cli, "train_draft", lambda *args, **options: uncut(*args, **options, stop_after=2))
+    assert main(command(target, data, tmp_path / "cut")) == 0
+    monkeypatch.undo()
+    assert main(command(target, data, tmp_path / "cut")) == 0
+    whole, cut = (DraftModel.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--target-layer-ids", "0,3"], "must lie below 3"),
+        (["--mask-token-id", "5000"], "mask_token_id 5000 lies outside the vocabulary"),
+        (["--data", "nowhere.txt"], "nowhere.txt"),
+        (["--data", "notes.md"], "neither .txt nor .jsonl"),
+        (["--target", "/no/such/target"], "/no/such/target"),
+    ],
+)
+def test_bad_input_gets_one_clear_error(target, data, tmp_path, capsys, more, said):
+    assert main(command(target, data, tmp_path / "draft", *more)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    assert said in error
+
+
+def test_a_tokenizer_without_a_mask_needs_one_named(target, data, tmp_path, tokenizer, capsys):
+    bare = tmp_path / "target"
+    AutoModelForCausalLM.from_pretrained(target).save_pretrained(bare)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(bare)
+    assert main(command(bare, data, tmp_path / "draft")) == 2
+    assert "has no mask token; name an unused id with --mask-token-id" in capsys.readouterr().err

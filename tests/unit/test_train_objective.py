@@ -1,0 +1,159 @@
+"""Which tokens a draft learns, how much each counts, and that training sees what inference sees."""
+
+import math
+
+import pytest
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+
+from sglang_dflash.model import DraftModel
+from sglang_dflash.model.generate import draft_logits
+from sglang_dflash.model.target import Target
+from sglang_dflash.train.draft import draft_config_for, initialised
+from sglang_dflash.train.objective import (
+    Blocks,
+    block_logits,
+    block_loss,
+    default_gamma,
+    make_blocks,
+    mean_committed,
+    random_anchors,
+    read_rows,
+)
+from sglang_dflash.train.tokens import Rows
+
+VOCAB, MASK = 30, 29
+COMMON = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+def dense():
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON))
+
+
+def hybrid():
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
+    gdn = {
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+    }
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **gdn, rope_parameters=rope))
+
+
+def make_pair(make_target):
+    torch.manual_seed(0)
+    target = make_target().eval().requires_grad_(False)
+    config = draft_config_for(target, n_layers=2, block_size=5, mask_token_id=MASK, target_layer_ids=(0, 1, 2))
+    return initialised(DraftModel(config), std=0.3), target
+
+
+def rows(text: str, said: str) -> Rows:
+    """Letters are tokens (a = 0); a dot under a letter is a prompt, a bar a response."""
+    return Rows(torch.tensor([[ord(c) - ord("a") for c in text]]), torch.tensor([[c == "|" for c in said]]))
+
+
+def tokens(text: str) -> list[int]:
+    return [MASK if c == "#" else ord(c) - ord("a") for c in text]
+
+
+@pytest.mark.parametrize("make_target", [dense, hybrid])
+def test_training_sees_what_inference_sees(make_target):
+    """Many blocks from one pass over whole rows equal, each, one drafting step after reading only what came before."""
+    draft, target = make_pair(make_target)
+    draft, target = draft.double(), target.double()
+    batch = Rows(torch.randint(0, MASK, (2, 24)), torch.ones(2, 24, dtype=torch.bool))
+    choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
+    anchor_RA = random_anchors(batch.is_response_RL, 6, torch.Generator().manual_seed(0))
+    blocks = make_blocks(batch, choices_RL, anchor_RA, block_size=5, mask_token_id=MASK)
+    everywhere = blocks._replace(is_valid_RAD=torch.ones_like(blocks.is_valid_RAD))
+    trained = block_logits(draft, target, features_RLC, everywhere).view(2, 6, 4, VOCAB)
+    for r, a in torch.cartesian_prod(torch.arange(2), torch.arange(6)).tolist():
+        anchor = int(anchor_RA[r, a])
+        if anchor == 0:
+            continue
+        features = Target(target, draft.config.target_layer_ids).read(batch.ids_RL[r : r + 1, :anchor]).features_1SC
+        block = torch.tensor([batch.ids_RL[r, anchor], MASK, MASK, MASK, MASK])
+        embeddings = target.get_input_embeddings()(block)[None, None]
+        hidden = draft(embeddings, draft.context_kv(features), torch.tensor([[anchor]]))
+        torch.testing.assert_close(trained[r, a], draft_logits(hidden[0, 0, 1:], target), atol=1e-6, rtol=0)
+
+
+def test_labels_by_hand():
+    """The target agrees with `abcdefg` but for one choice: after `d` it would say `x`."""
+    batch = rows("abcdefg", "..|||||")
+    choices = torch.tensor([tokens("bcdxfgz")])
+    blocks = make_blocks(batch, choices, torch.tensor([[2, 4, 6, 1]]), block_size=4, mask_token_id=MASK)
+    assert blocks.tokens_RAN[0].tolist() == [tokens(t) for t in ("c###", "e###", "g###", "b###")]
+    assert blocks.labels_RAD[0, :2].tolist() == [tokens("dxf"), tokens("fgg")]
+    assert blocks.is_valid_RAD[0].tolist() == [
+        [True, True, False],  # `x` is still what the target says after `abcd`; behind it the text is another
+        [True, True, False],  # the text ends
+        [False, False, False],  # nothing follows
+        [False, False, False],  # the anchor is not a response
+    ]
+
+
+def test_a_block_ends_with_the_response():
+    batch = rows("abcdef", "|||.||")
+    choices = torch.tensor([tokens("bcdefg")])
+    blocks = make_blocks(batch, choices, torch.tensor([[0]]), block_size=6, mask_token_id=MASK)
+    assert blocks.is_valid_RAD[0, 0].tolist() == [True, True, False, False, False]
+
+
+def test_anchors_are_different_response_tokens_with_a_successor():
+    batch = rows("abcdefghij", "..|||..|||")
+    for seed in range(20):
+        anchors = random_anchors(batch.is_response_RL, 4, torch.Generator().manual_seed(seed))[0].tolist()
+        assert sorted(anchors) == [2, 3, 7, 8]
+
+
+def test_anchors_depend_on_the_seed_alone():
+    said = torch.ones(2, 50, dtype=torch.bool)
+    first, again, other = (random_anchors(said, 8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def one_block(n_valid: int) -> Blocks:
+    return Blocks(
+        anchor_RA=torch.tensor([[0]]),
+        tokens_RAN=torch.zeros(1, 1, 4, dtype=torch.long),
+        labels_RAD=torch.tensor([[[1, 2, 3]]]),
+        is_valid_RAD=torch.tensor([[[i < n_valid for i in range(3)]]]),
+    )
+
+
+def test_loss_by_hand():
+    """Right with probability 1/2, 1/4 and 1/8: the average of the log losses, weighed 1, e^-1/2 and e^-1."""
+    logits = torch.full((3, 4), float("-inf"))
+    for slot, (label, p) in enumerate(((1, 1 / 2), (2, 1 / 4), (3, 1 / 8))):
+        logits[slot, label], logits[slot, 0] = math.log(p), math.log(1 - p)
+    weights = [1.0, math.exp(-0.5), math.exp(-1.0)]
+    want = sum(w * k for w, k in zip(weights, (1, 2, 3), strict=True)) * math.log(2) / sum(weights)
+    assert block_loss(logits, one_block(3), gamma=2.0).item() == pytest.approx(want, rel=1e-6)
+    assert block_loss(logits[:1], one_block(1), gamma=2.0).item() == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient():
+    draft, target = make_pair(dense)
+    batch = Rows(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.bool))
+    choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
+    blocks = make_blocks(batch, choices_RL, torch.tensor([[2]]), block_size=5, mask_token_id=MASK)
+    loss = block_loss(block_logits(draft, target, features_RLC, blocks), blocks, 2.0)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
+
+
+@pytest.mark.parametrize(("guesses", "committed"), [([1, 2, 3], 4), ([1, 2, 0], 3), ([0, 2, 3], 1), ([1, 0, 3], 2)])
+def test_committed_counts_the_right_guesses_in_a_row_and_the_bonus(guesses, committed):
+    logits = torch.nn.functional.one_hot(torch.tensor(guesses), 4).float()
+    assert mean_committed(logits, one_block(3)) == committed
+
+
+def test_the_paper_s_decay():
+    assert [default_gamma(n) for n in (8, 10, 16)] == [4.0, 5.0, 7.0]

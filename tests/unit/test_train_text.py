@@ -1,0 +1,131 @@
+"""What a line of training text means, and in which order documents come."""
+
+import json
+
+import pytest
+
+from sglang_dflash.train.text import Batches, padded, read_documents
+from sglang_dflash.train.tiny_target import CHAT_TEMPLATE
+from sglang_dflash.train.tokens import Tokens, packed
+
+
+class Letters:
+    """A tokenizer with one token per character, and the chat template of the tiny pair."""
+
+    def __init__(self, chat_template=CHAT_TEMPLATE):
+        self.chat_template = chat_template
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(c) for c in text]
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        turns = "".join(f"<{m['role']}>{m['content']}</>\n" for m in messages)
+        return turns + ("<assistant>" if add_generation_prompt else "")
+
+
+def read(path, rows, tokenizer=None, max_length=1000):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return read_documents(path, tokenizer or Letters(), max_length)
+
+
+def shown(document: Tokens) -> tuple[str, str]:
+    """The text, and the part of it that is a response."""
+    text = "".join(map(chr, document.ids))
+    return text, "".join(c for c, said in zip(text, document.is_response, strict=True) if said)
+
+
+def test_the_three_kinds_of_line(tmp_path):
+    chat = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "four"},
+    ]
+    documents = read(
+        tmp_path / "data.jsonl", [{"text": "hello"}, {"prompt": "ab", "response": "cd"}, "", {"messages": chat}]
+    )
+    assert [shown(d) for d in documents] == [
+        ("hello", "hello"),
+        ("abcd", "cd"),
+        ("<user>one</>\n<assistant>two</>\n<user>three</>\n<assistant>four</>", "two</>four</>"),
+    ]
+
+
+def test_a_text_file_is_cut_in_pieces(tmp_path):
+    documents = read(tmp_path / "data.txt", ["abcdefgh"], max_length=3)
+    assert [shown(d)[0] for d in documents] == ["abc", "def", "gh"]
+
+
+def test_documents_with_nothing_to_guess_are_left_out(tmp_path):
+    rows = [{"prompt": "abc", "response": "d"}, {"text": "ef"}, {"text": "gh"}]
+    assert [shown(d)[0] for d in read(tmp_path / "data.jsonl", rows)] == ["ef", "gh"]
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("{", "line 2: "),
+        ("[1]", "line 2: found '\\[1\\]'; give"),
+        ({"content": "x"}, 'line 2: found .* give {"text"}'),
+        ({"text": 5}, "line 2: 'text' is 5; it must be a string"),
+        ({"response": "x"}, "line 2: 'prompt' is None"),
+        ({"messages": [{"content": "x"}]}, "line 2: 'role'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, row, said):
+    with pytest.raises(ValueError, match=said):
+        read(tmp_path / "data.jsonl", [{"text": "good"}, row])
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    with pytest.raises(ValueError, match=r"neither \.txt nor \.jsonl"):
+        read(tmp_path / "data.csv", ["a,b"])
+    with pytest.raises(ValueError, match="holds 1 documents with something to guess"):
+        read(tmp_path / "data.txt", ["short"])
+
+
+def test_messages_need_a_chat_template(tmp_path):
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(ValueError, match="has no chat template"):
+        read(tmp_path / "data.jsonl", [chat], Letters(chat_template=None))
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
+    class Forgetful(Letters):
+        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+            return super().apply_chat_template(messages[-1:], tokenize, add_generation_prompt)
+
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    with pytest.raises(ValueError, match="so that the assistant speaks last"):
+        read(tmp_path / "data.jsonl", [{"messages": chat}], Forgetful())
+
+
+def test_every_epoch_shows_every_document_once_in_a_new_order():
+    documents = [Tokens([i, i], [True, True]) for i in range(9)]
+    batches = Batches(documents, n_rows=2, pad_id=99, seed=1)
+    assert batches.held_out.ids_RL.shape == (1, 2)
+    held_out = batches.held_out.ids_RL[0, 0].item()
+    seen = [i for step in range(8) for i in batches.at(step).ids_RL[:, 0].tolist()]
+    first, second = seen[:8], seen[8:]
+    assert sorted(first) == sorted(second) == [i for i in range(9) if i != held_out]
+    assert first != second
+
+
+def test_a_batch_depends_on_its_step_alone():
+    documents = [Tokens([i, i], [True, True]) for i in range(9)]
+    late, early = (Batches(documents, n_rows=2, pad_id=99, seed=1) for _ in range(2))
+    for step in range(5):
+        early.at(step)
+    assert early.at(5).ids_RL.tolist() == late.at(5).ids_RL.tolist()
+
+
+def test_padding_stands_behind_and_is_no_response():
+    rows = padded([Tokens([1, 2, 3], [False, True, True]), Tokens([4], [True])], pad_id=0)
+    assert rows.ids_RL.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert rows.is_response_RL.tolist() == [[False, True, True], [True, False, False]]
+
+
+def test_packed_rows_start_with_a_document():
+    documents = [Tokens([i] * 3, [True] * 3) for i in range(6)]
+    assert [row.ids for row in packed(documents, 4)] == [[0, 0, 0, 1], [2, 2, 2, 3], [4, 4, 4, 5]]
