@@ -114,11 +114,11 @@ def target_of(server_args: Any) -> Target:
 
 
 def device_of(device: str | None) -> str:
-    """ "cpu", or the GPU's generation: "sm80", "sm90", "sm100", "sm110", "sm120"."""
+    """ "cpu", or an NVIDIA GPU's generation: "sm80", "sm90", "sm100", "sm110", "sm120"; else what SGLang says."""
     if device is None:
         return "undecided"  # until SGLang resolves its arguments
     if not device.startswith("cuda"):
         return device
     import torch
 
-    return f"sm{torch.cuda.get_device_capability()[0]}0"
+    return f"sm{torch.cuda.get_device_capability()[0]}0" if torch.version.cuda else "rocm"  # which torch calls cuda

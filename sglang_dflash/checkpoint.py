@@ -11,53 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from sglang_dflash import draft_files
-from sglang_dflash.errors import NotSupported
+from sglang_dflash.errors import STOCK, NotSupported
+from sglang_dflash.variants import refuse_variants
 
-STOCK = "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker"
-
-ARCHITECTURE = "DFlashDraftModel"
-
-# dflash_config keys that belong to another drafter, by the prefix or name that gives it away.
-VARIANT_KEYS = {
-    "conv_": "DFlash 2",
-    "selector_": "DFlash 2",
-    "lilicorr_": "LiLiCorr",
-    "gru_": "Domino",
-    "emb_dim": "Domino",
-    "shift_label": "Domino",
-    "pure_draft_prefix_len": "Domino",
-    "markov_": "DSpark",
-    "attention_sink_bias": "attention sinks",
-    "attention_value_scale": "scaled values",
-    "swa_window_size": "Nemotron",
-    "sample_from_anchor": "Nemotron",
-}
-
-# Keys of `dflash_config` that v1 has. The output multiplier and soft cap are increasing functions of a logit: they
-# cannot move the argmax, which is all that is drafted from.
-KEYS = {
-    "block_size",
-    "mask_token",
-    "mask_token_id",
-    "target_layer_ids",
-    "num_target_layers",
-    "causal",
-    "attention_mode",
-    "projector_type",
-    "output_multiplier",
-    "final_logit_softcapping",
-}
-
-# Top-level switches that change the arithmetic, with the value v1 has.
-TOP_LEVEL = {
-    "use_gemma_norm": False,
-    "has_embed_tokens": False,
-    "has_lm_head": False,
-    "gating": None,
-    "quantization_config": None,
-    "hidden_act": "silu",
-    "num_experts": None,
-}
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -125,6 +82,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
     if len(layer_types) != n_layers:
         raise ValueError(f"{path}: layer_types has {len(layer_types)} entries for num_hidden_layers={n_layers}")
     window = fields.count("sliding_window") if "sliding_attention" in layer_types else None
+    is_causal = config.get("is_causal", fields.dflash.get("causal"))
     n_heads, n_kv_heads = fields.count("num_attention_heads"), fields.count("num_key_value_heads")
     if n_heads % n_kv_heads:
         raise ValueError(f"{path}: num_attention_heads={n_heads} is not a multiple of num_key_value_heads={n_kv_heads}")
@@ -141,9 +99,9 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         n_kv_heads=n_kv_heads,
         head_dim=fields.count("head_dim"),
         layer_types=layer_types,
-        layers=tuple(_layer(kind, window, config.get("is_causal")) for kind in layer_types),
+        layers=tuple(_layer(kind, window, is_causal) for kind in layer_types),
         sliding_window=window,
-        rope=_rope(config),
+        rope=_rope(fields),
         vocab_size=fields.count("vocab_size") if fields.has("vocab_size") else None,
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
     )
@@ -174,32 +132,6 @@ class Fields:
 
     def _find(self, name: str) -> Any:
         return self.dflash[name] if name in self.dflash else self.config.get(name)
-
-
-def refuse_variants(config: Mapping[str, Any], path: str) -> None:
-    """Refuse, by name, drafts whose arithmetic is not DFlash v1's."""
-    architectures = config.get("architectures") or []
-    if architectures != [ARCHITECTURE]:
-        raise NotSupported(
-            f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {ARCHITECTURE}; "
-            f"give a DFlash v1 draft, or {STOCK}"
-        )
-    dflash = config.get("dflash_config")
-    if not isinstance(dflash, dict):
-        raise ValueError(f"{path}: config.json has no dflash_config object; this is not a DFlash draft")
-    for key, value in dflash.items():
-        if key not in KEYS and value not in (None, False, 0):
-            variant = next((name for mark, name in VARIANT_KEYS.items() if key.startswith(mark)), "an unknown variant")
-            raise NotSupported(f"{path}: dflash_config.{key}={value!r} belongs to {variant}, not to DFlash v1; {STOCK}")
-    projector = dflash.get("projector_type", config.get("projector_type"))
-    if projector not in (None, "dflash"):
-        raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash v1; {STOCK}")
-    if dflash.get("attention_mode", "gqa") not in ("gqa", "mha"):
-        raise NotSupported(f"{path}: dflash_config.attention_mode={dflash['attention_mode']!r} is not gqa; {STOCK}")
-    for key, expected in TOP_LEVEL.items():
-        value = config.get(key, expected)
-        if value not in (expected, None):
-            raise NotSupported(f"{path}: {key}={value!r} is not DFlash v1 ({expected!r}); {STOCK}")
 
 
 def _block_size(fields: Fields) -> int:
@@ -233,11 +165,24 @@ def _layer(kind: str, window: int | None, is_causal: bool | None) -> Layer:
     return Layer(window if sliding else None, causal=sliding if is_causal is None else is_causal)
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(fields: Fields) -> dict[str, Any]:
     """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before), as one mapping."""
+    config = fields.config
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise NotSupported(
+            f"{fields.path}: rope_type={rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}; {STOCK}"
+        )
+    # A draft turns its whole heads by one position. Some configs carry the target's other ways along, unused, and
+    # then say so with rope_dim; without it libraries disagree on what such a config means.
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
+    if (partial or "mrope_section" in rope) and rope.get("rope_dim") != fields.count("head_dim"):
+        raise NotSupported(
+            f"{fields.path}: partial_rotary_factor or mrope_section without rope_dim={fields.count('head_dim')}; "
+            f"take them out of config.json if the draft was trained with plain rotary heads, or {STOCK}"
+        )
     return rope
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from sglang_dflash import backends, checkpoint
 from sglang_dflash.arguments import Arguments, Target, arguments_of, target_of
-from sglang_dflash.checkpoint import STOCK, Checkpoint, Layer
-from sglang_dflash.errors import NotSupported
+from sglang_dflash.checkpoint import Checkpoint, Layer
+from sglang_dflash.errors import STOCK, NotSupported
 
 
 @dataclass(frozen=True)

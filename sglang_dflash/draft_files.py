@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, NotASafetensorsRepoError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    NotASafetensorsRepoError,
+    OfflineModeIsEnabled,
+)
 from safetensors import SafetensorError, safe_open
 
 Shapes = dict[str, tuple[int, ...]]
@@ -104,6 +110,9 @@ def _hub_shapes(repository: str, revision: str | None) -> Shapes:
         files = HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata.values()
     except NotASafetensorsRepoError:
         raise ValueError(f"{repository} has no safetensors weights; convert the draft to safetensors") from None
-    except HfHubHTTPError as error:
-        raise ValueError(f"{repository}: its tensor headers cannot be fetched ({error}); download the draft") from None
+    except (HfHubHTTPError, OfflineModeIsEnabled) as error:
+        reason = type(error).__name__
+        raise ValueError(
+            f"{repository}: its weights are not here and cannot be fetched ({reason}); download them"
+        ) from None
     return {name: tuple(info.shape) for file in files for name, info in file.tensors.items()}

@@ -50,6 +50,8 @@ SEAMS = (
 # What the rest of the package needs. Checked when DFLASH is served.
 NAMES = (
     # arguments and models, before a worker exists
+    Name("sglang.srt.plugins", "load_plugins"),
+    Name("sglang.srt.server_args", "prepare_server_args", "argv"),
     Name("sglang.srt.arg_groups.overrides", "attention_backends_of", "cfg"),
     Name("sglang.srt.arg_groups.model_override_base", "model_config_of", "server_args"),
     Name(

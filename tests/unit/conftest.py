@@ -45,12 +45,19 @@ Launch = Callable[..., Ended]
 
 
 @pytest.fixture(scope="session")
-def launch() -> Iterator[Launch]:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The only cache of Hugging Face repositories a launched command has; it has no network either."""
+    return tmp_path_factory.mktemp("hub")
+
+
+@pytest.fixture(scope="session")
+def launch(hub: Path) -> Iterator[Launch]:
     """`launch(module, *argv, env={...})`: run `python -m module argv` on a machine without a GPU."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_")}
     environment |= {
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
+        "HF_HUB_CACHE": str(hub),
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": str(FIXTURES),
         "PYTHONWARNINGS": "ignore",
@@ -80,10 +87,11 @@ def launch() -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def pair(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of a hybrid target, a dense target and a draft that fits both."""
+    """Directories of a hybrid target, a dense one, one in fp16, and a draft that fits the first two."""
     root = tmp_path_factory.mktemp("pair")
     return {
         "hybrid": str(checkpoints.write_config(root / "hybrid", checkpoints.HYBRID)),
         "dense": str(checkpoints.write_config(root / "dense", checkpoints.DENSE)),
+        "fp16": str(checkpoints.write_config(root / "fp16", checkpoints.DENSE | {"dtype": "float16"})),
         "draft": str(checkpoints.write_draft(root / "draft")),
     }

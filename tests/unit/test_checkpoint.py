@@ -68,6 +68,17 @@ def test_rope_of_either_generation(
     assert checkpoint.read(str(folder)).rope == rope
 
 
+def test_the_target_s_rotary_fields_may_be_carried_along_unused(checkpoints: ModuleType, tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_dim": 16}
+    assert checkpoint.read(str(checkpoints.write_draft(tmp_path, rope_parameters=rope))).rope == rope
+
+
+@pytest.mark.parametrize("name", ["is_causal", "causal"])
+def test_causality_is_found_in_either_place(name: str, checkpoints: ModuleType, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"is_causal": True} if name == "is_causal" else {"dflash_config": {"causal": True}}
+    assert checkpoint.read(str(checkpoints.write_draft(tmp_path, **given))).layers == (Layer(None, causal=True),) * 2
+
+
 def test_overrides_are_applied(folder: Path) -> None:
     assert checkpoint.read(str(folder), overrides={"block_size": 4}).block_size == 4
 
@@ -113,6 +124,10 @@ def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: P
         ({"dflash_config": {"tomorrow": 1}}, NotSupported, "tomorrow=1 belongs to an unknown variant"),
         ({"dflash_config": {"attention_mode": "mla"}}, NotSupported, "attention_mode='mla' is not gqa"),
         ({"use_gemma_norm": True}, NotSupported, "use_gemma_norm=True is not DFlash v1"),
+        ({"rope_is_neox_style": False}, NotSupported, "rope_is_neox_style=False is not DFlash v1"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, NotSupported, "rope_type='longrope' is not one of default,"),
+        ({"partial_rotary_factor": 0.25}, NotSupported, "partial_rotary_factor or mrope_section without rope_dim=16"),
+        ({"rope_parameters": {"mrope_section": [3, 3, 2]}}, NotSupported, "mrope_section without rope_dim=16"),
         ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "quantization_config=.* is not DFlash v1"),
         ({"head_dim": None}, ValueError, "config.json has no head_dim; .* add it"),
         ({"dflash_config": {"mask_token_id": None}}, ValueError, "config.json has no mask_token_id"),

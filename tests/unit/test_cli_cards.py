@@ -6,6 +6,7 @@ parses it into its arguments here, and the rules that choose the draft's backend
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -158,3 +159,20 @@ def test_the_stock_worker_is_not_held_to_our_rules(launch: Any, pair: dict[str, 
     line = CPU.format(target=pair["dense"], draft=pair["draft"]) + "--speculative-num-draft-tokens 12"
     stock = {"SGLANG_DFLASH_WORKER": "stock"}
     assert parse(launch, line, stock, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 12
+
+
+def test_a_draft_may_be_a_repository(launch: Any, pair: dict[str, str], checkpoints: ModuleType, hub: Path) -> None:
+    """As on the cards: the draft is found where the Hugging Face client keeps it, and is checked there."""
+    checkpoints.write_cached(hub, "z-lab/Tiny-DFlash", block_size=6)
+    line = CPU.format(target=pair["dense"], draft="z-lab/Tiny-DFlash")
+    assert parse(launch, line, {}, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 6
+
+
+def test_a_repository_without_its_weights_is_refused(
+    launch: Any, pair: dict[str, str], checkpoints: ModuleType, hub: Path
+) -> None:
+    (checkpoints.write_cached(hub, "z-lab/Half-DFlash") / "model.safetensors").unlink()
+    line = CPU.format(target=pair["dense"], draft="z-lab/Half-DFlash")
+    ended = launch("parse", "--resolve", *line.split())
+    assert ended.code == 1
+    assert "z-lab/Half-DFlash: its weights are not here and cannot be fetched" in ended.last_line

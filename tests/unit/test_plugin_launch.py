@@ -15,7 +15,7 @@ import pytest
 
 CPU = (
     "--model-path {target} --device cpu --attention-backend torch_native --speculative-algorithm DFLASH "
-    "--speculative-draft-model-path {draft} --max-total-tokens 1024 --disable-radix-cache"
+    "--speculative-draft-model-path {draft} --max-total-tokens 1024 --disable-radix-cache --port 39731"
 )
 
 Folder = Callable[[ModuleType, Path], Path]
@@ -75,7 +75,10 @@ BAD = {
     "disaggregation": Bad(
         "NotSupported: --disaggregation-mode prefill is not supported with DFLASH", "--disaggregation-mode prefill"
     ),
-    "dtypes": Bad("NotSupported: {draft}: the draft is float16 and", "--dtype float16 --kv-cache-dtype auto"),
+    "dtypes": Bad(
+        "NotSupported: {draft}: the draft is bfloat16 and the target runs in float16; give --dtype bfloat16",
+        target="fp16",
+    ),
     "unknown strategy under its old name": Bad(
         "argument --mamba-scheduler-strategy: invalid choice: 'ring'", "--mamba-scheduler-strategy ring"
     ),
@@ -101,7 +104,7 @@ BAD = {
         "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker",
         draft={"architectures": ["DFlash2DraftModel"]},
     ),
-    "Domino": Bad("projector_type='domino' is not DFlash v1", draft=dflash(projector_type="domino", emb_dim=8)),
+    "Domino": Bad("projector_type='domino' is not DFlash v1", draft=dflash(projector_type="domino")),
     "LiLiCorr": Bad("lilicorr_enabled=True belongs to LiLiCorr", draft=dflash(lilicorr_enabled=True)),
     "a model that is no draft": Bad(
         "NotSupported: {draft}: architecture is Qwen3ForCausalLM, not DFlashDraftModel",

@@ -1,0 +1,82 @@
+"""Drafts that look like DFlash v1 and are not: told apart by their config, and refused by name.
+
+The later drafters share v1's checkpoint layout and even its architecture name, so loading them as v1 would not fail;
+it would draft badly.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_dflash.errors import STOCK, NotSupported
+
+ARCHITECTURE = "DFlashDraftModel"
+
+# dflash_config keys that belong to another drafter, by the prefix or name that gives it away.
+VARIANT_KEYS = {
+    "conv_": "DFlash 2",
+    "selector_": "DFlash 2",
+    "lilicorr_": "LiLiCorr",
+    "gru_": "Domino",
+    "emb_dim": "Domino",
+    "shift_label": "Domino",
+    "pure_draft_prefix_len": "Domino",
+    "markov_": "DSpark",
+    "attention_sink_bias": "attention sinks",
+    "attention_value_scale": "scaled values",
+    "swa_window_size": "Nemotron",
+    "sample_from_anchor": "Nemotron",
+}
+
+# Keys of `dflash_config` that v1 has. The output multiplier and soft cap are increasing functions of a logit: they
+# cannot move the argmax, which is all that is drafted from.
+KEYS = {
+    "block_size",
+    "mask_token",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "causal",
+    "attention_mode",
+    "projector_type",
+    "output_multiplier",
+    "final_logit_softcapping",
+}
+
+# Top-level switches that change the arithmetic, with the value v1 has.
+TOP_LEVEL = {
+    "use_gemma_norm": False,
+    "has_embed_tokens": False,
+    "has_lm_head": False,
+    "gating": None,
+    "quantization_config": None,
+    "hidden_act": "silu",
+    "num_experts": None,
+    "rope_is_neox_style": True,
+    "is_neox_style": True,
+}
+
+
+def refuse_variants(config: Mapping[str, Any], path: str) -> None:
+    """Refuse, by name, drafts whose arithmetic is not DFlash v1's."""
+    architectures = config.get("architectures") or []
+    if architectures != [ARCHITECTURE]:
+        raise NotSupported(
+            f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {ARCHITECTURE}; "
+            f"give a DFlash v1 draft, or {STOCK}"
+        )
+    dflash = config.get("dflash_config")
+    if not isinstance(dflash, dict):
+        raise ValueError(f"{path}: config.json has no dflash_config object; this is not a DFlash draft")
+    for key, value in dflash.items():
+        if key not in KEYS and value not in (None, False, 0):
+            variant = next((name for mark, name in VARIANT_KEYS.items() if key.startswith(mark)), "an unknown variant")
+            raise NotSupported(f"{path}: dflash_config.{key}={value!r} belongs to {variant}, not to DFlash v1; {STOCK}")
+    projector = dflash.get("projector_type", config.get("projector_type"))
+    if projector not in (None, "dflash"):
+        raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash v1; {STOCK}")
+    if dflash.get("attention_mode", "gqa") not in ("gqa", "mha"):
+        raise NotSupported(f"{path}: dflash_config.attention_mode={dflash['attention_mode']!r} is not gqa; {STOCK}")
+    for key, expected in TOP_LEVEL.items():
+        value = config.get(key, expected)
+        if value not in (expected, None):
+            raise NotSupported(f"{path}: {key}={value!r} is not DFlash v1 ({expected!r}); {STOCK}")
