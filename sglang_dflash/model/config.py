@@ -117,7 +117,7 @@ class DraftConfig:
             head_dim=head_dim,
             intermediate_size=_required(fields, "intermediate_size"),
             vocab_size=_required(fields, "vocab_size"),
-            block_size=_required(fields | dflash, "block_size"),
+            block_size=_required({**fields, **dflash}, "block_size"),
             mask_token_id=_required(dflash, "mask_token_id", "dflash_config."),
             target_layer_ids=tuple(_required(dflash, "target_layer_ids", "dflash_config.")),
             num_target_layers=dflash.get("num_target_layers") or fields.get("num_target_layers"),

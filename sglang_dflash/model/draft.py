@@ -13,7 +13,7 @@ Knows nothing of targets, sampling or losses.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -133,7 +133,7 @@ class DraftModel(nn.Module):
         hidden_RTH = self.hidden_norm(self.fc(features_RTC))
         positions_T = torch.arange(first_position, first_position + features_RTC.shape[1], device=self.device)
         rotation = self._rotation(positions_T)
-        pairs = [layer.self_attn.key_value(hidden_RTH, rotation) for layer in self.layers]
+        pairs = [cast(Layer, layer).self_attn.key_value(hidden_RTH, rotation) for layer in self.layers]
         keys, values = zip(*pairs, strict=True)
         return ContextKV(torch.stack(keys), torch.stack(values))
 

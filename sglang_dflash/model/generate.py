@@ -69,12 +69,12 @@ def spec_steps(draft: DraftModel, target: PreTrainedModel, input_ids: torch.Tens
     yield step
     while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
         tokens_N = draft_block(draft, target, anchor, context, (N, options.draft_window))[:width]
-        reading = reader.read_block(tokens_N[None])
+        reading, undo = reader.read_block(tokens_N[None])
         target_N = choose(reading.logits_1SV[0], options)
         n_accepted = int((tokens_N[1:] == target_N[:-1]).long().cumprod(0).sum())
         n_committed = n_accepted + 1  # the bonus is the target's own token after the accepted drafts
         # The step emits accepted drafts and bonus and keeps the rows of anchor and accepted drafts: as many.
-        reader.keep(n_committed)
+        reader.keep(n_committed, undo)
         kept_1SC = reading.features_1SC[:, :n_committed].to(draft.dtype)
         context = context.append(draft.context_kv(kept_1SC, first_position=context.n_tokens))
         anchor = target_N[n_accepted : n_accepted + 1]

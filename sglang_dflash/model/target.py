@@ -24,6 +24,13 @@ class Reading(NamedTuple):
     features_1SC: torch.Tensor
 
 
+class Undo(NamedTuple):
+    """What it takes to unread a block: its tokens, and the recurrent states before it."""
+
+    ids_1N: torch.Tensor
+    states: list[torch.Tensor]
+
+
 def target_features(hidden_states: Sequence[torch.Tensor], layer_ids: Sequence[int]) -> torch.Tensor:
     """Outputs of the given layers side by side, [..., C]; `hidden_states` starts with the embeddings."""
     return torch.cat([hidden_states[layer + 1] for layer in layer_ids], dim=-1)
@@ -79,26 +86,25 @@ class Target:
         self._cut(0)
         return reading
 
-    def read_block(self, ids_1N: torch.Tensor) -> Reading:
+    def read_block(self, ids_1N: torch.Tensor) -> tuple[Reading, Undo]:
         """Read a block that `keep` will cut to its first tokens."""
-        self._block_1N = ids_1N
-        self._states = [
-            [{i: state.clone() for i, state in kind.items()} for kind in (layer.conv_states, layer.recurrent_states)]
-            for layer in self.recurrent
-        ]
-        return self._forward(ids_1N)
+        undo = Undo(ids_1N, [state.clone() for state in self._states()])
+        return self._forward(ids_1N), undo
 
-    def keep(self, n: int) -> None:
-        """Unread all but the first `n` tokens of the last block."""
-        N = self._block_1N.shape[1]
+    def keep(self, n: int, undo: Undo) -> None:
+        """Unread all but the first `n` tokens of the block that was read last."""
+        N = undo.ids_1N.shape[1]
         if n == N or not self.recurrent:
             return self._cut(N - n)
         self._cut(N)
-        for layer, states in zip(self.recurrent, self._states, strict=True):
-            for kind, saved in zip((layer.conv_states, layer.recurrent_states), states, strict=True):
-                for i, state in saved.items():
-                    kind[i].copy_(state)
-        self.read(self._block_1N[:, :n])
+        for state, saved in zip(self._states(), undo.states, strict=True):
+            state.copy_(saved)
+        self.read(undo.ids_1N[:, :n])
+
+    def _states(self) -> list[torch.Tensor]:
+        """What the recurrent layers hold, in a fixed order: convolution windows and states."""
+        kinds = (kind for layer in self.recurrent for kind in (layer.conv_states, layer.recurrent_states))
+        return [state for kind in kinds for state in kind.values() if state is not None]
 
     def _forward(self, ids_1S: torch.Tensor) -> Reading:
         out = self.model(input_ids=ids_1S, past_key_values=self.cache, use_cache=True, output_hidden_states=True)

@@ -30,9 +30,9 @@ def layer_ids(text: str) -> tuple[int, ...]:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sglang_dflash.train", description="Train DFlash drafts.")
     commands = parser.add_subparsers(dest="command", required=True)
-    own = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    shows_defaults = argparse.ArgumentDefaultsHelpFormatter
 
-    draft = commands.add_parser("draft", help="train a draft for a Transformers causal LM", **own)
+    draft = commands.add_parser("draft", help="train a draft for a target", formatter_class=shows_defaults)
     draft.add_argument("--target", required=True, help="folder or hub name of the target, with its tokenizer")
     draft.add_argument("--data", type=Path, required=True, help=".txt, or .jsonl of text, prompt/response or messages")
     draft.add_argument("--out", type=Path, required=True, help="folder for the draft and the checkpoint of the run")
@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     draft.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the target and of the saved draft")
     draft.add_argument("--seed", type=int, default=0)
 
-    tiny = commands.add_parser("tiny", help="make the tiny pair: tokenizer, corpus, target, draft", **own)
+    tiny = commands.add_parser("tiny", help="make the tiny pair from nothing", formatter_class=shows_defaults)
     tiny.add_argument("--out", type=Path, default=Path("tiny"), help="folder for target/ and draft/")
     tiny.add_argument("--kind", choices=("hybrid", "dense"), default="hybrid", help="of the target")
     tiny.add_argument("--target-steps", type=int, default=RECIPE.steps)

@@ -115,7 +115,7 @@ def _chat_parts(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
         raise ValueError('this target has no chat template; give {"prompt", "response"} instead of {"messages"}')
 
     def written(n: int, *, ask: bool) -> str:
-        return tokenizer.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=ask)
+        return str(tokenizer.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=ask))
 
     whole, parts, end = written(len(messages), ask=False), [], 0
     for i, message in enumerate(messages):

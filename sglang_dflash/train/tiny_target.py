@@ -7,7 +7,7 @@ import json
 import math
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -97,7 +97,7 @@ def rows_at(tokenizer: PreTrainedTokenizerFast, seed: int, step: int) -> Rows:
 
 def make_target(kind: Kind) -> PreTrainedModel:
     """A freshly initialised target of about 1.4 million parameters, fp32."""
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": CONTEXT_LENGTH,
         "tie_word_embeddings": False, "eos_token_id": END, "pad_token_id": PAD, "bos_token_id": None,
@@ -119,10 +119,11 @@ def make_target(kind: Kind) -> PreTrainedModel:
 
 def give_memory(gated_delta_net: nn.Module) -> None:
     """Start with states that fade over ten to a thousand tokens; Transformers' own start forgets within one."""
-    time_step = torch.exp(torch.empty_like(gated_delta_net.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)))
+    parameters = dict(gated_delta_net.named_parameters())
+    time_step = torch.exp(torch.empty_like(parameters["dt_bias"]).uniform_(math.log(1e-3), math.log(1e-1)))
     inverse_softplus = time_step + torch.log(-torch.expm1(-time_step))
-    gated_delta_net.dt_bias.data.copy_(inverse_softplus)
-    gated_delta_net.A_log.data.zero_()
+    parameters["dt_bias"].data.copy_(inverse_softplus)
+    parameters["A_log"].data.zero_()
 
 
 def token_losses(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +166,8 @@ def train_target(kind: Kind, out: Path, recipe: Recipe, seed: int = 0) -> None:
 
 
 def save_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    target.to(torch.bfloat16).save_pretrained(out)
+    nn.Module.to(target, torch.bfloat16)
+    target.save_pretrained(out)
     tokenizer.save_pretrained(out)
     config_path = out / "config.json"
     config = json.loads(config_path.read_text())

@@ -35,13 +35,9 @@ def dense():
 
 def hybrid():
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
-    gdn = {
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-    }
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **gdn, rope_parameters=rope))
+    head_dims = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    n_heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **head_dims, **n_heads, rope_parameters=rope))
 
 
 def make_pair(make_target):
