@@ -4,54 +4,34 @@
 sentence and names the flag or field that mends it. How SGLang keeps its arguments is `arguments.py`'s.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash import backends, checkpoint
 from sglang_dflash.arguments import Arguments, Target, arguments_of, target_of
-from sglang_dflash.checkpoint import Checkpoint, Layer
+from sglang_dflash.checkpoint import Checkpoint
 from sglang_dflash.errors import STOCK, NotSupported
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
-    """Everything the worker needs to know, sizes before tensor parallelism.
+class DFlashConfig(Checkpoint):
+    """A draft as this server runs it: what its checkpoint says, and what the flags and the target made of that.
 
-    Attributes:
+    Attributes (beside `Checkpoint`'s; sizes are before tensor parallelism):
         block_size: N, the anchor and the drafts of one step; at most `trained_block_size`.
-        mask_token_id: what fills slots 1..N-1.
-        target_layer_ids: target layers whose outputs are the features, ascending.
-        layers: how each draft layer attends; `layer_types` and `sliding_window` say the same in the checkpoint's words.
+        vocab_size: the target's, whose embedding and head the draft borrows.
+        dtype: of the draft's weights and activations, and of the target's features, e.g. "bfloat16".
         draft_window: context tokens the draft keeps (`--speculative-draft-window-size`); None: all.
-        rope: `rope_type`, `rope_theta` and whatever else that type has.
-        dtype: of the draft's weights and activations, e.g. "bfloat16".
         draft_attention_backend: resolved by `backends`.
     """
 
-    draft_path: str
-    block_size: int
     trained_block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    n_layers: int
-    hidden_size: int
-    intermediate_size: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    layer_types: tuple[str, ...]
-    layers: tuple[Layer, ...]
-    sliding_window: int | None
     draft_window: int | None
-    rope: Mapping[str, Any]
-    vocab_size: int
-    dtype: str
     draft_attention_backend: str
 
     @property
-    def n_features(self) -> int:
-        """C: the width of one row of features."""
+    def feature_width(self) -> int:
+        """C: elements in one token's features."""
         return len(self.target_layer_ids) * self.hidden_size
 
     @classmethod
@@ -81,25 +61,11 @@ def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashCo
     block_size = _block_size(arguments, draft)
     _check_window(arguments, draft, block_size)
     _check_heads(arguments, draft)
+    changed = {"block_size": block_size, "vocab_size": target.vocab_size, "dtype": _dtype(arguments, target, draft)}
     return DFlashConfig(
-        draft_path=draft.path,
-        block_size=block_size,
+        **vars(draft) | changed,
         trained_block_size=draft.block_size,
-        mask_token_id=draft.mask_token_id,
-        target_layer_ids=draft.target_layer_ids,
-        n_layers=draft.n_layers,
-        hidden_size=draft.hidden_size,
-        intermediate_size=draft.intermediate_size,
-        n_heads=draft.n_heads,
-        n_kv_heads=draft.n_kv_heads,
-        head_dim=draft.head_dim,
-        layer_types=draft.layer_types,
-        layers=draft.layers,
-        sliding_window=draft.sliding_window,
         draft_window=arguments.draft_window,
-        rope=draft.rope,
-        vocab_size=target.vocab_size,
-        dtype=_dtype(arguments, target, draft),
         draft_attention_backend=backends.resolve(
             asked=arguments.draft_backend,
             target=arguments.target_backend,

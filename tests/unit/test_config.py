@@ -49,7 +49,7 @@ def draft(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_everything_left_to_the_checkpoint(draft: Checkpoint) -> None:
     config = combine(ARGUMENTS, TARGET, draft)
     assert (config.block_size, config.trained_block_size, config.draft_window) == (8, 8, None)
-    assert (config.vocab_size, config.n_features, config.dtype) == (128, 128, "bfloat16")
+    assert (config.vocab_size, config.feature_width, config.dtype) == (128, 128, "bfloat16")
     assert config.draft_attention_backend == "fa3"
     assert config.rope == draft.rope
     for name in ("mask_token_id", "target_layer_ids", "layers", "layer_types", "head_dim", "n_kv_heads"):
