@@ -10,7 +10,7 @@ S slots of the state pool. Computed in fp32, returned in x's type, token-major i
 import torch
 import torch.nn.functional as F
 
-from sglang_dflash.cpu.refuse import refuse, refuse_padding
+from sglang_dflash.cpu.refuse import refuse
 
 
 def causal_conv1d_fn(
@@ -26,14 +26,13 @@ def causal_conv1d_fn(
     **others: object,
 ) -> torch.Tensor:
     """Prefill: convolve packed requests x [F, T], and leave each one's last P inputs in its slot of [S, F, P].
-    Tokens past the last request's are padding and come out as zeros.
+    Tokens past the last request's are padding and come out as zeros. A negative slot is an error.
     """
     refuse("causal_conv1d_fn", others)
     start_B = query_start_loc.long()
     n_tokens_B = start_B.diff()
     B, P = n_tokens_B.shape[0], weight.shape[1] - 1
     slot_B = torch.arange(B) if cache_indices is None else cache_indices[:B].long()
-    refuse_padding("causal_conv1d_fn", "cache_indices", slot_B)
 
     # One sequence for all requests, each preceded by its own P carried inputs: no window crosses a request.
     carried_BPF = conv_states[slot_B, :, :P].transpose(1, 2).float()
@@ -75,38 +74,65 @@ def causal_conv1d_update(
     commit then puts the accepted step's state there.
     """
     refuse("causal_conv1d_update", others)
-    x_BNF = x[:, None] if x.dim() == 2 else x.transpose(1, 2)
-    B, N, _ = x_BNF.shape
     P = weight.shape[1] - 1
-    slot_B = torch.arange(B) if conv_state_indices is None else conv_state_indices[:B]
-    refuse_padding("causal_conv1d_update", "conv_state_indices", slot_B)
-
-    carried_BPF = conv_state.index_select(0, slot_B)[:, :, :P].transpose(1, 2)
-    joined = torch.cat([carried_BPF.float(), x_BNF.float()], dim=1)
+    B = x.shape[0]
+    slot_B = torch.arange(B) if conv_state_indices is None else conv_state_indices[:B].long()
+    carried_BFP = conv_state.index_select(0, slot_B)[:, :, :P].float()
+    if x.dim() == 2 and intermediate_conv_window is None:
+        return _one_token(x, carried_BFP, (weight, bias, activation), (conv_state, slot_B))
+    x_BNF = x[:, None] if x.dim() == 2 else x.transpose(1, 2)
+    joined = torch.cat([carried_BFP.transpose(1, 2), x_BNF.float()], dim=1)
     y_BNF = _convolve(joined, weight, bias, activation).to(x.dtype)
-    conv_state[slot_B.long(), :, :P] = joined[:, N:].transpose(1, 2).to(conv_state.dtype)
+    _keep(conv_state, slot_B, joined[:, -P:].transpose(1, 2))
     if intermediate_conv_window is not None:
-        _save_windows(intermediate_conv_window, intermediate_state_indices[:B], joined)
+        _save_windows(intermediate_conv_window, intermediate_state_indices[:B].long(), joined)
     return y_BNF[:, 0] if x.dim() == 2 else y_BNF.transpose(1, 2)
+
+
+def _one_token(
+    x: torch.Tensor,
+    carried_BFP: torch.Tensor,
+    taps: tuple[torch.Tensor, torch.Tensor | None, str | bool | None],
+    kept_in: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Decode, the hottest call: channels first, so that a window is one dot product and the state needs no turning."""
+    weight, bias, activation = taps
+    window_BFW = torch.cat([carried_BFP, x[:, :, None].float()], dim=2)
+    y_BF = _activated((window_BFW * weight.float()).sum(dim=2), bias, activation)
+    _keep(*kept_in, window_BFW[:, :, 1:])
+    return y_BF.to(x.dtype)
+
+
+def _keep(pool: torch.Tensor, slot_B: torch.Tensor, state_BFP: torch.Tensor) -> None:
+    """A pool may hold more inputs than the convolution needs; the first P are ours."""
+    state_BFP = state_BFP.to(pool.dtype)
+    if pool.shape[2] == state_BFP.shape[2]:
+        pool.index_copy_(0, slot_B, state_BFP)
+    else:
+        pool[slot_B, :, : state_BFP.shape[2]] = state_BFP
 
 
 def _convolve(
     joined: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None
 ) -> torch.Tensor:
     """[B, P + N, F] -> [B, N, F], fp32: W shifted multiply-adds, which beat conv1d's set-up at these sizes."""
-    W = weight.shape[1]
-    N = joined.shape[1] - W + 1
-    tap_WF = weight.T.float()
-    y = joined[:, :N] * tap_WF[0]
-    for j in range(1, W):
-        y.addcmul_(joined[:, j : j + N], tap_WF[j])
+    taps_WF = weight.T.float().unbind(0)
+    N = joined.shape[1] - len(taps_WF) + 1
+    y = joined[:, :N] * taps_WF[0]
+    for j, tap_F in enumerate(taps_WF[1:], start=1):
+        y.addcmul_(joined[:, j : j + N], tap_F)
+    return _activated(y, bias, activation)
+
+
+def _activated(y: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None) -> torch.Tensor:
+    """In place."""
     if bias is not None:
         y += bias.float()
     if activation in ("silu", "swish", True):
         return F.silu(y, inplace=True)
     if activation in (None, False):
         return y
-    raise NotImplementedError(f"causal convolution on CPU: activation={activation!r} is not defined")
+    raise NotImplementedError(f"causal convolution: activation={activation!r} is not defined on the CPU platform")
 
 
 def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tensor) -> None:
@@ -120,7 +146,7 @@ def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tenso
     if step_stride == tap_stride:
         n_inputs = joined.shape[1] - 1
         strip = window.as_strided((R, F_, n_inputs), (window.stride(0), window.stride(2), tap_stride))
-        strip[row_B.long()] = joined[:, 1:].transpose(1, 2).to(window.dtype)
+        strip.index_copy_(0, row_B, joined[:, 1:].transpose(1, 2).to(window.dtype))
     else:
         windows_BNFP = joined[:, 1:].unfold(1, P, 1)
-        window[row_B.long(), : windows_BNFP.shape[1]] = windows_BNFP.to(window.dtype)
+        window[row_B, : windows_BNFP.shape[1]] = windows_BNFP.to(window.dtype)

@@ -9,7 +9,7 @@ key head, H = G R value heads, K key width, V value width, S slots of the state 
 import torch
 
 from sglang_dflash.cpu.gdn_block import Block, l2_normalised, log_decay
-from sglang_dflash.cpu.refuse import refuse, refuse_padding
+from sglang_dflash.cpu.refuse import refuse
 
 CHUNK = 64  # SGLang's radix tracking reads the state before every 64th token
 
@@ -56,26 +56,24 @@ def chunk_gated_delta_rule(
             "initial_state_indices=None": initial_state_indices is None,
         },
     )
-    q_TGK, k_TGK = _queries_and_keys(q[0], k[0], scale=scale, normalise=use_qk_l2norm_in_kernel)
     chunks = _Chunks(cu_seqlens)
     # Padding tokens have q = k = v = g = beta = 0: they leave the state as it is.
     block = Block.of(
-        chunks.pad(q_TGK),
-        chunks.pad(k_TGK),
+        _queries_and_keys(chunks.pad(q[0].float()), chunks.pad(k[0].float()), scale, use_qk_l2norm_in_kernel),
         chunks.pad(v[0].float()),
         g_BCH=chunks.pad(g[0].float()),
         beta_BCH=chunks.pad(beta[0].float()),
     )
-    heads = block.v_BGRCV.shape[1:3]
     slot_B = initial_state_indices.long()
-    state_BGRVK = initial_state[slot_B.clamp(min=0)].float() * (slot_B >= 0)[:, None, None, None]
-    state_BGRVK = state_BGRVK.unflatten(1, heads)
+    state_BHVK = initial_state[slot_B.clamp(min=0)].float() * (slot_B >= 0)[:, None, None, None]
+    state_BGRVK = state_BHVK.unflatten(1, block.v_BGRCV.shape[1:3])
     before_MGRVK, delta_MGRCV = _scan(block, chunks, state_BGRVK)
-    out_TGRV = chunks.unpad(block.outputs(before_MGRVK, delta_MGRCV))
+    found_by_q, _ = block.read(before_MGRVK)
+    out_THV = chunks.unpad(block.outputs(found_by_q, delta_MGRCV))
     if inplace_update:
         kept_B = slot_B >= 0
-        initial_state[slot_B[kept_B]] = state_BGRVK[kept_B].flatten(1, 2).to(initial_state.dtype)
-    return out_TGRV.to(v.dtype)[None], None, before_MGRVK.flatten(1, 2)[None]
+        initial_state[slot_B[kept_B]] = state_BHVK[kept_B].to(initial_state.dtype)
+    return out_THV.to(v.dtype)[None], None, before_MGRVK.flatten(1, 2)[None]
 
 
 def _scan(block: Block, chunks: "_Chunks", state_BGRVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,19 +81,19 @@ def _scan(block: Block, chunks: "_Chunks", state_BGRVK: torch.Tensor) -> tuple[t
 
     Delta = from_values - from_state S_0^T: one solve serves all chunks before any of their states is known.
     """
-    key_heads_share_BGRCK = (block.k_BG1CK * block.decay_BGRC1).expand(*block.v_BGRCV.shape[:-1], -1)
-    solved = block.solve(torch.cat([block.v_BGRCV, key_heads_share_BGRCK], dim=-1))
-    from_values, from_state = solved.split([state_BGRVK.shape[-2], state_BGRVK.shape[-1]], dim=-1)
+    k_MG1CK = block.qk_BGJCK[:, :, 1, None]
+    right = torch.cat([block.v_BGRCV, k_MG1CK * block.decay_BGRC[..., None]], dim=-1)
+    from_values, from_state = block.solve(right).split_with_sizes(state_BGRVK.shape[-2:], dim=-1)
     # The last row of D: what every delta weighs at the end of its chunk.
-    to_end_BGRCK = block.k_BG1CK * block.decay_BGRCC[..., -1, :, None]
-    end_decay_BGR11 = block.decay_BGRC1[..., -1:, :]
+    to_end_MGRCK = k_MG1CK * block.decay_BGRCC[..., -1, :, None]
+    end_decay_MGR11 = block.decay_BGRC[..., -1:, None]
 
     before = state_BGRVK.new_empty(chunks.n_chunks, *state_BGRVK.shape[1:])
     deltas = torch.empty_like(from_values)
     for rows, sequences in chunks.in_order():
         before[rows] = state = state_BGRVK[sequences]
         deltas[rows] = delta = from_values[rows] - from_state[rows] @ state.transpose(-1, -2)
-        state_BGRVK[sequences] = state * end_decay_BGR11[rows] + delta.transpose(-1, -2) @ to_end_BGRCK[rows]
+        state_BGRVK[sequences] = state * end_decay_MGR11[rows] + delta.transpose(-1, -2) @ to_end_MGRCK[rows]
     return before, deltas
 
 
@@ -147,24 +145,25 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 
     Writes the states [S, H, V, K] at `ssm_state_indices` and `out` [B, 1, H, V] in place; returns both.
     """
-    refuse_padding("fused_recurrent_gated_delta_rule_packed_decode", "ssm_state_indices", ssm_state_indices)
     B = mixed_qkv.shape[0]
     H, V, K = initial_state.shape[1:]
     G = (mixed_qkv.shape[1] - H * V) // (2 * K)
-    qk, v_BF = mixed_qkv.float().split([2 * G * K, H * V], dim=1)
-    qk = qk.unflatten(1, (2, G, K))
-    q_BGK, k_BGK = _queries_and_keys(qk[:, 0], qk[:, 1], scale=scale, normalise=use_qk_l2norm_in_kernel)
+    qk_BF, v_BF = mixed_qkv.float().split_with_sizes([2 * G * K, H * V], dim=1)
+    qk_BJGK = qk_BF.view(B, 2, G, K)
+    if use_qk_l2norm_in_kernel:
+        qk_BJGK = l2_normalised(qk_BJGK)
+    # Not a view: batched multiplication wants the heads of a request and those of the next evenly apart.
+    q_XK, k_XK = qk_BJGK.transpose(0, 1).reshape(2, B * G, K)
     slot_B = ssm_state_indices.long()
     state_BHVK = initial_state.index_select(0, slot_B).float()
     state_BHVK *= log_decay(A_log, a, dt_bias).exp_()[..., None, None]
 
     # The value heads that share a key head are more rows of one matrix: no key is repeated.
     state_XYK = state_BHVK.view(B * G, -1, K)
-    k_X1K = k_BGK.reshape(B * G, 1, K)
-    seen_BHV = torch.bmm(state_XYK, k_X1K.transpose(1, 2)).view(B, H, V)
-    delta_BHV = (v_BF.view(B, H, V) - seen_BHV) * b.float().sigmoid()[..., None]
-    state_XYK.baddbmm_(delta_BHV.view(B * G, -1, 1), k_X1K)
-    out.copy_(torch.bmm(state_XYK, q_BGK.reshape(B * G, K, 1)).view(out.shape))
+    found_BHV = torch.bmm(state_XYK, k_XK[..., None]).view(B, H, V)
+    delta_BHV = (v_BF.view(B, H, V) - found_BHV).mul_(b.float().sigmoid()[..., None])
+    state_XYK.baddbmm_(delta_BHV.view(B * G, -1, 1), k_XK[:, None])
+    torch.mul(torch.bmm(state_XYK, q_XK[..., None]).view(out.shape), scale, out=out)
     initial_state.index_copy_(0, slot_B, state_BHVK.to(initial_state.dtype))
     return out, initial_state
 
@@ -200,27 +199,24 @@ def fused_sigmoid_gating_delta_rule_update(
     refuse(op, others)
     B = initial_state_indices.shape[0]
     C = v.shape[1] // B
-    if cu_seqlens is None or not torch.equal(cu_seqlens.int(), torch.arange(0, B * C + 1, C, dtype=torch.int32)):
+    if cu_seqlens is None or cu_seqlens.tolist() != list(range(0, B * C + 1, C)):
         refuse(op, {"cu_seqlens of unequal lengths": True})
-    refuse_padding(op, "initial_state_indices", initial_state_indices)
-    q_TGK, k_TGK = _queries_and_keys(q[0], k[0], scale=scale, normalise=use_qk_l2norm_in_kernel)
-    a_TH, b_TH = a.reshape(-1, v.shape[2]), b.reshape(-1, v.shape[2])
-    g_TH = log_decay(A_log, a_TH, dt_bias, beta=softplus_beta, threshold=softplus_threshold)
+    a_BCH, b_BCH = a.reshape(B, C, -1), b.reshape(B, C, -1)
     block = Block.of(
-        q_TGK.unflatten(0, (B, C)),
-        k_TGK.unflatten(0, (B, C)),
-        v[0].float().unflatten(0, (B, C)),
-        g_BCH=g_TH.unflatten(0, (B, C)),
-        beta_BCH=b_TH.float().sigmoid().unflatten(0, (B, C)),
+        _queries_and_keys(q.view(B, C, *q.shape[2:]), k.view(B, C, *k.shape[2:]), scale, use_qk_l2norm_in_kernel),
+        v.view(B, C, *v.shape[2:]).float(),
+        g_BCH=log_decay(A_log, a_BCH, dt_bias, beta=softplus_beta, threshold=softplus_threshold),
+        beta_BCH=b_BCH.float().sigmoid(),
     )
     slot_B = initial_state_indices.long()
     state_BGRVK = initial_state_source.index_select(0, slot_B).float().unflatten(1, block.v_BGRCV.shape[1:3])
-    delta_BGRCV = block.deltas(state_BGRVK)
+    found_by_q, found_by_k = block.read(state_BGRVK)
+    delta_BGRCV = block.solve(block.v_BGRCV - found_by_k)
     if intermediate_states_buffer is not None or not disable_state_update:
         after_BCHVK = _states(block, state_BGRVK, delta_BGRCV, (intermediate_states_buffer, intermediate_state_indices))
         if not disable_state_update:
-            initial_state_source[slot_B] = after_BCHVK[:, -1].to(initial_state_source.dtype)
-    return block.outputs(state_BGRVK, delta_BGRCV).to(v.dtype).reshape(v.shape)
+            initial_state_source.index_copy_(0, slot_B, after_BCHVK[:, -1].to(initial_state_source.dtype))
+    return block.outputs(found_by_q, delta_BGRCV).to(v.dtype).reshape(v.shape)
 
 
 def _states(
@@ -242,10 +238,10 @@ def _states(
     return after
 
 
-def _queries_and_keys(
-    q_TGK: torch.Tensor, k_TGK: torch.Tensor, *, scale: float | None, normalise: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q_TGK, k_TGK = q_TGK.float(), k_TGK.float()
+def _queries_and_keys(q_BCGK: torch.Tensor, k_BCGK: torch.Tensor, scale: float | None, normalise: bool) -> torch.Tensor:
+    """Queries, scaled, and keys as `Block` keeps them: [B, G, 2, C, K]."""
+    qk_BGJCK = torch.stack([q_BCGK.transpose(1, 2), k_BCGK.transpose(1, 2)], dim=2).float()
     if normalise:
-        q_TGK, k_TGK = l2_normalised(q_TGK), l2_normalised(k_TGK)
-    return q_TGK * (q_TGK.shape[-1] ** -0.5 if scale is None else scale), k_TGK
+        qk_BGJCK = l2_normalised(qk_BGJCK)
+    qk_BGJCK[:, :, 0] *= q_BCGK.shape[-1] ** -0.5 if scale is None else scale
+    return qk_BGJCK

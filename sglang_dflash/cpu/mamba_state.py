@@ -41,15 +41,12 @@ def track_mamba_states_all_layers(
 
     With `check_freed_slots` a negative slot, source or target, is left alone; without it there is none.
     """
-    tracked_B = mamba_track_mask[:batch_size].bool()
-    if check_freed_slots:
-        tracked_B = tracked_B & (cache_indices[:batch_size] >= 0) & (mamba_track_indices[:batch_size] >= 0)
-    rows = tracked_B.nonzero().flatten()
-    if not rows.numel():
-        return
-    source, target = cache_indices[rows].long(), mamba_track_indices[rows].long()
-    for pool in (conv_states_pool, ssm_states_pool):
-        pool[:, target] = pool[:, source]
+    tracked = mamba_track_mask[:batch_size].nonzero().flatten()
+    for source, target in zip(cache_indices[tracked].tolist(), mamba_track_indices[tracked].tolist(), strict=True):
+        if check_freed_slots and min(source, target) < 0:
+            continue
+        for pool in (conv_states_pool, ssm_states_pool):
+            pool[:, target] = pool[:, source]
 
 
 def scatter_states_with_mask(
@@ -65,18 +62,11 @@ def scatter_states_with_mask(
     outside its range is left alone: SGLang marks "nothing to do" by -1. Stands in for the kernel of recurrent states
     and for that of convolution windows, which differ only in memory layout.
     """
-    if not step_indices_raw.numel():
-        return
-    rows = torch.arange(step_indices_raw.shape[0]) if src_indices_raw is None else src_indices_raw
-    step_B, slot_B, row_B = step_indices_raw.long(), dst_indices_raw.long(), rows.long()
-    valid_B = _within(step_B, src.shape[2]) & _within(slot_B, dst.shape[1]) & _within(row_B, src.shape[1])
-    kept = valid_B.nonzero().flatten()
-    if kept.numel():
-        dst[:, slot_B[kept]] = src[:, row_B[kept], step_B[kept]].to(dst.dtype)
-
-
-def _within(index: torch.Tensor, size: int) -> torch.Tensor:
-    return (index >= 0) & (index < size)
+    rows = range(len(step_indices_raw)) if src_indices_raw is None else src_indices_raw.tolist()
+    # A state is many kilobytes: one plain copy each is faster than gathering them all and scattering them again.
+    for row, step, slot in zip(rows, step_indices_raw.tolist(), dst_indices_raw.tolist(), strict=True):
+        if 0 <= step < src.shape[2] and 0 <= slot < dst.shape[1] and 0 <= row < src.shape[1]:
+            dst[:, slot] = src[:, row, step]
 
 
 def no_fused_conv_scatter(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:

@@ -118,6 +118,21 @@ def test_verify_keeps_every_window(weights, windows, N: int):
     assert (window[1] == 7.0).all()
 
 
+def test_a_pool_may_hold_more_inputs_than_the_convolution_needs(weights):
+    """The first P are the state; the rest is somebody else's."""
+    weight, bias, _ = weights
+    pool = torch.randn(SLOTS, F_, P + 2)
+    x_BNF, states = torch.randn(1, 2, F_), pool.clone()
+    for n in (1, 2):
+        x = x_BNF[:, 0] if n == 1 else x_BNF.transpose(1, 2)
+        states = pool.clone()
+        conv.causal_conv1d_update(x, states, weight, bias, "silu", conv_state_indices=torch.tensor([3]))
+        _, after = one_by_one(x_BNF[0, :n], pool[3, :, :P], weight, bias)
+        want = pool.clone()
+        want[3, :, :P] = after[-1]
+        torch.testing.assert_close(states, want)
+
+
 def test_states_of_another_type_are_rounded_and_the_arithmetic_is_not(weights):
     weight, bias, pool = weights
     x_BF, states = torch.randn(1, F_).bfloat16(), pool.bfloat16()
@@ -128,10 +143,10 @@ def test_states_of_another_type_are_rounded_and_the_arithmetic_is_not(weights):
 
 
 def test_what_is_not_defined_is_refused_by_name(weights):
-    weight, bias, pool = weights
+    weight, _, pool = weights
     with pytest.raises(NotImplementedError, match="retrieve_next_token"):
         conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, retrieve_next_token=torch.zeros(1, 2))
-    with pytest.raises(NotImplementedError, match="conv_state_indices"):
+    with pytest.raises(IndexError):
         conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, conv_state_indices=torch.tensor([-1]))
     with pytest.raises(NotImplementedError, match="activation='relu'"):
         conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, activation="relu")
