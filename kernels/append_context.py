@@ -114,7 +114,7 @@ def rotated(k_TLGE: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
 
 
 def scatter(cache_SGE: torch.Tensor, slots_T: torch.Tensor, values_TGE: torch.Tensor) -> None:
-    if cache_SGE.dtype == FP8:
+    if cache_SGE.dtype == FP8:  # not every torch saturates by itself: some make NaN
         values_TGE = values_TGE.float().clamp(-FP8_MAX, FP8_MAX)
     cache_SGE[slots_T] = values_TGE.to(cache_SGE.dtype)
 

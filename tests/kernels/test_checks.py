@@ -28,6 +28,7 @@ def test_shapes_learns_sizes_and_says_them():
         (block(3, 5), r"other_BN has shape \(3, 5\)"),
         (block(2, 4), r"other_BN has shape \(2, 4\)"),
         (block(3, 4)[0], r"other_BN has shape \(4,\)"),
+        (block(3, 1)[:, 0], r"other_BN has shape \(3,\)"),
         (block(3, 4)[None], r"other_BN has shape \(1, 3, 4\)"),
         (block(3, 4).int(), r"other_BN is torch.int32; pass torch.int64"),
         (block(4, 3).t(), r"other_BN has strides \(1, 3\)"),
