@@ -20,6 +20,7 @@ from importlib.metadata import entry_points, version
 
 from sglang_dflash import flags, host, plugin
 from sglang_dflash.flags import Worker
+from sglang_dflash.host_names import NAMES, SEAMS, SGLANG
 
 ENTRY_POINTS = {
     "sglang.srt.plugins": ("sglang_dflash", "sglang_dflash.plugin:register"),
@@ -74,7 +75,7 @@ def live() -> str:
 
 def contract() -> str:
     host.require()
-    return f"all {len(host.SEAMS) + len(host.NAMES)} names we need are in sglang {host.SGLANG}"
+    return f"all {len(SEAMS) + len(NAMES)} names we need are in sglang {SGLANG}"
 
 
 def machine() -> str:

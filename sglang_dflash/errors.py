@@ -12,4 +12,4 @@ class NotSupported(ValueError):
 
 
 class HostMismatch(RuntimeError):
-    """The installed SGLang lacks a name or a parameter that `host.py` lists."""
+    """The installed SGLang lacks a name or a parameter that `host_names.py` lists."""

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash import host
-from sglang_dflash.host import NAMES, SEAMS, Name
+from sglang_dflash import host_names
+from sglang_dflash.host_names import NAMES, SEAMS, Name
 
-PACKAGE = Path(host.__file__).parent
+PACKAGE = Path(host_names.__file__).parent
 
 
 @cache
@@ -191,7 +191,7 @@ def imports() -> Iterator[tuple[str, str, str]]:
 def test_what_the_package_imports_is_in_the_table() -> None:
     listed = {(name.module, name.qualname.split(".")[0]) for name in (*SEAMS, *NAMES)}
     unlisted = [line for line in imports() if line[1:] not in listed]
-    assert not unlisted, "add a line for each to host.py"
+    assert not unlisted, "add a line for each to host_names.py"
 
 
 def test_nothing_is_listed_twice() -> None:
@@ -201,4 +201,4 @@ def test_nothing_is_listed_twice() -> None:
 
 def test_the_pin_is_the_version_the_contract_names() -> None:
     pyproject = (PACKAGE.parent / "pyproject.toml").read_text()
-    assert f'"sglang=={host.SGLANG}"' in pyproject
+    assert f'"sglang=={host_names.SGLANG}"' in pyproject

@@ -1,0 +1,216 @@
+"""Every SGLang name this package hooks, overrides or calls: the data of the host contract.
+
+One line per name. Add one when you import a name, override a method or rely on a parameter; `tests/host` fails until
+you do. `host.py` compares the table with the SGLang that is running.
+"""
+
+from typing import NamedTuple
+
+SGLANG = "0.5.23"
+
+
+class Name(NamedTuple):
+    """One name of the host.
+
+    Attributes:
+        module: where it is defined or re-exported.
+        qualname: `function`, `Class` or `Class.method`.
+        members: blank-separated; a function's parameters, or a class's fields, methods and instance attributes.
+    """
+
+    module: str
+    qualname: str
+    members: str = ""
+
+
+# What `plugin.register` itself needs. Checked in every process.
+SEAMS = (
+    Name("sglang.srt.plugins.hook_registry", "HookRegistry", "register apply_hooks _patched"),
+    Name("sglang.srt.plugins.hook_registry", "HookRegistry.register", "target hook hook_type"),
+    Name("sglang.srt.plugins.hook_registry", "HookType", "AROUND AFTER"),
+    Name("sglang.srt.arg_groups.resolution_hooks", "register_resolution_hook", "name"),
+    Name("sglang.srt.arg_groups.pipeline", "run_resolution_pipeline", "server_args"),
+    Name("sglang.srt.arg_groups.overrides", "resolving_view", "server_args"),
+    Name("sglang.srt.arg_groups.overrides", "declare_resolution", "server_args source"),
+    Name("sglang.srt.speculative.spec_info", "SpeculativeAlgorithm", "is_dflash DFLASH"),
+    Name("sglang.srt.speculative.spec_info", "SpeculativeAlgorithm.create_worker", "server_args"),
+    Name("sglang.srt.server_args", "ServerArgs", "add_cli_args"),
+    Name("sglang.srt.arg_groups.choices", "DRAFT_ATTENTION_BACKEND_CHOICES"),
+    Name("sglang.srt.arg_groups.choices", "add_draft_attention_backend_choices"),
+    Name("sglang.srt.platforms", "current_platform"),
+)
+
+# What the rest of the package needs. Checked when DFLASH is served.
+NAMES = (
+    # arguments and models, before a worker exists
+    Name("sglang.srt.plugins", "load_plugins"),
+    Name("sglang.srt.server_args", "prepare_server_args", "argv"),
+    Name("sglang.srt.arg_groups.overrides", "attention_backends_of", "cfg"),
+    Name("sglang.srt.arg_groups.model_override_base", "model_config_of", "server_args"),
+    Name(
+        "sglang.srt.arg_groups.fields.spec",
+        "Spec",
+        "speculative_algorithm speculative_draft_model_path speculative_draft_model_revision speculative_num_steps "
+        "speculative_eagle_topk speculative_num_draft_tokens speculative_dflash_block_size "
+        "speculative_accept_threshold_single speculative_accept_threshold_acc speculative_use_rejection_sampling "
+        "speculative_use_block_verification speculative_draft_attention_backend speculative_draft_kv_cache_dtype "
+        "speculative_draft_window_size speculative_draft_sink_size speculative_draft_model_quantization "
+        "_speculative_draft_quantization_explicitly_set speculative_adaptive",
+    ),
+    Name("sglang.srt.configs.hybrid_arch", "mambaish_config", "model_config"),
+    Name(
+        "sglang.srt.configs.model_config",
+        "ModelConfig",
+        "model_path hf_config hf_text_config hidden_size vocab_size dtype context_len",
+    ),
+    Name("sglang.srt.models.registry", "ModelRegistry", "models"),
+    Name("sglang.srt.runtime_context", "attn_dp_enabled_of", "cfg"),
+    Name("sglang.srt.runtime_context", "get_exec"),
+    Name("sglang.srt.runtime_context", "get_parallel"),
+    Name("sglang.srt.runtime_context", "mamba_track_grid", "tree_page"),
+    # what the scheduler asks of a worker, and what it hands over
+    Name(
+        "sglang.srt.speculative.base_spec_worker", "BaseSpecWorker", "target_worker draft_worker spec_v2_attn_backends"
+    ),
+    Name(
+        "sglang.srt.speculative.base_spec_worker",
+        "BaseSpecWorker.alloc_memory_pool",
+        "memory_pool_config req_to_token_pool token_to_kv_pool_allocator",
+    ),
+    Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.init_attention_backends"),
+    Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.init_cuda_graphs"),
+    Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.prewarm_sampling"),
+    Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.weight_update_runners"),
+    Name("sglang.srt.managers.schedule_batch", "Req", "sampling_params return_hidden_states return_sampling_mask kv"),
+    Name(
+        "sglang.srt.managers.schedule_batch",
+        "ScheduleBatch",
+        "batch_size maybe_evict_swa spec_info seq_lens seq_lens_cpu seq_lens_sum out_cache_loc req_pool_indices reqs "
+        "forward_mode is_extend_in_batch prefix_lens extend_lens sampling_info has_grammar return_logprob tree_cache "
+        "mamba_track_indices can_run_decode_cuda_graph token_to_kv_pool_allocator req_to_token_pool device",
+    ),
+    Name("sglang.srt.managers.tp_worker", "TpModelWorker", "model_runner device"),
+    Name(
+        "sglang.srt.managers.tp_worker",
+        "TpModelWorker.forward_batch_generation",
+        "batch forward_batch is_verify skip_attn_backend_init capture_hidden_mode",
+    ),
+    Name(
+        "sglang.srt.managers.utils",
+        "GenerationBatchResult",
+        "logits_output next_token_ids accept_lens can_run_cuda_graph speculative_num_draft_tokens new_seq_lens "
+        "next_draft_input extra_keep_alive_refs",
+    ),
+    Name("sglang.srt.layers.logprob_processor", "compute_spec_logprobs", "batch logits_output predict chain_stride"),
+    Name(
+        "sglang.srt.speculative.draft_worker_common",
+        "build_draft_tp_worker",
+        "server_args gpu_id nccl_port target_model_config algo_label attention_backend_override",
+    ),
+    Name("sglang.srt.speculative.spec_info", "SpecInput", "num_tokens_per_req num_tokens_for_logprob_per_req"),
+    Name("sglang.srt.speculative.spec_info", "SpecInput.__init__", "spec_input_type"),
+    Name("sglang.srt.speculative.spec_info", "SpecInputType", "DFLASH_DRAFT"),
+    Name(
+        "sglang.srt.speculative.dflash_info",
+        "DFlashVerifyInput",
+        "draft_token positions draft_token_num capture_hidden_mode kv_loc_plan",
+    ),
+    Name("sglang.srt.speculative.dflash_info", "DFlashVerifyInput.prepare_for_verify", "batch target_worker"),
+    Name("sglang.srt.speculative.spec_tp_sync", "SpecTpSync", "sync"),
+    Name(
+        "sglang.srt.speculative.spec_tp_sync",
+        "SpecTpSyncSite",
+        "DFLASH_TARGET DFLASH_ACCEPT_GREEDY DFLASH_ACCEPT_SAMPLE",
+    ),
+    Name("sglang.srt.speculative.spec_utils", "GrammarTree", "from_linear_chain"),
+    Name("sglang.srt.speculative.spec_utils", "build_grammar_vocab_mask", "reqs tree sampling_info device barrier"),
+    Name(
+        "sglang.srt.speculative.spec_utils",
+        "commit_mamba_states_after_verify",
+        "target_worker batch accept_lens accept_index draft_token_num prepared_step_indices",
+    ),
+    # memory
+    Name(
+        "sglang.srt.mem_cache.allocation",
+        "alloc_for_spec_decode",
+        "tree_cache req_to_token_pool reqs req_pool_indices cur_kv_lens cur_kv_lens_cpu nxt_kv_lens nxt_kv_lens_cpu "
+        "num_needed_tokens batch",
+    ),
+    Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode"),
+    Name("sglang.srt.mem_cache.allocation_sizing", "page_aligned_decode_alloc_lens", "reqs reserve page_size"),
+    Name("sglang.srt.mem_cache.allocator", "BaseTokenToKVPoolAllocator", "page_size"),
+    Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan", "bind"),
+    Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan.reads_from", "seq_lens seq_lens_cpu read_extent"),
+    Name("sglang.srt.mem_cache.memory_pool", "KVWriteLoc", "for_layer"),
+    Name("sglang.srt.mem_cache.memory_pool", "ReqToTokenPool", "req_to_token"),
+    Name("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool"),
+    # the forward
+    Name("sglang.srt.model_executor.cuda_graph_config", "Backend", "DISABLED"),
+    Name("sglang.srt.model_executor.forward_batch_info", "CaptureHiddenMode", "NULL FULL"),
+    Name(
+        "sglang.srt.model_executor.forward_batch_info",
+        "ForwardBatch",
+        "forward_mode batch_size input_ids req_pool_indices seq_lens seq_lens_sum seq_lens_cpu out_cache_loc positions "
+        "spec_algorithm spec_info capture_hidden_mode num_token_non_padded global_num_token_non_padded_cpu "
+        "can_run_decode_cuda_graph",
+    ),
+    Name("sglang.srt.model_executor.forward_batch_info", "ForwardMode", "TARGET_VERIFY"),
+    Name(
+        "sglang.srt.model_executor.forward_batch_info",
+        "compute_position",
+        "attn_backend extend_prefix_lens extend_seq_lens extend_seq_lens_sum",
+    ),
+    Name("sglang.srt.model_executor.forward_batch_info", "enable_num_token_non_padded"),
+    Name(
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunner",
+        "model model_config sampler attn_backend token_to_kv_pool req_to_token_pool kv_index_translator page_size "
+        "device forward _extend_forward_kwargs",
+    ),
+    Name("sglang.srt.model_executor.pool_configurator", "MemoryPoolConfig"),
+    Name("sglang.srt.sampling.sampling_batch_info", "ProcessorEntry", "processor rows indices"),
+    Name(
+        "sglang.srt.sampling.sampling_batch_info",
+        "SamplingBatchInfo",
+        "temperatures top_ps top_ks min_ps sampling_seed custom_params custom_logit_processor grammars grammar_mask "
+        "logit_bias is_all_greedy has_custom_logit_processor return_sampling_masks return_sampling_support_logprobs "
+        "sampling_mask_batch_indices sampling_support_logprobs_capture_indices",
+    ),
+    # layers of the draft model
+    Name("sglang.srt.distributed.parallel_state", "GroupCoordinator", "world_size all_gather"),
+    Name("sglang.srt.layers.activation", "SiluAndMul"),
+    Name("sglang.srt.layers.dp_attention", "get_dp_tp_group"),
+    Name("sglang.srt.layers.layernorm", "RMSNorm", "hidden_size eps variance_epsilon"),
+    Name("sglang.srt.layers.linear", "MergedColumnParallelLinear", "input_size output_sizes bias"),
+    Name(
+        "sglang.srt.layers.linear", "QKVParallelLinear", "hidden_size head_size total_num_heads total_num_kv_heads bias"
+    ),
+    Name("sglang.srt.layers.linear", "RowParallelLinear", "input_size output_size bias"),
+    Name("sglang.srt.layers.logits_processor", "LogitsProcessorOutput", "next_token_logits hidden_states"),
+    Name("sglang.srt.layers.quantization.unquant", "UnquantizedEmbeddingMethod"),
+    Name("sglang.srt.layers.radix_attention", "AttentionType", "DECODER ENCODER_ONLY"),
+    Name(
+        "sglang.srt.layers.radix_attention",
+        "RadixAttention",
+        "num_heads head_dim scaling num_kv_heads layer_id sliding_window_size attn_type",
+    ),
+    Name("sglang.srt.layers.rotary_embedding", "get_rope", "head_size rotary_dim max_position base rope_scaling"),
+    Name("sglang.srt.model_loader.weight_utils", "default_weight_loader", "param loaded_weight"),
+    Name("sglang.srt.models.utils", "apply_qk_norm", "q k q_norm k_norm head_dim"),
+    Name("sglang.srt.utils", "async_h2d", "dtype device"),
+    Name("sglang.srt.utils.async_probe", "sanitize_nan_logits", "logits msg"),
+    Name("sglang.srt.utils.hf_transformers_utils", "get_rope_config", "config"),
+    # the CPU platform
+    Name("sglang.srt.layers.attention.attention_registry", "register_attention_backend", "name"),
+    Name("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend", "init_forward_metadata forward"),
+    Name("sglang.srt.platforms.cpu", "CpuDeviceMixin"),
+    Name("sglang.srt.platforms.device_mixin", "PlatformEnum", "OOT"),
+    Name("sglang.srt.platforms.interface", "PlatformCapabilities"),
+    Name(
+        "sglang.srt.platforms.interface",
+        "SRTPlatform",
+        "is_out_of_tree supports_speculative_algorithm supports_speculative_draft_attention_backend "
+        "get_default_speculative_draft_attention_backend support_mamba_cache_extra_buffer init_backend post_load_model "
+        "get_speculative_cache_locs_fn get_default_attention_backend get_dispatch_key_name",
+    ),
+)
