@@ -15,7 +15,7 @@ def add_old_names(parser: ArgumentParser) -> None:
         parser.add_argument(
             old,
             dest=action.dest,
-            type=action.type,
+            type=action.type or str,
             choices=action.choices,
             default=SUPPRESS,
             help=f"Older name of {new}.",

@@ -1,0 +1,106 @@
+"""The hooks' own decisions, with SGLang played by small objects; `test_plugin_launch.py` has the real one."""
+
+import sys
+from argparse import ArgumentParser
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_dflash import cli, host, plugin
+from sglang_dflash.errors import HostMismatch
+from sglang_dflash.host_names import Name
+
+
+class Bag:
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, count: int) -> None:
+        self.taken += count
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A package called sglang, of another version, with one module in it."""
+    package, module = ModuleType("sglang"), ModuleType("sglang.bag")
+    package.__version__ = "0.5.24"  # type: ignore[attr-defined]
+    module.Bag = Bag  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang", package)
+    monkeypatch.setitem(sys.modules, "sglang.bag", module)
+    return package
+
+
+def algorithm(is_dflash: bool) -> Any:
+    return SimpleNamespace(is_dflash=lambda: is_dflash)
+
+
+def stock(algorithm: Any, server_args: Any) -> type:
+    return int
+
+
+def test_other_algorithms_get_sglang_s_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH_WROKER", "stock")  # wrong, and no concern of theirs
+    assert plugin.create_worker(stock, algorithm(is_dflash=False), None) is int
+
+
+def test_stock_hands_dflash_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
+    assert plugin.create_worker(stock, algorithm(is_dflash=True), None) is int
+
+
+def test_dflash_is_ours_and_checks_the_host_first(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:
+    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
+    with pytest.raises(HostMismatch, match=r"sglang 0\.5\.24 is installed; sglang-dflash .* needs sglang 0\.5\.23"):
+        plugin.create_worker(stock, algorithm(is_dflash=True), None)
+
+
+def test_another_sglang_ends_the_process(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:
+    """SGLang catches `Exception` around a plugin and goes on; SystemExit is none."""
+    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
+    with pytest.raises(SystemExit) as end:
+        plugin.register()
+    assert str(end.value).startswith("sglang 0.5.24 is installed; sglang-dflash ")
+    assert str(end.value).endswith("; install that one, or set SGLANG_DFLASH_WORKER=stock")
+    assert not isinstance(end.value, Exception)
+
+
+def test_another_sglang_with_the_stock_worker_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, sglang: ModuleType
+) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
+    plugin.register()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (Name("sglang.bag", "Bag", "taken take"), ""),
+        (Name("sglang.bag", "Bag.take", "count"), ""),
+        (Name("sglang.bag", "Bag.take", "count weight"), "Bag.take has no parameter 'weight'"),
+        (Name("sglang.bag", "Bag", "given"), "Bag has no member 'given'"),
+        (Name("sglang.bag", "Bag.give"), "sglang.bag has no Bag.give"),
+        (Name("sglang.sack", "Sack"), "there is no module sglang.sack"),
+    ],
+)
+def test_the_running_sglang_is_compared_name_by_name(name: Name, sentence: str, sglang: ModuleType) -> None:
+    if not sentence:
+        host.check([name])
+        return
+    with pytest.raises(HostMismatch) as mismatch:
+        host.check([name])
+    assert str(mismatch.value).startswith(f"sglang 0.5.24: {sentence}; sglang-dflash ")
+
+
+def test_old_names_set_what_the_new_names_set() -> None:
+    parser = ArgumentParser()
+    parser.add_argument("--speculative-draft-window-size", type=int)
+    parser.add_argument("--mamba-radix-cache-strategy", choices=["auto", "extra_buffer"], default="auto")
+    cli.add_old_names(parser)
+    assert vars(parser.parse_args([])) == {"speculative_draft_window_size": None, "mamba_radix_cache_strategy": "auto"}
+    old = ["--speculative-dflash-draft-window-size", "64", "--mamba-scheduler-strategy", "extra_buffer"]
+    assert vars(parser.parse_args(old)) == {
+        "speculative_draft_window_size": 64,
+        "mamba_radix_cache_strategy": "extra_buffer",
+    }
+    assert parser.parse_args([*old, "--speculative-draft-window-size", "32"]).speculative_draft_window_size == 32
