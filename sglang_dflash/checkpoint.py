@@ -139,7 +139,9 @@ def _block_size(fields: Fields) -> int:
 
 
 def _target_layer_ids(fields: Fields) -> tuple[int, ...]:
-    ids = fields.get("target_layer_ids")
+    ids = fields.dflash.get("target_layer_ids")
+    if ids is None:
+        raise ValueError(f"{fields.path}: config.json has no dflash_config.target_layer_ids; take it from the training")
     if not isinstance(ids, list) or not ids or not all(type(id_) is int and id_ >= 0 for id_ in ids):
         raise ValueError(f"{fields.path}: target_layer_ids is {ids!r}, not a list of layer numbers; mend config.json")
     if any(left >= right for left, right in pairwise(ids)):

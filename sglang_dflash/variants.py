@@ -44,6 +44,7 @@ KEYS = {
 
 # Top-level switches that change the arithmetic, with the value v1 has.
 TOP_LEVEL = {
+    "model_type": "qwen3",  # whose layers a DFlash v1 draft has, whatever its target
     "use_gemma_norm": False,
     "has_embed_tokens": False,
     "has_lm_head": False,
