@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.model import checkpoint
 from sglang_dflash.model.config import DraftConfig
+from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.rope import Rotation, rope_frequencies, rotate, rotation_at
 
 
@@ -203,8 +204,6 @@ class DraftModel(nn.Module):
         options: the rest of `sglang_dflash.model.generate.Options`.
         Raises ValueError when draft and target do not belong together.
         """
-        from sglang_dflash.model.generate import Options, spec_steps
-
         chosen = Options(
             max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **options
         )

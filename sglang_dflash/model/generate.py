@@ -6,16 +6,20 @@ drafts while they equal it. What is committed is therefore what the target alone
 Knows the draft by its forward and the target by `Target`; nothing of batches or engines.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from sglang_dflash.model.draft import ContextKV, DraftModel
 from sglang_dflash.model.target import Target, check_pair
+
+if TYPE_CHECKING:
+    from sglang_dflash.model.draft import ContextKV, DraftModel
 
 
 @dataclass(frozen=True, kw_only=True)
