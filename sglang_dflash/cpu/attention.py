@@ -66,17 +66,18 @@ class Rectangle:
         # Padding reads the request's own first row: masked, but another request's NaN must not come in by 0 * NaN.
         padded_BL = self._key_position_L >= self._n_keys_B1
         self.slots = torch.where(padded_BL, slots_BL[:, :1], slots_BL).flatten()
-        self._bias: dict[tuple[Mask, torch.dtype], torch.Tensor] = {}
+        self._bias: dict[tuple[Mask, torch.dtype], torch.Tensor | None] = {}
 
-    def bias(self, mask: Mask, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to the scores: 0 or -inf, [B, 1, N, L]."""
+    def bias(self, mask: Mask, dtype: torch.dtype) -> torch.Tensor | None:
+        """What is added to the scores: 0 or -inf, [B, 1, N, L]; None where it would be 0 throughout."""
         key = (mask, dtype)
         if key not in self._bias:
             query_position_BN = self._n_keys_B1 - self._n_queries + torch.arange(self._n_queries)
             allowed_BNL = mask.allowed(query_position_BN[:, :, None], self._key_position_L)
             allowed_BNL &= (self._key_position_L < self._n_keys_B1)[:, None]
-            bias_BNL = torch.zeros(allowed_BNL.shape, dtype=dtype).masked_fill_(~allowed_BNL, -torch.inf)
-            self._bias[key] = bias_BNL[:, None]
+            masked_BNL = ~allowed_BNL
+            bias_BNL = torch.zeros(masked_BNL.shape, dtype=dtype).masked_fill_(masked_BNL, -torch.inf)
+            self._bias[key] = bias_BNL[:, None] if masked_BNL.any() else None
         return self._bias[key]
 
 
@@ -106,6 +107,7 @@ class CpuAttentionBackend(AttentionBackend):
         )
         self._rectangles: list[Rectangle] = []
         self._segments: list[Segment] = []
+        self._known_layers: set[int] = set()
 
     def support_triton(self) -> bool:
         return False
@@ -199,25 +201,20 @@ class CpuAttentionBackend(AttentionBackend):
         slots: torch.Tensor | None,
         others: dict[str, object],
     ) -> None:
-        refuse(
-            "torch_native attention",
-            {
-                **others,
-                "cross attention": layer.is_cross_attention,
-                "logit_cap": layer.logit_cap > 0,
-                "k_scale (a scaled KV cache)": layer.k_scale,
-                "bidirectional image attention": layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL,
-            },
-        )
+        refuse("torch_native attention", others)
+        if layer.layer_id not in self._known_layers:
+            _refuse_layer(layer)
+            self._known_layers.add(layer.layer_id)
         if slots is not None and k is not None:
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
 
     def _read(self, layer: "RadixAttention", slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Keys and values of packed slots, [slots, G, E]; one copy of each row, no row twice."""
+        """Keys and values of packed slots, [slots, G, E]. A slot is copied as one row, its heads together."""
         pool = self.token_to_kv_pool
+        buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
         return tuple(
-            buffer.flatten(1).index_select(0, slots).unflatten(1, buffer.shape[1:]).to(dtype)
-            for buffer in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
+            buffer.view(buffer.shape[0], -1).index_select(0, slots).view(-1, *buffer.shape[1:]).to(dtype)
+            for buffer in buffers
         )
 
     def _attend_rectangles(self, q: torch.Tensor, layer: "RadixAttention") -> torch.Tensor:
@@ -229,8 +226,8 @@ class CpuAttentionBackend(AttentionBackend):
             k, v = self._read(layer, rectangle.slots, q.dtype)
             out_BANE = scaled_dot_product_attention(
                 q_BNAE[rectangle.requests].transpose(1, 2),
-                k.unflatten(0, rectangle.shape).transpose(1, 2),
-                v.unflatten(0, rectangle.shape).transpose(1, 2),
+                k.view(*rectangle.shape, *k.shape[1:]).transpose(1, 2),
+                v.view(*rectangle.shape, *v.shape[1:]).transpose(1, 2),
                 attn_mask=rectangle.bias(mask, q.dtype),
                 scale=layer.scaling,
                 enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
@@ -258,3 +255,15 @@ class CpuAttentionBackend(AttentionBackend):
                     enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
                 )[0].transpose(0, 1)
         return out_TAE.flatten(1)
+
+
+def _refuse_layer(layer: "RadixAttention") -> None:
+    refuse(
+        f"torch_native attention, layer {layer.layer_id}",
+        {
+            "cross attention": layer.is_cross_attention,
+            "logit_cap": layer.logit_cap > 0,
+            "k_scale (a scaled KV cache)": layer.k_scale,
+            "attn_type DECODER_BIDIRECTIONAL": layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL,
+        },
+    )
