@@ -18,7 +18,7 @@ from sglang_dflash.train.draft import draft_config_for, train_draft
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tiny_target import END, MASK, RECIPE, Kind, chat_rows, make_tokenizer, rows_at, train_target
 
-DRAFT_RECIPE = Recipe(steps=3000, learning_rate=4e-3, warmup_steps=100)
+DRAFT_RECIPE = Recipe(steps=1500, learning_rate=4e-3, warmup_steps=100)
 BLOCK_SIZE = 16
 TARGET_LAYER_IDS = (0, 1, 2)  # all but the last of four
 N_DRAFT_LAYERS = 2
