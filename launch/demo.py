@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import openai
 from rich.console import Console
@@ -59,7 +59,8 @@ class Answer(NamedTuple):
 
 def ask(client: openai.OpenAI, question: str, show: Callable[[Step], None]) -> Answer:
     """One streamed chat completion, greedy; `show` sees every step as it arrives."""
-    text, n_tokens, details, sent = "", 0, {}, time.perf_counter()
+    text, n_tokens, sent = "", 0, time.perf_counter()
+    details: dict[str, Any] = {}
     arrived = sent
     stream = client.chat.completions.create(
         model="default",
@@ -150,15 +151,22 @@ def summary(results: Sequence[tuple[str, Answer, Answer]]) -> Table:
     table = Table(title="the same text with and without speculation", title_justify="left")
     for name in ("question", "tokens", "steps", "committed / step", "tokens/s on", "tokens/s off", "speedup"):
         table.add_column(name, justify="left" if name == "question" else "right")
-    totals = [_total([answers[i] for _, *answers in results]) for i in range(2)]
-    for kind, on, off in [*results, ("all", *totals)]:
+    total_on, total_off = total([on for _, on, _ in results]), total([off for _, _, off in results])
+    for kind, on, off in [*results, ("all", total_on, total_off)]:
         speeds = f"{on.tokens_per_s:.0f}", f"{off.tokens_per_s:.0f}", f"{on.tokens_per_s / off.tokens_per_s:.1f}x"
         table.add_row(kind, str(on.n_tokens), str(on.n_steps), f"{on.committed_per_step:.1f}", *speeds)
     return table
 
 
-def _total(answers: Sequence[Answer]) -> Answer:
-    return Answer("", *(sum(column) for column in list(zip(*answers, strict=True))[1:]))
+def total(answers: Sequence[Answer]) -> Answer:
+    """All of them as if they were one."""
+    return Answer(
+        text="".join(answer.text for answer in answers),
+        n_tokens=sum(answer.n_tokens for answer in answers),
+        seconds=sum(answer.seconds for answer in answers),
+        n_steps=sum(answer.n_steps for answer in answers),
+        n_accepted=sum(answer.n_accepted for answer in answers),
+    )
 
 
 def make_server(arm: Arm, pair: Pair, port: int) -> Server:
@@ -202,13 +210,11 @@ def main(arguments: Sequence[str]) -> None:
     tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
     on = make_server(options.arm, pair, options.port)
     off = make_server(Arm.OFF, pair, free_port(options.port + 1))
-    console.print(
-        f"[bold]sglang-dflash {version('sglang-dflash')}[/] on SGLang {version('sglang')}: a tiny model on CPU"
-    )
-    console.print("[dim]Two servers start; most of that time is SGLang importing its packages.[/]")
     try:
         on.start()
         off.start()
+        console.print(f"[bold]sglang-dflash {version('sglang-dflash')}[/] on SGLang {version('sglang')}, CPU only")
+        console.print("[dim]Two servers start; most of that time is SGLang importing its packages.[/]")
         wait_ready([on, off], console)
         require_worker(options.arm, on)
         console.print(

@@ -7,7 +7,7 @@ display one stage behind and nothing else.
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
 # Against hangs only: a start takes about a minute of CPU per process, and a process that ends is noticed at once.
 START_TIMEOUT_S = 1200.0
-
-
-class Stage(NamedTuple):
-    index: int
-    text: str
 
 
 # (what the log says, how many times, what it means), in order of appearance.
@@ -38,13 +33,10 @@ _MARKS = (
 )
 
 
-def stage_of(log: str) -> Stage:
+def stage_of(log: str) -> str:
     """The last stage whose mark is in `log`."""
-    stage = Stage(0, "importing SGLang")
-    for index, (mark, count, text) in enumerate(_MARKS, start=1):
-        if log.count(mark) >= count:
-            stage = Stage(index, text)
-    return stage
+    reached = [stage for mark, count, stage in _MARKS if log.count(mark) >= count]
+    return reached[-1] if reached else "importing SGLang"
 
 
 def wait_ready(servers: Sequence["Server"], console: Console, timeout_s: float = START_TIMEOUT_S) -> float:
@@ -77,7 +69,7 @@ def wait_ready(servers: Sequence["Server"], console: Console, timeout_s: float =
                     display.remove_task(tasks.pop(server))
                     console.print(f"[green]✔[/] {server.name}: ready on port {server.port} after {elapsed:.0f} s")
                     continue
-                stage = server.stage().text
+                stage = server.stage()
                 display.update(tasks[server], stage=stage)
                 if not console.is_terminal and stage != shown[server]:
                     console.print(f"  {elapsed:4.0f} s  {server.name}: {stage}")

@@ -20,7 +20,7 @@ import httpx
 import openai
 import psutil
 
-from launch.progress import START_TIMEOUT_S, Stage, stage_of
+from launch.progress import START_TIMEOUT_S, stage_of
 
 HOST = "127.0.0.1"
 # SGLang ends by itself within about five seconds of SIGTERM.
@@ -145,7 +145,7 @@ class Server:
                 found.append(process)
         return found
 
-    def stage(self) -> Stage:
+    def stage(self) -> str:
         """How far the start has come, read off the log."""
         return stage_of(self.log_text())
 

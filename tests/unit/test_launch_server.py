@@ -122,7 +122,7 @@ def test_stages_follow_the_log() -> None:
         "KV Cache is allocated.", "Application startup complete.", "The server is fired up and ready to roll!",
     ):  # fmt: skip
         log += line + "\n"
-        seen.append(stage_of(log).text)
+        seen.append(stage_of(log))
     assert seen == [
         "importing SGLang", "starting scheduler and detokenizer", "setting up the device", "loading the target",
         "loading the draft", "allocating KV and recurrent state", "warming up", "ready",
