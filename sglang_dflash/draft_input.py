@@ -14,7 +14,11 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode, page_aligned_decode_alloc_lens
+from sglang.srt.mem_cache.allocation_sizing import (
+    get_alloc_page_size,
+    get_alloc_reserve_per_decode,
+    page_aligned_decode_alloc_lens,
+)
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang.srt.utils import async_h2d
 
@@ -88,3 +92,12 @@ class DraftInput(SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
         self.new_seq_lens = torch.cat([self.new_seq_lens, spec_info.new_seq_lens])
+
+
+def row_headroom(headroom: int) -> int:
+    """Entries a row of req_to_token needs past the context length, given what SGLang gives it.
+
+    A request may be one token short of the limit when 2 N more are reserved in whole pages. At page size 1 SGLang
+    gives N + 4, and the reservation would spill into the next request's row (sglang issue 33579).
+    """
+    return max(headroom, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
+VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
 def register() -> None:
@@ -58,7 +60,21 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
     DFlashConfig.from_server_args(server_args)
     ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
+    hook_scheduler()
     return DFlashWorker
+
+
+def hook_scheduler() -> None:
+    """What only a scheduler that serves DFLASH needs; it has these modules loaded anyway."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_dflash.draft_input import row_headroom
+    from sglang_dflash.requests import refusal
+
+    HookRegistry.register(VALIDATE_REQUEST, lambda stock, request, overlap: refusal(request), HookType.AFTER)
+    HookRegistry.register(ROW_HEADROOM, row_headroom, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM)
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:
