@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from launch.server import Server
 
 
-# Against hangs only: a start takes about a minute of CPU per process, and a process that ends is noticed at once.
+# Against hangs only: a start is a minute of CPU, and a process that ends is noticed at once.
 START_TIMEOUT_S = 1200.0
 
 

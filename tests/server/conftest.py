@@ -145,9 +145,14 @@ def require_nothing_lost(server: Server, timeout_s: float = 60.0) -> None:
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    assert reporter is not None
-    pool = ServerPool(tmp_path_factory.mktemp("servers"), lambda line: reporter.write_line(f"\n  {line}"))
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    assert capture is not None
+
+    def say(line: str) -> None:
+        with capture.global_and_fixture_disabled():  # a start takes long enough to want to be seen
+            print(f"\n  {line}", flush=True)
+
+    pool = ServerPool(tmp_path_factory.mktemp("servers"), say)
     try:
         yield pool
     finally:
