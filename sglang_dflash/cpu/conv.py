@@ -62,6 +62,7 @@ def causal_conv1d_update(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     activation: str | bool | None = None,
+    *,
     conv_state_indices: torch.Tensor | None = None,
     intermediate_conv_window: torch.Tensor | None = None,
     intermediate_state_indices: torch.Tensor | None = None,

@@ -1,0 +1,157 @@
+"""When the platform speaks up, and that what it installs is really reached by SGLang."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from sglang_dflash import cpu
+from sglang_dflash.cpu import install
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.delenv("SGLANG_USE_CPU_ENGINE", raising=False)
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_active_on_a_machine_without_an_accelerator():
+    from sglang.srt.platforms import _load_platform_class
+
+    platform = _load_platform_class(cpu.activate())()
+    assert platform.is_out_of_tree()
+    assert platform.device_name == "cpu"
+
+
+@pytest.mark.usefixtures("no_accelerator")
+def test_inactive_where_something_better_serves(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert cpu.activate() is None
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")
+    assert cpu.activate() is not None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert cpu.activate() is None
+
+
+def test_asking_costs_no_import():
+    """SGLang loads the entry point in every process, where it has imported torch already."""
+    found = "sorted(m for m in sys.modules if m.split('.')[0] in ('sglang', 'torch', 'triton', 'transformers'))"
+    script = f"import sys, sglang_dflash.cpu; print({found})"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
+
+
+def test_the_draft_backend_is_a_choice_only_where_the_platform_is_active(monkeypatch: pytest.MonkeyPatch):
+    from sglang.srt import platforms
+    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
+
+    from sglang_dflash.cpu.platform import ATTENTION_BACKEND, CpuPlatform
+
+    before = [choice for choice in DRAFT_ATTENTION_BACKEND_CHOICES if choice != ATTENTION_BACKEND]
+    DRAFT_ATTENTION_BACKEND_CHOICES[:] = before
+    monkeypatch.setattr(platforms, "_current_platform", platforms.SRTPlatform())
+    cpu.register_choices()
+    assert before == DRAFT_ATTENTION_BACKEND_CHOICES
+    monkeypatch.setattr(platforms, "_current_platform", CpuPlatform())
+    cpu.register_choices()
+    cpu.register_choices()
+    assert [*before, ATTENTION_BACKEND] == DRAFT_ATTENTION_BACKEND_CHOICES
+
+
+def gpu_kernel() -> str:
+    return "gpu"
+
+
+def stand_in() -> str:
+    return "cpu"
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """A home that defines a kernel, a user that copied its name, and an outsider that did too."""
+    modules = {name: ModuleType(name) for name in ("sglang.fake_home", "sglang.fake_user", "fake_outsider")}
+    for name, module in modules.items():
+        module.kernel = gpu_kernel
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(sys.modules["sglang"], "fake_home", modules["sglang.fake_home"], raising=False)
+    monkeypatch.setattr(install, "_stand_ins", {})
+    monkeypatch.setattr(install, "_originals", {})
+    return modules
+
+
+def test_every_copy_inside_sglang_is_replaced(host: dict[str, ModuleType]):
+    install.install({"sglang.fake_home.kernel": stand_in})
+    install.verify()
+    assert host["sglang.fake_home"].kernel is stand_in
+    assert host["sglang.fake_user"].kernel is stand_in
+    assert host["fake_outsider"].kernel is gpu_kernel
+
+
+def test_what_is_installed_stays(host: dict[str, ModuleType]):
+    install.install({"sglang.fake_home.kernel": stand_in})
+    install.install({"sglang.fake_home.kernel": lambda: "another"})
+    assert host["sglang.fake_home"].kernel is stand_in
+
+
+def test_a_kernel_still_in_reach_stops_the_launch(host: dict[str, ModuleType]):
+    install.install({"sglang.fake_home.kernel": stand_in})
+    host["sglang.fake_user"].late_copy = gpu_kernel
+    with pytest.raises(RuntimeError, match=r"sglang\.fake_user\.late_copy"):
+        install.verify()
+
+
+def test_a_stand_in_that_was_replaced_stops_the_launch(host: dict[str, ModuleType]):
+    install.install({"sglang.fake_home.kernel": stand_in})
+    host["sglang.fake_home"].kernel = lambda: "someone else's"
+    with pytest.raises(RuntimeError, match=r"sglang\.fake_home\.kernel"):
+        install.verify()
+
+
+def test_an_absent_kernel_gets_its_place_and_nothing_else_changes(host: dict[str, ModuleType]):
+    host["sglang.fake_home"].kernel = None
+    host["sglang.fake_user"].kernel = None
+    install.install({"sglang.fake_home.kernel": stand_in})
+    install.verify()
+    assert host["sglang.fake_home"].kernel is stand_in
+    assert host["sglang.fake_user"].kernel is None
+
+
+def test_a_renamed_kernel_stops_the_launch(host: dict[str, ModuleType]):
+    del host["sglang.fake_home"].kernel
+    with pytest.raises(AttributeError):
+        install.install({"sglang.fake_home.kernel": stand_in})
+
+
+REAL = """
+import inspect, pkgutil
+from sglang.srt.platforms import current_platform
+import sglang.srt.model_executor.model_runner
+import sglang.srt.models.qwen3_5, sglang.srt.models.dflash, sglang.srt.speculative.dflash_worker_v2
+from sglang_dflash.cpu import install
+current_platform.post_load_model(None)
+current_platform.post_load_model(None)
+
+from sglang.srt.layers.attention import attention_registry
+assert attention_registry.ATTENTION_BACKENDS["torch_native"].__module__ == "sglang_dflash.cpu.attention"
+assert {**install.at_import(), **install.after_load()}.keys() == install._stand_ins.keys()
+for target, original in install._originals.items():
+    if not inspect.isroutine(original) or target.startswith("torch."):
+        continue
+    theirs = list(inspect.signature(original).parameters)
+    ours = inspect.signature(install._stand_ins[target]).parameters.values()
+    positional = [p.name for p in ours if p.kind == p.POSITIONAL_OR_KEYWORD]
+    assert positional == theirs[: len(positional)], (target, positional, theirs)
+    named = {p.name for p in ours if p.kind != p.VAR_KEYWORD}
+    assert named <= set(theirs), (target, named, theirs)
+    assert named == set(theirs) or any(p.kind == p.VAR_KEYWORD for p in ours), (target, named, theirs)
+print("checked", len(install._originals))
+"""
+
+
+def test_the_real_table_fits_the_installed_sglang():
+    """In a process of its own: SGLang's modules are imported, patched, verified, and every signature compared."""
+    out = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
+    assert out.returncode == 0, out.stderr[-2000:]
+    assert out.stdout.split()[-2:] == ["checked", "22"]
