@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dflash.train.draft import draft_config_for, train_draft
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.text import Batches, read_documents
-from sglang_dflash.train.tiny import DRAFT_RECIPE, make_pair
-from sglang_dflash.train.tiny_target import RECIPE
+from sglang_dflash.train.tiny import DRAFT_RECIPES, make_pair
+from sglang_dflash.train.tiny_target import RECIPES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -54,8 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     tiny = commands.add_parser("tiny", help="make the tiny pair from nothing", formatter_class=shows_defaults)
     tiny.add_argument("--out", type=Path, default=Path("tiny"), help="folder for target/ and draft/")
     tiny.add_argument("--kind", choices=("hybrid", "dense"), default="hybrid", help="of the target")
-    tiny.add_argument("--target-steps", type=int, default=RECIPE.steps)
-    tiny.add_argument("--draft-steps", type=int, default=DRAFT_RECIPE.steps)
+    tiny.add_argument("--target-steps", type=int, help="default: as the shipped pair")
+    tiny.add_argument("--draft-steps", type=int, help="default: as the shipped pair")
     tiny.add_argument("--threads", type=int, default=1, help="torch threads; more than free cores is much slower")
     tiny.add_argument("--seed", type=int, default=0)
     return parser
@@ -94,11 +94,10 @@ def run_draft(args: argparse.Namespace) -> None:
 
 def run_tiny(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    target_recipe, draft_recipe = (
-        replace(RECIPE, steps=args.target_steps),
-        replace(DRAFT_RECIPE, steps=args.draft_steps),
-    )
-    make_pair(args.out, args.kind, seed=args.seed, target_recipe=target_recipe, draft_recipe=draft_recipe)
+    recipes = []
+    for recipe, steps in ((RECIPES[args.kind], args.target_steps), (DRAFT_RECIPES[args.kind], args.draft_steps)):
+        recipes.append(replace(recipe, steps=steps, more_cycles=()) if steps else recipe)
+    make_pair(args.out, args.kind, seed=args.seed, target_recipe=recipes[0], draft_recipe=recipes[1])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,9 +16,12 @@ from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.train import corpus
 from sglang_dflash.train.draft import draft_config_for, train_draft
 from sglang_dflash.train.loop import Recipe
-from sglang_dflash.train.tiny_target import END, MASK, RECIPE, Kind, chat_rows, make_tokenizer, rows_at, train_target
+from sglang_dflash.train.tiny_target import END, MASK, RECIPES, Kind, chat_rows, make_tokenizer, rows_at, train_target
 
-DRAFT_RECIPE = Recipe(steps=1500, learning_rate=4e-3, warmup_steps=100)
+DRAFT_RECIPES: dict[Kind, Recipe] = {
+    "hybrid": Recipe(steps=1500, learning_rate=4e-3, warmup_steps=100),
+    "dense": Recipe(steps=1000, learning_rate=4e-3, warmup_steps=100),
+}
 BLOCK_SIZE = 16
 TARGET_LAYER_IDS = (0, 1, 2)  # all but the last of four
 N_DRAFT_LAYERS = 2
@@ -33,10 +36,18 @@ class Acceptance(NamedTuple):
 
 
 def make_pair(
-    out: Path, kind: Kind, *, seed: int = 0, target_recipe: Recipe = RECIPE, draft_recipe: Recipe = DRAFT_RECIPE
+    out: Path,
+    kind: Kind,
+    *,
+    seed: int = 0,
+    target_recipe: Recipe | None = None,
+    draft_recipe: Recipe | None = None,
 ) -> None:
-    """Train `out`/target and `out`/draft, resuming what is there, and print the draft's acceptance."""
-    train_target(kind, out / "target", target_recipe, seed)
+    """Train `out`/target and `out`/draft, resuming what is there, and print the draft's acceptance.
+
+    Recipes: None takes those of the shipped pair of this kind.
+    """
+    train_target(kind, out / "target", target_recipe or RECIPES[kind], seed)
     # The draft learns from the weights as they are shipped, in fp32 so that it meets the target's exact choices.
     target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     tokenizer = make_tokenizer()
@@ -47,7 +58,7 @@ def make_pair(
         target,
         config,
         lambda step: rows_at(tokenizer, seed + 1, step),
-        draft_recipe,
+        draft_recipe or DRAFT_RECIPES[kind],
         held_out=chat_rows(tokenizer, "held out", (8, 256), held_out=True),
         out=out / "draft",
         seed=seed,

@@ -43,7 +43,10 @@ PROMPT_WEIGHT = 0.1  # of a prompt token's loss; a response token's is 1
 SHORT, LONG = (4, 256), (1, 1024)  # rows x tokens of a batch; every LONG_EVERY-th batch is long
 LONG_EVERY = 4
 
-RECIPE = Recipe(steps=3000, learning_rate=3e-3, warmup_steps=100, more_cycles=((1200, 2e-3),))
+RECIPES: dict[Kind, Recipe] = {
+    "hybrid": Recipe(steps=3000, learning_rate=3e-3, warmup_steps=100, more_cycles=((1200, 2e-3),)),
+    "dense": Recipe(steps=2000, learning_rate=3e-3, warmup_steps=100),
+}
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
