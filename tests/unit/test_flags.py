@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.flags import Flags, Worker
+from sglang_dflash.flags import Flags, GdnState, Worker
 
 README = Path(__file__).parents[2] / "env" / "README.md"
 
 
 def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
-    assert flags.read({}) == Flags(worker=Worker.PLUGIN, overlap=True)
+    assert flags.read({}) == Flags(worker=Worker.PLUGIN, gdn_state=GdnState.FOLD, overlap=True)
 
 
 @pytest.mark.parametrize("value", ["stock", "Stock"])
