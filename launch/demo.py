@@ -19,6 +19,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import openai
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -82,6 +83,16 @@ def ask(client: openai.OpenAI, question: str, show: Callable[[Step], None]) -> A
     return Answer(text, n_tokens, arrived - sent, counters["spec_verify_ct"], counters["spec_num_correct_drafts"])
 
 
+def has_colours(console: Console) -> bool:
+    return console.is_terminal and not console.no_color
+
+
+def legend(console: Console) -> str:
+    if has_colours(console):
+        return "are [green]coloured[/], [cyan]step by step[/]; the target's own tokens are [bold]bold[/]."
+    return r"stand in \[brackets]; the rest are the target's own tokens."
+
+
 class Painter:
     """Prints steps: accepted drafts in the step's colour (or in brackets), the target's own token in bold."""
 
@@ -92,8 +103,7 @@ class Painter:
     def show(self, step: Step) -> None:
         drafts, own = self._split(step)
         colour = STEP_COLOURS[self.n_shown % len(STEP_COLOURS)]
-        coloured = self.console.is_terminal and not self.console.no_color
-        if drafts and not coloured:
+        if drafts and not has_colours(self.console):
             drafts = f"[{drafts}]"
         painted = Text.assemble((drafts, colour), (own, "bold"))
         self.console.print(painted, end="", soft_wrap=True)
@@ -136,11 +146,11 @@ def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> 
         console.print(f"\n[bold]{question}[/]", highlight=False)
         answer = ask(with_speculation, question, Painter(console, tokenizer).show)
         plain = ask(without, question, lambda step: None)
-        console.print(
-            f"\n[dim]{answer.n_tokens} tokens in {answer.n_steps} steps: {answer.committed_per_step:.1f} committed per "
-            f"step; {answer.tokens_per_s:.0f} tokens/s with speculation, {plain.tokens_per_s:.0f} without[/]",
-            highlight=False,
+        committed = (
+            f"{answer.n_tokens} tokens in {answer.n_steps} steps, {answer.committed_per_step:.1f} committed per step"
         )
+        speeds = f"{answer.tokens_per_s:.0f} tokens/s, {plain.tokens_per_s:.0f} without"
+        console.print(f"\n[dim]{committed}; {speeds}[/]", highlight=False)
         if answer.text != plain.text:
             raise ServerError(f"the answer differs without speculation, which must never happen:\n{plain.text}")
         results.append((kind, answer, plain))
@@ -148,9 +158,17 @@ def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> 
 
 
 def summary(results: Sequence[tuple[str, Answer, Answer]]) -> Table:
-    table = Table(title="the same text with and without speculation", title_justify="left")
-    for name in ("question", "tokens", "steps", "committed / step", "tokens/s on", "tokens/s off", "speedup"):
-        table.add_column(name, justify="left" if name == "question" else "right")
+    table = Table(title="the same text with and without speculation", title_justify="left", box=box.SIMPLE_HEAD)
+    for name in (
+        "question",
+        "tokens",
+        "steps",
+        "committed\nper step",
+        "tokens/s\nwith",
+        "tokens/s\nwithout",
+        "speedup",
+    ):
+        table.add_column(name, justify="left" if name == "question" else "right", no_wrap=True)
     total_on, total_off = total([on for _, on, _ in results]), total([off for _, _, off in results])
     for kind, on, off in [*results, ("all", total_on, total_off)]:
         speeds = f"{on.tokens_per_s:.0f}", f"{off.tokens_per_s:.0f}", f"{on.tokens_per_s / off.tokens_per_s:.1f}x"
@@ -217,15 +235,14 @@ def main(arguments: Sequence[str]) -> None:
         console.print("[dim]Two servers start; most of that time is SGLang importing its packages.[/]")
         wait_ready([on, off], console)
         require_worker(options.arm, on)
-        console.print(
-            "\nAccepted drafts: [green]a colour[/] [cyan]per step[/]; the target's own tokens: [bold]bold[/]."
-        )
+        console.print(f"\nAccepted drafts {legend(console)}")
         console.print(summary(compare(on, off, console, tokenizer)))
         off.stop()
         if not options.once:
             keep_serving(on, console)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave a server behind
+        console.print("\n[dim]stopping[/]")
         on.stop()
         off.stop()
 
@@ -234,6 +251,6 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:
-        print("\nstopped")
+        print("stopped")
     except ServerError as error:
         sys.exit(f"make demo: {error}")

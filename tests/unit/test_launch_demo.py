@@ -47,9 +47,9 @@ def test_the_last_row_of_the_summary_is_over_all_questions() -> None:
     off = [Answer("x", 40, 2.0, 0, 0), Answer("y", 60, 3.0, 0, 0)]
     out = StringIO()
     Console(file=out, width=120).print(summary(list(zip(("one", "two"), on, off, strict=True))))
-    last = out.getvalue().splitlines()[-2]
-    # 100 tokens in 10 steps; 50/s against 20/s; (90 accepted + 10 bonus) / 10 steps
-    assert [cell.strip() for cell in last.strip("│").split("│")] == ["all", "100", "10", "10.0", "50", "20", "2.5x"]
+    last = out.getvalue().split("\n")[-3]
+    # 100 tokens in 10 steps, (90 accepted + 10 bonus) / 10 steps, 50/s against 20/s
+    assert last.split() == ["all", "100", "10", "10.0", "50", "20", "2.5x"]
 
 
 def test_the_questions_are_held_out() -> None:
