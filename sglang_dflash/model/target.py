@@ -18,7 +18,7 @@ from sglang_dflash.model.config import DraftConfig
 
 
 class Reading(NamedTuple):
-    """What the target says after each of S tokens, and their features."""
+    """The features of S tokens, and what the target says after the last of them or after each."""
 
     logits_1SV: torch.Tensor
     features_1SC: torch.Tensor
@@ -81,15 +81,15 @@ class Target:
                 layer.activate_past_recording()  # without it, what slid out of the window could not come back
 
     def read(self, ids_1S: torch.Tensor) -> Reading:
-        """Read S more tokens, for good."""
-        reading = self._forward(ids_1S)
+        """Read S more tokens, for good; the logits are those after the last one only."""
+        reading = self._forward(ids_1S, n_logits=1)
         self._cut(0)
         return reading
 
     def read_block(self, ids_1N: torch.Tensor) -> tuple[Reading, Undo]:
         """Read a block that `keep` will cut to its first tokens."""
         undo = Undo(ids_1N, [state.clone() for state in self._states()])
-        return self._forward(ids_1N), undo
+        return self._forward(ids_1N, n_logits=ids_1N.shape[1]), undo
 
     def keep(self, n: int, undo: Undo) -> None:
         """Unread all but the first `n` tokens of the block that was read last."""
@@ -106,8 +106,14 @@ class Target:
         kinds = (kind for layer in self.recurrent for kind in (layer.conv_states, layer.recurrent_states))
         return [state for kind in kinds for state in kind.values() if state is not None]
 
-    def _forward(self, ids_1S: torch.Tensor) -> Reading:
-        out = self.model(input_ids=ids_1S, past_key_values=self.cache, use_cache=True, output_hidden_states=True)
+    def _forward(self, ids_1S: torch.Tensor, n_logits: int) -> Reading:
+        out = self.model(
+            input_ids=ids_1S,
+            past_key_values=self.cache,
+            use_cache=True,
+            output_hidden_states=True,
+            logits_to_keep=n_logits,
+        )
         return Reading(out.logits, target_features(out.hidden_states, self.layer_ids))
 
     def _cut(self, n: int) -> None:

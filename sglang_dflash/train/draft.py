@@ -81,7 +81,7 @@ def draft_config_for(
     """
     text = target.config.get_text_config()
     fields = text.to_dict()
-    rope = {"rope_type": "default", "rope_theta": fields["rope_parameters"]["rope_theta"]}
+    theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)  # the target's, where it has just one
     n_target = text.num_hidden_layers
     last = n_target - 2
     spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
@@ -100,7 +100,7 @@ def draft_config_for(
         layer_types=(FULL,) * n_layers,
         sliding_window=None,
         is_causal=None,
-        rope_parameters=rope,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
         rms_norm_eps=text.rms_norm_eps,
         max_position_embeddings=text.max_position_embeddings,
     )

@@ -20,7 +20,7 @@ from sglang_dflash.train.tiny_target import END, MASK, RECIPES, Kind, chat_rows,
 
 DRAFT_RECIPES: dict[Kind, Recipe] = {
     "hybrid": Recipe(steps=1500, learning_rate=4e-3, warmup_steps=100),
-    "dense": Recipe(steps=1000, learning_rate=4e-3, warmup_steps=100),
+    "dense": Recipe(steps=800, learning_rate=4e-3, warmup_steps=100),
 }
 BLOCK_SIZE = 16
 TARGET_LAYER_IDS = (0, 1, 2)  # all but the last of four

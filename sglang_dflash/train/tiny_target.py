@@ -45,7 +45,7 @@ LONG_EVERY = 4
 
 RECIPES: dict[Kind, Recipe] = {
     "hybrid": Recipe(steps=3000, learning_rate=3e-3, warmup_steps=100, more_cycles=((1200, 2e-3),)),
-    "dense": Recipe(steps=2000, learning_rate=3e-3, warmup_steps=100),
+    "dense": Recipe(steps=1500, learning_rate=3e-3, warmup_steps=100),
 }
 
 
