@@ -122,6 +122,8 @@ def class_members(class_: ast.ClassDef, module: str) -> set[str]:
                     found |= parameters(node)
             case ast.AnnAssign(target=ast.Name(id=target)):
                 found.add(target)
+            case ast.ClassDef():
+                found.add(node.name)
             case ast.Assign():
                 found |= {t.id for t in node.targets if isinstance(t, ast.Name)}
     return found
