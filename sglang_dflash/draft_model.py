@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
@@ -37,6 +38,10 @@ FUSED = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
+
+
+# Drafts of partly rotated or multi-modal targets carry the target's rotary fields along; `rope_dim` is their own width.
+COPIED_FROM_TARGET = frozenset({"rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 
 
 class TargetEnds(NamedTuple):
@@ -72,6 +77,10 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         rope_theta, rope_scaling = get_rope_config(config)
+        if (
+            rope_scaling is not None and "rope_dim" in rope_scaling
+        ):  # beside it, copied fields of the target mean nothing
+            rope_scaling = {k: v for k, v in rope_scaling.items() if k not in COPIED_FROM_TARGET}
         self.rotary_emb = get_rope(
             self.head_dim,
             rotary_dim=self.head_dim,
@@ -79,6 +88,8 @@ class DraftAttention(nn.Module):
             base=rope_theta,
             rope_scaling=rope_scaling,
         )
+        one_kernel = self.qkv_proj.weight.dtype == torch.bfloat16 or self.qkv_proj.weight.is_cpu
+        self.norm_rotate = self.norm_rotate_in_one if one_kernel else self.norm_rotate_in_two
         sliding = config.layer_types[layer_id] == "sliding_attention"
         self.attn = RadixAttention(
             num_heads=self.q_size // self.head_dim,
@@ -93,11 +104,30 @@ class DraftAttention(nn.Module):
 
     def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         qkv, _ = self.qkv_proj(hidden_TH)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
-        q, k = self.rotary_emb(positions_T, q, k)
+        q, k, v = self.norm_rotate(qkv, positions_T)
         out, _ = self.o_proj(self.attn(q, k, v, batch))
         return out
+
+    def norm_rotate_in_one(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
+        """q and k normalised and rotated, and v: one launch, in place."""
+        table_qk_norm_rope_(
+            qkv,
+            positions_T,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.rotary_emb.cos_sin_cache,
+            self.q_size // self.head_dim,
+            self.n_kv_heads,
+            self.head_dim,
+            self.q_norm.variance_epsilon,
+        )
+        return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+
+    def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same through SGLang's layers, for dtypes that its single kernel does not take."""
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
+        return *self.rotary_emb(positions_T, q, k), v
 
 
 class DraftMLP(nn.Module):

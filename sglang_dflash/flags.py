@@ -19,16 +19,23 @@ class Worker(StrEnum):
     STOCK = "stock"
 
 
+class GdnState(StrEnum):
+    FOLD = "fold"
+    SNAPSHOT = "snapshot"
+
+
 @dataclass(frozen=True)
 class Flags:
     """The values in effect.
 
     Attributes:
         worker: which worker serves `--speculative-algorithm DFLASH`.
+        gdn_state: how the recurrent state of hybrid targets advances after a partly accepted block.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 
     worker: Worker
+    gdn_state: GdnState
     overlap: bool
 
 
@@ -53,6 +60,13 @@ FLAGS = (
         "plugin",
         tuple(Worker),
         "Which worker serves `--speculative-algorithm DFLASH`: ours, or SGLang's built-in one.",
+    ),
+    Flag(
+        "SGLANG_DFLASH_GDN_STATE",
+        "snapshot",
+        tuple(GdnState),
+        "Gated DeltaNet targets: `snapshot` keeps a full state per draft token, as the built-in worker does; `fold` keeps "
+        "the block's inputs and replays the accepted ones (exact on CPU; not seen on a GPU yet).",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",
@@ -97,6 +111,7 @@ def read(environ: Mapping[str, str]) -> Flags:
     _refuse_unknown(environ, worker)
     return Flags(
         worker=worker,
+        gdn_state=GdnState(raw["SGLANG_DFLASH_GDN_STATE"]),
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
 

@@ -5,8 +5,8 @@
     verify     the target scores it          verifier.py
     choose     the target's own tokens       choice.py
     accept     the agreed prefix, one more   kernels/accept.py
-    publish    the scheduler may go on
     commit     recurrent state               state.py
+    publish    the scheduler may go on
     append     context K/V of kept rows      context_kv.py
 
 Every variant (window or not, hybrid or not, ...) is decided when the server starts, as a class.
@@ -87,6 +87,7 @@ class DFlashWorker(BaseSpecWorker):
             req_to_token_pool=None if self.config.draft_window else req_to_token_pool,
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
+        self.state = make_state(self._target_worker)
 
     def init_cuda_graphs(self) -> None:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
@@ -105,7 +106,6 @@ class DFlashWorker(BaseSpecWorker):
         self.drafter = Drafter(draft, view, config.block_size)
         self.verifier = Verifier(self._target_worker)
         self.choice = Choice(target)
-        self.state = make_state(self._target_worker)
         self.context_kv = ContextKV(draft.model, draft)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 
@@ -155,8 +155,8 @@ class DFlashWorker(BaseSpecWorker):
         target = self.verifier.verify(batch, plan, tokens_BN)
         target_BN = self.choice.choose(batch, plan, target, grammar_barrier)
         accepted = accept(tokens_BN, target_BN, plan.prefix_len_B)
-        publish(accepted.next_prefix_len_B)
         self.state.commit(batch, plan, accepted.n_committed_B)
+        publish(accepted.next_prefix_len_B)
         self.context_kv.append(plan, target.features_TC, accepted.n_committed_B)
         return self.step_result(batch, plan, target, accepted)
 

@@ -81,11 +81,10 @@ def table_qk_norm_rope_(
 ) -> None:
     """RMS-normalise and rotate (neox halves) the q and k heads of qkv [T, (q + 2 k) E] in place; v is untouched."""
     cos_T1E, sin_T1E = cos_sin_cache[positions.long()].float()[:, None].chunk(2, dim=-1)
-    q_end, k_end = num_q_heads * head_dim, (num_q_heads + num_k_heads) * head_dim
-    for heads, weight in ((qkv[:, :q_end], q_weight), (qkv[:, q_end:k_end], k_weight)):
-        x_THE = heads.unflatten(1, (-1, head_dim)).float()
-        # The kernel rounds the normalised head before it rotates it.
-        normed_THE = F.rms_norm(x_THE, (head_dim,), weight.float(), eps).to(qkv.dtype).float()
-        first_THE, second_THE = normed_THE.chunk(2, dim=-1)
-        rotated = (first_THE * cos_T1E - second_THE * sin_T1E, second_THE * cos_T1E + first_THE * sin_T1E)
-        heads.copy_(torch.cat(rotated, dim=-1).flatten(1))
+    heads = qkv[:, : (num_q_heads + num_k_heads) * head_dim]
+    weight_HE = torch.cat([q_weight.float().expand(num_q_heads, -1), k_weight.float().expand(num_k_heads, -1)])
+    normed_THE = F.rms_norm(heads.unflatten(1, (-1, head_dim)).float(), (head_dim,), eps=eps) * weight_HE
+    # The kernel rounds the normalised head before it rotates it.
+    first_THE, second_THE = normed_THE.to(qkv.dtype).float().chunk(2, dim=-1)
+    rotated = (first_THE * cos_T1E - second_THE * sin_T1E, second_THE * cos_T1E + first_THE * sin_T1E)
+    heads.copy_(torch.cat(rotated, dim=-1).flatten(1))

@@ -221,7 +221,7 @@ def test_a_block_gives_the_same_in_any_batch():
     torch.testing.assert_close(narrow[0, :4], wide[1, :4], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("argument", ["is_kda", "lower_bound", "retrieve_parent_token", "cache_ring"])
+@pytest.mark.parametrize("argument", ["is_kda", "lower_bound", "retrieve_parent_token"])
 def test_what_is_not_defined_is_refused_by_name(argument: str):
     inputs = Inputs(4)
     with pytest.raises(NotImplementedError, match=argument):
