@@ -12,11 +12,10 @@ E head width, H hidden, C features (captured layers x H), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
-from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -30,6 +29,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
+from sglang_dflash.ends import TargetEnds, likeliest
+
 # A checkpoint stores the parts of a fused projection one by one: part -> (fused parameter, shard).
 FUSED = {
     "q_proj": ("qkv_proj", "q"),
@@ -42,16 +43,6 @@ FUSED = {
 
 # Drafts of partly rotated or multi-modal targets carry the target's rotary fields along; `rope_dim` is their own width.
 COPIED_FROM_TARGET = frozenset({"rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
-
-
-class TargetEnds(NamedTuple):
-    """The target's two ends, lent to the draft. Modules, not weights: an online update of the target reaches us."""
-
-    embed: nn.Module  # token ids -> hidden
-    head: nn.Module  # .weight [V or its shard, H]
-    n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
-    first_token: int  # the id of this shard's first row
-    tp_group: GroupCoordinator
 
 
 class DraftAttention(nn.Module):
@@ -299,18 +290,6 @@ def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     for parameter, row in zip(parameters, stack, strict=True):
         parameter.data = row
     return stack
-
-
-def likeliest(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-    """The target head's argmax, int64 [B, D]; under tensor parallelism every rank returns the same tokens."""
-    weight_VH = ends.head.weight[: ends.n_vocab]
-    logits_BDV = hidden_BDH.to(weight_VH.dtype) @ weight_VH.T
-    if ends.tp_group.world_size == 1:
-        return logits_BDV.argmax(dim=-1)
-    best_BD, token_BD = logits_BDV.max(dim=-1)
-    best_RBD = ends.tp_group.all_gather(best_BD[None].contiguous(), dim=0)  # R ranks
-    token_RBD = ends.tp_group.all_gather((token_BD + ends.first_token)[None].contiguous(), dim=0)
-    return token_RBD.gather(0, best_RBD.argmax(dim=0, keepdim=True))[0]
 
 
 EntryClass = DFlashDraftModel

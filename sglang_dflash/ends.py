@@ -1,12 +1,27 @@
-"""The target's embedding and head, found and checked once, to be lent to the draft."""
+"""The target's two ends, its embedding and its head: found and checked once, lent to the draft.
+
+Dimensions: B requests, D drafts per block, H hidden, V vocabulary (this rank's shard of it), R tensor-parallel ranks.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from sglang_dflash.draft_model import TargetEnds
+
+class TargetEnds(NamedTuple):
+    """The target's two ends, lent to the draft. Modules, not weights: an online update of the target reaches us."""
+
+    embed: nn.Module  # token ids -> hidden
+    head: nn.Module  # .weight [V or its shard, H]
+    n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
+    first_token: int  # the id of this shard's first row
+    tp_group: GroupCoordinator
 
 
 def target_ends(model: nn.Module) -> TargetEnds:
@@ -29,3 +44,15 @@ def target_ends(model: nn.Module) -> TargetEnds:
         first_token=shard.org_vocab_start_index,
         tp_group=tp_group,
     )
+
+
+def likeliest(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+    """The target head's argmax, int64 [B, D]; under tensor parallelism every rank returns the same tokens."""
+    weight_VH = ends.head.weight[: ends.n_vocab]
+    logits_BDV = hidden_BDH.to(weight_VH.dtype) @ weight_VH.T
+    if ends.tp_group.world_size == 1:
+        return logits_BDV.argmax(dim=-1)
+    best_BD, token_BD = logits_BDV.max(dim=-1)
+    best_RBD = ends.tp_group.all_gather(best_BD[None].contiguous(), dim=0)  # R ranks
+    token_RBD = ends.tp_group.all_gather((token_BD + ends.first_token)[None].contiguous(), dim=0)
+    return token_RBD.gather(0, best_RBD.argmax(dim=0, keepdim=True))[0]

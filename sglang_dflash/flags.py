@@ -65,8 +65,8 @@ FLAGS = (
         "SGLANG_DFLASH_GDN_STATE",
         "snapshot",
         tuple(GdnState),
-        "Gated DeltaNet targets: `snapshot` keeps a full state per draft token, as the built-in worker does; `fold` keeps "
-        "the block's inputs and replays the accepted ones (exact on CPU; not seen on a GPU yet).",
+        "Gated DeltaNet targets: `snapshot` keeps a full state per draft token, as the built-in worker does; `fold` "
+        "keeps the block's inputs and replays the accepted ones (exact on CPU; not seen on a GPU yet).",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",

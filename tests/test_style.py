@@ -15,7 +15,7 @@ FILE_LINES = 300
 FUNCTION_LINES = 50
 KERNEL_LINES = 120
 DEPTH = 3
-POSITIONAL = 4
+POSITIONAL = 5  # one more than elsewhere: `spec_generate` takes what the model cards give it
 PROBES = ("getattr", "hasattr")
 PROBING_MODULE = "host.py"  # the one module that may ask another package's objects what they have
 STAND_INS = "cpu"  # the one folder whose functions take SGLang's arguments, because SGLang calls them as its own
@@ -37,7 +37,8 @@ def depth(node: ast.AST) -> int:
 
 def function_complaints(function: Function, path: Path) -> Iterator[str]:
     is_kernel = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
-    n_lines, limit = function.end_lineno - function.lineno + 1, KERNEL_LINES if is_kernel else FUNCTION_LINES
+    # The body: a stand-in's signature is SGLang's, and may be long.
+    n_lines, limit = function.end_lineno - function.body[0].lineno + 1, KERNEL_LINES if is_kernel else FUNCTION_LINES
     n_positional = sum(arg.arg not in ("self", "cls") for arg in function.args.posonlyargs + function.args.args)
     if n_lines > limit:
         yield f"{function.name} has {n_lines} lines > {limit}"
