@@ -11,6 +11,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from sglang_dflash import plugin
+
 ATTENTION_BACKEND = "torch_native"
 
 
@@ -27,7 +29,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        return algorithm == "DFLASH"
+        """Raises HostMismatch where SGLANG_PLUGINS keeps this platform and leaves the plugin out."""
+        if algorithm != "DFLASH":
+            return False
+        plugin.require_live()
+        return True
 
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
         return algorithm == "DFLASH" and backend == ATTENTION_BACKEND
