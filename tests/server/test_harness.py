@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.server.variants import VARIANTS
+
 MAX_NEW_TOKENS = 48
 
 
@@ -14,7 +16,10 @@ def test_greedy_answers_are_those_of_transformers(
     prompts = questions(6)
     expected = [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     for concurrency in (1, 6):
-        answers = server(arm).generate_many(prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
+        flags = VARIANTS["hybrid"].flags if arm == "plugin" else ()
+        answers = server(arm, flags=flags).generate_many(
+            prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS
+        )
         assert [answer.token_ids for answer in answers] == expected
     assert any("spec_verify_ct" in answer.meta for answer in answers) == (arm != "off")
 

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from launch.server import Server, ServerError
+from tests.server.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
-FLAGS = ("--mamba-track-interval", "64")  # the server of the exactness battery's first variant
 
 
 @pytest.fixture(scope="module")
 def ours(server: Callable) -> Server:
-    return server(flags=FLAGS)
+    return server(flags=VARIANTS["hybrid"].flags)
 
 
 @pytest.fixture(scope="module")
