@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dflash.train.draft import draft_config_for, train_draft
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.text import Batches, read_documents
-from sglang_dflash.train.tiny import DRAFT_RECIPES, make_pair
-from sglang_dflash.train.tiny_target import RECIPES
+from sglang_dflash.train.tiny import DRAFT_RECIPES, load_pair, make_pair, measure
+from sglang_dflash.train.tiny_target import RECIPES, make_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -98,6 +98,8 @@ def run_tiny(args: argparse.Namespace) -> None:
     for recipe, steps in ((RECIPES[args.kind], args.target_steps), (DRAFT_RECIPES[args.kind], args.draft_steps)):
         recipes.append(replace(recipe, steps=steps, more_cycles=()) if steps else recipe)
     make_pair(args.out, args.kind, seed=args.seed, target_recipe=recipes[0], draft_recipe=recipes[1])
+    for row in measure(*load_pair(args.out), make_tokenizer()):
+        print(f"{row.task:16} {row.mean_committed:6.2f} tokens per step over {row.n_steps} steps")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,7 +8,6 @@ from random import Random
 from typing import NamedTuple
 
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from sglang_dflash.model.draft import DraftModel
@@ -19,7 +18,7 @@ from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tiny_target import END, MASK, RECIPES, Kind, chat_rows, make_tokenizer, rows_at, train_target
 
 DRAFT_RECIPES: dict[Kind, Recipe] = {
-    "hybrid": Recipe(steps=1500, learning_rate=4e-3, warmup_steps=100),
+    "hybrid": Recipe(steps=1500, learning_rate=4e-3, warmup_steps=100, more_cycles=((800, 3e-3),)),
     "dense": Recipe(steps=800, learning_rate=4e-3, warmup_steps=100),
 }
 BLOCK_SIZE = 16
@@ -43,7 +42,7 @@ def make_pair(
     target_recipe: Recipe | None = None,
     draft_recipe: Recipe | None = None,
 ) -> None:
-    """Train `out`/target and `out`/draft, resuming what is there, and print the draft's acceptance.
+    """Train `out`/target and `out`/draft, resuming what is there.
 
     Recipes: None takes those of the shipped pair of this kind.
     """
@@ -64,11 +63,12 @@ def make_pair(
         seed=seed,
     )
     draft.to(torch.bfloat16).save_pretrained(out / "draft")
-    draft = DraftModel.from_pretrained(out / "draft", dtype=torch.float32)
-    for row in measure(draft, target, tokenizer):
-        Console(highlight=False).print(
-            f"{row.task:16} {row.mean_committed:6.2f} tokens per step over {row.n_steps} steps"
-        )
+
+
+def load_pair(folder: Path) -> tuple[DraftModel, PreTrainedModel]:
+    """Draft and target of `folder`, in fp32."""
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    return DraftModel.from_pretrained(folder / "draft", dtype=torch.float32), target
 
 
 def held_out_prompts(tokenizer: PreTrainedTokenizerFast, n_per_task: int) -> list[tuple[str, torch.Tensor]]:

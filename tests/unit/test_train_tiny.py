@@ -6,13 +6,12 @@ from random import Random
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import sglang_dflash
-from sglang_dflash.model import DraftModel
 from sglang_dflash.train import corpus
 from sglang_dflash.train.loop import Recipe
-from sglang_dflash.train.tiny import held_out_prompts, make_pair, measure
+from sglang_dflash.train.tiny import held_out_prompts, load_pair, make_pair, measure
 from sglang_dflash.train.tiny_target import CHAT_TEMPLATE, MASK, SPECIAL_TOKENS, chat_rows, chat_tokens, make_tokenizer
 
 ASSETS = Path(sglang_dflash.__file__).parent / "assets"
@@ -27,11 +26,6 @@ def tokenizer():
 @pytest.fixture(params=PAIRS)
 def pair(request):
     return PAIRS[request.param]
-
-
-def load(pair: Path) -> tuple[DraftModel, torch.nn.Module]:
-    target = AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
-    return DraftModel.from_pretrained(pair / "draft", dtype=torch.float32), target
 
 
 @pytest.mark.parametrize("task", corpus.TASKS)
@@ -78,10 +72,10 @@ def test_rows_depend_on_their_seed_alone(tokenizer):
 def test_a_pair_is_made_from_nothing_and_resumed(tmp_path, kind):
     short = Recipe(steps=2, learning_rate=1e-3, warmup_steps=1)
     make_pair(tmp_path, kind, target_recipe=short, draft_recipe=short)
-    draft, target = load(tmp_path)
+    draft, target = load_pair(tmp_path)
     made = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     make_pair(tmp_path, kind, target_recipe=short, draft_recipe=short)
-    again, _ = load(tmp_path)
+    again, _ = load_pair(tmp_path)
     assert all(torch.equal(tensor, made[name]) for name, tensor in again.state_dict().items())
     fresh = (tmp_path / "target" / "config.json").read_text()
     shipped = (PAIRS[kind] / "target" / "config.json").read_text()
@@ -110,13 +104,13 @@ def test_the_shipped_files_are_small_and_complete(pair):
 
 
 def test_the_shipped_draft_commits_more_than_four_tokens_per_step(pair, tokenizer):
-    *_, overall = measure(*load(pair), tokenizer, n_per_task=1)
+    *_, overall = measure(*load_pair(pair), tokenizer, n_per_task=1)
     assert overall.mean_committed >= 4
     assert overall.n_steps > 100
 
 
 def test_the_shipped_pair_says_what_its_target_says(pair, tokenizer):
-    draft, target = load(pair)
+    draft, target = load_pair(pair)
     for _, input_ids in held_out_prompts(tokenizer, 1)[::3]:
         want = target.generate(input_ids, max_new_tokens=60, do_sample=False)
         assert torch.equal(draft.spec_generate(input_ids, target, 60, stop_token_ids=[2]), want)
