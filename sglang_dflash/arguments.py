@@ -48,6 +48,10 @@ class Arguments:
     adaptive: bool
     draft_quantization: str | None
     lora: bool
+    unified_memory: bool
+    hierarchical_cache: bool
+    two_batch_overlap: bool
+    mixed_chunk: bool
 
     def require_draft_path(self) -> str:
         """Raises ValueError when there is no draft."""
@@ -90,6 +94,10 @@ def arguments_of(server_args: Any) -> Arguments:
             args.speculative_draft_model_quantization if args._speculative_draft_quantization_explicitly_set else None
         ),
         lora=bool(args.enable_lora or args.lora_paths),
+        unified_memory=args.enable_unified_memory,
+        hierarchical_cache=args.enable_hierarchical_cache,
+        two_batch_overlap=args.enable_two_batch_overlap,
+        mixed_chunk=args.enable_mixed_chunk,
     )
 
 

@@ -102,6 +102,10 @@ def check_arguments(arguments: Arguments) -> None:
         (arguments.block_verification, "--speculative-use-block-verification", "it changes nothing for argmax drafts"),
         (arguments.rejection_sampling, "--speculative-use-rejection-sampling", "acceptance is exact without it"),
         (arguments.lora, "--enable-lora", "the draft was trained for the plain target"),
+        (arguments.unified_memory, "--enable-unified-memory", "draft and target share plain slot ids"),
+        (arguments.hierarchical_cache, "--enable-hierarchical-cache", "draft K/V would not be restored with a prefix"),
+        (arguments.two_batch_overlap, "--enable-two-batch-overlap", "a block is verified as one batch"),
+        (arguments.mixed_chunk, "--enable-mixed-chunk", "a step either reads prompts or verifies blocks"),
         (arguments.draft_quantization is not None, "--speculative-draft-model-quantization", "drafts run unquantized"),
     ):
         if asked:

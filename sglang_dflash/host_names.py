@@ -139,6 +139,7 @@ NAMES = (
     Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode"),
     Name("sglang.srt.mem_cache.allocation_sizing", "page_aligned_decode_alloc_lens", "reqs reserve page_size"),
     Name("sglang.srt.mem_cache.memory_pool", "MambaPool", "mamba_cache replayssm_spec_fold SpeculativeState"),
+    Name("sglang.srt.speculative.spec_utils", "SIMULATE_ACC_LEN"),
     Name("sglang.srt.configs.hybrid_arch", "hybrid_gdn_config", "model_config"),
     Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_page_size"),
     Name("sglang.srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len"),

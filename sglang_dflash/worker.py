@@ -34,14 +34,16 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 from sglang_dflash_kernels.accept import Accepted, accept
 
 from sglang_dflash.choice import Choice
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_input import DraftInput
-from sglang_dflash.drafter import Drafter, FullView, WindowView
+from sglang_dflash.drafter import Drafter, FullView, View, WindowView
 from sglang_dflash.ends import target_ends
+from sglang_dflash.errors import NotSupported
 from sglang_dflash.planner import Planner
 from sglang_dflash.state import make_state
 from sglang_dflash.step import Plan, Target
@@ -56,6 +58,10 @@ Publish = Callable[[torch.Tensor], None]
 class DFlashWorker(BaseSpecWorker):
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
         super().__init__()
+        if SIMULATE_ACC_LEN > 0:
+            raise NotSupported(
+                f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: acceptance here is never simulated; unset it"
+            )
         self._target_worker = target_worker
         self.target_runner = target_worker.model_runner
         self.device = target_worker.device
@@ -98,10 +104,9 @@ class DFlashWorker(BaseSpecWorker):
     def _init_stages(self) -> None:
         """All that decode needs; pools and backends exist now."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
+        view: View = FullView()
         if config.draft_window:
             view = WindowView(target, draft, window=config.draft_window, block_size=config.block_size)
-        else:
-            view = FullView()
         self.planner = Planner(target, config.block_size, config.mask_token_id)
         self.drafter = Drafter(draft, view, config.block_size)
         self.verifier = Verifier(self._target_worker)
@@ -187,8 +192,8 @@ class DFlashWorker(BaseSpecWorker):
             speculative_num_draft_tokens=plan.width,
             new_seq_lens=accepted.next_prefix_len_B,
             next_draft_input=DraftInput(bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B),
-            # The copy to the host runs on another stream; these outlive it by two steps.
-            extra_keep_alive_refs=[accepted, target],
+            # Read by the copy to the host, on another stream, while later steps run on this one.
+            extra_keep_alive_refs=[accepted],
         )
 
 

@@ -38,6 +38,10 @@ ARGUMENTS = Arguments(
     adaptive=False,
     draft_quantization=None,
     lora=False,
+    unified_memory=False,
+    hierarchical_cache=False,
+    two_batch_overlap=False,
+    mixed_chunk=False,
 )
 
 
@@ -99,6 +103,10 @@ def test_heads_that_can_be_split(tp_size: int, draft: Checkpoint) -> None:
         ({"rejection_sampling": True}, NotSupported, "--speculative-use-rejection-sampling"),
         ({"draft_quantization": "fp8"}, NotSupported, "--speculative-draft-model-quantization"),
         ({"lora": True}, NotSupported, "--enable-lora"),
+        ({"unified_memory": True}, NotSupported, "--enable-unified-memory"),
+        ({"hierarchical_cache": True}, NotSupported, "--enable-hierarchical-cache"),
+        ({"two_batch_overlap": True}, NotSupported, "--enable-two-batch-overlap"),
+        ({"mixed_chunk": True}, NotSupported, "--enable-mixed-chunk"),
         ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
         ({"attention_dp": True}, NotSupported, "attention data parallelism is not supported with DFLASH"),
         ({"disaggregation": "prefill"}, NotSupported, "--disaggregation-mode prefill is not supported with DFLASH"),
