@@ -20,7 +20,7 @@ from sglang_dflash.step import Plan
 
 class ContextKV:
     def __init__(self, model: DFlashDraftModel, runner: ModelRunner) -> None:
-        attention = model.layers[0].self_attn
+        attention = model.attentions[0]
         pool = runner.token_to_kv_pool
         layers = range(len(model.layers))
         self.model = model

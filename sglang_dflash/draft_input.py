@@ -88,6 +88,7 @@ class DraftInput(SpecInput):
     def merge_batch(self, spec_info: DraftInput) -> None:
         self.allocated_B_cpu = None
         if self.future_indices is not None:
+            assert spec_info.future_indices is not None, "one schedule for both batches"
             self.future_indices = torch.cat([self.future_indices, spec_info.future_indices])
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])

@@ -12,7 +12,7 @@ E head width, H hidden, C features (captured layers x H), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
@@ -29,17 +29,8 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
+from sglang_dflash.draft_weights import checkpoint_names, fused_name, lay_side_by_side
 from sglang_dflash.ends import TargetEnds, likeliest
-
-# A checkpoint stores the parts of a fused projection one by one: part -> (fused parameter, shard).
-FUSED = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-
 
 # Drafts of partly rotated or multi-modal targets carry the target's rotary fields along; `rope_dim` is their own width.
 COPIED_FROM_TARGET = frozenset({"rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
@@ -161,6 +152,14 @@ class DFlashDraftModel(nn.Module):
     been validated before (`config.py`): fields are read here as they are.
     """
 
+    # Set by `attach`.
+    ends: TargetEnds
+    qkv_LXH: torch.Tensor  # X: the rows of a layer's q, k and v projections, those of k and v from `first_k_row` on
+    bias_LX: torch.Tensor | None
+    k_norm_LE: torch.Tensor
+    first_k_row: int
+    kv_shape: tuple[int, int, int]  # 2 (K or V), G, E
+
     def __init__(self, config: Any, quant_config: None = None, prefix: str = "") -> None:
         super().__init__()
         self.config = config
@@ -194,11 +193,18 @@ class DFlashDraftModel(nn.Module):
             raise ValueError(f"draft checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
         # Around nn.Module's bookkeeping, or the target's weights would count as (and be updated as) the draft's.
         object.__setattr__(self, "ends", ends)
-        attentions = [layer.self_attn for layer in self.layers]
+        attentions = self.attentions
         attentions[0].rotary_emb._ensure_cos_sin_cache_length(max_position - 1)
         self.qkv_LXH = lay_side_by_side([a.qkv_proj.weight for a in attentions])
         self.k_norm_LE = lay_side_by_side([a.k_norm.weight for a in attentions])
         self.bias_LX = lay_side_by_side([a.qkv_proj.bias for a in attentions]) if self.config.attention_bias else None
+        self.first_k_row = attentions[0].q_size
+        self.kv_shape = (2, attentions[0].n_kv_heads, attentions[0].head_dim)
+
+    @property
+    def attentions(self) -> list[DraftAttention]:
+        """One per layer."""
+        return [cast(DraftLayer, layer).self_attn for layer in self.layers]
 
     # -- the two things a draft does ------------------------------------------------------------------------------
 
@@ -229,13 +235,11 @@ class DFlashDraftModel(nn.Module):
 
         The features are fused once (fc, norm) and projected by every layer's own K and V weights.
         """
-        attention = self.layers[0].self_attn
         fused_TH = self.hidden_norm(self.fc(features_TC))
-        kv_LTX = torch.matmul(fused_TH, self.qkv_LXH[:, attention.q_size :].transpose(1, 2))
+        kv_LTX = torch.matmul(fused_TH, self.qkv_LXH[:, self.first_k_row :].transpose(1, 2))
         if self.bias_LX is not None:
-            kv_LTX += self.bias_LX[:, None, attention.q_size :]
-        kv_LTPGE = kv_LTX.view(*kv_LTX.shape[:2], 2, attention.n_kv_heads, attention.head_dim)  # P: K or V
-        k_TLGE, v_TLGE = kv_LTPGE.transpose(0, 1).unbind(2)
+            kv_LTX += self.bias_LX[:, None, self.first_k_row :]
+        k_TLGE, v_TLGE = kv_LTX.view(*kv_LTX.shape[:2], *self.kv_shape).transpose(0, 1).unbind(2)
         return k_TLGE, v_TLGE
 
     # -- weights --------------------------------------------------------------------------------------------------
@@ -258,38 +262,6 @@ class DFlashDraftModel(nn.Module):
             load = parameter.__dict__.get("weight_loader", default_weight_loader)
             load(parameter, tensor, *shard)
             self.loaded.add(name)
-
-
-def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
-    """The parameter a checkpoint tensor belongs to, and which shard of it: `a.q_proj.weight` -> `a.qkv_proj.weight`."""
-    for part, (fused, shard) in FUSED.items():
-        if f".{part}." in name:
-            return name.replace(part, fused), (shard,)
-    return name, ()
-
-
-def checkpoint_names(parameters: Iterable[str]) -> set[str]:
-    """The tensors a checkpoint must have to set all these parameters: the inverse of `fused_name`."""
-    parts: dict[str, list[str]] = {}
-    for part, (fused, _) in FUSED.items():
-        parts.setdefault(fused, []).append(part)
-    names = set()
-    for name in parameters:
-        head, _, leaf = name.rpartition(".")
-        stem, _, fused = head.rpartition(".")
-        names |= {f"{stem}.{part}.{leaf}" for part in parts[fused]} if fused in parts else {name}
-    return names
-
-
-def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """One tensor [L, ...] whose rows become the parameters' own storage.
-
-    There is one copy of the weights, so an update of a parameter while serving updates the stack as well.
-    """
-    stack = torch.stack([p.data for p in parameters])
-    for parameter, row in zip(parameters, stack, strict=True):
-        parameter.data = row
-    return stack
 
 
 EntryClass = DFlashDraftModel

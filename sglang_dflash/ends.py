@@ -5,7 +5,7 @@ Dimensions: B requests, D drafts per block, H hidden, V vocabulary (this rank's 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -18,13 +18,13 @@ class TargetEnds(NamedTuple):
     """The target's two ends, lent to the draft. Modules, not weights: an online update of the target reaches us."""
 
     embed: nn.Module  # token ids -> hidden
-    head: nn.Module  # .weight [V or its shard, H]
+    head: Any  # a module with .weight [V or its shard, H]
     n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
     first_token: int  # the id of this shard's first row
     tp_group: GroupCoordinator
 
 
-def target_ends(model: nn.Module) -> TargetEnds:
+def target_ends(model: Any) -> TargetEnds:
     """
     Raises:
         ValueError: the target's head is quantized, so its rows are no plain vectors to score drafts with.

@@ -1,0 +1,49 @@
+"""How a draft checkpoint's tensors meet the draft model's parameters. Knows names and storage, nothing of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+# A checkpoint stores the parts of a fused projection one by one: part -> (fused parameter, shard).
+FUSED: dict[str, tuple[str, str | int]] = {
+    "q_proj": ("qkv_proj", "q"),
+    "k_proj": ("qkv_proj", "k"),
+    "v_proj": ("qkv_proj", "v"),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
+    """The parameter a checkpoint tensor belongs to, and which shard of it: `a.q_proj.weight` -> `a.qkv_proj.weight`."""
+    for part, (fused, shard) in FUSED.items():
+        if f".{part}." in name:
+            return name.replace(part, fused), (shard,)
+    return name, ()
+
+
+def checkpoint_names(parameters: Iterable[str]) -> set[str]:
+    """The tensors a checkpoint must have to set all these parameters: the inverse of `fused_name`."""
+    parts: dict[str, list[str]] = {}
+    for part, (fused, _) in FUSED.items():
+        parts.setdefault(fused, []).append(part)
+    names = set()
+    for name in parameters:
+        head, _, leaf = name.rpartition(".")
+        stem, _, fused = head.rpartition(".")
+        names |= {f"{stem}.{part}.{leaf}" for part in parts[fused]} if fused in parts else {name}
+    return names
+
+
+def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """One tensor [L, ...] whose rows become the parameters' own storage.
+
+    There is one copy of the weights, so an update of a parameter while serving updates the stack as well.
+    """
+    stack = torch.stack([p.data for p in parameters])
+    for parameter, row in zip(parameters, stack, strict=True):
+        parameter.data = row
+    return stack
