@@ -86,6 +86,7 @@ def causal_conv1d_update(
     y_BNF = _convolve(joined, weight, bias, activation).to(x.dtype)
     _keep(conv_state, slot_B, joined[:, -P:].transpose(1, 2))
     if intermediate_conv_window is not None:
+        assert intermediate_state_indices is not None
         _save_windows(intermediate_conv_window, intermediate_state_indices[:B].long(), joined)
     return y_BNF[:, 0] if x.dim() == 2 else y_BNF.transpose(1, 2)
 

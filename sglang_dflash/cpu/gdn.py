@@ -57,6 +57,9 @@ def chunk_gated_delta_rule(
             "initial_state_indices=None": initial_state_indices is None,
         },
     )
+    assert cu_seqlens is not None
+    assert initial_state is not None
+    assert initial_state_indices is not None
     chunks = _Chunks(cu_seqlens)
     # Padding tokens have q = k = v = g = beta = 0: they leave the state as it is.
     block = Block.of(
@@ -217,6 +220,10 @@ def fused_sigmoid_gating_delta_rule_update(
         b.reshape(B, C, -1).float().sigmoid(),
     )
     if cache_ring:
+        assert replayssm_rawk is not None
+        assert replayssm_rawv is not None
+        assert replayssm_g is not None
+        assert replayssm_beta is not None
         keep(inputs, slot_B, Rings(replayssm_rawk, replayssm_rawv, replayssm_g, replayssm_beta))
     block = Block.of(
         _queries_and_keys(q.view(B, C, *q.shape[2:]), inputs.k_BNGK, scale, use_qk_l2norm_in_kernel),
@@ -246,9 +253,12 @@ def _states(
     rows = None if row_B is None else row_B[:B].tolist()
     # SGLang's rows are 0 .. B-1 (except under pipeline parallelism): then the states are computed where they stay.
     in_place = buffer is not None and rows == list(range(B)) and buffer.dtype == torch.float32
-    after = buffer[:B, :C] if in_place else state_BGRVK.new_empty(B, C, *state_BGRVK.flatten(1, 2).shape[1:])
+    if buffer is not None and in_place:
+        after = buffer[:B, :C]
+    else:
+        after = state_BGRVK.new_empty(B, C, *state_BGRVK.flatten(1, 2).shape[1:])
     block.states(state_BGRVK, delta_BGRCV, out_BCGRVK=after.unflatten(2, state_BGRVK.shape[1:3]))
-    if buffer is not None and not in_place:
+    if buffer is not None and row_B is not None and not in_place:
         buffer[row_B[:B].long(), :C] = after.to(buffer.dtype)
     return after
 

@@ -61,7 +61,8 @@ class Block(NamedTuple):
         # The value heads that share a key head are more rows of one matrix: no key is repeated.
         found = self.qk_BGJCK.view(B, G, J * C, K) @ state_BGRVK.view(B, G, R * V, K).transpose(2, 3)
         found_BGRJCV = found.view(B, G, J, C, R, V).permute(0, 1, 4, 2, 3, 5) * self.decay_BGRC[:, :, :, None, :, None]
-        return found_BGRJCV.unbind(3)
+        found_by_q, found_by_k = found_BGRJCV.unbind(3)
+        return found_by_q, found_by_k
 
     def solve(self, right_BGRCX: torch.Tensor) -> torch.Tensor:
         """X of (I + A) X = beta * right; the solver looks below the diagonal only, which is A."""

@@ -3,12 +3,14 @@
 Dimension key: T tokens, G key heads, H value heads, E head width, F features of a row.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from sglang_dflash.cpu.refuse import refuse
 
-_GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
+_GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
 
 
 def fused_qkvzba_split_reshape_cat_contiguous(
