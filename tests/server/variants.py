@@ -15,12 +15,8 @@ class Variant(NamedTuple):
 
     @property
     def caches_inside_text(self) -> bool:
-        """Whether a prefix that ends inside generated text can be resumed from.
-
-        Not with `extra_buffer_lazy` so far: answers are right, but resume from a checkpoint of the prompt (LOG).
-        """
-        lazy = "extra_buffer_lazy" in self.flags
-        return self.target == "dense" or ("--mamba-track-interval" in self.flags and not lazy)
+        """Whether a prefix that ends inside generated text can be resumed from."""
+        return self.target == "dense" or "--mamba-track-interval" in self.flags
 
 
 NO_OVERLAP = ("--disable-overlap-schedule",)
