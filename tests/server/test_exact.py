@@ -86,11 +86,16 @@ def test_a_conversation_re_enters_its_own_text(serving: Serving) -> None:
 
 
 def test_a_long_conversation_resumes_from_the_cache(serving: Serving, questions: Callable, reference: Callable) -> None:
-    """Past a track interval (64), a hybrid resumes from a state that was tracked inside an accepted block."""
+    """Past a track interval (64), a hybrid resumes from a state that was tracked inside an accepted block.
+
+    The text ends at token 216. Tracked lazily, a request that ends less than a block past a boundary (192) or less than
+    two before the next gives up its last checkpoint: SGLang cannot know then whether a step in flight overwrites it.
+    """
     target = serving.variant.target
-    long_prompt = [token for prompt in questions(6, target, seed=5) for token in prompt][:190]
-    expected = reference(long_prompt, 96, target)
-    assert serving.server.generate(long_prompt, max_new_tokens=96).token_ids == expected
+    long_prompt = [token for prompt in questions(6, target, seed=5) for token in prompt][:148]
+    expected = reference(long_prompt, 68, target)
+    assert len(expected) == 68
+    assert serving.server.generate(long_prompt, max_new_tokens=68).token_ids == expected
     longer = long_prompt + expected
     again = serving.server.generate(longer, max_new_tokens=32)
     assert again.token_ids == reference(longer, 32, target)
