@@ -81,7 +81,22 @@ NAMES = (
     Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.init_cuda_graphs"),
     Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.prewarm_sampling"),
     Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.weight_update_runners"),
-    Name("sglang.srt.managers.schedule_batch", "Req", "sampling_params return_hidden_states return_sampling_mask kv"),
+    Name(
+        "sglang.srt.managers.schedule_batch",
+        "Req",
+        "sampling_params return_hidden_states return_sampling_mask kv origin_input_ids output_ids eos_token_ids "
+        "tokenizer finished",
+    ),
+    Name(
+        "sglang.srt.sampling.sampling_params",
+        "SamplingParams",
+        "frequency_penalty presence_penalty repetition_penalty min_new_tokens stop_token_ids",
+    ),
+    Name(
+        "sglang.srt.layers.sampler",
+        "apply_custom_logit_processor",
+        "logits sampling_batch_info num_tokens_in_batch",
+    ),
     Name(
         "sglang.srt.managers.schedule_batch",
         "ScheduleBatch",
@@ -179,7 +194,8 @@ NAMES = (
         "sglang.srt.sampling.sampling_batch_info",
         "SamplingBatchInfo",
         "temperatures top_ps top_ks min_ps sampling_seed custom_params custom_logit_processor grammars grammar_mask "
-        "logit_bias is_all_greedy has_custom_logit_processor return_sampling_masks return_sampling_support_logprobs "
+        "logit_bias acc_additive_penalties acc_scaling_penalties is_all_greedy has_custom_logit_processor "
+        "return_sampling_masks return_sampling_support_logprobs "
         "sampling_mask_batch_indices sampling_support_logprobs_capture_indices",
     ),
     # layers of the draft model

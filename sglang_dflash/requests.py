@@ -19,13 +19,8 @@ def refusal(req: Req) -> str | None:
 
 
 def asked_for(req: Req) -> dict[str, bool]:
-    """The parameters that depend on the tokens of the block itself, or on rows of the target we do not keep."""
-    params = req.sampling_params
+    """What returns rows that a step does not keep: the target's last hidden state, the sampler's support."""
     return {
-        "frequency_penalty": params.frequency_penalty != 0.0,
-        "presence_penalty": params.presence_penalty != 0.0,
-        "repetition_penalty": params.repetition_penalty != 1.0,
-        "min_new_tokens": params.min_new_tokens > 0,
         "return_hidden_states": bool(req.return_hidden_states),
         "return_sampling_mask": bool(req.return_sampling_mask),
     }

@@ -33,7 +33,6 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
-from sglang.srt.speculative.spec_tp_sync import SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 from sglang_dflash_kernels.accept import Accepted, accept
 
@@ -141,14 +140,15 @@ class DFlashWorker(BaseSpecWorker):
 
     def prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         """The target reads the prompt; its features become the draft's context; the first token is the anchor."""
+        self.choice.begin(batch)
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
-        anchor_B = self.choice.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
+        anchor_B = self.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
         # At once, so that a prefix the scheduler now puts into the radix cache has its draft K/V.
         self.context_kv.append_prompt(batch, result.logits_output.hidden_states)
         result.logits_output.hidden_states = None  # not for the host
         result.new_seq_lens = batch.seq_lens
-        result.next_draft_input = DraftInput(bonus_tokens=anchor_B.to(torch.int64), new_seq_lens=batch.seq_lens)
+        result.next_draft_input = DraftInput(bonus_tokens=anchor_B, new_seq_lens=batch.seq_lens)
         return result
 
     def decode(
@@ -158,8 +158,9 @@ class DFlashWorker(BaseSpecWorker):
         plan = self.planner.plan(batch)
         tokens_BN = self.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)
         target = self.verifier.verify(batch, plan, tokens_BN)
-        target_BN = self.choice.choose(batch, plan, target, grammar_barrier)
+        target_BN = self.choice.choose(batch, plan, tokens_BN, target, grammar_barrier)
         accepted = accept(tokens_BN, target_BN, plan.prefix_len_B)
+        self.choice.remember(batch, accepted)
         self.state.commit(batch, plan, accepted.n_committed_B)
         publish(accepted.next_prefix_len_B)
         self.context_kv.append(plan, target.features_TC, accepted.n_committed_B)

@@ -1,0 +1,144 @@
+"""Penalise the target's logits at every slot by the text so far: what was output, and the drafts up to that slot.
+
+Shapes: B requests, N tokens per block (slot 0 is the anchor), V vocabulary; P of the requests ask for a penalty, each
+with at most E stop tokens; the table of counts has R rows.
+Cost: reads and writes the logits of P * N slots and reads the counts of P rows once per slot, 12 PNV bytes in fp32: a
+hundredth of what verifying those slots reads for a 27B target. Nothing depends on the data, so nothing waits for it.
+
+`counts_RV` holds how often a token is in a request's output, anchor included. At slot i the drafts 1..i are counted on
+top, because the token chosen there is only kept when they were. The order is SGLang's: what is added (frequency,
+presence, and minus infinity for stop tokens that come too early), then what scales (repetition).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from sglang_dflash_kernels.checks import Shapes
+from sglang_dflash_kernels.dispatch import choose
+
+BLOCK_V = 1024
+INF = tl.constexpr(float("inf"))
+
+
+class Asked(NamedTuple):
+    """The requests of a batch that ask for a penalty, and what they ask for."""
+
+    index_P: torch.Tensor  # int64, where they stand in the batch
+    row_P: torch.Tensor  # int64, their rows of the counts
+    frequency_P: torch.Tensor  # float32, subtracted once per occurrence
+    presence_P: torch.Tensor  # float32, subtracted once
+    repetition_P: torch.Tensor  # float32, divides positive logits of tokens that occurred and multiplies negative ones
+    min_new_P: torch.Tensor  # int64, outputs before a stop token may be chosen
+    stop_PE: torch.Tensor  # int64, stop tokens; the rest -1
+
+
+def additive(counts_PNV: torch.Tensor, n_output_PN: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """[P, N, V], float32: what is added to logits that follow `n_output_PN` tokens with these counts."""
+    added_PNV = -(asked.frequency_P[:, None, None] * counts_PNV)
+    added_PNV -= asked.presence_P[:, None, None] * (counts_PNV > 0)
+    token_V = torch.arange(counts_PNV.shape[2], device=counts_PNV.device)
+    stops_PV = (asked.stop_PE[:, :, None] == token_V).any(dim=1)
+    early_PN = n_output_PN < asked.min_new_P[:, None]
+    return added_PNV.masked_fill_(early_PN[:, :, None] & stops_PV[:, None], float("-inf"))
+
+
+def scaling(counts_PNV: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """[P, N, V], float32: what multiplies negative logits and divides the others, afterwards."""
+    return torch.where(counts_PNV > 0, asked.repetition_P[:, None, None], 1.0)
+
+
+def penalise_ref(
+    logits_BNV: torch.Tensor, tokens_BN: torch.Tensor, n_output_P: torch.Tensor, counts_RV: torch.Tensor, asked: Asked
+) -> None:
+    """The definition."""
+    drafts_PD = tokens_BN[asked.index_P, 1:]
+    P, N, V = len(asked.index_P), *logits_BNV.shape[1:]
+    counts_PNV = counts_RV.new_zeros(P, N, V)
+    counts_PNV[:, 1:].scatter_(2, drafts_PD[:, :, None], 1)
+    counts_PNV = counts_PNV.cumsum(dim=1) + counts_RV[asked.row_P, None]
+    n_output_PN = n_output_P[:, None] + torch.arange(N, device=n_output_P.device)
+    logits_PNV = logits_BNV[asked.index_P] + additive(counts_PNV, n_output_PN, asked)
+    scale_PNV = scaling(counts_PNV, asked)
+    logits_PNV = torch.where(logits_PNV < 0, logits_PNV * scale_PNV, logits_PNV / scale_PNV)
+    logits_BNV[asked.index_P] = logits_PNV.to(logits_BNV.dtype)
+
+
+@triton.jit
+def _penalise_kernel(
+    logits,
+    tokens,
+    n_output,
+    counts,
+    index,
+    row,
+    frequency,
+    presence,
+    repetition,
+    min_new,
+    stop,
+    stride_b,
+    stride_n,
+    N,
+    V,
+    E,
+    BLOCK_V: tl.constexpr,
+):
+    p = tl.program_id(0)
+    slot = tl.program_id(1)
+    v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
+    b = tl.load(index + p)
+    here = logits + b * stride_b + slot * stride_n + v  # [V]
+    x = tl.load(here, mask=v < V, other=0).to(tl.float32)  # [V]
+    count = tl.load(counts + tl.load(row + p) * V + v, mask=v < V, other=0)  # [V]
+    for i in range(slot):
+        count += (v == tl.load(tokens + b * N + 1 + i)).to(tl.int32)
+    occurred = count > 0  # [V]
+    x += -(tl.load(frequency + p) * count.to(tl.float32)) - tl.where(occurred, tl.load(presence + p), 0.0)
+    is_stop = v < 0  # [V]
+    for e in range(E):
+        is_stop |= v == tl.load(stop + p * E + e)
+    early = tl.load(n_output + p) + slot < tl.load(min_new + p)
+    x = tl.where(is_stop & early, -INF, x)
+    scale = tl.where(occurred, tl.load(repetition + p), 1.0)  # [V]
+    tl.store(here, tl.where(x < 0, x * scale, x / scale), mask=v < V)
+
+
+def penalise_triton(
+    logits_BNV: torch.Tensor, tokens_BN: torch.Tensor, n_output_P: torch.Tensor, counts_RV: torch.Tensor, asked: Asked
+) -> None:
+    """The kernel: one program per slot and piece of the vocabulary."""
+    (P, E), (N, V) = asked.stop_PE.shape, logits_BNV.shape[1:]
+    grid = P, N, triton.cdiv(V, BLOCK_V)
+    stride_b, stride_n, _ = logits_BNV.stride()
+    if P:
+        _penalise_kernel[grid](
+            logits_BNV, tokens_BN, n_output_P, counts_RV, *asked, stride_b, stride_n, N, V, E, BLOCK_V=BLOCK_V
+        )
+
+
+def penalise_(
+    logits_BNV: torch.Tensor, tokens_BN: torch.Tensor, n_output_P: torch.Tensor, counts_RV: torch.Tensor, asked: Asked
+) -> None:
+    """Penalise `logits_BNV` in place.
+
+    Args:
+        logits_BNV: float32, bfloat16 or float16; rows may lie apart, as those of a padded vocabulary do.
+        tokens_BN: int64, the filled blocks.
+        n_output_P: int64, tokens output before the one chosen at slot 0.
+        counts_RV: int32.
+        asked: no request twice; its rows and tokens lie inside the tables, which is not checked.
+    """
+    shapes = Shapes()
+    shapes.check_strided(torch.float32, torch.bfloat16, torch.float16, logits_BNV=logits_BNV)
+    if logits_BNV.stride(2) != 1:
+        raise ValueError(f"logits_BNV has strides {logits_BNV.stride()}; a row must be contiguous")
+    shapes.check(torch.int64, tokens_BN=tokens_BN, n_output_P=n_output_P, index_P=asked.index_P, row_P=asked.row_P)
+    shapes.check(torch.int64, min_new_P=asked.min_new_P, stop_PE=asked.stop_PE)
+    shapes.check(torch.float32, frequency_P=asked.frequency_P, presence_P=asked.presence_P)
+    shapes.check(torch.float32, repetition_P=asked.repetition_P)
+    shapes.check(torch.int32, counts_RV=counts_RV)
+    choose(logits_BNV, definition=penalise_ref, kernel=penalise_triton)(
+        logits_BNV, tokens_BN, n_output_P, counts_RV, asked
+    )

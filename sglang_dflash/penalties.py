@@ -1,0 +1,169 @@
+"""Penalties and min_new_tokens: what each request has output so far, kept where the tokens are, on the device.
+
+SGLang's penalizers count one token per step, read from the host; with several tokens per step, the newest still on the
+device, they cannot. So we count ourselves. Invariant after every step: `counts_RV[row]` says how often each token is
+in the output of the request that holds the row, the anchor included. Rows are handed out when a request that asks for
+a penalty is prefilled; nobody else pays, and a server that never meets one allocates nothing.
+
+A retracted request is prefilled again with what it had output, and counts that too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.utils import async_h2d
+from sglang_dflash_kernels.accept import Accepted
+from sglang_dflash_kernels.penalise import Asked, additive, penalise_, scaling
+
+from sglang_dflash.step import Plan
+
+logger = logging.getLogger(__name__)
+
+FEWEST_ROWS = 8
+
+
+class Penalties:
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # a request that is gone gives its row back
+        # What the requests of the last batch ask for; most batches are the ones before them.
+        self.reqs: list[Req] = []
+        self.asked: Asked | None = None
+        self.prompt_len_P = torch.empty(0)
+
+    # -- prefill ------------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: ScheduleBatch) -> None:
+        """Before the prompt's own token is drawn: count what was output before, and have SGLang draw accordingly.
+
+        SGLang's penalizers know nothing of a history. `batch.sampling_info` is this step's own copy.
+        """
+        asking = [req for req in batch.reqs if asks(req)]
+        for req in asking:
+            self._seed(req)
+        self._look_at(batch.reqs)
+        if self.asked is None:
+            return
+        asked, info = self.asked, batch.sampling_info
+        n_output_P1 = async_h2d([[len(req.output_ids)] for req in asking], dtype=torch.int64, device=batch.device)
+        counts_P1V = self.counts_RV[asked.row_P, None]
+        shape = len(batch.reqs), self.counts_RV.shape[1]
+        info.acc_additive_penalties = torch.zeros(shape, device=batch.device)
+        info.acc_additive_penalties[asked.index_P] = additive(counts_P1V, n_output_P1, asked)[:, 0]
+        if info.acc_scaling_penalties is not None:  # somebody asks for a repetition penalty
+            info.acc_scaling_penalties = torch.ones(shape, device=batch.device)
+            info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
+
+    def count_anchors(self, anchor_B: torch.Tensor) -> None:
+        """After `begin`: the prompt's own token is the first that is output. A chunk's is drawn again by the next."""
+        if self.asked is not None:
+            anchor_P1 = anchor_B[self.asked.index_P, None].to(torch.int64)
+            self._count(anchor_P1, torch.ones_like(anchor_P1))
+
+    # -- decode -------------------------------------------------------------------------------------------------------
+
+    def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
+        """Penalise the logits of every slot, in place, by the output and the drafts up to the slot."""
+        self._look_at(batch.reqs)
+        if self.asked is None:
+            return
+        n_output_P = plan.prefix_len_B[self.asked.index_P] + 1 - self.prompt_len_P  # the anchor is not in the prefix
+        logits_BNV = logits_TV.view(*tokens_BN.shape, -1)
+        penalise_(logits_BNV, tokens_BN, n_output_P, self.counts_RV, self.asked)
+
+    def count(self, accepted: Accepted) -> None:
+        """After `apply`, for the same batch: count what the step committed."""
+        if self.asked is not None:
+            committed_PN = accepted.committed_BN[self.asked.index_P]
+            slot_N = torch.arange(committed_PN.shape[1], device=committed_PN.device)
+            self._count(committed_PN, slot_N < accepted.n_committed_B[self.asked.index_P, None])
+
+    # -- the counts ---------------------------------------------------------------------------------------------------
+
+    def _count(self, tokens_PN: torch.Tensor, is_output_PN: torch.Tensor) -> None:
+        assert self.asked is not None
+        cell_PN = self.asked.row_P[:, None] * self.counts_RV.shape[1] + tokens_PN
+        self.counts_RV.view(-1).scatter_add_(0, cell_PN.view(-1), is_output_PN.view(-1).to(torch.int32))
+
+    def _seed(self, req: Req) -> None:
+        """Start the request's row. A step that still counts for the row's last holder was enqueued before."""
+        row = self.row_of.get(req)
+        if row is None:
+            row = self._free_row()
+            self.row_of[req] = row
+        counts_V = self.counts_RV[row].zero_()
+        if req.output_ids:
+            output_T = async_h2d(list(req.output_ids), dtype=torch.int64, device=counts_V.device)
+            counts_V.scatter_add_(0, output_T, torch.ones_like(output_T, dtype=torch.int32))
+
+    def _free_row(self) -> int:
+        held = {row for req, row in self.row_of.items() if not req.finished()}
+        free = next((row for row in range(len(self.counts_RV)) if row not in held), None)
+        if free is None:
+            free = len(self.counts_RV)
+            n_new = max(FEWEST_ROWS, free)
+            self.counts_RV = torch.cat([self.counts_RV, self.counts_RV.new_zeros(n_new, self.counts_RV.shape[1])])
+            logger.info(
+                "penalties: counting the output of up to %d requests, %d bytes",
+                len(self.counts_RV),
+                self.counts_RV.nbytes,
+            )
+        return free
+
+    # -- the parameters -----------------------------------------------------------------------------------------------
+
+    def _look_at(self, reqs: list[Req]) -> None:
+        """Learn what the batch asks for, unless it is the last one again."""
+        if reqs == self.reqs:
+            return
+        self.reqs = list(reqs)
+        index = [i for i, req in enumerate(reqs) if asks(req)]
+        self.asked = None
+        if index:
+            asking, device = [reqs[i] for i in index], self.counts_RV.device
+            self.asked = asked_by(asking, index, [self.row_of[req] for req in asking], device)
+            prompt_lens = [len(req.origin_input_ids) for req in asking]
+            self.prompt_len_P = async_h2d(prompt_lens, dtype=torch.int64, device=device)
+
+
+def asks(req: Req) -> bool:
+    params = req.sampling_params
+    return (
+        params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens > 0
+    )
+
+
+def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.device) -> Asked:
+    params = [req.sampling_params for req in reqs]
+    stops = [sorted(stop_tokens(req)) for req in reqs]
+    longest = max(1, *map(len, stops)) if stops else 1
+
+    def on_device(values: Iterable, dtype: torch.dtype) -> torch.Tensor:
+        return async_h2d(list(values), dtype=dtype, device=device)
+
+    return Asked(
+        index_P=on_device(index, torch.int64),
+        row_P=on_device(rows, torch.int64),
+        frequency_P=on_device((p.frequency_penalty for p in params), torch.float32),
+        presence_P=on_device((p.presence_penalty for p in params), torch.float32),
+        repetition_P=on_device((p.repetition_penalty for p in params), torch.float32),
+        min_new_P=on_device((p.min_new_tokens for p in params), torch.int64),
+        stop_PE=on_device((stop + [-1] * (longest - len(stop)) for stop in stops), torch.int64),
+    )
+
+
+def stop_tokens(req: Req) -> set[int]:
+    """What min_new_tokens holds back: the tokens that would end the request, those of stop strings aside."""
+    if req.sampling_params.min_new_tokens == 0:
+        return set()
+    stops = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())
+    stops |= (req.tokenizer.additional_stop_token_ids or set()) | {req.tokenizer.eos_token_id}
+    return stops - {None}

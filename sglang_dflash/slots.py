@@ -1,0 +1,49 @@
+"""The sampling parameters of B requests, repeated for every slot of their blocks: SGLang's sampler over B x N rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
+
+
+def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
+    """The sampling parameters of B requests, repeated for each of their `width` slots."""
+
+    def spread(x_B: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x_B is None else x_B.repeat_interleave(width, dim=0)
+
+    return dataclasses.replace(
+        info,
+        temperatures=spread(info.temperatures),
+        top_ps=spread(info.top_ps),
+        top_ks=spread(info.top_ks),
+        min_ps=spread(info.min_ps),
+        sampling_seed=spread(info.sampling_seed),
+        custom_params=None if info.custom_params is None else [p for p in info.custom_params for _ in range(width)],
+        custom_logit_processor=(
+            None
+            if info.custom_logit_processor is None
+            else {key: entry_over_slots(entry, width) for key, entry in info.custom_logit_processor.items()}
+        ),
+        # Already applied to the logits, or refused with the request.
+        grammars=None,
+        grammar_mask=None,
+        logit_bias=None,
+        acc_additive_penalties=None,
+        acc_scaling_penalties=None,
+        return_sampling_masks=None,
+        return_sampling_support_logprobs=None,
+        sampling_mask_batch_indices=None,
+        sampling_support_logprobs_capture_indices=None,
+    )
+
+
+def entry_over_slots(entry: ProcessorEntry, width: int) -> ProcessorEntry:
+    slot_N = torch.arange(width, device=entry.indices.device)
+    return ProcessorEntry(
+        processor=entry.processor,
+        rows=[row * width + slot for row in entry.rows for slot in range(width)],
+        indices=(entry.indices[:, None] * width + slot_N).flatten(),
+    )
