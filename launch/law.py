@@ -1,0 +1,91 @@
+"""Do two samplers draw from the same distribution? Compared by counting, with a bound fixed beforehand.
+
+A draw is the first tokens of one answer. Two sets of draws are compared over views of a draw: the token at each
+position, and the first two tokens together. In each view every outcome's share must agree within `BOUND` standard
+errors, computed from the counts. Outcomes seen fewer than `RARE` times in both sets together share one cell: for them
+the standard error says little. That rule looks at the sum of both sets alone, so it favours neither.
+
+What it detects: with n draws in each set, an outcome of probability p that moves by BOUND + 1 standard errors,
+`detectable(p, n)`, is caught five times in six. Two equal samplers are called different less than once in a million
+comparisons of a cell.
+
+Knows nothing of servers or models.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+Draw = tuple[int, ...]  # token ids; shorter where the answer ended
+Outcome = tuple[int, ...]
+
+BOUND = 5.0  # standard errors
+RARE = 20  # of both sets together
+N_POSITIONS = 4
+ENDED = -1  # the token of a position after the answer's end
+REST: Outcome = (-2,)  # the cell of all rare outcomes
+
+
+class Cell(NamedTuple):
+    """One outcome, counted in both sets."""
+
+    view: str
+    outcome: Outcome
+    n_a: int  # seen among `of_a` draws
+    of_a: int
+    n_b: int
+    of_b: int
+
+    @property
+    def n_errors(self) -> float:
+        """How many standard errors lie between the two shares; 0 where both are 0 or both are 1."""
+        pooled = (self.n_a + self.n_b) / (self.of_a + self.of_b)
+        error = standard_error(pooled, self.of_a, self.of_b)
+        return abs(self.n_a / self.of_a - self.n_b / self.of_b) / error if error else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.view} {'the rare' if self.outcome == REST else self.outcome}: {self.n_a / self.of_a:.4f} against "
+            f"{self.n_b / self.of_b:.4f}, {self.n_errors:.1f} standard errors"
+        )
+
+
+def standard_error(p: float, of_a: int, of_b: int) -> float:
+    """Of the difference between two shares, when both have probability `p`."""
+    return math.sqrt(p * (1 - p) * (1 / of_a + 1 / of_b))
+
+
+def detectable(p: float, n: int) -> float:
+    """The shift of an outcome of probability `p` that `n` draws on each side show with probability 0.84."""
+    return (BOUND + 1) * standard_error(p, n, n)
+
+
+def token_at(draw: Draw, position: int) -> int:
+    return draw[position] if position < len(draw) else ENDED
+
+
+def views() -> Iterator[tuple[str, Callable[[Draw], Outcome]]]:
+    yield "tokens 1 and 2", lambda draw: (token_at(draw, 0), token_at(draw, 1))
+    for position in range(N_POSITIONS):
+        yield f"token {position + 1}", lambda draw, position=position: (token_at(draw, position),)
+
+
+def cells(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
+    """Every cell of every view; within a view each draw falls into exactly one."""
+    found = []
+    for view, outcome_of in views():
+        counts_a, counts_b = Counter(map(outcome_of, a)), Counter(map(outcome_of, b))
+        rare = {outcome for outcome, n in (counts_a + counts_b).items() if n < RARE}
+        for outcome in sorted((counts_a.keys() | counts_b.keys()) - rare):
+            found.append(Cell(view, outcome, counts_a[outcome], len(a), counts_b[outcome], len(b)))
+        if rare:
+            n_a, n_b = (sum(counts[outcome] for outcome in rare) for counts in (counts_a, counts_b))
+            found.append(Cell(view, REST, n_a, len(a), n_b, len(b)))
+    return found
+
+
+def violations(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
+    """The cells further apart than `BOUND` standard errors, the furthest first; none if the two laws look the same."""
+    apart = [cell for cell in cells(a, b) if cell.n_errors > BOUND]
+    return sorted(apart, key=lambda cell: -cell.n_errors)
