@@ -4,6 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_dflash_kernels.penalise import Asked, penalise_, penalise_ref, penalise_triton
 
+from tests.fixtures.sequential import penalised
+
 INF = float("inf")
 
 
@@ -53,6 +55,12 @@ def test_the_rows_of_a_padded_vocabulary_lie_apart():
         penalise_(torch.randn(2, 5, 3).transpose(1, 2), *args, asked(request))
 
 
+def named(request: dict) -> dict:
+    """By SGLang's names."""
+    penalties = {f"{name}_penalty": request[name] for name in ("frequency", "presence", "repetition")}
+    return penalties | {"min_new_tokens": request["min_new"]}
+
+
 PENALTY = st.sampled_from([0.0, 0.5, -0.5, 2.0, -2.0])
 
 
@@ -85,23 +93,10 @@ def test_definition_is_the_sequential_one(data):
         b = request["index"]
         for slot in range(n_tokens):
             text = [*texts[b], *tokens_BN[b, 1 : slot + 1].tolist()]
-            for token in range(V):
-                want_BNV[b, slot, token] = sequential(float(logits_BNV[b, slot, token]), token, text, request)
+            want_BNV[b, slot] = torch.tensor(penalised(logits_BNV[b, slot], text, named(request), request["stop"]))
     n_output_P = torch.tensor([len(texts[b]) for b in asking], dtype=torch.int64)
     penalise_ref(logits_BNV, tokens_BN, n_output_P, counts_RV, asked(*requests))
     torch.testing.assert_close(logits_BNV, want_BNV)
-
-
-def sequential(x: float, token: int, text: list[int], request: dict) -> float:
-    for said in text:
-        x -= request["frequency"] * (said == token)
-    if token in text:
-        x -= request["presence"]
-    if len(text) < request["min_new"] and token in request["stop"]:
-        x = -INF
-    if token in text:
-        x = x * request["repetition"] if x < 0 else x / request["repetition"]
-    return x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
