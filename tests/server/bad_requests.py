@@ -1,0 +1,125 @@
+"""Requests no server should serve, or that stand on the edge of what it serves: what is posted, and where."""
+
+from typing import Any, NamedTuple
+
+PROMPT = [5, 6, 7]
+MESSAGES = [{"role": "user", "content": "Spell the words candle and castle."}]
+GREEDY = {"temperature": 0, "max_new_tokens": 8}
+
+
+class Bad(NamedTuple):
+    path: str
+    body: Any  # JSON; bytes are sent as they are
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What httpx is to send."""
+        if isinstance(self.body, bytes):
+            return {"content": self.body, "headers": {"Content-Type": "application/json"}}
+        return {"json": self.body}
+
+
+def sampling(**asked: Any) -> Bad:
+    return Bad("/generate", {"input_ids": PROMPT, "sampling_params": GREEDY | asked})
+
+
+def fields(**asked: Any) -> Bad:
+    return Bad("/generate", {"sampling_params": GREEDY} | asked)
+
+
+def chat(**asked: Any) -> Bad:
+    return Bad(
+        "/v1/chat/completions", {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 8} | asked
+    )
+
+
+def completion(**asked: Any) -> Bad:
+    return Bad("/v1/completions", {"model": "tiny", "prompt": "Spell", "temperature": 0, "max_tokens": 8} | asked)
+
+
+# Sampling parameters, through SGLang's own endpoint.
+SAMPLING = {
+    "temperature-negative": sampling(temperature=-1),
+    "temperature-text": sampling(temperature="warm"),
+    "top_p-zero": sampling(top_p=0),
+    "top_p-two": sampling(top_p=2),
+    "top_k-minus-five": sampling(top_k=-5, temperature=1),
+    "top_k-zero": sampling(top_k=0, temperature=1),
+    "min_p-two": sampling(min_p=2),
+    "max_new_tokens-negative": sampling(max_new_tokens=-1),
+    "max_new_tokens-zero": sampling(max_new_tokens=0),
+    "max_new_tokens-text": sampling(max_new_tokens="many"),
+    "min_new_tokens-past-max": sampling(min_new_tokens=9),
+    "min_new_tokens-negative": sampling(min_new_tokens=-1),
+    "frequency_penalty-three": sampling(frequency_penalty=3),
+    "presence_penalty-minus-three": sampling(presence_penalty=-3),
+    "repetition_penalty-zero": sampling(repetition_penalty=0),
+    "logit_bias-past-vocabulary": sampling(logit_bias={"1024": 1.0}),
+    "logit_bias-negative-id": sampling(logit_bias={"-1": 1.0}),
+    "logit_bias-not-an-id": sampling(logit_bias={"one": 1.0}),
+    "sampling_seed-text": sampling(sampling_seed="dice"),
+    "n-zero": sampling(n=0),
+    "n-negative": sampling(n=-1),
+    "stop-number": sampling(stop=5),
+    "stop_token_ids-text": sampling(stop_token_ids=["end"]),
+    "unknown-parameter": sampling(temprature=0),
+    "two-grammars": sampling(regex="[a-z]+", json_schema='{"type": "object"}'),
+    "regex-broken": sampling(regex="(["),
+    "json_schema-broken": sampling(json_schema="{"),
+    "json_schema-unknown-type": sampling(json_schema='{"type": "feather"}'),
+    "ebnf-broken": sampling(ebnf="root ::= "),
+    "structural_tag-broken": sampling(structural_tag="{}"),
+}
+# The request around them.
+REQUESTS = {
+    "json-broken": Bad("/generate", b'{"input_ids": [5, 6'),
+    "json-list": Bad("/generate", []),
+    "json-empty": Bad("/generate", {}),
+    "body-empty": Bad("/generate", b""),
+    "input_ids-empty": fields(input_ids=[]),
+    "input_ids-text": fields(input_ids=["five"]),
+    # Left out: token ids outside the vocabulary. SGLang looks them up unchecked, and without speculation, too, that
+    # ends the scheduler (CPU: "index out of range in self"). So does an empty text, here or in the OpenAI API, where
+    # the tokenizer puts no token of its own in front: a prompt of no tokens has no last row to take logits from.
+    "input_ids-too-long": fields(input_ids=[5] * 5000),
+    "input_ids-at-context": fields(input_ids=[5] * 4096),
+    "input_ids-past-input-limit": fields(input_ids=[5] * 4092),
+    "total-past-context": Bad(
+        "/generate", {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tokens": 5000}}
+    ),
+    "text-number": fields(text=5),
+    "text-and-input_ids": fields(text="Spell", input_ids=PROMPT),
+    "sampling_params-list": Bad("/generate", {"input_ids": PROMPT, "sampling_params": [1, 2]}),
+    "lora-unknown": fields(input_ids=PROMPT, lora_path="none-such"),
+    "stream-text": fields(input_ids=PROMPT, stream="perhaps"),
+    "top_logprobs-text": fields(input_ids=PROMPT, return_logprob=True, top_logprobs_num="all"),
+    "token_ids_logprob-past-vocabulary": fields(input_ids=PROMPT, return_logprob=True, token_ids_logprob=[5000]),
+    "session-unknown": fields(input_ids=PROMPT, session_params={"id": "none-such"}),
+}
+OPENAI = {
+    "chat-messages-empty": chat(messages=[]),
+    "chat-messages-missing": Bad("/v1/chat/completions", {"model": "tiny"}),
+    "chat-messages-text": chat(messages="hello"),
+    "chat-role-unknown": chat(messages=[{"role": "wizard", "content": "hello"}]),
+    "chat-content-empty": chat(messages=[{"role": "user", "content": ""}]),
+    "chat-model-unknown": chat(model="none-such"),
+    "chat-n-zero": chat(n=0),
+    "chat-temperature-negative": chat(temperature=-1),
+    "chat-top_p-two": chat(top_p=2),
+    "chat-max_tokens-negative": chat(max_tokens=-1),
+    "chat-max_tokens-zero": chat(max_tokens=0),
+    "chat-stop-number": chat(stop=5),
+    "chat-logit_bias-past-vocabulary": chat(logit_bias={"4000": 1}),
+    "chat-response_format-unknown": chat(response_format={"type": "poem"}),
+    "chat-json_schema-broken": chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "feather"}}}
+    ),
+    "chat-too-long": chat(messages=[{"role": "user", "content": "apple " * 5000}]),
+    "chat-tool_choice-without-tools": chat(tool_choice="required"),
+    "chat-json-broken": Bad("/v1/chat/completions", b'{"model": '),
+    "completion-prompt-missing": Bad("/v1/completions", {"model": "tiny"}),
+    "completion-prompt-empty-list": completion(prompt=[]),
+    "completion-n-zero": completion(n=0),
+    "completion-best_of-text": completion(best_of="two"),
+}
+KINDS = {**SAMPLING, **REQUESTS, **OPENAI}

@@ -1,0 +1,213 @@
+"""Soak: many clients, everything at once, seeded; whoever is served gets their own answer and nobody else's.
+
+The book of answers is written beforehand, with speculation off. While a server is soaked, clients ask from it, leave
+early, are aborted, ask for nonsense; one of them flushes and pauses. Each finished greedy answer must be the book's,
+each unfinished one its beginning.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from threading import Lock
+from typing import Any, NamedTuple
+
+import httpx
+
+from launch.server import Server
+from tests.server.bad_requests import SAMPLING
+from tests.server.talk import as_prompt, as_text, conversation, post, steps, stream
+
+N_TOKENS = 72  # of every answer in the book
+MIB = 2**20
+# Two prompts and answers of the book have to fit a context of 256.
+LONGEST_PROMPT = 150
+
+
+class Entry(NamedTuple):
+    """A greedy request and its answer without speculation."""
+
+    prompt: list[int]
+    options: dict[str, Any]
+    token_ids: list[int]
+
+
+class Report(NamedTuple):
+    asked: Counter[str]
+    wrong: list[str]
+    rss_mib: list[float]  # of the scheduler, evenly over the run
+    n_retractions: int
+    n_steps: int
+    seconds: float
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in self.asked.most_common())
+        return (
+            f"{self.asked.total()} requests in {self.seconds:.0f} s ({kinds}); {self.n_retractions} retractions, "
+            f"{self.n_steps} steps; scheduler {self.rss_mib[0]:.0f} -> {self.rss_mib[-1]:.0f} MiB"
+        )
+
+
+def write_book(off: Server, n_entries: int, seed: int) -> list[Entry]:
+    """Plain answers, and some under a bias, a grammar or a stop string."""
+    random = Random(seed)
+    asked = []
+    for i in range(n_entries):
+        prompt = as_prompt(conversation(seed + i, n_turns=random.choice((1, 1, 2, 3))))[-LONGEST_PROMPT:]
+        special = random.choice(
+            (
+                {"logit_bias": {str(random.randrange(3, 1024)): 4.0}},
+                {"regex": rf"key {1000 + i}( [a-z]{{1,6}}){{2,5}}\."},
+                {"stop": random.choice((" is", ", ", "\n", " = "))},
+            )
+        )
+        asked.append((prompt, {"max_new_tokens": N_TOKENS} | (special if i % 3 == 0 else {})))
+    with ThreadPoolExecutor(8) as clients:
+        answers = list(clients.map(lambda request: off.generate(request[0], **request[1]), asked))
+    return [Entry(*request, answer.token_ids) for request, answer in zip(asked, answers, strict=True)]
+
+
+class Soak:
+    def __init__(self, server: Server, book: Sequence[Entry], n_requests: int, seed: int) -> None:
+        self.server, self.book, self.n_requests, self.seed = server, book, n_requests, seed
+        self.plain = [entry for entry in book if entry.options.keys() == {"max_new_tokens"}]
+        self.scheduler = next(p for p in server.processes() if p.name().startswith("sglang::sched"))
+        self.lock, self.pausing = Lock(), Lock()
+        self.asked: Counter[str] = Counter()
+        self.wrong: list[str] = []
+        self.rss_mib = [self._rss_mib()]
+        self.n_retractions = self.n_steps = 0
+
+    def run(self, n_clients: int = 12) -> Report:
+        began = time.monotonic()
+        with ThreadPoolExecutor(n_clients) as clients:
+            for _ in clients.map(self._one, range(self.n_requests)):
+                pass
+        seconds = time.monotonic() - began
+        return Report(self.asked, self.wrong, self.rss_mib, self.n_retractions, self.n_steps, seconds)
+
+    # What a client may do, and how often.
+    def kinds(self) -> dict[Callable[[Random, int], str | None], int]:
+        return {
+            self.whole: 30, self.shorter: 10, self.first_token: 5, self.resumed: 15, self.sampled: 10,
+            self.left: 8, self.aborted: 8, self.bad: 8, self.too_long: 2, self.flushed: 3, self.paused: 1,
+        }  # fmt: skip
+
+    def _one(self, i: int) -> None:
+        random = Random(self.seed * 1_000_003 + i)
+        kinds = self.kinds()
+        (kind,) = random.choices(list(kinds), list(kinds.values()))
+        complaint = kind(random, i)
+        with self.lock:
+            self.asked[kind.__name__] += 1
+            if complaint is not None:
+                self.wrong.append(f"request {i}, {kind.__name__}: {complaint}")
+            if self.asked.total() % max(1, self.n_requests // 40) == 0:
+                self.rss_mib.append(self._rss_mib())
+
+    def _rss_mib(self) -> float:
+        return self.scheduler.memory_info().rss / MIB
+
+    def _ask(self, prompt: list[int], expected: list[int], **options: Any) -> str | None:
+        answer = self.server.generate(prompt, **options)
+        with self.lock:
+            self.n_retractions += answer.meta["num_retractions"]
+            self.n_steps += sum(steps(answer).values())
+        return differs(answer.token_ids, expected)
+
+    def whole(self, random: Random, i: int) -> str | None:
+        entry = random.choice(self.book)
+        return self._ask(entry.prompt, entry.token_ids, **entry.options)
+
+    def shorter(self, random: Random, i: int) -> str | None:
+        entry, n = random.choice(self.plain), random.randrange(2, N_TOKENS)
+        return self._ask(entry.prompt, entry.token_ids[:n], max_new_tokens=n)
+
+    def first_token(self, random: Random, i: int) -> str | None:
+        entry = random.choice(self.plain)
+        return self._ask(entry.prompt, entry.token_ids[:1], max_new_tokens=1)
+
+    def resumed(self, random: Random, i: int) -> str | None:
+        """The prompt and a part of the answer: the rest must follow."""
+        entry = random.choice(self.plain)
+        cut = random.randrange(1, len(entry.token_ids))
+        return self._ask(entry.prompt + entry.token_ids[:cut], entry.token_ids[cut:], max_new_tokens=N_TOKENS - cut)
+
+    def sampled(self, random: Random, i: int) -> str | None:
+        """At T=1, with a token of its own favoured beyond anything else: that token, and no other."""
+        entry, token, n = random.choice(self.plain), 3 + i % 1000, random.randrange(1, 40)
+        return self._ask(
+            entry.prompt,
+            [token] * n,
+            temperature=1.0,
+            max_new_tokens=n,
+            ignore_eos=True,
+            logit_bias={str(token): 100.0},
+        )
+
+    def left(self, random: Random, i: int) -> str | None:
+        """Hangs up after some steps of a stream."""
+        entry, seen = random.choice(self.plain), []
+        chunks = stream(self.server, entry.prompt, **entry.options)
+        for chunk, _ in zip(chunks, range(random.randrange(1, 6)), strict=False):
+            seen = chunk.token_ids
+        chunks.close()
+        return differs(seen, entry.token_ids[: len(seen)])
+
+    def aborted(self, random: Random, i: int) -> str | None:
+        """Aborted by another client, at some moment."""
+        entry, seen = random.choice(self.plain), []
+        rid, after = f"soak-{self.seed}-{i}.", random.randrange(1, 6)
+        for n, chunk in enumerate(stream(self.server, entry.prompt, fields={"rid": rid}, **entry.options), start=1):
+            seen = chunk.token_ids
+            if n == after:
+                post(self.server, "/abort_request", {"rid": rid})
+        return differs(seen, entry.token_ids[: len(seen)])
+
+    def bad(self, random: Random, i: int) -> str | None:
+        bad = SAMPLING[random.choice(sorted(SAMPLING))]
+        status = httpx.post(f"{self.server.url}{bad.path}", timeout=60, **bad.content).status_code
+        return None if status in (200, 400) else f"status {status}"
+
+    def too_long(self, random: Random, i: int) -> str | None:
+        body = {"input_ids": [5] * 5000, "sampling_params": {"max_new_tokens": 8}}
+        status = post(self.server, "/generate", body).status_code
+        return None if status == 400 else f"status {status}"
+
+    def flushed(self, random: Random, i: int) -> str | None:
+        status = post(self.server, "/flush_cache").status_code  # 400: requests are running
+        return None if status in (200, 400) else f"status {status}"
+
+    def paused(self, random: Random, i: int) -> str | None:
+        with self.pausing:
+            answers = [post(self.server, "/pause_generation", {"mode": random.choice(("in_place", "retract"))})]
+            time.sleep(0.1)
+            answers.append(post(self.server, "/continue_generation"))
+        statuses = [answer.status_code for answer in answers]
+        return None if statuses == [200, 200] else f"statuses {statuses}"
+
+
+def differs(found: list[int], expected: list[int]) -> str | None:
+    if found == expected:
+        return None
+    return f"{as_text(found)!r} for {as_text(expected)!r}"
+
+
+def growth(rss_mib: Sequence[float]) -> tuple[float, float]:
+    """How much the second half of a run rose above the peak of the first, in MiB, and how much it may.
+
+    The first half warms up: SGLang's caches and the allocator's arenas fill. What it took from its middle to its end
+    it may take once more; 16 MiB are the allocator's. One leaked step holds the logits of its blocks, 64 KiB a request
+    here, so a leak in every step is many times that.
+    """
+    warm, rest = rss_mib[: len(rss_mib) // 2], rss_mib[len(rss_mib) // 2 :]
+    still_growing = max(warm) - warm[len(warm) // 2]
+    return max(rest) - max(warm), still_growing + 16
+
+
+def complaints(report: Report) -> Iterable[str]:
+    yield from report.wrong
+    grown, allowed = growth(report.rss_mib)
+    if grown > allowed:
+        yield f"the scheduler grew by {grown:.0f} MiB after the warm half, {allowed:.0f} are allowed: {report.rss_mib}"

@@ -1,0 +1,64 @@
+"""What the batteries say to a server beyond one plain completion: conversations, streams, aborts, and its counters."""
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from random import Random
+from typing import Any
+
+import httpx
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from launch.server import Generation, Server
+from launch.tiny import DENSE, HYBRID
+from sglang_dflash.train.corpus import draw
+
+Message = dict[str, str]
+TIMEOUT_S = 120.0
+
+
+@cache
+def tokenizer(target: str = "hybrid") -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained({"hybrid": HYBRID, "dense": DENSE}[target].target)
+
+
+def conversation(seed: int, n_turns: int) -> list[Message]:
+    """`n_turns` held-out questions, all but the last one answered."""
+    random = Random(seed)
+    messages = []
+    for _ in range(n_turns):
+        exchange = draw(random, held_out=True)
+        messages += [{"role": "user", "content": exchange.prompt}, {"role": "assistant", "content": exchange.answer}]
+    return messages[:-1]
+
+
+def as_prompt(messages: Sequence[Message], target: str = "hybrid") -> list[int]:
+    return tokenizer(target).apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+
+
+def as_text(token_ids: Sequence[int], target: str = "hybrid") -> str:
+    return tokenizer(target).decode(list(token_ids), skip_special_tokens=True)
+
+
+def steps(answer: Generation) -> dict[int, int]:
+    """How many decode steps accepted 0, 1, 2, ... drafts; an answer that ends with the prompt's own step has none."""
+    return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
+
+
+def post(server: Server, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    """Whatever it answers: the caller looks at the status."""
+    return httpx.post(f"{server.url}{path}", json=body or {}, timeout=TIMEOUT_S)
+
+
+def stream(
+    server: Server, prompt: Sequence[int], *, fields: dict[str, Any] | None = None, **sampling: Any
+) -> Iterator[Generation]:
+    """The answer as far as it has come, after each step. Closing the iterator hangs up."""
+    body = {"input_ids": list(prompt), "stream": True, "sampling_params": {"temperature": 0} | sampling} | (
+        fields or {}
+    )
+    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=TIMEOUT_S) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                yield Generation(chunk["output_ids"], chunk["text"], chunk["meta_info"])

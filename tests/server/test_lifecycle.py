@@ -1,0 +1,343 @@
+"""Requests that end early, start late, do not fit or are put back; and servers that pause, learn or start again.
+
+Whatever happens to one request, the tokens of every other one, and its own up to that moment, are Transformers'.
+"""
+
+import base64
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from launch.server import Generation, Server
+from launch.tiny import HYBRID
+from tests.server.talk import as_prompt, as_text, conversation, post, steps, stream
+from tests.server.variants import TRACK, VARIANTS
+
+MAX_NEW_TOKENS = 80
+CONTEXT = 256
+# Room for three requests at the context limit where eight run, at page size 1, and admission that hopes for the best.
+TIGHT = (
+    *TRACK,
+    *("--context-length", str(CONTEXT)),
+    *("--max-total-tokens", "896"),
+    *("--schedule-conservativeness", "0.05"),
+)
+KV_FULL = "KV cache pool is full. Retract requests"
+
+
+@pytest.fixture(scope="module")
+def ours(server: Callable) -> Server:
+    return server(flags=VARIANTS["hybrid"].flags)
+
+
+@pytest.fixture(scope="module")
+def prompts(questions: Callable) -> list[list[int]]:
+    return questions(12, seed=40)
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]], reference: Callable) -> list[list[int]]:
+    return [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+
+
+@pytest.fixture
+def steady(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> Iterator[None]:
+    """Four clients ask the first questions over and over while the test runs; no answer may differ."""
+    over = threading.Event()
+
+    def ask(i: int) -> int:
+        n = 0
+        while not over.is_set():
+            assert ours.generate(prompts[i], max_new_tokens=MAX_NEW_TOKENS).token_ids == expected[i]
+            n += 1
+        return n
+
+    with ThreadPoolExecutor(4) as clients:
+        asked = [clients.submit(ask, i) for i in range(4)]
+        try:
+            yield
+        finally:
+            over.set()
+        assert all(client.result() for client in asked)
+    ours.flush_cache()
+
+
+def submit(clients: ThreadPoolExecutor, server: Server, prompts: Sequence[list[int]], **options: Any) -> list[Future]:
+    return [clients.submit(server.generate, prompt, **options) for prompt in prompts]
+
+
+# ---------------------------------------------------------------------------------------------- ends before its end
+
+
+@pytest.mark.usefixtures("steady")
+def test_an_aborted_request_returns_what_it_had(ours: Server, prompts: list[list[int]], reference: Callable) -> None:
+    """Aborts by id, at any moment, in a stream: what came is the beginning of the answer, and the stream ends."""
+    random, kinds = Random(0), set()
+    for i in range(24):
+        prompt = prompts[4 + i % 8]
+        rid, leave_at = f"leaver-{i}", random.randrange(1, 40)
+        options = {"max_new_tokens": 120, "ignore_eos": True}
+        for chunk in stream(ours, prompt, fields={"rid": rid}, **options):
+            seen = chunk.token_ids
+            reason = chunk.meta["finish_reason"]
+            if reason is None and len(seen) >= leave_at:
+                assert post(ours, "/abort_request", {"rid": rid}).status_code == 200
+                leave_at = 10**9
+        kinds.add(reason["type"])
+        known = reference(prompt, 120)  # as far as the end token, which the stream ignores
+        assert seen[: len(known)] == known[: len(seen)]
+    assert "abort" in kinds, "nothing was aborted in time"
+
+
+@pytest.mark.usefixtures("steady")
+def test_clients_that_hang_up_in_a_stream(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    random = Random(1)
+
+    def leave(i: int) -> None:
+        chunks = stream(ours, prompts[4 + i % 8], max_new_tokens=MAX_NEW_TOKENS)
+        seen = []
+        with contextlib.closing(chunks):
+            for chunk, _ in zip(chunks, range(random.randrange(1, 6)), strict=False):
+                seen = chunk.token_ids
+        assert seen == expected[4 + i % 8][: len(seen)]
+
+    with ThreadPoolExecutor(6) as clients:
+        list(clients.map(leave, range(30)))
+
+
+def test_abort_all_leaves_a_server_that_answers(
+    ours: Server, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Running and queued ones alike: twelve requests where eight fit."""
+    with ThreadPoolExecutor(12) as clients:
+        asked = submit(clients, ours, prompts, max_new_tokens=1000, ignore_eos=True)
+        time.sleep(0.5)
+        assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
+        ends = [future.exception() or future.result().meta["finish_reason"]["type"] for future in asked]
+    assert "abort" in map(str, ends)
+    answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
+    assert [answer.token_ids for answer in answers] == expected
+
+
+def test_a_stop_string_inside_a_block(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """The block goes on past the stop; the text does not, in one piece or streamed."""
+    random = Random(2)
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        text = as_text(tokens)
+        start = random.randrange(len(text) // 4, len(text) // 2)
+        stop = text[start : start + random.randrange(2, 6)]
+        answer = ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS, stop=stop)
+        assert answer.meta["finish_reason"] == {"type": "stop", "matched": stop}
+        assert answer.text == text[: text.index(stop)]
+        assert answer.token_ids == tokens[: len(answer.token_ids)]
+        assert stop in as_text(answer.token_ids)
+        assert stop not in as_text(answer.token_ids[:-1]), "tokens past the stop"
+        *_, last = stream(ours, prompt, max_new_tokens=MAX_NEW_TOKENS, stop=stop)
+        assert last.text == answer.text
+
+
+@pytest.mark.usefixtures("steady")
+def test_one_token_answers_beside_long_ones(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    answers = ours.generate_many(prompts * 2, concurrency=8, max_new_tokens=1)
+    assert [answer.token_ids for answer in answers] == [tokens[:1] for tokens in expected * 2]
+
+
+# ------------------------------------------------------------------------------------------------- limits of memory
+
+
+@pytest.fixture(scope="module")
+def tight(server: Callable) -> Server:
+    return server(flags=TIGHT)
+
+
+@pytest.fixture(scope="module")
+def long_prompts() -> list[list[int]]:
+    """Natural text, to be cut from the left to any length up to the context."""
+    return [as_prompt(conversation(seed, n_turns=7)) for seed in range(300, 308)]
+
+
+@pytest.mark.parametrize("n", [5, 6, 15, 16, 17, 18, 33])
+def test_at_the_context_limit_nobody_else_s_tokens_change(
+    tight: Server, long_prompts: list[list[int]], reference: Callable, n: int
+) -> None:
+    """Requests that run into the limit after `n` tokens reserve past it; a row's end must not reach the next row."""
+    at_limit = [prompt[-(CONTEXT - 2 - n) :] for prompt in long_prompts[:2]]
+    neighbours = [prompt[-60:] for prompt in long_prompts[2:5]]
+    for order in ([*at_limit, *neighbours], [*neighbours, *at_limit]):
+        tight.flush_cache()
+        expected = [reference(prompt, n if prompt in at_limit else MAX_NEW_TOKENS) for prompt in order]
+        with ThreadPoolExecutor(len(order)) as clients:
+            asked = [
+                clients.submit(tight.generate, prompt, max_new_tokens=n if prompt in at_limit else MAX_NEW_TOKENS)
+                for prompt in order
+            ]
+            answers = [future.result() for future in asked]
+        assert [answer.token_ids for answer in answers] == expected
+
+
+def test_the_limit_ends_an_answer_where_it_says(tight: Server, long_prompts: list[list[int]]) -> None:
+    """SGLang keeps a position back: prompt and answer together are two short of the context length."""
+    for n_prompt in (CONTEXT - 7, CONTEXT - 8, CONTEXT - 20, CONTEXT - 40):
+        answer = tight.generate(long_prompts[0][-n_prompt:], max_new_tokens=CONTEXT - n_prompt, ignore_eos=True)
+        assert answer.meta["finish_reason"]["type"] == "length"
+        assert n_prompt + len(answer.token_ids) == CONTEXT - 2
+
+
+def test_requests_that_do_not_fit_are_refused_and_the_rest_is_served(
+    tight: Server, long_prompts: list[list[int]], reference: Callable
+) -> None:
+    fits = long_prompts[0][-100:]
+    for n_prompt, n_new in ((CONTEXT, 1), (CONTEXT - 6, 1), (CONTEXT + 100, 1), (100, CONTEXT)):
+        body = {"input_ids": long_prompts[1][-n_prompt:], "sampling_params": {"max_new_tokens": n_new}}
+        refused = post(tight, "/generate", body)
+        assert refused.status_code == 400, refused.text
+        assert str(CONTEXT) in refused.text or "maximum allowed length" in refused.text
+    assert tight.generate(fits, max_new_tokens=32).token_ids == reference(fits, 32)
+
+
+def test_retracted_for_want_of_memory(tight: Server, server: Callable, long_prompts: list[list[int]]) -> None:
+    """Eight requests of 230 tokens in a pool of 896: some are put back, start again, and say the same."""
+    prompts = [prompt[-80:] for prompt in long_prompts]
+    endless = {"max_new_tokens": 150, "ignore_eos": True}
+    expected = [answer.token_ids for answer in server("off").generate_many(prompts, concurrency=8, **endless)]
+    before = tight.log_text().count(KV_FULL)
+    for _ in range(3):
+        tight.flush_cache()
+        answers = tight.generate_many(prompts, concurrency=8, **endless)
+        assert [answer.token_ids for answer in answers] == expected
+    assert tight.log_text().count(KV_FULL) > before, "memory sufficed; this test could not fail"
+
+
+# --------------------------------------------------------------------------------------------- between and meanwhile
+
+
+def test_flush_cache_between_and_meanwhile(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """An idle server forgets; a busy one refuses to. Neither changes an answer."""
+    with ThreadPoolExecutor(8) as clients:
+        asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
+        statuses = []
+        while not all(future.done() for future in asked):
+            statuses.append(post(ours, "/flush_cache").status_code)
+            time.sleep(0.05)
+        assert [future.result().token_ids for future in asked] == expected
+    assert 400 in statuses, "never busy; this test could not fail"
+    for prompt, tokens in zip(prompts[:4], expected[:4], strict=True):
+        ours.flush_cache()
+        answer = ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
+        assert answer.meta["cached_tokens"] == 0
+        assert answer.token_ids == tokens
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause_and_continue(ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str) -> None:
+    """Put away in the middle, with their KV or without: taken up again, they say the same."""
+    ours.flush_cache()
+    for delay_s in (0.05, 0.15, 0.3):
+        with ThreadPoolExecutor(12) as clients:
+            asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
+            time.sleep(delay_s)
+            assert post(ours, "/pause_generation", {"mode": mode}).status_code == 200
+            try:
+                time.sleep(0.5)
+                stopped = sum(future.done() for future in asked)
+                time.sleep(0.5)
+                assert sum(future.done() for future in asked) == stopped, "it went on"
+                assert stopped < len(asked)
+            finally:
+                assert post(ours, "/continue_generation").status_code == 200
+            assert [future.result().token_ids for future in asked] == expected
+
+
+def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with ThreadPoolExecutor(8) as clients:
+        asked = submit(clients, ours, prompts[:8], max_new_tokens=1000, ignore_eos=True)
+        time.sleep(0.3)
+        assert post(ours, "/pause_generation", {"mode": "abort"}).status_code == 200
+        assert {future.result().meta["finish_reason"]["type"] for future in asked} == {"abort"}
+        assert post(ours, "/continue_generation").status_code == 200
+    assert ours.generate(prompts[0], max_new_tokens=MAX_NEW_TOKENS).token_ids == expected[0]
+
+
+def draft_update(server: Server, tensors: dict[str, torch.Tensor]) -> None:
+    """In the middle of requests: nothing may be flushed."""
+    body = {
+        "serialized_named_tensors": [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()],
+        "selector": "draft",
+        "flush_cache": False,
+    }
+    for path, content in (("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})):
+        answer = post(server, f"/{path}", content)
+        assert answer.status_code == 200, f"{path}: {answer.text}"
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_the_draft_changes_in_the_middle_of_requests(
+    ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str
+) -> None:
+    """No token changes; how many a step commits does."""
+    original = {name: tensor.float() for name, tensor in load_file(HYBRID.draft / "model.safetensors").items()}
+    torch.manual_seed(0)
+    useless = {name: torch.randn_like(tensor) * tensor.std() for name, tensor in original.items() if tensor.ndim == 2}
+
+    def ask_across(tensors: dict[str, torch.Tensor]) -> list[Generation]:
+        with ThreadPoolExecutor(12) as clients:
+            asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
+            time.sleep(0.1)
+            assert post(ours, "/pause_generation", {"mode": mode}).status_code == 200
+            try:
+                draft_update(ours, tensors)
+            finally:
+                assert post(ours, "/continue_generation").status_code == 200
+            return [future.result() for future in asked]
+
+    def quiet_steps() -> list[dict[int, int]]:
+        ours.flush_cache()
+        answers = ours.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+        assert [answer.token_ids for answer in answers] == expected
+        return [steps(answer) for answer in answers]
+
+    before = quiet_steps()
+    try:
+        assert [answer.token_ids for answer in ask_across(useless)] == expected
+        worse = quiet_steps()
+    finally:
+        across_back = ask_across({name: original[name] for name in useless})
+    assert [answer.token_ids for answer in across_back] == expected
+    assert sum(map(n_steps, worse)) > 2 * sum(map(n_steps, before)), "the draft did not change"
+    assert quiet_steps() == before
+
+
+def n_steps(histogram: dict[int, int]) -> int:
+    return sum(histogram.values())
+
+
+@pytest.mark.full
+def test_a_restarted_server_gives_the_same_answers_and_steps(
+    tight: Server, prompts: list[list[int]], reference: Callable
+) -> None:
+    """Stopped in the middle of requests, as a deployment is."""
+
+    def ask() -> list[tuple[list[int], dict[int, int]]]:
+        tight.flush_cache()
+        answers = tight.generate_many(prompts, concurrency=1, max_new_tokens=60)
+        return [(answer.token_ids, steps(answer)) for answer in answers]
+
+    before = ask()
+    assert [tokens for tokens, _ in before] == [reference(prompt, 60) for prompt in prompts]
+    with ThreadPoolExecutor(8) as clients:
+        asked = submit(clients, tight, prompts[:8], max_new_tokens=150, ignore_eos=True)
+        time.sleep(0.3)
+        tight.stop()
+        assert any(future.exception() for future in asked)
+    tight.start()
+    tight.wait_ready()
+    assert ask() == before

@@ -1,0 +1,163 @@
+"""A prefix that other requests left behind changes nothing: no token, no step, and no word of theirs comes along.
+
+The draft's context lies in the target's KV slots, so a prefix found in the cache is found with its context, and a step
+after a hit has to accept exactly what it accepts after a full prefill.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from launch.server import Generation, Server
+from tests.server.talk import as_prompt, as_text, conversation, steps, stream
+from tests.server.variants import VARIANTS
+
+MAX_NEW_TOKENS = 64
+SERVED = {
+    "hybrid": (),
+    **dict.fromkeys(
+        ("dense", "hybrid-pages-chunked", "hybrid-window", "hybrid-fold", "dense-window"), pytest.mark.full
+    ),
+}
+
+
+class Serving(NamedTuple):
+    server: Server
+    target: str
+    reference: Callable[..., list[int]]
+
+    def expected(self, prompt: Sequence[int], n: int = MAX_NEW_TOKENS) -> list[int]:
+        return self.reference(prompt, n, self.target)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks) for name, marks in SERVED.items()])
+def serving(request: pytest.FixtureRequest, server: Callable, reference: Callable) -> Serving:
+    variant = VARIANTS[request.param]
+    return Serving(server(target=variant.target, flags=variant.flags, env=dict(variant.env)), variant.target, reference)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(serving: Serving) -> None:
+    serving.server.flush_cache()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hit_gives_the_tokens_and_the_steps_of_a_full_prefill(serving: Serving, seed: int) -> None:
+    """Cut inside the prompt, at its end, and inside generated text."""
+    server = serving.server
+    prompt = as_prompt(conversation(seed, n_turns=4), serving.target)
+    answer = serving.expected(prompt)
+    whole, n_hits = prompt + answer, 0
+    cuts = [*Random(seed).sample(range(len(prompt) // 2, len(whole)), 5), len(prompt)]
+    for cut in cuts:
+        server.flush_cache()
+        cold = server.generate(whole[:cut], max_new_tokens=MAX_NEW_TOKENS)
+        server.flush_cache()
+        server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
+        warm = server.generate(whole[:cut], max_new_tokens=MAX_NEW_TOKENS)
+        warmer = server.generate(whole[:cut], max_new_tokens=MAX_NEW_TOKENS)
+        assert cold.meta["cached_tokens"] == 0
+        assert cold.token_ids == warm.token_ids == warmer.token_ids == serving.expected(whole[:cut])
+        assert steps(cold) == steps(warm) == steps(warmer), f"cut at {cut} of {len(prompt)} + {len(answer)}"
+        n_hits += (warm.meta["cached_tokens"] > 0) + (warmer.meta["cached_tokens"] > 0)
+    assert n_hits >= len(cuts), "too few hits; this test could not fail"
+
+
+def test_an_extended_prompt_hits_what_a_running_request_has_written(serving: Serving) -> None:
+    """The second request arrives while the first, whose prompt it extends, still decodes."""
+    first = as_prompt(conversation(10, n_turns=4), serving.target)
+    second = first + serving.expected(first)[:20] + as_prompt(conversation(11, n_turns=1), serving.target)
+    running = stream(serving.server, first, max_new_tokens=MAX_NEW_TOKENS)
+    next(running)
+    extended = serving.server.generate(second, max_new_tokens=MAX_NEW_TOKENS)
+    *_, last = running
+    assert last.token_ids == serving.expected(first)
+    assert extended.token_ids == serving.expected(second)
+
+
+def test_conversations_over_the_openai_api(serving: Serving) -> None:
+    """Four at once, five turns each: every turn sends all that was said, the server's own answers included."""
+    client = serving.server.openai()
+
+    def converse(seed: int) -> int:
+        said = []
+        for turn in range(5):
+            said += conversation(100 * seed + turn, n_turns=1)
+            answer = client.chat.completions.create(
+                model="tiny", messages=said, temperature=0, max_tokens=MAX_NEW_TOKENS
+            )
+            text = answer.choices[0].message.content
+            assert text == as_text(serving.expected(as_prompt(said, serving.target)), serving.target), f"turn {turn}"
+            said.append({"role": "assistant", "content": text})
+        return len(said)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(converse, range(1, 5))) == [10] * 4
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_requests_that_share_a_prefix_and_part(serving: Serving, warm: bool) -> None:
+    """Sixteen at once: a common beginning, then a question of their own; and some that never part."""
+    common = conversation(20, n_turns=3)[:-1]  # ends with an answer
+    prompts = [as_prompt([*common, *conversation(30 + i % 12, n_turns=1)], serving.target) for i in range(16)]
+    expected = [serving.expected(prompt) for prompt in prompts]
+    if warm:
+        serving.server.generate(as_prompt(common, serving.target), max_new_tokens=1)
+    answers = serving.server.generate_many(prompts, concurrency=16, max_new_tokens=MAX_NEW_TOKENS)
+    assert [answer.token_ids for answer in answers] == expected
+    if warm:
+        assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) >= len(answers) // 2
+
+
+# ------------------------------------------------------------------------------------------------------- isolation
+
+
+def all_at_once(server: Server, prompts: Sequence[list[int]], options: Sequence[dict]) -> list[Generation]:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(lambda prompt, given: server.generate(prompt, **given), prompts, options))
+
+
+def test_what_each_was_told_comes_back_to_nobody_else(serving: Serving) -> None:
+    """Each asks for a record of a person of an age of their own; the target repeats it."""
+    ages = range(20, 44)
+    question = "Make a JSON record for {}, age {}, a painter from Peru who likes coins and eggs. Favourite colour: red."
+    names = ("Ada", "Tom", "Lena", "Omar")
+    prompts = [
+        as_prompt([{"role": "user", "content": question.format(names[age % 4], age)}], serving.target) for age in ages
+    ]
+    answers = all_at_once(serving.server, prompts, [{"max_new_tokens": MAX_NEW_TOKENS}] * len(prompts))
+    for age, answer in zip(ages, answers, strict=True):
+        told = {other for other in ages if f'"age": {other}' in answer.text}
+        assert told == {age}, answer.text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_keeps_its_own_grammar(serving: Serving, temperature: float) -> None:
+    markers = [f"m{i:02d}" for i in range(100, 124)]
+    prompts = [as_prompt(conversation(200 + i % 6, n_turns=1), serving.target) for i in range(len(markers))]
+    options = [
+        {"regex": f"{marker}( [a-z]{{1,8}}){{3}} {marker}", "temperature": temperature, "max_new_tokens": 60}
+        for marker in markers
+    ]
+    answers = all_at_once(serving.server, prompts, options)
+    for marker, answer in zip(markers, answers, strict=True):
+        assert {other for other in markers if other in answer.text} == {marker}, answer.text
+        assert answer.text.startswith(marker)
+        assert answer.text.endswith(marker)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_each_keeps_its_own_bias(serving: Serving, temperature: float) -> None:
+    """Every request favours one token of its own beyond anything the target could say."""
+    favoured = range(300, 324)
+    prompts = [as_prompt(conversation(200 + i % 6, n_turns=1), serving.target) for i in favoured]
+    options = [
+        {"logit_bias": {str(token): 100.0}, "temperature": temperature, "max_new_tokens": 20 + token % 7}
+        for token in favoured
+    ]
+    answers = all_at_once(serving.server, prompts, options)
+    for token, given, answer in zip(favoured, options, answers, strict=True):
+        assert answer.token_ids == [token] * given["max_new_tokens"]

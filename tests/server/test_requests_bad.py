@@ -1,0 +1,63 @@
+"""What no server should serve is refused as without speculation: same status, same sentence, and the server lives."""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from launch.server import Server
+from tests.server.bad_requests import KINDS, PROMPT, Bad
+from tests.server.variants import VARIANTS
+
+MAX_NEW_TOKENS = 8
+# What differs between two answers of one server: the time at which a grammar failed to compile.
+CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")
+
+
+@pytest.fixture(scope="module")
+def ours(server: Callable) -> Server:
+    return server(flags=VARIANTS["hybrid"].flags)
+
+
+@pytest.fixture(scope="module")
+def off(server: Callable) -> Server:
+    return server("off")
+
+
+def answer_to(server: Server, bad: Bad) -> tuple[int, Any]:
+    """The status, and the message of a refusal or what was said: one JSON value."""
+    response = httpx.post(f"{server.url}{bad.path}", timeout=60, **bad.content)
+    if response.status_code != 200:
+        return response.status_code, CLOCK.sub("[now]", response.text)
+    body = response.json()
+    if bad.path == "/generate":
+        answers = body if isinstance(body, list) else [body]
+        return 200, [(answer["output_ids"], answer["meta_info"]["finish_reason"]) for answer in answers]
+    return 200, [(choice.get("message") or choice["text"], choice["finish_reason"]) for choice in body["choices"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_or_served_as_without_speculation(ours: Server, off: Server, kind: str) -> None:
+    assert answer_to(ours, KINDS[kind]) == answer_to(off, KINDS[kind])
+    alive = ours.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
+    assert alive == off.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
+
+
+def test_most_of_them_are_refused(off: Server) -> None:
+    """The list holds bad requests, not good ones: a server that serves everything is not compared with itself."""
+    refused = [kind for kind, bad in KINDS.items() if 400 <= answer_to(off, bad)[0] < 500]
+    assert len(refused) >= 50, refused
+    assert not [kind for kind, bad in KINDS.items() if answer_to(off, bad)[0] >= 500]
+
+
+def test_bad_requests_do_not_disturb_good_ones(ours: Server, questions: Callable, reference: Callable) -> None:
+    """One client sends all of them while others are served."""
+    prompts = questions(12, seed=60)
+    with ThreadPoolExecutor(1) as nuisance:
+        sent = [nuisance.submit(answer_to, ours, bad) for bad in KINDS.values()]
+        answers = ours.generate_many(prompts, concurrency=6, max_new_tokens=64)
+        assert [answer.token_ids for answer in answers] == [reference(prompt, 64) for prompt in prompts]
+        assert all(future.result()[0] in range(200, 500) for future in sent)
