@@ -85,12 +85,13 @@ NAMES = (
         "sglang.srt.managers.schedule_batch",
         "Req",
         "sampling_params return_hidden_states return_sampling_mask kv origin_input_ids output_ids eos_token_ids "
-        "tokenizer finished",
+        "tokenizer finished finished_reason finished_len to_finish grammar",
     ),
+    Name("sglang.srt.managers.schedule_batch", "Req.update_finish_state", "new_accepted_len"),
     Name(
         "sglang.srt.sampling.sampling_params",
         "SamplingParams",
-        "frequency_penalty presence_penalty repetition_penalty min_new_tokens stop_token_ids",
+        "frequency_penalty presence_penalty repetition_penalty min_new_tokens stop_token_ids stop_strs stop_regex_strs",
     ),
     Name(
         "sglang.srt.layers.sampler",

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -69,12 +70,14 @@ def hook_scheduler() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_dflash.draft_input import row_headroom
+    from sglang_dflash.finish import update_finish_state
     from sglang_dflash.requests import refusal
 
     HookRegistry.register(VALIDATE_REQUEST, lambda stock, request, overlap: refusal(request), HookType.AFTER)
     HookRegistry.register(ROW_HEADROOM, row_headroom, HookType.AFTER)
+    HookRegistry.register(FINISH, update_finish_state, HookType.AROUND)
     HookRegistry.apply_hooks()
-    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM)
+    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM, FINISH)
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:

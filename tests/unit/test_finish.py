@@ -1,0 +1,85 @@
+"""An answer ends where it would have ended, had its tokens come one by one."""
+
+from array import array
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from launch.parameters import token_ids, tokenizer
+from sglang_dflash.finish import update_finish_state
+
+TEXT = "Here are the capitals:\n- The capital of Italy is Rome.\n- The capital of Cuba is Havana."
+STOPS = [".", ".\n", " is ", ":", "\n", " capital of", "Rome", "ba", "zzz"]
+
+
+def request(**sampling: object) -> Req:
+    params = SamplingParams(**{"max_new_tokens": 64} | sampling)
+    params.normalize(tokenizer())
+    req = Req("r", "", array("q", [5]), params, eos_token_ids={2}, vocab_size=1024)
+    req.tokenizer = tokenizer()
+    req.tokenizer.additional_stop_token_ids = None  # SGLang sets it on every tokenizer it loads
+    return req
+
+
+def ended(req: Req) -> tuple[object, list[int], list[int]]:
+    reason = req.finished_reason and req.finished_reason.to_json()
+    return reason, list(req.output_ids[: req.finished_len]), list(req.output_ids)
+
+
+def stepped(req: Req, tokens: list[int], widths: list[int], update: object) -> Req:
+    for width in widths:
+        step, tokens = tokens[:width], tokens[width:]
+        if not step or req.finished():
+            break
+        req.output_ids.extend(step)
+        update(req, len(step))
+    return req
+
+
+def ours(req: Req, n: int) -> None:
+    update_finish_state(Req.update_finish_state, req, n)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    stop=st.lists(st.sampled_from(STOPS), max_size=4),
+    stop_token_ids=st.lists(st.sampled_from([17, 29, 15, 2]), max_size=2),
+    stop_regex=st.lists(st.sampled_from([r"[A-Z]o", r"is$", r"\n"]), max_size=1),
+    max_new_tokens=st.integers(1, 40),
+    widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
+)
+def test_ends_as_if_tokens_came_one_by_one(
+    stop: list[str], stop_token_ids: list[int], stop_regex: list[str], max_new_tokens: int, widths: list[int]
+) -> None:
+    asked = {
+        "stop": stop or None,
+        "stop_token_ids": stop_token_ids,
+        "stop_regex": stop_regex or None,
+        "max_new_tokens": max_new_tokens,
+    }
+    tokens = [*token_ids(TEXT), 2, *token_ids(TEXT)]
+    one_by_one = stepped(request(**asked), tokens, [1] * len(tokens), Req.update_finish_state)
+    in_blocks = stepped(request(**asked), tokens, widths, ours)
+    assert ended(in_blocks)[:2] == ended(one_by_one)[:2]
+
+
+def test_no_token_of_the_step_is_lost() -> None:
+    tokens = token_ids(TEXT)[:12]
+    req = stepped(request(stop=[".", ":"]), tokens, [12], ours)
+    assert list(req.output_ids) == tokens
+    assert ended(req)[0] == {"type": "stop", "matched": ":"}
+
+
+@pytest.mark.parametrize("stop", [["\n", ":"], [":", "\n"]])
+def test_the_order_of_the_list_does_not_matter(stop: list[str]) -> None:
+    req = stepped(request(stop=stop), token_ids(TEXT), [16], ours)
+    assert ended(req)[0] == {"type": "stop", "matched": ":"}
+
+
+def test_sglang_s_own_test_would_take_the_later_stop() -> None:
+    """If this fails, SGLang has mended it, and `finish.py` can go."""
+    req = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
+    assert ended(req)[0] == {"type": "stop", "matched": "\n"}
