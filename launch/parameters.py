@@ -1,0 +1,331 @@
+"""What a request may ask for, as a table, and how one request is asked and read.
+
+Shared by the tests (ours against speculation off) and by `launch.compare_workers` (SGLang's worker too), so that both
+mean the same thing by a parameter. Token ids are those of the tiny pair's tokenizer.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from launch import law
+from launch.server import REQUEST_TIMEOUT_S, Server, ServerError
+from launch.tiny import HYBRID
+
+# Some are what the tiny pair was trained on, and drafts are accepted; in others it is unsure, and parameters bite.
+QUESTIONS = (
+    "Tell a short story about Anna, a driver in Oslo.",
+    "How much is 527 plus 244?",
+    "Tell me about the weather and the sea.",
+    "Tell me the capitals of Vietnam and Cuba.",
+    "Who is the largest person in France?",
+    "Define a Animal class in Python that has size and age.",
+    "Count apples, boxes and stones.",
+    "Put 80, 43, 4, 62, 81 in order from small to large.",
+)
+MAX_NEW_TOKENS = 48
+NEWLINE, COMMA, FULL_STOP, ONE, COLON, EQUALS, END = 202, 15, 17, 20, 29, 278, 2
+
+# SGLang takes a processor as a pickled class, and a pickle may name its class: `c`, module, name, `.`
+BAN_TOKENS = json.dumps(
+    {"callable": b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n.".hex()}
+)
+PROCESSOR_FLAG = "--enable-custom-logit-processor"  # without it SGLang refuses a request that brings one
+# Of the server without speculation. Under the overlap schedule SGLang 0.5.23 counts output for penalties one token
+# late, and the prompt's last token in place of the first: what is then penalised is not what the parameter says.
+REFERENCE_FLAGS = (PROCESSOR_FLAG, "--disable-overlap-schedule")
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+PERSON = json.dumps(
+    {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+    }
+)
+NUMBERS = json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 3, "maxItems": 8})
+YES_NO = 'root ::= ("yes" | "no") (" and " ("yes" | "no"))*'
+SUM = 'root ::= number (" + " number)+ " = " number\nnumber ::= [0-9]+'
+
+
+class Case(NamedTuple):
+    """One way to ask."""
+
+    row: str  # the parameter, as the README's table calls it
+    name: str
+    sampling: Mapping[str, Any] = {}  # sampling parameters
+    fields: Mapping[str, Any] = {}  # other fields of the request
+    bites: int = 0  # answers to QUESTIONS that must differ from the plain ones: what changes nothing shows nothing
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def greedy(row: str, name: str, bites: int, **sampling: Any) -> Case:
+    return Case(row, name, sampling, {}, bites)
+
+
+def processor(name: str, bites: int, *banned: int, **sampling: Any) -> Case:
+    sampling |= {"custom_params": {"token_ids": list(banned)}}
+    return Case("custom_logit_processor", name, sampling, {"custom_logit_processor": BAN_TOKENS}, bites)
+
+
+PLAIN = Case("temperature 0", "plain")
+# At temperature 0, in fp32, the answer must be the same token for token.
+GREEDY = (
+    PLAIN,
+    greedy("frequency_penalty", "frequency +1.2", 2, frequency_penalty=1.2),
+    greedy("frequency_penalty", "frequency +2", 3, frequency_penalty=2.0),
+    greedy("frequency_penalty", "frequency -0.8", 2, frequency_penalty=-0.8),
+    greedy("presence_penalty", "presence +1.4", 1, presence_penalty=1.4),
+    greedy("presence_penalty", "presence +2", 2, presence_penalty=2.0),
+    greedy("presence_penalty", "presence -1.5", 2, presence_penalty=-1.5),
+    greedy("repetition_penalty", "repetition 1.3", 2, repetition_penalty=1.3),
+    greedy("repetition_penalty", "repetition 2", 4, repetition_penalty=2.0),
+    greedy("repetition_penalty", "repetition 0.7", 3, repetition_penalty=0.7),
+    greedy("penalties mixed", "frequency + presence", 3, frequency_penalty=1.5, presence_penalty=1.0),
+    greedy("penalties mixed", "presence - repetition", 3, presence_penalty=-0.9, repetition_penalty=1.3),
+    greedy(
+        "penalties mixed", "all three and min_new_tokens", 5,
+        frequency_penalty=0.6, presence_penalty=0.4, repetition_penalty=1.2, min_new_tokens=40,
+    ),
+    greedy("min_new_tokens", "min_new_tokens past the end", 2, min_new_tokens=MAX_NEW_TOKENS),
+    greedy("min_new_tokens", "min_new_tokens with stop ids", 5, min_new_tokens=12, stop_token_ids=[FULL_STOP, COMMA]),
+    greedy(
+        "min_new_tokens", "min_new_tokens past a stop string", 5, min_new_tokens=20, stop=["."], stop_token_ids=[COLON]
+    ),
+    greedy("logit_bias", "two tokens banned", 5, logit_bias={str(NEWLINE): -100.0, str(COMMA): -100.0}),
+    greedy("logit_bias", "one token pushed", 4, logit_bias={str(ONE): 6.0}),
+    greedy("logit_bias", "the end pushed, one banned", 3, logit_bias={str(END): 8.0, str(FULL_STOP): -5.0}),
+    greedy("logit_bias", "one token forced", 8, logit_bias={str(EQUALS): 100.0}),
+    greedy("regex", "regex of fixed length", 8, regex=r"The sum is [0-9]{2,4}\. (Yes|No)"),
+    greedy("regex", "regex without end", 7, regex=r"([a-z]+ )+[a-z]+\."),
+    greedy("regex", "regex that most answers fit", 1, regex=r"[A-Za-z0-9 ,.:+=\n-]*"),
+    greedy("json_schema", "object", 7, json_schema=PERSON),
+    greedy("json_schema", "array", 7, json_schema=NUMBERS),
+    greedy("ebnf", "yes and no", 8, ebnf=YES_NO),
+    greedy("ebnf", "a sum", 7, ebnf=SUM),
+    greedy("stop", "one stop string", 5, stop="."),
+    greedy("stop", "a stop string kept", 4, stop=["is"], no_stop_trim=True),
+    greedy("stop", "stop by regex", 3, stop_regex=["[0-9]+ "]),
+    greedy("several stops at once", "stop strings, the later one named first", 5, stop=["\n", ",", " is ", " a"]),
+    greedy("several stops at once", "a stop string past the limit", 8, stop=["\n", ",", "."], max_new_tokens=4),
+    greedy("several stops at once", "a stop string past a stop id", 3, stop=["\n", " is"], stop_token_ids=[COLON, COMMA]),
+    greedy("stop_token_ids", "stop ids", 5, stop_token_ids=[COMMA, COLON, EQUALS]),
+    greedy("ignore_eos", "ignore_eos", 2, ignore_eos=True),
+    greedy("ignore_eos", "ignore_eos and a stop id", 2, ignore_eos=True, stop_token_ids=[FULL_STOP]),
+    greedy("n > 1", "n = 2", 0, n=2),
+    greedy("mixes", "n = 2 with penalties", 3, n=2, frequency_penalty=2.0),
+    processor("a processor that bans tokens", 5, NEWLINE, COMMA, COLON),
+    processor("a processor and penalties", 5, NEWLINE, COMMA, COLON, presence_penalty=0.6)._replace(row="mixes"),
+    greedy("mixes", "bias + grammar", 7, regex=r"[a-z ,.]{10,30}", logit_bias={str(COMMA): 3.0}),
+    greedy("mixes", "penalties + grammar", 7, regex=r"([a-z]+ )+[a-z]+\.", frequency_penalty=0.6),
+    greedy(
+        "mixes", "penalties + bias + stop", 5,
+        repetition_penalty=1.2, logit_bias={str(NEWLINE): 2.0}, stop=["."], min_new_tokens=6,
+    ),
+    greedy("mixes", "min_new_tokens + ignore_eos + bias", 3, min_new_tokens=30, ignore_eos=True, logit_bias={"20": 6}),
+)  # fmt: skip
+# Same tokens, and the logprobs that come with them.
+LOGPROBS = (
+    Case("logprobs", "logprobs", {}, {"return_logprob": True}),
+    Case("top_logprobs", "top 4 logprobs", {}, {"return_logprob": True, "top_logprobs_num": 4}),
+    Case(
+        "top_logprobs",
+        "logprobs of given tokens",
+        {},
+        {"return_logprob": True, "token_ids_logprob": [NEWLINE, COMMA, END]},
+    ),
+    Case(
+        "top_logprobs",
+        "top logprobs under a bias",
+        {"logit_bias": {str(NEWLINE): -100.0, str(ONE): 4.0}},
+        {"return_logprob": True, "top_logprobs_num": 3},
+        5,
+    ),
+    Case(
+        "mixes",
+        "top logprobs under penalties",
+        {"frequency_penalty": 2.0},
+        {"return_logprob": True, "top_logprobs_num": 3},
+        3,
+    ),
+    Case(
+        "prompt logprobs",
+        "prompt logprobs",
+        {},
+        {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0},
+    ),
+)
+STREAMED = (
+    Case("streaming", "streamed", {}, {"stream": True}),
+    Case("streaming", "streamed up to a stop string", {"stop": ["."]}, {"stream": True}, 3),
+)
+EXACT = (*GREEDY, *LOGPROBS, *STREAMED)
+
+# Where drawing is compared: stories go on in many ways here, and drafts are accepted between the turns.
+STORY = QUESTIONS[0]
+BEGUN = "Anna was a driver who lived in Oslo."
+# Above temperature 0 the first tokens must be drawn from the same distribution.
+SAMPLED = (
+    greedy("temperature > 0", "T 0.5", 0, temperature=0.5),
+    greedy("temperature > 0", "T 1", 0, temperature=1.0),
+    greedy("temperature > 0", "T 1.7", 0, temperature=1.7),
+    greedy("top_k", "top_k 3", 0, temperature=1.5, top_k=3),
+    greedy("top_p", "top_p 0.8", 0, temperature=1.5, top_p=0.8),
+    greedy("min_p", "min_p 0.1", 0, temperature=1.7, min_p=0.1),
+    greedy("min_p", "min_p, top_k and top_p", 0, temperature=1.7, min_p=0.02, top_k=40, top_p=0.95),
+    greedy("frequency_penalty", "frequency -2 at T 1.7", 0, temperature=1.7, frequency_penalty=-2.0),
+    greedy("presence_penalty", "presence +2 at T 1.7", 0, temperature=1.7, presence_penalty=2.0),
+    greedy("repetition_penalty", "repetition 0.6 at T 1.7", 0, temperature=1.7, repetition_penalty=0.6),
+    greedy(
+        "penalties mixed",
+        "penalties, top_k and min_p",
+        0,
+        temperature=1.7,
+        presence_penalty=-1.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.2,
+        top_k=50,
+        min_p=0.01,
+    ),
+    greedy(
+        "min_new_tokens", "min_new_tokens at T 1.5", 0, temperature=1.5, min_new_tokens=3, stop_token_ids=[224, 271]
+    ),
+    greedy("logit_bias", "bias at T 1", 0, temperature=1.0, logit_bias={str(FULL_STOP): 4.0, str(COMMA): 6.0}),
+    greedy("regex", "regex at T 1.5", 0, temperature=1.5, regex=r" (One|The) [a-z ,]*"),
+    processor("a processor at T 1.5", 0, NEWLINE, COMMA, temperature=1.5),
+)
+
+
+def path_with(folder: Path) -> dict[str, str]:
+    """The environment in which `folder` comes first on a server's PYTHONPATH."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
+REFERENCE_ENV = path_with(STAND_INS)
+
+
+@cache
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(HYBRID.target)
+
+
+def token_ids(text: str) -> list[int]:
+    return tokenizer().encode(text, add_special_tokens=False)
+
+
+def chat(question: str) -> list[int]:
+    """The chat prompt as token ids."""
+    message = {"role": "user", "content": question}
+    return tokenizer().apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+
+
+class Sample(NamedTuple):
+    """One answer of a request."""
+
+    token_ids: list[int]
+    text: str
+    meta: dict[str, Any]
+
+    @property
+    def outcome(self) -> tuple[Any, ...]:
+        """What must be the same with and without speculation."""
+        counts = (self.meta["prompt_tokens"], self.meta["completion_tokens"])
+        return self.token_ids, self.text, self.meta["finish_reason"], counts
+
+
+class Refusal(NamedTuple):
+    """The server said no."""
+
+    status: int
+    message: str
+
+
+Reply = list[Sample] | Refusal
+
+
+def ask(server: Server, prompt: Sequence[int], case: Case, **sampling: Any) -> Reply:
+    """One request; greedy unless the case says otherwise. `sampling` goes before what the case says."""
+    defaults = {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS}
+    body = {"input_ids": list(prompt), "sampling_params": defaults | sampling | dict(case.sampling), **case.fields}
+    with httpx.Client(base_url=server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as http:
+        response = http.post("/generate", json=body)
+    if response.status_code != 200:
+        return Refusal(response.status_code, message_of(response))
+    answers = streamed(response) if case.fields.get("stream") else response.json()
+    answers = answers if isinstance(answers, list) else [answers]
+    return [Sample(answer["output_ids"], answer["text"], answer["meta_info"]) for answer in answers]
+
+
+def ask_all(
+    server: Server, asked: Sequence[tuple[Sequence[int], Case]], *, concurrency: int = 8, **sampling: Any
+) -> list[Reply]:
+    """`ask` for every (prompt, case), at most `concurrency` in flight, replies in the order of `asked`."""
+    with ThreadPoolExecutor(concurrency) as pool:
+        return list(pool.map(lambda pair: ask(server, *pair, **sampling), asked))
+
+
+def draws(server: Server, prompt: Sequence[int], case: Case, n: int, per_request: int = 100) -> list[law.Draw]:
+    """The first tokens of `n` answers, drawn independently.
+
+    Raises:
+        ServerError: the server refuses the case.
+    """
+    case = case._replace(sampling=case.sampling | {"n": per_request, "max_new_tokens": law.N_POSITIONS})
+    found = list[law.Draw]()
+    for reply in ask_all(server, [(prompt, case)] * -(-n // per_request), concurrency=2):
+        if isinstance(reply, Refusal):
+            raise ServerError(f"{server.name}: {case} refused with {reply.status}: {reply.message}")
+        found += [tuple(sample.token_ids) for sample in reply]
+    return found[:n]
+
+
+def message_of(response: httpx.Response) -> str:
+    """The sentence of an error, without the JSON around it where there is some."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return response.text
+
+
+def streamed(response: httpx.Response) -> dict[str, Any]:
+    """The last event of a stream, after checking that each event goes on from the one before."""
+    events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: {")]
+    for before, after in pairwise(events):
+        n = len(before["output_ids"])
+        if after["output_ids"][:n] != before["output_ids"] or len(after["output_ids"]) < n:
+            raise ValueError(f"an event takes tokens back: {before['output_ids']} became {after['output_ids']}")
+    return events[-1] | {"n_events": len(events)}
+
+
+def logprobs_of(sample: Sample) -> dict[str, list[Any]]:
+    """Every logprob of an answer, by the name SGLang gives the list."""
+    return {name: rows for name, rows in sample.meta.items() if name.endswith("logprobs") and rows}
+
+
+def furthest_logprob(a: Any, b: Any) -> float:
+    """The largest difference between two answers' logprobs; infinite where the shape or a token differs.
+
+    A row is [logprob, token, text] or a list of such rows.
+    """
+    if isinstance(a, dict) and isinstance(b, dict):
+        if a.keys() != b.keys():
+            return float("inf")
+        return max((furthest_logprob(a[name], b[name]) for name in a), default=0.0)
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        if len(a) == 3 and isinstance(a[1], int):
+            if a[1] != b[1] or (a[0] is None) != (b[0] is None):
+                return float("inf")
+            return abs(a[0] - b[0]) if a[0] is not None else 0.0
+        return max((furthest_logprob(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+    return 0.0 if a == b else float("inf")

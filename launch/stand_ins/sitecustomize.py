@@ -1,0 +1,77 @@
+"""What SGLang 0.5.23 needs to be a reference without speculation, in processes with this folder on PYTHONPATH.
+
+Order of penalties: without the overlap schedule SGLang keeps its penalizers in a set, so that which of an additive and
+a scaling penalty comes first differs from process to process. With it, and here, the additive ones do.
+
+Seeds: SGLang heeds `sampling_seed` only in its deterministic mode, and refuses that mode on a CPU: it wants an
+attention backend and matrix products that do not depend on the batch, and it hashes seeds in a kernel. In fp32 the tiny
+pair's answers do not depend on the batch; the hash below stands in for the kernel. Every server that is compared with
+seeds runs with it.
+
+Python imports `sitecustomize` first of all, so the modules below are met while they are being loaded.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+
+MASK = 0xFFFFFFFF
+
+
+def allow_torch_native(choices) -> None:
+    choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
+    choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND.append("torch_native")
+
+
+def leave_products_alone(batch_invariant_ops) -> None:
+    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+
+
+def hash_in_torch(murmur_hash) -> None:
+    def murmur_hash32(seed, positions, col_indices):
+        """[n, m], int64 below 2**32: a hash of each row's seed and position and each column."""
+        x_NM = (seed.long() * 0x9E3779B1 + positions.long() * 0x85EBCA77)[:, None] + col_indices.long() * 0xC2B2AE3D
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D), (16, 0x297A2D39)):
+            x_NM = ((x_NM & MASK) ^ ((x_NM & MASK) >> shift)) * factor
+        return (x_NM & MASK) ^ ((x_NM & MASK) >> 16)
+
+    murmur_hash.murmur_hash32 = murmur_hash32
+
+
+def additive_first(orchestrator) -> None:
+    made = orchestrator.BatchedPenalizerOrchestrator.__init__
+
+    def init(self, *args, **kwargs) -> None:
+        made(self, *args, **kwargs)
+        self.penalizers = dict(sorted(self.penalizers.items(), key=lambda pair: pair[0].is_multiplicative))
+
+    orchestrator.BatchedPenalizerOrchestrator.__init__ = init
+
+
+EDITS = {
+    "sglang.srt.sampling.penaltylib.orchestrator": additive_first,
+    "sglang.srt.arg_groups.choices": allow_torch_native,
+    "sglang.srt.batch_invariant_ops": leave_products_alone,
+    "sglang.kernels.ops.sampling.murmur_hash": hash_in_torch,
+}
+
+
+class AfterLoading(importlib.abc.MetaPathFinder):
+    """Finds the modules of `EDITS` as they would be found, and edits each once it is loaded."""
+
+    def find_spec(self, name, path, target=None):
+        edit = EDITS.pop(name, None)
+        if edit is None:
+            return None
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_edit(module):
+            load(module)
+            edit(module)
+
+        spec.loader.exec_module = load_and_edit
+        return spec
+
+
+sys.meta_path.insert(0, AfterLoading())
