@@ -63,10 +63,10 @@ FLAGS = (
     ),
     Flag(
         "SGLANG_DFLASH_GDN_STATE",
-        "snapshot",
+        "fold",
         tuple(GdnState),
-        "Gated DeltaNet targets: `snapshot` keeps a full state per draft token, as the built-in worker does; `fold` "
-        "keeps the block's inputs and replays the accepted ones (exact on CPU; not seen on a GPU yet).",
+        "Gated DeltaNet targets: `fold` records what each token of a block adds to the state and sums the accepted "
+        "ones; `snapshot` keeps a full state per token, as the built-in worker does.",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",

@@ -2,27 +2,37 @@
 
 Attention needs no commit: rows past the accepted prefix are simply not read again. A recurrent state cannot be cut
 back, so the target's verify leaves the persistent state alone and keeps what is needed to advance it afterwards:
-either the state after every token, or the block's inputs. A second copy goes to the request's tracking slot when the
-accepted prefix crosses a multiple of the track interval: that state is what the radix cache can resume from.
+either the state after every token, or what every token adds to it. A second copy goes to the request's tracking slot
+when the accepted prefix crosses a multiple of the track interval: that state is what the radix cache can resume from.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from typing import Protocol
 
 import torch
+from sglang.kernels.ops.mamba.mamba_state_scatter_triton import scatter_mamba_states_after_mtp_verify
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
+from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold
+from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify_ref, gdn_verify_triton, record_width
 
 from sglang_dflash import flags
+from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import GdnState
 from sglang_dflash.step import Plan
+
+logger = logging.getLogger(__name__)
 
 
 class State(Protocol):
@@ -56,39 +66,98 @@ class SnapshotState:
         )
 
 
-class FoldState(SnapshotState):
-    """Verify stores the block's inputs; commit folds the accepted ones into the state, all layers in one launch.
+class FoldState:
+    """Verify records what each token adds to the state; commit sums the accepted records into it, all layers at once.
 
-    SGLang has the kernels and calls them where a pool has these rings, but allocates them for another recurrence
-    (KDA) only. So the pool gets them here, before anything is captured, and gives up its states per token.
+    The records take the place of the states per token in SGLang's pool, and our verify that of SGLang's in the
+    attention backend, so the backend hands one to the other, eagerly and in captured graphs alike. The windows of the
+    causal convolution are small and stay SGLang's.
     """
 
     def __init__(self, worker: TpModelWorker) -> None:
-        super().__init__(worker)
         runner = worker.model_runner
+        backend = runner.attn_backend
+        if not isinstance(backend, HybridLinearAttnBackend) or not isinstance(
+            backend.linear_attn_backend, GDNAttnBackend
+        ):
+            raise NotSupported(
+                f"SGLANG_DFLASH_GDN_STATE=fold needs SGLang's Gated DeltaNet attention backend, found "
+                f"{type(backend).__name__}; set SGLANG_DFLASH_GDN_STATE=snapshot"
+            )
+        self.backend = backend.linear_attn_backend
         pool = runner.req_to_token_pool.mamba_pool
-        pool.mamba_cache = with_rings(pool.mamba_cache, runner.dtype)
-        pool.replayssm_spec_fold = True
+        cache = pool.mamba_cache
+        self.states_LSHVK = cache.temporal
+        self.record_LRNX, self.n_key_heads = make_record(cache)
+        logger.info(
+            "recurrent state: %.2f MiB per request and block, %.2f MiB in all (a state per token would take %.2f MiB)",
+            mib(self.record_LRNX[:, 0]),
+            mib(self.record_LRNX),
+            mib(cache.intermediate_ssm),
+        )
+        pool.mamba_cache = dataclasses.replace(cache, intermediate_ssm=self.record_LRNX)
+        self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
+        self.backend.kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        slot_B = self.backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
+        track_slot_B, track_step_B = None, torch.full_like(plan.prefix_len_B, -1)
+        if batch.mamba_track_indices is not None:
+            track_slot_B = self.backend._translate_mamba_indices(batch.mamba_track_indices)
+            track_step_B = crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
+        kept = Kept(slot_B, n_committed_B, slot_B if track_slot_B is None else track_slot_B, track_step_B + 1)
+        gdn_fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
+        scatter_mamba_states_after_mtp_verify(
+            self.windows, slot_B, n_committed_B.long() - 1, track_slot_B, None if track_slot_B is None else track_step_B
+        )
 
 
-def with_rings(cache: MambaPool.SpeculativeState, dtype: torch.dtype) -> MambaPool.SpeculativeState:
-    """The same states, with room for each slot's last block of inputs instead of a state per token.
+class RecordingVerify:
+    """What SGLang's GDN backend calls for a block of drafts; `intermediate_states_buffer` is a layer's record."""
 
-    Dimensions: L layers, S slots, H value heads of width V, G key heads of width K, N tokens.
+    supports_strided_target_verify_qkv = True
+
+    def __init__(self, record_LRNX: torch.Tensor) -> None:
+        # Once per layer and step: the form is chosen here, and shapes that never change are not checked each time.
+        self.verify = choose(record_LRNX, definition=gdn_verify_ref, kernel=gdn_verify_triton)
+
+    def target_verify(
+        self,
+        *,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        ssm_states: torch.Tensor,
+        cache_indices: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        intermediate_states_buffer: torch.Tensor,
+        **others: object,  # steps and rows, which are the block's and the batch's
+    ) -> torch.Tensor:
+        """q, k [1, T, G, K], v [1, T, H, V], a and b [T, H]; the outputs [1, T, H, V]."""
+        slot_B = cache_indices[: len(query_start_loc) - 1]
+        x = Inputs(q[0], k[0], v[0], a, b, A_log, dt_bias)
+        out = self.verify(x, ssm_states, slot_B, intermediate_states_buffer)
+        return out[None]
+
+
+def make_record(cache: MambaPool.SpeculativeState) -> tuple[torch.Tensor, int]:
+    """Room for one block of every request [L, R, N, X], in the place of `cache`'s states per token; and G.
+
+    Dimensions: L layers, R requests, H value heads of width V, G key heads of width K, N tokens.
     """
-    L, S, H, V, K = cache.temporal.shape
-    N = cache.intermediate_ssm.shape[2]
+    H, V, K = cache.temporal.shape[2:]
+    L, R, N = cache.intermediate_ssm.shape[:3]
     n_channels = cache.conv[0].shape[2]  # the convolution runs over q, k and v: 2 G K + H V
     G = (n_channels - H * V) // (2 * K)
-    like = cache.temporal
-    return dataclasses.replace(
-        cache,
-        intermediate_ssm=None,
-        replayssm_rawv=like.new_zeros(L, S, H, N, V, dtype=dtype),
-        replayssm_rawk=like.new_zeros(L, S, G, N, K, dtype=dtype),
-        replayssm_g=like.new_zeros(L, S, H, N, dtype=torch.float32),
-        replayssm_beta=like.new_zeros(L, S, H, N, dtype=torch.float32),
-    )
+    return cache.temporal.new_zeros(L, R, N, record_width(H, V, G, K), dtype=torch.float32), G
+
+
+def mib(x: torch.Tensor) -> float:
+    return x.numel() * x.element_size() / 2**20
 
 
 def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, interval: int) -> torch.Tensor:
@@ -102,7 +171,7 @@ def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, inter
 
 
 def make_state(worker: TpModelWorker) -> State:
-    """The target's memory pools exist, its graphs do not."""
+    """The target's memory pools and attention backends exist, its graphs do not."""
     config = worker.model_runner.model_config
     if mambaish_config(config) is None:
         return NoState()

@@ -92,6 +92,9 @@ class DFlashWorker(BaseSpecWorker):
             req_to_token_pool=None if self.config.draft_window else req_to_token_pool,
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
+
+    def init_attention_backends(self) -> None:
+        super().init_attention_backends()
         self.state = make_state(self._target_worker)
 
     def init_cuda_graphs(self) -> None:

@@ -7,9 +7,8 @@ key head, H = G R value heads, K key width, V value width, S slots of the state 
 """
 
 import torch
+from sglang_dflash_kernels.gdn_block import Block, l2_normalised, log_decay
 
-from sglang_dflash.cpu.gdn_block import Block, l2_normalised, log_decay
-from sglang_dflash.cpu.gdn_fold import Inputs, Rings, keep
 from sglang_dflash.cpu.refuse import refuse
 
 CHUNK = 64  # SGLang's radix tracking reads the state before every 64th token
@@ -192,19 +191,13 @@ def fused_sigmoid_gating_delta_rule_update(
     intermediate_states_buffer: torch.Tensor | None = None,
     intermediate_state_indices: torch.Tensor | None = None,
     cache_steps: int | None = None,
-    cache_ring: bool = False,
-    replayssm_rawv: torch.Tensor | None = None,
-    replayssm_rawk: torch.Tensor | None = None,
-    replayssm_g: torch.Tensor | None = None,
-    replayssm_beta: torch.Tensor | None = None,
     **others: object,
 ) -> torch.Tensor:
     """Verify, and decode unpacked: C tokens of each of B sequences.
 
     q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K]
-    the state after every token is kept in row `intermediate_state_indices[b]`; with `cache_ring` the block's inputs
-    are kept in the rings instead (`gdn_fold`); with `disable_state_update` the sequence's own slot keeps the state it
-    had. Returns the outputs [1, B C, H, V].
+    the state after every token is kept in row `intermediate_state_indices[b]`; with `disable_state_update` the
+    sequence's own slot keeps the state it had. Returns the outputs [1, B C, H, V].
     """
     op = "fused_sigmoid_gating_delta_rule_update"
     refuse(op, others)
@@ -213,23 +206,12 @@ def fused_sigmoid_gating_delta_rule_update(
     if cu_seqlens is None or cu_seqlens.tolist() != list(range(0, B * C + 1, C)):
         refuse(op, {"cu_seqlens of unequal lengths": True})
     slot_B = initial_state_indices.long()
-    inputs = Inputs(
-        k.view(B, C, *k.shape[2:]),
-        v.view(B, C, *v.shape[2:]),
-        log_decay(A_log, a.reshape(B, C, -1), dt_bias, beta=softplus_beta, threshold=softplus_threshold),
-        b.reshape(B, C, -1).float().sigmoid(),
-    )
-    if cache_ring:
-        assert replayssm_rawk is not None
-        assert replayssm_rawv is not None
-        assert replayssm_g is not None
-        assert replayssm_beta is not None
-        keep(inputs, slot_B, Rings(replayssm_rawk, replayssm_rawv, replayssm_g, replayssm_beta))
+    g_BCH = log_decay(A_log, a, dt_bias, beta=softplus_beta, threshold=softplus_threshold).reshape(B, C, -1)
     block = Block.of(
-        _queries_and_keys(q.view(B, C, *q.shape[2:]), inputs.k_BNGK, scale, use_qk_l2norm_in_kernel),
-        inputs.v_BNHV.float(),
-        g_BCH=inputs.g_BNH,
-        beta_BCH=inputs.beta_BNH,
+        _queries_and_keys(q.view(B, C, *q.shape[2:]), k.view(B, C, *k.shape[2:]), scale, use_qk_l2norm_in_kernel),
+        v.view(B, C, *v.shape[2:]).float(),
+        g_BCH=g_BCH,
+        beta_BCH=b.reshape(B, C, -1).float().sigmoid(),
     )
     state_BGRVK = initial_state_source.index_select(0, slot_B).float().unflatten(1, block.v_BGRCV.shape[1:3])
     found_by_q, found_by_k = block.read(state_BGRVK)

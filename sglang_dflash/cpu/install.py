@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_dflash.cpu import conv, gdn, gdn_fold, kv, mamba_state, norm, sampling
+from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, sampling
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -45,9 +45,6 @@ def at_import() -> dict[str, Any]:
         ),
         _KERNELS + "attention.linear.fused_sigmoid_gating_recurrent.fused_sigmoid_gating_delta_rule_update": (
             gdn.fused_sigmoid_gating_delta_rule_update
-        ),
-        _KERNELS + "attention.linear.gdn_replayssm_spec_fold.commit_gdn_replayssm_fold_all_layers": (
-            gdn_fold.commit_gdn_replayssm_fold_all_layers
         ),
         _KERNELS + "mamba.mamba_state_scatter_triton.track_mamba_states_if_needed": (
             mamba_state.track_mamba_states_if_needed

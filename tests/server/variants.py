@@ -50,5 +50,5 @@ VARIANTS = {
     "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
     "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
     "dense-window-pages": Variant("dense", (*window(64), *PAGES), full=True, knows_steps=False),
-    "hybrid-fold": Variant("hybrid", TRACK, (("SGLANG_DFLASH_GDN_STATE", "fold"),), full=True),
+    "hybrid-snapshot": Variant("hybrid", TRACK, (("SGLANG_DFLASH_GDN_STATE", "snapshot"),), full=True),
 }

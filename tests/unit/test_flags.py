@@ -11,7 +11,7 @@ README = Path(__file__).parents[2] / "env" / "README.md"
 
 
 def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
-    assert flags.read({}) == Flags(worker=Worker.PLUGIN, gdn_state=GdnState.SNAPSHOT, overlap=True)
+    assert flags.read({}) == Flags(worker=Worker.PLUGIN, gdn_state=GdnState.FOLD, overlap=True)
 
 
 @pytest.mark.parametrize("value", ["stock", "Stock"])

@@ -30,6 +30,7 @@ class Block(NamedTuple):
     qk_BGJCK: torch.Tensor  # queries are scaled
     v_BGRCV: torch.Tensor
     beta_BGRC1: torch.Tensor
+    total_BGRC: torch.Tensor  # G_t
     decay_BGRC: torch.Tensor  # exp(G_t): what is left of the state from before the block
     decay_BGRCC: torch.Tensor  # D_ts, zero above the diagonal
     scores_BGRJCC: torch.Tensor  # D_ts (q_t . k_s) and D_ts (k_t . k_s)
@@ -49,6 +50,7 @@ class Block(NamedTuple):
             qk_BGJCK=qk_BGJCK,
             v_BGRCV=v_BCHV.transpose(1, 2).unflatten(1, (G, R)),
             beta_BGRC1=beta_BCH.transpose(1, 2).unflatten(1, (G, R))[..., None],
+            total_BGRC=total_BGRC,
             decay_BGRC=total_BGRC.exp(),
             decay_BGRCC=decay_BGRCC,
             scores_BGRJCC=alike_BGJCC * decay_BGRCC[:, :, :, None],

@@ -1,0 +1,142 @@
+"""Fold the accepted prefix of a verified block into the recurrent states of all layers, in one launch.
+
+With what `gdn_verify` recorded, the state after n tokens is a sum, no recurrence:
+
+    S_n = exp(G_n) S_0 + sum over i <= n of exp(G_n - G_i) delta_i k_i^T        (G: log decay since before the block)
+
+Shapes: L layers, B requests, N tokens per block, G key heads, H value heads, K key width, V value width, S state
+slots, R rows of the record, X values recorded per token (`gdn_verify.record_width`).
+Cost: reads and writes each state once, 8 L B H V K bytes, and reads the accepted records, 4 L B n X bytes.
+Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464, eq. 10 unrolled.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from sglang_dflash_kernels.checks import Shapes
+from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.gdn_verify import record_width, split_record
+
+
+class Kept(NamedTuple):
+    """How far each request's state goes, int32 or int64. All slots differ."""
+
+    slot_B: torch.Tensor  # a negative one marks padding, which is left alone
+    n_B: torch.Tensor  # tokens of the block that are kept, 0..N; 0 leaves the state alone
+    # Where the state after `track_n` <= n tokens is wanted as well; a negative slot or a count below 1: nowhere.
+    track_slot_B: torch.Tensor
+    track_n_B: torch.Tensor
+
+
+def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
+    """The definition."""
+    slot_B = kept.slot_B
+    before_LBHVK = state_LSHVK.index_select(1, slot_B.clamp(min=0)).float()
+    # The tracking slot first: both start from the state of before.
+    for target_B, length_B in ((kept.track_slot_B, kept.track_n_B), (slot_B, kept.n_B)):
+        row_W = ((slot_B >= 0) & (target_B >= 0) & (length_B > 0)).nonzero().flatten()
+        if len(row_W):
+            every = len(row_W) == len(slot_B)
+            before, record, length_W, target_W = (
+                (before_LBHVK, record_LRNX[:, : len(slot_B)], length_B, target_B)
+                if every
+                else (before_LBHVK[:, row_W], record_LRNX[:, row_W], length_B[row_W], target_B[row_W])
+            )
+            after_LWHVK = state_after(before, record, length_W.long(), n_key_heads)
+            state_LSHVK.index_copy_(1, target_W.long(), after_LWHVK.to(state_LSHVK.dtype))
+
+
+def state_after(
+    state_LBHVK: torch.Tensor, record_LBNX: torch.Tensor, n_B: torch.Tensor, n_key_heads: int
+) -> torch.Tensor:
+    """S_n for n >= 1, [L, B, H, V, K]; tokens past n weigh nothing."""
+    (L, B, H, V, K), G, N = state_LBHVK.shape, n_key_heads, record_LBNX.shape[2]
+    delta_LBNHV, key_LBNGK, total_LBNH = split_record(
+        record_LBNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K
+    )
+    n_B11 = n_B[:, None, None]
+    end_LB1H = total_LBNH.gather(2, (n_B11 - 1).expand(L, B, 1, H))
+    late_BN1 = torch.arange(N, device=n_B.device)[:, None] >= n_B11
+    weight_LBNH = (end_LB1H - total_LBNH).masked_fill_(late_BN1, -torch.inf).exp_()
+    # The value heads that share a key head are more rows of one matrix.
+    added_YWN = (delta_LBNHV * weight_LBNH[..., None]).permute(0, 1, 3, 4, 2).reshape(L * B * G, -1, N)
+    key_YNK = key_LBNGK.transpose(2, 3).reshape(L * B * G, N, K)
+    after_LBHVK = torch.bmm(added_YWN, key_YNK).view_as(state_LBHVK)
+    return after_LBHVK.addcmul_(state_LBHVK, end_LB1H.transpose(2, 3)[..., None].exp())
+
+
+@triton.jit
+def _gdn_fold_kernel(
+    state, record, slots, lengths, track_slots, track_lengths,
+    stride_layer, stride_slot, stride_record_layer, stride_row,
+    B, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    h, request, layer = tl.program_id(0) % H, tl.program_id(0) // H % B, tl.program_id(0) // H // B
+    slot = tl.load(slots + request).to(tl.int64)
+    n = tl.load(lengths + request)
+    if (slot >= 0) & (n > 0):
+        row = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
+        column = tl.arange(0, BLOCK_K)  # [K]
+        in_V, in_K = row < V, column < K
+        here = in_V[:, None] & in_K[None]
+        cell = h * V * K + row[:, None] * K + column[None]  # [V, K]
+        layer_state = state + layer.to(tl.int64) * stride_layer
+        S = tl.load(layer_state + slot * stride_slot + cell, mask=here, other=0).to(tl.float32)
+        rows = record + layer.to(tl.int64) * stride_record_layer + request.to(tl.int64) * stride_row
+        track_slot = tl.load(track_slots + request).to(tl.int64)
+        track_n = tl.load(track_lengths + request)
+        before = 0.0
+        # Token by token, each fading what came before it: every state on the way exists, the tracked one too.
+        for i in range(n):
+            total = tl.load(rows + i * X + H * V + G * K + h)
+            delta_V = tl.load(rows + i * X + h * V + row, mask=in_V, other=0)
+            k_K = tl.load(rows + i * X + H * V + h // (H // G) * K + column, mask=in_K, other=0)
+            S = S * tl.exp(total - before) + delta_V[:, None] * k_K[None]
+            before = total
+            if (i + 1 == track_n) & (track_slot >= 0):
+                tl.store(layer_state + track_slot * stride_slot + cell, S.to(state.dtype.element_ty), mask=here)
+        tl.store(layer_state + slot * stride_slot + cell, S.to(state.dtype.element_ty), mask=here)
+
+
+def gdn_fold_triton(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
+    """The kernel: one program per layer, request, value head and tile of the state's rows."""
+    (L, _, H, V, K), B = state_LSHVK.shape, len(kept.slot_B)
+    block_v = min(32, triton.next_power_of_2(V))
+    _gdn_fold_kernel[(L * B * H, triton.cdiv(V, block_v))](
+        *(state_LSHVK, record_LRNX, *kept),
+        *state_LSHVK.stride()[:2],
+        *record_LRNX.stride()[:2],
+        *(B, H, n_key_heads, V, K, record_LRNX.shape[-1], block_v, triton.next_power_of_2(K)),
+        num_warps=4,
+    )
+
+
+def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
+    """Advance the states of B >= 1 requests by their first n tokens, in place.
+
+    Args:
+        state_LSHVK: fp32, bf16 or fp16; sums are fp32. Layers and slots may be apart.
+        record_LRNX: fp32, what `gdn_verify` wrote, row b for request b, and no more: N is the verified block's.
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit.
+    """
+    shapes = Shapes()
+    shapes.check_strided(torch.float32, torch.bfloat16, torch.float16, state_LSHVK=state_LSHVK)
+    shapes.check_strided(torch.float32, record_LRNX=record_LRNX)
+    shapes.check(torch.int32, torch.int64, **kept._asdict())
+    H, V, K, X, B, R = (shapes[letter] for letter in "HVKXBR")
+    if H % n_key_heads or B > R or record_width(H, V, n_key_heads, K) != X:
+        raise ValueError(
+            f"{B} requests, {n_key_heads} key and {H} value heads of {K} and {V} do not fit a record of shape "
+            f"{tuple(record_LRNX.shape)}; heads, requests and record_width must"
+        )
+    if state_LSHVK.stride()[2:] != (V * K, K, 1) or record_LRNX.stride()[2:] != (X, 1):
+        raise ValueError(
+            f"state has strides {state_LSHVK.stride()} and record {record_LRNX.stride()}; all but the first two must "
+            "be those of contiguous tensors"
+        )
+    run = choose(state_LSHVK, definition=gdn_fold_ref, kernel=gdn_fold_triton)
+    run(state_LSHVK, record_LRNX, kept, n_key_heads=n_key_heads)

@@ -1,0 +1,143 @@
+"""Verify and fold against the recurrence itself, one token at a time; kernels against definitions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref, gdn_fold_triton
+from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify, gdn_verify_ref, gdn_verify_triton, record_width
+
+L, S = 2, 7
+SIZES = [(1, 1, 1, 8, 8), (3, 2, 4, 16, 8), (2, 1, 3, 12, 20)]  # requests, key heads, value heads, K, V
+
+
+def inputs(B: int, N: int, G: int, H: int, K: int, V: int, device: str) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(B * 1000 + N * 100 + H)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random).to(device)
+
+    # One projection, as SGLang's convolution leaves it: q, k and v are views with a common row stride.
+    q, k, v = normal(B * N, 2 * G * K + H * V).split([G * K, G * K, H * V], dim=1)
+    return {
+        "q_TGK": q.unflatten(1, (G, K)),
+        "k_TGK": k.unflatten(1, (G, K)),
+        "v_THV": v.unflatten(1, (H, V)),
+        "a_TH": normal(B * N, H) * 4,
+        "b_TH": normal(B * N, H),
+        "A_log_H": normal(H),
+        "dt_bias_H": normal(H),
+        "state_SHVK": normal(S, H, V, K),
+        "slot_B": torch.randperm(S, generator=random)[:B].to(device),
+        "record_RNX": torch.full((B + 1, N + 1, record_width(H, V, G, K)), torch.nan, device=device),
+    }
+
+
+def arguments(x: dict[str, torch.Tensor]) -> tuple[Inputs, *tuple[torch.Tensor, ...]]:
+    return Inputs(*(x[name] for name in Inputs._fields)), x["state_SHVK"], x["slot_B"], x["record_RNX"]
+
+
+def recurrence(x: dict[str, torch.Tensor], b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Request b's outputs [N, H, V] and its states after every token, by the law."""
+    n = len(x["q_TGK"]) // len(x["slot_B"])
+    state_HVK, outputs, states = x["state_SHVK"][x["slot_B"][b]].double(), [], []
+    H, R = state_HVK.shape[0], state_HVK.shape[0] // x["q_TGK"].shape[1]
+    for t in range(b * n, b * n + n):
+        q_HK, k_HK = (
+            F.normalize(x[name][t].double(), dim=-1, eps=0).repeat_interleave(R, dim=0) for name in ("q_TGK", "k_TGK")
+        )
+        g_H = -x["A_log_H"].double().exp() * F.softplus(x["a_TH"][t].double() + x["dt_bias_H"].double())
+        state_HVK = state_HVK * g_H.exp().view(H, 1, 1)
+        delta_HV = (x["v_THV"][t] - (state_HVK @ k_HK[..., None])[..., 0]) * x["b_TH"][t].double().sigmoid()[:, None]
+        state_HVK = state_HVK + delta_HV[..., None] * k_HK[:, None]
+        states.append(state_HVK)
+        outputs.append((state_HVK @ q_HK[..., None])[..., 0] * q_HK.shape[-1] ** -0.5)
+    return torch.stack(outputs), states
+
+
+FORMS = [
+    pytest.param(gdn_verify_ref, gdn_fold_ref, id="definition"),
+    pytest.param(gdn_verify_triton, gdn_fold_triton, id="kernel"),
+]
+
+
+@pytest.mark.parametrize(("verify", "fold"), FORMS)
+@pytest.mark.parametrize("N", [1, 5, 16])
+@pytest.mark.parametrize(("B", "G", "H", "K", "V"), SIZES)
+def test_outputs_and_every_kept_prefix_follow_the_recurrence(verify, fold, N, B, G, H, K, V, device):
+    x = inputs(B, N, G, H, K, V, device)
+    expected = [recurrence(x, b) for b in range(B)]
+    before = x["state_SHVK"].clone()
+    out_THV = verify(*arguments(x))
+    assert torch.equal(x["state_SHVK"], before)  # verify decides nothing
+    torch.testing.assert_close(out_THV.double(), torch.cat([out for out, _ in expected]), rtol=1e-4, atol=1e-5)
+    nowhere_B = torch.full((B,), -1, device=device)
+    for n in {1, (N + 1) // 2, N}:
+        state_LSHVK = before.repeat(L, 1, 1, 1, 1)
+        n_B = torch.full((B,), n, device=device)
+        record_LRNX = x["record_RNX"].repeat(L, 1, 1, 1)
+        fold(state_LSHVK, record_LRNX[:, :, :N], Kept(x["slot_B"], n_B, nowhere_B, n_B), n_key_heads=G)
+        for b, slot in enumerate(x["slot_B"].tolist()):
+            for layer in range(L):
+                torch.testing.assert_close(
+                    state_LSHVK[layer, slot].double(), expected[b][1][n - 1], rtol=1e-4, atol=1e-5
+                )
+        others = [s for s in range(S) if s not in x["slot_B"].tolist()]
+        assert torch.equal(state_LSHVK[:, others], before.repeat(L, 1, 1, 1, 1)[:, others])
+
+
+@pytest.mark.parametrize(("verify", "fold"), FORMS)
+def test_a_crossing_leaves_its_state_in_the_tracking_slot(verify, fold, device):
+    B, N, G, H, K, V = 3, 6, 2, 4, 8, 16
+    x = inputs(B, N, G, H, K, V, device)
+    x["slot_B"] = torch.tensor([5, 2, 6], device=device)
+    verify(*arguments(x))
+    before = x["state_SHVK"].repeat(L, 1, 1, 1, 1)
+    after = before.clone()
+    where = [torch.tensor(row, device=device) for row in ([4, 6, 2], [1, 3, -1], [3, 0, 1])]
+    fold(after, x["record_RNX"][:, :N].repeat(L, 1, 1, 1), Kept(x["slot_B"], *where), n_key_heads=G)
+    for layer in range(L):
+        for b, slot, n in ((0, 5, 4), (1, 2, 6), (2, 6, 2), (0, 1, 3)):
+            torch.testing.assert_close(after[layer, slot].double(), recurrence(x, b)[1][n - 1], rtol=1e-4, atol=1e-5)
+    assert torch.equal(after[:, [0, 3, 4]], before[:, [0, 3, 4]])
+
+
+@pytest.mark.parametrize("fold", [gdn_fold_ref, gdn_fold_triton])
+def test_padding_and_empty_blocks_are_left_alone(fold, device):
+    x = inputs(2, 4, 1, 2, 8, 8, device)
+    gdn_verify(*arguments(x))
+    before = x["state_SHVK"].repeat(L, 1, 1, 1, 1)
+    after, nowhere = before.clone(), torch.tensor([-1, -1], device=device)
+    slots, n = torch.tensor([-1, 4], device=device), torch.tensor([3, 0], device=device)
+    fold(after, x["record_RNX"].repeat(L, 1, 1, 1), Kept(slots, n, nowhere, n), n_key_heads=1)
+    assert torch.equal(after, before)
+
+
+def test_a_verified_padding_row_writes_nothing(device):
+    x = inputs(2, 4, 1, 2, 8, 8, device)
+    x["slot_B"] = torch.tensor([3, -1], dtype=torch.int32, device=device)
+    gdn_verify_triton(*arguments(x))
+    assert x["record_RNX"][0, :4].isfinite().all()
+    assert x["record_RNX"][1].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_are_the_definitions_in_half_precision(dtype, device):
+    B, N, G, H, K, V = 5, 16, 4, 8, 128, 128
+    x = {name: t.to(dtype) if name[1:2] == "_" else t for name, t in inputs(B, N, G, H, K, V, device).items()}
+    want, want_record = gdn_verify_ref(*arguments(x)), x["record_RNX"].clone()
+    torch.testing.assert_close(gdn_verify_triton(*arguments(x)), want, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(x["record_RNX"][:B, :N], want_record[:B, :N], rtol=1e-3, atol=1e-3)
+
+
+def test_what_does_not_fit_is_refused_by_name(device):
+    x = inputs(2, 4, 1, 2, 8, 8, device)
+    with pytest.raises(ValueError, match="record"):
+        gdn_verify(*arguments(x | {"record_RNX": x["record_RNX"][:, :3]}))
+    with pytest.raises(ValueError, match="strides"):
+        gdn_verify(*arguments(x | {"state_SHVK": x["state_SHVK"].transpose(2, 3)}))
+    slots = x["slot_B"]
+    with pytest.raises(ValueError, match="record_width"):
+        gdn_fold(
+            x["state_SHVK"][None], x["record_RNX"][None, :, :, 1:], Kept(slots, slots, slots, slots), n_key_heads=1
+        )
