@@ -1,10 +1,14 @@
 """What a request may carry: served as without speculation, or refused with a sentence."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
 
+import httpx
 import pytest
 
 from launch.server import Server, ServerError
@@ -23,22 +27,79 @@ def off(server: Callable) -> Server:
     return server("off")
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"frequency_penalty": 0.5},
-        {"presence_penalty": 0.5},
-        {"repetition_penalty": 1.1},
-        {"min_new_tokens": 4},
-    ],
-    ids=lambda asked: next(iter(asked)),
-)
-def test_what_cannot_be_exact_is_refused_by_name(ours: Server, questions: Callable, asked: dict[str, float]) -> None:
+def test_what_cannot_be_exact_is_refused_by_name(ours: Server, questions: Callable) -> None:
     (prompt,) = questions(1)
-    name = next(iter(asked))
-    with pytest.raises(ServerError, match=rf"answered 400: .*does not support {name} with DFLASH"):
-        ours.generate(prompt, max_new_tokens=8, **asked)
+    with pytest.raises(ServerError, match=r"answered 400: .*does not support return_sampling_mask with DFLASH"):
+        ours.generate(prompt, fields={"return_sampling_mask": True}, max_new_tokens=8)
     assert ours.generate(prompt, max_new_tokens=8).token_ids  # and the server lives
+
+
+# What changes nothing, and what decides where the text ends. Penalties have a module of their own.
+PLAIN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "stop": ({}, {"stop": ["the", "sum"]}),
+    "no_stop_trim": ({}, {"stop": ["the"], "no_stop_trim": True}),
+    "stop_token_ids": ({}, {"stop_token_ids": [15, 29, 224]}),
+    "stop_regex": ({}, {"stop_regex": "[0-9]"}),
+    "ignore_eos": ({}, {"ignore_eos": True}),
+    "max_new_tokens": ({}, {"max_new_tokens": 0}),
+    "priority": ({"priority": 1}, {}),
+    "session_id": ({"session_id": "a"}, {}),
+    "extra_key": ({"extra_key": "a"}, {}),
+    "cache_salt": ({"cache_salt": "a"}, {}),
+    "image_data": ({"image_data": "http://127.0.0.1:9/x.png"}, {}),  # not looked at by a text-only target
+    "return_routed_experts": ({"return_routed_experts": True}, {}),  # no experts, nothing to return
+    "sampling_seed": ({}, {"sampling_seed": 3}),  # greedy all the same
+}
+
+
+@pytest.mark.parametrize(("fields", "options"), PLAIN.values(), ids=PLAIN)
+def test_the_answer_is_the_one_without_speculation(
+    ours: Server, off: Server, questions: Callable, fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    for prompt in questions(2, seed=9):
+        a, b = (s.generate(prompt, fields=fields, **{"max_new_tokens": MAX_NEW_TOKENS, **options}) for s in (ours, off))
+        assert (a.token_ids, a.text, a.meta["finish_reason"]) == (b.token_ids, b.text, b.meta["finish_reason"])
+
+
+def test_several_answers_to_one_prompt(ours: Server, off: Server, questions: Callable) -> None:
+    (prompt,) = questions(1, seed=10)
+    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "n": 3}}
+    answers = [httpx.post(f"{s.url}/generate", json=body, timeout=60).json() for s in (ours, off)]
+    assert [a["output_ids"] for a in answers[0]] == [a["output_ids"] for a in answers[1]]
+    assert len(answers[0]) == 3
+
+
+def test_a_stream_adds_up_to_the_answer(ours: Server, questions: Callable) -> None:
+    (prompt,) = questions(1, seed=10)
+    sampling = {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}
+    body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+    with httpx.stream("POST", f"{ours.url}/generate", json=body, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line.startswith("data: {")]
+    texts = [json.loads(line.removeprefix("data: "))["text"] for line in lines]
+    assert texts[-1] == ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).text
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    assert len(texts) > 1
+
+
+REFUSED_BY_SGLANG: dict[str, dict[str, Any]] = {
+    "lora_path": {"lora_path": "x"},
+    "session_params": {"session_params": {"id": "none"}},
+    "watermark": {"watermark": {"enabled": True}},
+    "beam_width": {"sampling_params": {"beam_width": 2}},
+    "max_thinking_tokens": {"max_thinking_tokens": 4},
+    "return_hidden_states": {"return_hidden_states": True},
+    "input_embeds": {"input_embeds": [[0.0] * 64] * 3},
+}
+
+
+@pytest.mark.parametrize("fields", REFUSED_BY_SGLANG.values(), ids=REFUSED_BY_SGLANG)
+def test_what_the_server_was_not_started_for_is_refused_alike(
+    ours: Server, off: Server, questions: Callable, fields: dict[str, Any]
+) -> None:
+    prompt = {} if "input_embeds" in fields else {"input_ids": questions(1)[0]}
+    answers = [httpx.post(f"{s.url}/generate", json=prompt | fields, timeout=60) for s in (ours, off)]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert all(answer.json()["error"]["message"] for answer in answers)
 
 
 def test_logit_bias_changes_the_answer_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
@@ -71,7 +132,7 @@ def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off
 
 
 def test_logprobs_are_those_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
-    fields = {"return_logprob": True, "top_logprobs_num": 3}
+    fields = {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0, "token_ids_logprob": [5, 17]}
     for prompt in questions(3, seed=7):
         metas = [s.generate(prompt, fields=fields, max_new_tokens=MAX_NEW_TOKENS).meta for s in (ours, off)]
         ours_TL, off_TL = ([(token, logprob) for logprob, token, _ in meta["output_token_logprobs"]] for meta in metas)
@@ -79,6 +140,13 @@ def test_logprobs_are_those_without_speculation(ours: Server, off: Server, quest
         assert all(abs(a - b) < 1e-4 for (_, a), (_, b) in zip(ours_TL, off_TL, strict=True))
         for a, b in zip(*(meta["output_top_logprobs"] for meta in metas), strict=True):
             assert {token for _, token, _ in a} == {token for _, token, _ in b}
+        for name in ("input_token_logprobs", "input_token_ids_logprobs", "output_token_ids_logprobs"):
+            assert flat(metas[0][name]) == pytest.approx(flat(metas[1][name]), abs=1e-4), name
+
+
+def flat(entries: list[Any]) -> list[float]:
+    """Every logprob and every token of a nested list of entries; the first prompt token has no logprob."""
+    return [x for entry in entries for x in (flat(entry) if isinstance(entry, list) else [entry]) if x is not None]
 
 
 def test_sampled_tokens_follow_the_target_s_distribution(ours: Server, off: Server, questions: Callable) -> None:

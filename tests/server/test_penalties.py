@@ -1,0 +1,167 @@
+"""Penalties through real servers, against their definition over Transformers' logits, token by token.
+
+Not against a server without speculation: under the overlap schedule SGLang 0.5.23 counts one token late (the last
+prompt token first, the newest never), and a retracted request's history is forgotten.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from sglang.srt.sampling.custom_logit_processor import DeepseekOCRNoRepeatNGramLogitProcessor
+from transformers import AutoModelForCausalLM
+
+from launch.server import Server
+from launch.tiny import DENSE, HYBRID
+from tests.fixtures.sequential import penalised
+from tests.server.variants import NO_OVERLAP, RETRACT, VARIANTS
+
+N_PROMPTS = 12
+MAX_NEW_TOKENS = 40
+# Strong enough to change most answers of a pair that is sure of itself.
+ASKED: list[dict[str, float]] = [
+    {"frequency_penalty": 2.0},
+    {"presence_penalty": 2.0},
+    {"repetition_penalty": 2.0},
+    {"frequency_penalty": -2.0, "repetition_penalty": 0.5},
+    {"min_new_tokens": 36},
+    {"frequency_penalty": 1.5, "presence_penalty": 1.5, "repetition_penalty": 1.5, "min_new_tokens": 36},
+]
+CUSTOM = ("--enable-custom-logit-processor",)
+NGRAM = {"ngram_size": 3, "window_size": 100}
+
+Answer = Callable[..., list[int]]
+
+
+class Serving(NamedTuple):
+    server: Server
+    target: str
+    retracts: bool
+
+
+SERVINGS = {
+    "hybrid": ("hybrid", (*VARIANTS["hybrid"].flags, *CUSTOM), {}),
+    "dense-pages-chunked-retract": ("dense", VARIANTS["dense-pages-chunked-retract"].flags, dict(RETRACT)),
+    "hybrid-sync": ("hybrid", (*NO_OVERLAP, *VARIANTS["hybrid"].flags, *CUSTOM), {}),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.full if name == "hybrid-sync" else ()) for name in SERVINGS],
+)
+def serving(request: pytest.FixtureRequest, server: Callable) -> Serving:
+    target, flags, env = SERVINGS[request.param]
+    return Serving(server(target=target, flags=flags, env=env), target, bool(env))
+
+
+Rule = Callable[[list[int], torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def answer() -> Answer:
+    """`answer(prompt, rule, target)`: greedy, each token from Transformers' logits after `rule(output, logits_V)`."""
+
+    @cache
+    def model(target: str) -> Any:
+        pair = {"hybrid": HYBRID, "dense": DENSE}[target]
+        return AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
+
+    def generate(prompt: Sequence[int], rule: Rule, target: str) -> list[int]:
+        def process(ids_1T: torch.Tensor, logits_1V: torch.Tensor) -> torch.Tensor:
+            return rule(ids_1T[0, len(prompt) :].tolist(), logits_1V[0])[None]
+
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = model(target).generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=MAX_NEW_TOKENS,
+                logits_processor=[process],
+            )
+        return out[0, len(prompt) :].tolist()
+
+    return generate
+
+
+def penalty_rule(asked: Mapping[str, Any], end: int) -> Rule:
+    return lambda text, logits_V: torch.tensor(penalised(logits_V, text, asked, stops=[end]))
+
+
+def end_token(target: str) -> int:
+    pair = {"hybrid": HYBRID, "dense": DENSE}[target]
+    return AutoModelForCausalLM.from_pretrained(pair.target).generation_config.eos_token_id
+
+
+def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, answer: Answer) -> None:
+    """One at a time, then all of them at once beside requests that ask for nothing."""
+    server, target, _ = serving
+    prompts, end = questions(N_PROMPTS, target, seed=25), end_token(target)
+    jobs = [(prompt, asked) for i, prompt in enumerate(prompts) for asked in [ASKED[i % len(ASKED)], {}]]
+    expected = [answer(prompt, penalty_rule(asked, end), target) for prompt, asked in jobs]
+    changed = [expected[i] != expected[i + 1] for i in range(0, len(jobs), 2)]
+    assert sum(changed) > N_PROMPTS / 2, "the penalties change too little; this test could not fail"
+
+    def served(job: tuple[list[int], dict[str, float]]) -> list[int]:
+        return server.generate(job[0], max_new_tokens=MAX_NEW_TOKENS, **job[1]).token_ids
+
+    for concurrency in (1, 8):
+        with ThreadPoolExecutor(concurrency) as pool:
+            assert list(pool.map(served, jobs)) == expected, f"{concurrency=}"
+
+
+def test_drafts_are_still_accepted(serving: Serving, questions: Callable) -> None:
+    """A penalty is no way back to one token per step."""
+    prompts = questions(N_PROMPTS, serving.target, seed=25)
+    answers = serving.server.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS, presence_penalty=0.5)
+    n_steps = sum(a.meta["spec_verify_ct"] for a in answers)
+    assert sum(len(a.token_ids) for a in answers) > 2 * n_steps
+
+
+def test_logprobs_are_those_of_the_penalised_logits(serving: Serving, questions: Callable, answer: Answer) -> None:
+    server, target, _ = serving
+    (prompt,) = questions(1, target, seed=22)
+    asked, seen = ASKED[0], []
+    penalise = penalty_rule(asked, end_token(target))
+
+    def rule(text: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+        seen.append(penalise(text, logits_V))
+        return seen[-1]
+
+    expected = answer(prompt, rule, target)
+    fields = {"return_logprob": True}
+    got = server.generate(prompt, fields=fields, max_new_tokens=MAX_NEW_TOKENS, **asked)
+    assert got.token_ids == expected
+    logprobs = [logprob for logprob, *_ in got.meta["output_token_logprobs"]]
+    want = [float(logits_V.log_softmax(-1)[token]) for logits_V, token in zip(seen, expected, strict=True)]
+    assert logprobs == pytest.approx(want, abs=1e-4)
+
+
+def test_a_custom_processor_reads_the_text_so_far(serving: Serving, questions: Callable, answer: Answer) -> None:
+    """SGLang's own n-gram blocker, which reads the output: no trigram of prompt and output comes twice."""
+    server, target, retracts = serving
+    if retracts:
+        pytest.skip("started without custom processors")
+    prompts, processor = questions(4, target, seed=23), DeepseekOCRNoRepeatNGramLogitProcessor()
+
+    def rule_for(prompt: list[int]) -> Rule:
+        def rule(text: list[int], logits_V: torch.Tensor) -> torch.Tensor:
+            req = SimpleNamespace(origin_input_ids=array("q", prompt), output_ids=array("q", text))
+            return processor(logits_V[None].clone(), [NGRAM | {"__req__": req}])[0]
+
+        return rule
+
+    expected = [answer(prompt, rule_for(prompt), target) for prompt in prompts]
+    assert expected != [answer(prompt, penalty_rule({}, 0), target) for prompt in prompts]
+    fields = {"custom_logit_processor": processor.to_str()}
+    for concurrency in (1, 4):
+        answers = server.generate_many(
+            prompts, concurrency=concurrency, fields=fields, max_new_tokens=MAX_NEW_TOKENS, custom_params=NGRAM
+        )
+        assert [a.token_ids for a in answers] == expected
