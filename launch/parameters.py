@@ -117,7 +117,7 @@ GREEDY = (
     greedy("stop", "stop by regex", 3, stop_regex=["[0-9]+ "]),
     greedy("several stops at once", "stop strings, the later one named first", 5, stop=["\n", ",", " is ", " a"]),
     greedy("several stops at once", "a stop string past the limit", 8, stop=["\n", ",", "."], max_new_tokens=4),
-    greedy("several stops at once", "a stop string past a stop id", 3, stop=["\n", " is"], stop_token_ids=[COLON, COMMA]),
+    greedy("several stops at once", "a stop string past a stop id", 3, stop=["\n", " is"], stop_token_ids=[29, 15]),
     greedy("stop_token_ids", "stop ids", 5, stop_token_ids=[COMMA, COLON, EQUALS]),
     greedy("ignore_eos", "ignore_eos", 2, ignore_eos=True),
     greedy("ignore_eos", "ignore_eos and a stop id", 2, ignore_eos=True, stop_token_ids=[FULL_STOP]),
