@@ -1,0 +1,53 @@
+"""Two ranks, over gloo: they emit what one rank emits, and draw the same tokens."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from launch.server import Server
+from launch.tiny import HYBRID
+
+# SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.
+TWO_RANKS = {"flags": ("--tp", "2"), "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+MAX_NEW_TOKENS = 48
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def two_ranks(server: Callable) -> Server:
+    return server(**TWO_RANKS)
+
+
+def test_two_ranks_say_what_one_says(two_ranks: Server, questions: Callable, reference: Callable) -> None:
+    prompts = questions(8)
+    expected = [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    for concurrency in (1, 8):
+        answers = two_ranks.generate_many(prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
+        assert [answer.token_ids for answer in answers] == expected
+    assert sum(answer.meta["spec_verify_ct"] for answer in answers) < len(prompts) * MAX_NEW_TOKENS / 4
+
+
+def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> None:
+    """Each rank keeps its heads of the K/V of the tokens it drew. Were they different ones, the next logits would not
+    be the target's: the log-probabilities that come with sampled text are compared with Transformers' own."""
+    model = AutoModelForCausalLM.from_pretrained(HYBRID.target, dtype=torch.float32).eval()
+    prompts = questions(8, seed=11)
+    answers = two_ranks.generate_many(
+        prompts,
+        concurrency=4,
+        max_new_tokens=MAX_NEW_TOKENS,
+        temperature=1.0,
+        ignore_eos=True,
+        fields={"return_logprob": True},
+    )
+    assert len({tuple(answer.token_ids) for answer in answers}) == len(prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt + answer.token_ids])
+        with torch.inference_mode():
+            logprobs_TV = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+        expected_T = logprobs_TV.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+        got_T = torch.tensor([logprob for logprob, *_ in answer.meta["output_token_logprobs"]])
+        torch.testing.assert_close(got_T, expected_T, rtol=0, atol=1e-3)
