@@ -66,6 +66,24 @@ def test_a_hit_gives_the_tokens_and_the_steps_of_a_full_prefill(serving: Serving
     assert n_hits >= len(cuts), "too few hits; this test could not fail"
 
 
+@pytest.mark.parametrize("seed", range(40, 44))
+def test_steps_do_not_depend_on_who_wrote_the_context(serving: Serving, seed: int) -> None:
+    """Context that decode left behind, block by block, drafts like the context of a prefill."""
+    server, said, beyond_prompt = serving.server, as_prompt(conversation(seed, n_turns=1), serving.target), 0
+    turns = []
+    for turn in range(4):
+        warm = server.generate(said, max_new_tokens=MAX_NEW_TOKENS)
+        assert warm.token_ids == serving.expected(said), f"turn {turn}"
+        beyond_prompt += warm.meta["cached_tokens"] > len(turns[0][0]) if turns else 0
+        turns.append((said, warm))
+        said = said + warm.token_ids + as_prompt(conversation(100 * seed + turn, n_turns=1), serving.target)
+    for turn, (said, warm) in enumerate(turns):
+        server.flush_cache()
+        cold = server.generate(said, max_new_tokens=MAX_NEW_TOKENS)
+        assert (cold.token_ids, steps(cold)) == (warm.token_ids, steps(warm)), f"turn {turn}"
+    assert beyond_prompt >= 2, "hardly a hit inside generated text; this test could not fail"
+
+
 def test_an_extended_prompt_hits_what_a_running_request_has_written(serving: Serving) -> None:
     """The second request arrives while the first, whose prompt it extends, still decodes."""
     first = as_prompt(conversation(10, n_turns=4), serving.target)
