@@ -19,7 +19,7 @@ MAX_NEW_TOKENS = 64
 SERVED = {
     "hybrid": (),
     **dict.fromkeys(
-        ("dense", "hybrid-pages-chunked", "hybrid-window", "hybrid-fold", "dense-window"), pytest.mark.full
+        ("dense", "hybrid-pages-chunked", "hybrid-window", "hybrid-snapshot", "dense-window"), pytest.mark.full
     ),
 }
 
