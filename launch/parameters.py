@@ -32,6 +32,7 @@ QUESTIONS = (
 )
 MAX_NEW_TOKENS = 48
 NEWLINE, COMMA, FULL_STOP, ONE, COLON, EQUALS, END = 202, 15, 17, 20, 29, 278, 2
+ONE_DAY = 872  # " One"
 
 # SGLang takes a processor as a pickled class, and a pickle may name its class: `c`, module, name, `.`
 BAN_TOKENS = json.dumps(
@@ -170,9 +171,10 @@ STREAMED = (
 )
 EXACT = (*GREEDY, *LOGPROBS, *STREAMED)
 
-# Where drawing is compared: stories go on in many ways here, and drafts are accepted between the turns.
+# Where drawing is compared. The first token, which the prefill draws, is nearly certain; then the story may go on in
+# many ways, and drafts are accepted between the turns.
 STORY = QUESTIONS[0]
-BEGUN = "Anna was a driver who lived in Oslo."
+BEGUN = "Anna was a driver who lived in Oslo"
 # Above temperature 0 the first tokens must be drawn from the same distribution.
 SAMPLED = (
     greedy("temperature > 0", "T 0.5", 0, temperature=0.5),
@@ -197,10 +199,15 @@ SAMPLED = (
         min_p=0.01,
     ),
     greedy(
-        "min_new_tokens", "min_new_tokens at T 1.5", 0, temperature=1.5, min_new_tokens=3, stop_token_ids=[224, 271]
+        "min_new_tokens",
+        "min_new_tokens at T 1.5",
+        0,
+        temperature=1.5,
+        min_new_tokens=3,
+        stop_token_ids=[ONE_DAY, COMMA],
     ),
     greedy("logit_bias", "bias at T 1", 0, temperature=1.0, logit_bias={str(FULL_STOP): 4.0, str(COMMA): 6.0}),
-    greedy("regex", "regex at T 1.5", 0, temperature=1.5, regex=r" (One|The) [a-z ,]*"),
+    greedy("regex", "regex at T 1.5", 0, temperature=1.5, regex=r"\. (One|The|In) [a-z ,]*"),
     processor("a processor at T 1.5", 0, NEWLINE, COMMA, temperature=1.5),
 )
 

@@ -1,0 +1,82 @@
+"""Above temperature 0 the first tokens are drawn from the distribution they have without speculation.
+
+The comparison and its bound are in `launch/law.py`. With `N` draws on each side a shift of 0.15 in an outcome of
+probability 0.5 is caught five times in six, and one of 0.09 where it is 0.1. A wrong acceptance moves outcomes more, as
+the last tests show on servers whose acceptance is spoilt on purpose.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from launch import law, parameters
+from launch.law import Draw
+from launch.parameters import SAMPLED, Case
+from launch.server import Server
+from tests.server.variants import VARIANTS
+
+FLAGS = (parameters.PROCESSOR_FLAG,)
+N = 800  # draws per setting and server; about 20 s for both
+QUICK = ("T 1", "penalties, top_k and min_p")  # of `make test`
+SETTINGS = [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full) for case in SAMPLED]
+PLAIN = next(case for case in SAMPLED if case.name == "T 1")
+SPOILER = Path(__file__).parent / "wrong_acceptance"
+
+
+@pytest.fixture(scope="module")
+def prompt(chat: Callable) -> list[int]:
+    """A story that has begun: several words may follow, and the draft knows what follows each."""
+    return chat(parameters.STORY) + parameters.token_ids(parameters.BEGUN)
+
+
+@pytest.fixture(scope="module")
+def drawn_off(server: Callable, prompt: list[int]) -> Callable[[Case], list[Draw]]:
+    """The draws without speculation, made once."""
+    case_of = {case.name: case for case in SAMPLED}
+
+    @cache
+    def draws(name: str) -> list[Draw]:
+        return parameters.draws(
+            server("off", flags=parameters.REFERENCE_FLAGS, env=parameters.REFERENCE_ENV), prompt, case_of[name], N
+        )
+
+    return lambda case: draws(case.name)
+
+
+def ours(server: Callable) -> Server:
+    return server(flags=(*VARIANTS["hybrid"].flags, *FLAGS))
+
+
+def compare(server: Server, drawn_off: Callable, prompt: list[int], case: Case) -> list[law.Cell]:
+    return law.violations(drawn_off(case), parameters.draws(server, prompt, case, N))
+
+
+def test_the_full_form_draws_enough() -> None:
+    assert 2 * N * len(SAMPLED) >= 20_000
+    assert set(QUICK) <= {case.name for case in SAMPLED}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_the_law_holds(server: Callable, drawn_off: Callable, prompt: list[int], case: Case) -> None:
+    apart = compare(ours(server), drawn_off, prompt, case)
+    assert not apart, f"{case}: {[str(cell) for cell in apart]}"
+    assert len(set(drawn_off(case))) > 3, f"{case}: hardly any randomness; the comparison could not fail"
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["draw_twice", *(pytest.param(rule, marks=pytest.mark.full) for rule in ("argmax_inside", "above_threshold"))],
+)
+def test_a_wrong_acceptance_is_caught(server: Callable, drawn_off: Callable, prompt: list[int], rule: str) -> None:
+    """The negative control: the same comparison, the same number of draws, a server that accepts wrongly."""
+    spoilt = server(
+        flags=(*VARIANTS["hybrid"].flags, *FLAGS), env=parameters.path_with(SPOILER) | {"WRONG_ACCEPTANCE": rule}
+    )
+    assert f"acceptance spoilt: {rule}" in spoilt.log_text()
+    assert compare(spoilt, drawn_off, prompt, PLAIN), f"{rule} passed for exact: the law test would miss it too"
+    # And it is subtle: greedy answers are what they should be.
+    off = server("off", flags=parameters.REFERENCE_FLAGS, env=parameters.REFERENCE_ENV)
+    greedy = [s.generate(prompt, max_new_tokens=parameters.MAX_NEW_TOKENS).token_ids for s in (off, spoilt)]
+    assert greedy[0] == greedy[1]

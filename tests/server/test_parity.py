@@ -1,0 +1,105 @@
+"""Whatever a request asks for, at temperature 0 its answer is the one without speculation, token for token, in fp32.
+
+Every case of `launch.parameters.EXACT` is asked with every question, all in one shuffle at concurrency 8: a batch
+holds penalties beside grammars beside stop strings. Text, finish reason, token counts and logprobs must agree as well.
+That the answers are the same means little where a parameter changed nothing or no draft was accepted, so both are
+counted.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from launch import parameters
+from launch.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
+from launch.server import Server
+from tests.server.variants import VARIANTS
+
+FLAGS = (parameters.PROCESSOR_FLAG,)
+LOGPROB_GAP = 1e-4  # of fp32 sums in another order
+COMMITTED_PER_STEP = 2.0  # over all cases; grammars and bans, which drafts know nothing of, pull it down
+
+
+class Battery(NamedTuple):
+    """What both servers answered: one reply per question for every case."""
+
+    off: dict[str, list[Reply]]  # by the case's name
+    ours: dict[str, list[Reply]]
+
+
+def shuffled(cases: tuple[Case, ...], prompts: list[list[int]], seed: int) -> list[tuple[int, Case]]:
+    """Every case with every prompt's number, in an order that puts different cases next to each other."""
+    pairs = [(i, case) for case in cases for i in range(len(prompts))]
+    return Random(seed).sample(pairs, len(pairs))
+
+
+def answer_all(server: Server, cases: tuple[Case, ...], prompts: list[list[int]], seed: int) -> dict[str, list[Reply]]:
+    order = shuffled(cases, prompts, seed)
+    replies = parameters.ask_all(server, [(prompts[i], case) for i, case in order])
+    by_pair = {(i, case.name): reply for (i, case), reply in zip(order, replies, strict=True)}
+    return {case.name: [by_pair[i, case.name] for i in range(len(prompts))] for case in cases}
+
+
+@pytest.fixture(scope="module", params=["hybrid", pytest.param("dense", marks=pytest.mark.full)])
+def battery(request: pytest.FixtureRequest, server: Callable, chat: Callable) -> Battery:
+    target = request.param
+    prompts = [chat(question, target) for question in QUESTIONS]
+    ours = server(target=target, flags=(*VARIANTS[target].flags, *FLAGS))
+    off = server("off", target=target, flags=parameters.REFERENCE_FLAGS, env=parameters.REFERENCE_ENV)
+    # Different shuffles: a request's neighbours must not matter either.
+    return Battery(off=answer_all(off, EXACT, prompts, seed=1), ours=answer_all(ours, EXACT, prompts, seed=2))
+
+
+def outcomes(reply: Reply) -> list[object]:
+    return [reply] if isinstance(reply, Refusal) else [sample.outcome for sample in reply]
+
+
+def samples(replies: list[Reply]) -> list[Sample]:
+    return [sample for reply in replies if not isinstance(reply, Refusal) for sample in reply]
+
+
+def test_there_are_enough_combinations() -> None:
+    assert len(EXACT) * len(QUESTIONS) >= 300
+    assert len({case.name for case in EXACT}) == len(EXACT), "two cases share a name"
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_same_answer(battery: Battery, case: Case) -> None:
+    off, ours = battery.off[case.name], battery.ours[case.name]
+    assert not any(isinstance(reply, Refusal) for reply in off), f"{case}: refused without speculation: {off}"
+    wrong = [i for i, pair in enumerate(zip(off, ours, strict=True)) if outcomes(pair[0]) != outcomes(pair[1])]
+    first = wrong[0] if wrong else 0
+    assert not wrong, (
+        f"{case}: {len(wrong)} of {len(off)} answers differ, first for {QUESTIONS[first]!r}:\n"
+        f"off  {outcomes(off[first])}\nours {outcomes(ours[first])}"
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in EXACT if case.fields.get("return_logprob")], ids=str)
+def test_same_logprobs(battery: Battery, case: Case) -> None:
+    for question, off, ours in zip(QUESTIONS, battery.off[case.name], battery.ours[case.name], strict=True):
+        for a, b in zip(samples([off]), samples([ours]), strict=True):
+            assert parameters.logprobs_of(a), f"{case}: no logprobs came back"
+            gap = parameters.furthest_logprob(parameters.logprobs_of(a), parameters.logprobs_of(b))
+            assert gap <= LOGPROB_GAP, f"{case}: logprobs {gap:.1e} apart for {question!r}"
+
+
+@pytest.mark.parametrize("case", EXACT, ids=str)
+def test_the_case_changes_answers(battery: Battery, case: Case) -> None:
+    """Otherwise a server that ignores the parameter would pass."""
+    plain = [sample.outcome for sample in samples(battery.off[PLAIN.name])]
+    changed = sum(reply[0].outcome != before for reply, before in zip(battery.off[case.name], plain, strict=True))
+    assert changed >= case.bites, f"{case}: changed {changed} of {len(plain)} answers; ask for something stronger"
+
+
+def test_drafts_are_accepted(battery: Battery) -> None:
+    """Otherwise nothing but the first slot of a block was tested."""
+    steps, accepted = dict[str, int](), dict[str, int]()
+    for case in EXACT:
+        metas = [sample.meta for sample in samples(battery.ours[case.name])]
+        steps[case.row] = steps.get(case.row, 0) + sum(meta.get("spec_verify_ct", 0) for meta in metas)
+        accepted[case.row] = accepted.get(case.row, 0) + sum(meta.get("spec_num_correct_drafts", 0) for meta in metas)
+    assert 1 + sum(accepted.values()) / sum(steps.values()) > COMMITTED_PER_STEP
+    assert all(accepted.values()), f"no draft accepted under {[row for row, n in accepted.items() if not n]}"

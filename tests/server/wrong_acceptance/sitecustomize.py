@@ -1,0 +1,81 @@
+"""Spoils the acceptance of every DFLASH worker in processes that have this folder on PYTHONPATH.
+
+Python imports `sitecustomize` before anything else, so the worker's module is caught while it is being loaded, and no
+production code knows of this. `WRONG_ACCEPTANCE` names one of the rules below; each is a mistake somebody could make,
+and each leaves greedy answers exactly as they are.
+"""
+
+import importlib.abc
+import importlib.util
+import os
+import sys
+
+MODULE = "sglang_dflash.worker"
+SAID = "acceptance spoilt: "
+
+
+def draw_twice(tokens_BN, target_BN, again_BN, probs_BNV):
+    """A rejected draft is followed by a draw from the whole distribution, not from what is left of it."""
+    return target_BN.where(target_BN == tokens_BN.roll(-1, dims=1), again_BN)
+
+
+def argmax_inside(tokens_BN, target_BN, again_BN, probs_BNV):
+    """Drafts are kept while they are the most probable token; only the token after them is drawn."""
+    argmax_BN = probs_BNV.argmax(dim=-1)
+    agreed_BN = (argmax_BN == tokens_BN.roll(-1, dims=1)).long().cumprod(dim=1).bool()
+    agreed_BN[:, -1] = False
+    return argmax_BN.where(agreed_BN, target_BN)
+
+
+def above_threshold(tokens_BN, target_BN, again_BN, probs_BNV):
+    """Drafts that the target finds probable enough are kept without a draw."""
+    draft_BN = tokens_BN.roll(-1, dims=1)
+    kept_BN = probs_BNV.gather(2, draft_BN[..., None]).squeeze(2) >= 0.3
+    kept_BN[:, -1] = False
+    return draft_BN.where(kept_BN, target_BN)
+
+
+RULES = {rule.__name__: rule for rule in (draw_twice, argmax_inside, above_threshold)}
+
+
+def spoil(worker) -> None:
+    rule = RULES[os.environ["WRONG_ACCEPTANCE"]]
+    honest_sample, honest_accept = worker.Choice._sample, worker.accept
+    sampled = []
+
+    def sample(self, logits_TV, info, plan):
+        temperature_T1 = info.temperatures.repeat_interleave(plan.width, dim=0)
+        again_T = honest_sample(self, logits_TV.clone(), info, plan)
+        sampled[:] = again_T.long().view(-1, plan.width), (logits_TV / temperature_T1).softmax(dim=-1)
+        return honest_sample(self, logits_TV, info, plan)
+
+    def accept(tokens_BN, target_BN, prefix_len_B):
+        if sampled:  # by this step; greedy steps draw nothing
+            again_BN, probs_TV = sampled
+            target_BN = rule(tokens_BN, target_BN, again_BN, probs_TV.view(*tokens_BN.shape, -1))
+            sampled.clear()
+        return honest_accept(tokens_BN, target_BN, prefix_len_B)
+
+    worker.Choice._sample, worker.accept = sample, accept
+    print(SAID + rule.__name__, flush=True)
+
+
+class AfterLoading(importlib.abc.MetaPathFinder):
+    """Finds `MODULE` as it would be found, and spoils it once it is loaded."""
+
+    def find_spec(self, name, path, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_spoil(module):
+            load(module)
+            spoil(module)
+
+        spec.loader.exec_module = load_and_spoil
+        return spec
+
+
+sys.meta_path.insert(0, AfterLoading())
