@@ -26,7 +26,7 @@ from launch.tiny import Arm
 
 HERE = Path(__file__).parent
 FIRST_PORT = 31300
-MAX_LIVE = 3  # about 2.5 GiB each
+MAX_LIVE = 5  # about 2.5 GiB each
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
 KIND_FLAGS = {"hybrid": tiny.HYBRID_FLAGS, "dense": ()}

@@ -17,7 +17,7 @@ from launch.parameters import SAMPLED, Case
 from launch.server import Server
 from tests.server.variants import VARIANTS
 
-FLAGS = (parameters.PROCESSOR_FLAG,)
+FLAGS = VARIANTS["hybrid"].flags
 N = 800  # draws per setting and server; about 20 s for both
 QUICK = ("T 1", "penalties, top_k and min_p")  # of `make test`
 SETTINGS = [pytest.param(case, id=case.name, marks=() if case.name in QUICK else pytest.mark.full) for case in SAMPLED]
@@ -46,7 +46,7 @@ def drawn_off(server: Callable, prompt: list[int]) -> Callable[[Case], list[Draw
 
 
 def ours(server: Callable) -> Server:
-    return server(flags=(*VARIANTS["hybrid"].flags, *FLAGS))
+    return server(flags=FLAGS)
 
 
 def compare(server: Server, drawn_off: Callable, prompt: list[int], case: Case) -> list[law.Cell]:
@@ -72,7 +72,7 @@ def test_the_law_holds(server: Callable, drawn_off: Callable, prompt: list[int],
 def test_a_wrong_acceptance_is_caught(server: Callable, drawn_off: Callable, prompt: list[int], rule: str) -> None:
     """The negative control: the same comparison, the same number of draws, a server that accepts wrongly."""
     spoilt = server(
-        flags=(*VARIANTS["hybrid"].flags, *FLAGS), env=parameters.path_with(SPOILER) | {"WRONG_ACCEPTANCE": rule}
+        flags=FLAGS, env=parameters.path_with(SPOILER) | {"WRONG_ACCEPTANCE": rule}
     )
     assert f"acceptance spoilt: {rule}" in spoilt.log_text()
     assert compare(spoilt, drawn_off, prompt, PLAIN), f"{rule} passed for exact: the law test would miss it too"

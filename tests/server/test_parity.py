@@ -17,7 +17,7 @@ from launch.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sam
 from launch.server import Server
 from tests.server.variants import VARIANTS
 
-FLAGS = (parameters.PROCESSOR_FLAG,)
+FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, parameters.PROCESSOR_FLAG)}
 LOGPROB_GAP = 1e-4  # of fp32 sums in another order
 COMMITTED_PER_STEP = 2.0  # over all cases; grammars and bans, which drafts know nothing of, pull it down
 
@@ -46,7 +46,7 @@ def answer_all(server: Server, cases: tuple[Case, ...], prompts: list[list[int]]
 def battery(request: pytest.FixtureRequest, server: Callable, chat: Callable) -> Battery:
     target = request.param
     prompts = [chat(question, target) for question in QUESTIONS]
-    ours = server(target=target, flags=(*VARIANTS[target].flags, *FLAGS))
+    ours = server(target=target, flags=FLAGS[target])
     off = server("off", target=target, flags=parameters.REFERENCE_FLAGS, env=parameters.REFERENCE_ENV)
     # Different shuffles: a request's neighbours must not matter either.
     return Battery(off=answer_all(off, EXACT, prompts, seed=1), ours=answer_all(ours, EXACT, prompts, seed=2))

@@ -32,7 +32,6 @@ ASKED: list[dict[str, float]] = [
     {"min_new_tokens": 36},
     {"frequency_penalty": 1.5, "presence_penalty": 1.5, "repetition_penalty": 1.5, "min_new_tokens": 36},
 ]
-CUSTOM = ("--enable-custom-logit-processor",)
 NGRAM = {"ngram_size": 3, "window_size": 100}
 
 Answer = Callable[..., list[int]]
@@ -45,9 +44,9 @@ class Serving(NamedTuple):
 
 
 SERVINGS = {
-    "hybrid": ("hybrid", (*VARIANTS["hybrid"].flags, *CUSTOM), {}),
+    "hybrid": ("hybrid", VARIANTS["hybrid"].flags, {}),
     "dense-pages-chunked-retract": ("dense", VARIANTS["dense-pages-chunked-retract"].flags, dict(RETRACT)),
-    "hybrid-sync": ("hybrid", (*NO_OVERLAP, *VARIANTS["hybrid"].flags, *CUSTOM), {}),
+    "hybrid-sync": ("hybrid", (*NO_OVERLAP, *VARIANTS["hybrid"].flags), {}),
 }
 
 

@@ -23,6 +23,7 @@ NO_OVERLAP = ("--disable-overlap-schedule",)
 CHUNKED = ("--chunked-prefill-size", "64")
 TRACK = ("--mamba-track-interval", "64")
 PAGES = ("--page-size", "16")
+PROCESSORS = ("--enable-custom-logit-processor",)  # without it SGLang refuses a request that brings one
 RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
 
 
@@ -39,7 +40,7 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
 VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED)),
     "dense-pages-chunked-retract": Variant("dense", (*PAGES, *CHUNKED), RETRACT, knows_steps=False),
-    "hybrid": Variant("hybrid", TRACK),
+    "hybrid": Variant("hybrid", (*TRACK, *PROCESSORS)),
     "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
     "hybrid-lazy-chunked": Variant("hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK), full=True),
     "hybrid-pages-chunked": Variant("hybrid", (*PAGES, *CHUNKED, *TRACK), full=True),
