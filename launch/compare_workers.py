@@ -41,6 +41,7 @@ SEEDED = tuple(
 )
 UNSEEDED = Case("", "another seed", {"temperature": 1.0, "sampling_seed": 0})
 HIDDEN_STATES = Case("return_hidden_states", "hidden states", {"max_new_tokens": 4}, {"return_hidden_states": True})
+ORDER = list(dict.fromkeys(case.row for case in (*EXACT, *SAMPLED, *SEEDED, HIDDEN_STATES)))  # of the table's lines
 METHOD = (
     "exact: same token ids, text, finish reason and token counts as without speculation, logprobs within 1e-4. "
     f"same law: the first {law.N_POSITIONS} tokens' shares within {law.BOUND:.0f} standard errors. ignored: every "
@@ -200,7 +201,7 @@ class Comparison:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The README's table: one line per parameter, all its cases together."""
     lines = ["| parameter | SGLang's built-in DFLASH | sglang-dflash |", "|---|---|---|"]
-    for name in dict.fromkeys(row["row"] for row in rows):
+    for name in sorted({row["row"] for row in rows}, key=ORDER.index):
         mine = [row for row in rows if row["row"] == name]
         cells = [cell([Verdict(**row[arm]) for row in mine]) for arm in map(str, WORKERS)]
         lines.append(f"| {name} | {' | '.join(cells)} |")

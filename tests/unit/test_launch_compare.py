@@ -63,12 +63,12 @@ def test_a_cell_names_the_worst(verdicts: list[Verdict], expected: str) -> None:
     assert cell(verdicts) == expected
 
 
-def test_the_table_has_a_line_per_parameter() -> None:
+def test_the_table_has_a_line_per_parameter_in_the_order_of_the_cases() -> None:
     good, bad = Verdict("exact", 8, 8)._asdict(), Verdict("wrong", 6, 8, "x")._asdict()
     rows = [{"row": row, "stock": bad, "plugin": good} for row in ("stop", "stop", "regex")]
     assert table(rows).splitlines()[2:] == [
-        "| stop | **wrong**: 4 of 16 answers differ | exact (16 answers) |",
         "| regex | **wrong**: 2 of 8 answers differ | exact (8 answers) |",
+        "| stop | **wrong**: 4 of 16 answers differ | exact (16 answers) |",
     ]
 
 
