@@ -71,9 +71,7 @@ def test_the_law_holds(server: Callable, drawn_off: Callable, prompt: list[int],
 )
 def test_a_wrong_acceptance_is_caught(server: Callable, drawn_off: Callable, prompt: list[int], rule: str) -> None:
     """The negative control: the same comparison, the same number of draws, a server that accepts wrongly."""
-    spoilt = server(
-        flags=FLAGS, env=parameters.path_with(SPOILER) | {"WRONG_ACCEPTANCE": rule}
-    )
+    spoilt = server(flags=FLAGS, env=parameters.path_with(SPOILER) | {"WRONG_ACCEPTANCE": rule})
     assert f"acceptance spoilt: {rule}" in spoilt.log_text()
     assert compare(spoilt, drawn_off, prompt, PLAIN), f"{rule} passed for exact: the law test would miss it too"
     # And it is subtle: greedy answers are what they should be.

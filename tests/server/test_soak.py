@@ -23,7 +23,8 @@ def book(server: Callable) -> list[Entry]:
 def soaked(server: Server, book: list[Entry], n_requests: int, say: Callable[[str], None] = print) -> Report:
     report = Soak(server, book, n_requests, SEED).run()
     say(f"\n{server.name}: {report}")
-    assert list(complaints(report)) == []
+    found = list(complaints(report))
+    assert not found, "\n".join(found)
     server.flush_cache()
     require_nothing_lost(server)
     return report
