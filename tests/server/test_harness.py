@@ -9,7 +9,7 @@ from tests.server.variants import VARIANTS
 MAX_NEW_TOKENS = 48
 
 
-@pytest.mark.parametrize("arm", ["off", "stock", "plugin"])
+@pytest.mark.parametrize("arm", ["off", pytest.param("stock", marks=pytest.mark.full), "plugin"])
 def test_greedy_answers_are_those_of_transformers(
     server: Callable, questions: Callable, reference: Callable, arm: str
 ) -> None:
