@@ -283,7 +283,7 @@ def draft_update(server: Server, tensors: dict[str, torch.Tensor]) -> None:
         assert answer.status_code == 200, f"{path}: {answer.text}"
 
 
-@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.full)])
 def test_the_draft_changes_in_the_middle_of_requests(
     ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str
 ) -> None:
