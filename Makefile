@@ -44,7 +44,8 @@ $(READY): pyproject.toml $(wildcard env/constraints.txt)
 demo: $(READY)
 	@$(RUN) -m launch.demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
 
-# The kernels' tests need Triton imported as an interpreter, so they run in a process of their own, first.
+# The kernels' tests need Triton imported as an interpreter, so they run in processes of their own, first. Of the others
+# one process runs those that share servers, another the rest.
 test: $(READY)
 	@$(call pytest,-m "not full")
 
@@ -52,8 +53,8 @@ test-full: $(READY)
 	@$(call pytest,)
 
 pytest = status=0; \
-	$(RUN) -m pytest $(1) tests/kernels || status=1; \
-	$(RUN) -m pytest $(1) --ignore=tests/kernels || status=1; \
+	$(RUN) -m pytest -n 2 $(1) tests/kernels || status=1; \
+	$(RUN) -m pytest -n 2 $(1) --ignore=tests/kernels || status=1; \
 	exit $$status
 
 soak: $(READY)

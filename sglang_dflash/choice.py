@@ -105,5 +105,5 @@ class Choice:
             return_logprob=False,
             top_logprobs_nums=[],
             token_ids_logprobs=[],
-            positions=plan.positions_BN.view(-1),
+            positions=plan.verified.positions_BN.view(-1),
         )

@@ -36,7 +36,8 @@ class ContextKV:
     @torch.inference_mode()
     def append(self, plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
         """Write the context K/V of the first `n_kept` rows of every block (the anchor and the accepted drafts)."""
-        self._write(features_TC, plan.positions_BN.view(-1), plan.slots_BN.view(-1), n_kept_B)
+        block = plan.verified
+        self._write(features_TC, block.positions_BN.view(-1), block.slots_BN.view(-1), n_kept_B)
 
     @torch.inference_mode()
     def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:

@@ -31,7 +31,6 @@ class DraftInput(SpecInput):
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
     future_indices: torch.Tensor | None = None  # set by the overlap scheduler: where it keeps the two above
     allocated_B_cpu: torch.Tensor | None = None  # int32, set by prepare_for_decode: mapped positions per request
-    allocated_sum: int = 0
 
     # Slots of SGLang's relay that other algorithms fill.
     topk_p = topk_index = hidden_states = draft_probs = None
@@ -56,7 +55,6 @@ class DraftInput(SpecInput):
             page_size=batch.token_to_kv_pool_allocator.page_size,
         )
         self.allocated_B_cpu = torch.tensor(needed, dtype=torch.int32)
-        self.allocated_sum = sum(needed)
         if n_new:
             device_2B = async_h2d([allocated, needed], dtype=torch.int32, device=batch.device)
             alloc_for_spec_decode(

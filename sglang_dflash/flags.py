@@ -4,9 +4,11 @@
 does is decided where it is used; this module knows neither SGLang nor the worker.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 PREFIX = "SGLANG_DFLASH_"
 
@@ -24,6 +26,12 @@ class GdnState(StrEnum):
     SNAPSHOT = "snapshot"
 
 
+class WidthPolicy(StrEnum):
+    AUTO = "auto"
+    FIXED = "fixed"
+    RANDOM = "random"
+
+
 @dataclass(frozen=True)
 class Flags:
     """The values in effect.
@@ -31,11 +39,15 @@ class Flags:
     Attributes:
         worker: which worker serves `--speculative-algorithm DFLASH`.
         gdn_state: how the recurrent state of hybrid targets advances after a partly accepted block.
+        width_policy: who decides how many tokens of a block are verified.
+        widths: those it may choose from, ascending; empty: its own.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 
     worker: Worker
     gdn_state: GdnState
+    width_policy: WidthPolicy
+    widths: tuple[int, ...]
     overlap: bool
 
 
@@ -48,6 +60,8 @@ class Flag:
     values: tuple[str, ...]
     meaning: str
     whose: str = "ours"
+    pattern: str = "(?!)"  # further values: whatever it matches; nothing
+    example: str = ""  # of those
 
 
 # SGLang's spellings of a switch; it takes anything else for the default, with a warning.
@@ -67,6 +81,16 @@ FLAGS = (
         tuple(GdnState),
         "Gated DeltaNet targets: `fold` records what each token of a block adds to the state and sums the accepted "
         "ones; `snapshot` keeps a full state per token, as the built-in worker does.",
+    ),
+    Flag(
+        "SGLANG_DFLASH_WIDTHS",
+        "auto",
+        tuple(WidthPolicy),
+        "How many tokens of the drafted block a step verifies: `auto` what commits most per second, from no draft at "
+        "all to the whole block; a list is what `auto` may choose from, and one number is always that width; `fixed` "
+        "the whole block, as the built-in worker does; `random` any, for tests.",
+        pattern=r"[0-9]+(,[0-9]+)*",
+        example="1,4,8,16",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",
@@ -112,6 +136,7 @@ def read(environ: Mapping[str, str]) -> Flags:
     return Flags(
         worker=worker,
         gdn_state=GdnState(raw["SGLANG_DFLASH_GDN_STATE"]),
+        **_widths(raw["SGLANG_DFLASH_WIDTHS"]),
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
 
@@ -120,11 +145,22 @@ def table() -> str:
     """The flags as a Markdown table, for `env/README.md`."""
     rows = ["| variable | values | default | whose | meaning |", "|---|---|---|---|---|"]
     rows += [
-        f"| `{flag.name}` | {', '.join(f'`{value}`' for value in flag.values)} | `{flag.default}` "
+        f"| `{flag.name}` | {', '.join(f'`{value}`' for value in spellings(flag))} | `{flag.default}` "
         f"| {flag.whose} | {flag.meaning} |"
         for flag in FLAGS
     ]
     return "\n".join(rows) + "\n"
+
+
+def spellings(flag: Flag) -> list[str]:
+    """What may be written, the pattern by its example."""
+    return [*flag.values, *filter(None, [flag.example])]
+
+
+def _widths(value: str) -> dict[str, Any]:
+    if value in tuple(WidthPolicy):
+        return {"width_policy": WidthPolicy(value), "widths": ()}
+    return {"width_policy": WidthPolicy.AUTO, "widths": tuple(sorted(set(map(int, value.split(",")))))}
 
 
 def _on(value: str) -> bool:
@@ -133,8 +169,10 @@ def _on(value: str) -> bool:
 
 def _value(flag: Flag, environ: Mapping[str, str]) -> str:
     value = environ.get(flag.name, flag.default).lower()
-    if value not in flag.values:
-        raise ValueError(f"{flag.name}={environ[flag.name]!r} is not one of {', '.join(flag.values)}; set one of them")
+    if value not in flag.values and not re.fullmatch(flag.pattern, value):
+        raise ValueError(
+            f"{flag.name}={environ[flag.name]!r} is not one of {', '.join(spellings(flag))}; set one of them"
+        )
     return value
 
 

@@ -66,11 +66,14 @@ NAMES = (
     Name("sglang.srt.models.registry", "ModelRegistry", "models"),
     Name("sglang.srt.runtime_context", "attn_dp_enabled_of", "cfg"),
     Name("sglang.srt.runtime_context", "get_exec"),
+    Name("sglang.srt.runtime_context", "get_spec"),
     Name("sglang.srt.runtime_context", "get_parallel"),
     Name("sglang.srt.runtime_context", "mamba_track_grid", "tree_page"),
     # what the scheduler asks of a worker, and what it hands over
     Name(
-        "sglang.srt.speculative.base_spec_worker", "BaseSpecWorker", "target_worker draft_worker spec_v2_attn_backends"
+        "sglang.srt.speculative.base_spec_worker",
+        "BaseSpecWorker",
+        "target_worker draft_worker spec_v2_attn_backends on_verify_complete_cpu",
     ),
     Name(
         "sglang.srt.speculative.base_spec_worker",
@@ -131,7 +134,11 @@ NAMES = (
         "DFlashVerifyInput",
         "draft_token positions draft_token_num capture_hidden_mode kv_loc_plan",
     ),
-    Name("sglang.srt.speculative.dflash_info", "DFlashVerifyInput.prepare_for_verify", "batch target_worker"),
+    Name(
+        "sglang.srt.speculative.dflash_info",
+        "DFlashVerifyInput.prepare_for_verify",
+        "batch target_worker defer_metadata_init",
+    ),
     Name("sglang.srt.speculative.spec_tp_sync", "SpecTpSync", "sync"),
     Name(
         "sglang.srt.speculative.spec_tp_sync",
@@ -191,7 +198,7 @@ NAMES = (
         "ForwardBatch",
         "forward_mode batch_size input_ids req_pool_indices seq_lens seq_lens_sum seq_lens_cpu out_cache_loc positions "
         "spec_algorithm spec_info capture_hidden_mode num_token_non_padded global_num_token_non_padded_cpu "
-        "can_run_decode_cuda_graph",
+        "can_run_decode_cuda_graph mrope_positions mark_forward_metadata_ready",
     ),
     Name("sglang.srt.model_executor.forward_batch_info", "ForwardMode", "TARGET_VERIFY"),
     Name(
@@ -204,9 +211,14 @@ NAMES = (
         "sglang.srt.model_executor.model_runner",
         "ModelRunner",
         "model model_config sampler attn_backend token_to_kv_pool req_to_token_pool kv_index_translator page_size "
-        "device forward _extend_forward_kwargs",
+        "device gpu_id forward max_running_requests decode_cuda_graph_runner _get_attention_backend _extend_forward_kwargs",
     ),
     Name("sglang.srt.model_executor.pool_configurator", "MemoryPoolConfig"),
+    Name(
+        "sglang.srt.model_executor.runner",
+        "DecodeCudaGraphRunner",
+        "model_runner attn_backend speculative_num_draft_tokens",
+    ),
     Name("sglang.srt.sampling.sampling_batch_info", "ProcessorEntry", "processor rows indices"),
     Name(
         "sglang.srt.sampling.sampling_batch_info",
@@ -243,6 +255,7 @@ NAMES = (
     ),
     Name("sglang.srt.models.utils", "apply_qk_norm", "q k q_norm k_norm head_dim"),
     Name("sglang.srt.utils", "async_h2d", "dtype device"),
+    Name("sglang.srt.utils", "get_available_gpu_memory", "device gpu_id"),
     Name("sglang.srt.utils.async_probe", "sanitize_nan_logits", "logits msg"),
     Name("sglang.srt.utils.hf_transformers_utils", "get_rope_config", "config"),
     # the CPU platform

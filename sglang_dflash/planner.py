@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_dflash_kernels.plan_block import plan_block
 
-from sglang_dflash.step import Plan
+from sglang_dflash.step import Block, Plan
 
 
 class Planner:
@@ -16,34 +17,49 @@ class Planner:
         self.block_size = block_size
         self.mask_token_id = mask_token_id
 
-    def plan(self, batch: ScheduleBatch) -> Plan:
+    def plan(self, batch: ScheduleBatch, width: int) -> Plan:
+        """`width`: how many tokens of the block will be verified; with 1 nothing is drafted."""
         state = batch.spec_info
-        block = plan_block(
-            state.bonus_tokens,
-            batch.seq_lens,
-            batch.req_pool_indices,
-            self.req_to_token,
-            mask_token_id=self.mask_token_id,
-            n_tokens=self.block_size,
-        )
+        anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices
         if batch.seq_lens_cpu is None:  # no backend asked for exact lengths on the host
-            bound_B_cpu, bound_sum = state.allocated_B_cpu, state.allocated_sum
-        else:
-            bound_B_cpu = batch.seq_lens_cpu + self.block_size
-            bound_sum = int(bound_B_cpu.sum())
-        return Plan(
-            tokens_BN=block.tokens_BN,
-            positions_BN=block.positions_BN,
-            slots_BN=block.slots_BN,
-            prefix_len_B=batch.seq_lens,
-            rows_B=batch.req_pool_indices,
-            bound_B_cpu=bound_B_cpu,
-            bound_sum=bound_sum,
-            kv=self.translator.plan(
-                req_pool_indices=batch.req_pool_indices,
-                seq_lens=batch.seq_lens,
-                seq_lens_cpu=bound_B_cpu,
-                write_virtual=block.slots_BN.view(-1),
-                read_extent=self.block_size,
-            ),
-        )
+            return self.place(*anchors, state.allocated_B_cpu, width=width, n_bounded=self.block_size)
+        return self.place(*anchors, batch.seq_lens_cpu, width=width)
+
+    def place(
+        self,
+        anchor_B: torch.Tensor,
+        prefix_len_B: torch.Tensor,
+        rows_B: torch.Tensor,
+        bound_B_cpu: torch.Tensor,
+        *,
+        width: int,
+        n_bounded: int = 0,
+    ) -> Plan:
+        """The plan for these anchors.
+
+        Args:
+            bound_B_cpu: upper bound of prefix_len + `n_bounded`.
+        """
+
+        def block(n_tokens: int) -> Block:
+            tokens = plan_block(
+                anchor_B,
+                prefix_len_B,
+                rows_B,
+                self.req_to_token,
+                mask_token_id=self.mask_token_id,
+                n_tokens=n_tokens,
+            )
+            end_B_cpu = bound_B_cpu + (n_tokens - n_bounded)
+            kv = self.translator.plan(
+                req_pool_indices=rows_B,
+                seq_lens=prefix_len_B,
+                seq_lens_cpu=end_B_cpu,
+                write_virtual=tokens.slots_BN.view(-1),
+                read_extent=n_tokens,
+            )
+            return Block(*tokens, bound_B_cpu=end_B_cpu, bound_sum=int(end_B_cpu.sum()), kv=kv)
+
+        verified = block(width)
+        drafted = None if width == 1 else verified if width == self.block_size else block(self.block_size)
+        return Plan(drafted, verified, prefix_len_B=prefix_len_B, rows_B=rows_B)

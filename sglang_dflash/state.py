@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from typing import Protocol
 
 import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import scatter_mamba_states_after_mtp_verify
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -27,7 +27,6 @@ from sglang_dflash_kernels.dispatch import choose
 from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold
 from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify_ref, gdn_verify_triton, record_width
 
-from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import GdnState
 from sglang_dflash.step import Plan
@@ -36,11 +35,18 @@ logger = logging.getLogger(__name__)
 
 
 class State(Protocol):
-    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None: ...
+    def attach(self, backend: AttentionBackend) -> None:
+        """Before `backend` first verifies: every attention backend of the target's is attached once."""
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """After the verify of the step, with the attention backend that did it in place."""
 
 
 class NoState:
     """Attention-only targets."""
+
+    def attach(self, backend: AttentionBackend) -> None:
+        return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
         return
@@ -52,6 +58,9 @@ class SnapshotState:
     def __init__(self, worker: TpModelWorker) -> None:
         self.worker = worker
 
+    def attach(self, backend: AttentionBackend) -> None:
+        return
+
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
         track_B = None
         if batch.mamba_track_indices is not None:
@@ -60,7 +69,7 @@ class SnapshotState:
             self.worker,
             batch,
             accept_lens=n_committed_B,
-            accept_index=plan.tokens_BN,  # only its shape is read when the steps are given
+            accept_index=plan.verified.tokens_BN,  # only its shape is read when the steps are given
             draft_token_num=plan.width,
             prepared_step_indices=(n_committed_B.long() - 1, track_B),
         )
@@ -75,17 +84,8 @@ class FoldState:
     """
 
     def __init__(self, worker: TpModelWorker) -> None:
-        runner = worker.model_runner
-        backend = runner.attn_backend
-        if not isinstance(backend, HybridLinearAttnBackend) or not isinstance(
-            backend.linear_attn_backend, GDNAttnBackend
-        ):
-            raise NotSupported(
-                f"SGLANG_DFLASH_GDN_STATE=fold needs SGLang's Gated DeltaNet attention backend, found "
-                f"{type(backend).__name__}; set SGLANG_DFLASH_GDN_STATE=snapshot"
-            )
-        self.backend = backend.linear_attn_backend
-        pool = runner.req_to_token_pool.mamba_pool
+        self.runner = worker.model_runner
+        pool = self.runner.req_to_token_pool.mamba_pool
         cache = pool.mamba_cache
         self.states_LSHVK = cache.temporal
         self.record_LRNX, self.n_key_heads = make_record(cache)
@@ -97,13 +97,16 @@ class FoldState:
         )
         pool.mamba_cache = dataclasses.replace(cache, intermediate_ssm=self.record_LRNX)
         self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
-        self.backend.kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
+
+    def attach(self, backend: AttentionBackend) -> None:
+        gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        slot_B = self.backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
+        backend = self.runner.attn_backend.linear_attn_backend
+        slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
         track_slot_B, track_step_B = None, torch.full_like(plan.prefix_len_B, -1)
         if batch.mamba_track_indices is not None:
-            track_slot_B = self.backend._translate_mamba_indices(batch.mamba_track_indices)
+            track_slot_B = backend._translate_mamba_indices(batch.mamba_track_indices)
             track_step_B = crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
         kept = Kept(slot_B, n_committed_B, slot_B if track_slot_B is None else track_slot_B, track_step_B + 1)
         gdn_fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
@@ -144,6 +147,19 @@ class RecordingVerify:
         return out[None]
 
 
+def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
+    """
+    Raises:
+        NotSupported: it is another one.
+    """
+    if isinstance(backend, HybridLinearAttnBackend) and isinstance(backend.linear_attn_backend, GDNAttnBackend):
+        return backend.linear_attn_backend
+    raise NotSupported(
+        f"SGLANG_DFLASH_GDN_STATE=fold needs SGLang's Gated DeltaNet attention backend, found "
+        f"{type(backend).__name__}; set SGLANG_DFLASH_GDN_STATE=snapshot"
+    )
+
+
 def make_record(cache: MambaPool.SpeculativeState) -> tuple[torch.Tensor, int]:
     """Room for one block of every request [L, R, N, X], in the place of `cache`'s states per token; and G.
 
@@ -170,11 +186,11 @@ def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, inter
     return (reached_B - prefix_len_B - 1).clamp(min=-1)
 
 
-def make_state(worker: TpModelWorker) -> State:
+def make_state(worker: TpModelWorker, asked: GdnState) -> State:
     """The target's memory pools and attention backends exist, its graphs do not."""
     config = worker.model_runner.model_config
     if mambaish_config(config) is None:
         return NoState()
-    if hybrid_gdn_config(config) is not None and flags.read(os.environ).gdn_state is GdnState.FOLD:
+    if hybrid_gdn_config(config) is not None and asked is GdnState.FOLD:
         return FoldState(worker)
     return SnapshotState(worker)

@@ -15,27 +15,34 @@ from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.speculative.spec_utils import GrammarTree
 
 
-class Plan(NamedTuple):
-    """Where the block of every request goes."""
+class Block(NamedTuple):
+    """N tokens of every request, from the anchor on: the block, or the part of it that is verified."""
 
     tokens_BN: torch.Tensor  # int64, slot 0 the anchor, the rest mask tokens
     positions_BN: torch.Tensor  # int64, absolute
     slots_BN: torch.Tensor  # int64, KV slots, in target and draft pool alike
-    prefix_len_B: torch.Tensor  # int64, tokens committed before this step
-    rows_B: torch.Tensor  # int64, the requests' rows in req_to_token
     # Attention backends plan on the host with an upper bound of prefix_len + N. It comes from what the scheduler has
     # reserved, so no length has to leave the device.
     bound_B_cpu: torch.Tensor
     bound_sum: int
     kv: KVLocPlan  # the same slots, as SGLang's pools and backends want to be told
 
+
+class Plan(NamedTuple):
+    """Where the block of every request goes, and how much of it is verified."""
+
+    drafted: Block | None  # the whole block; None: nothing is drafted, the anchor alone is verified
+    verified: Block  # its first `width` tokens; the same one where that is all
+    prefix_len_B: torch.Tensor  # int64, tokens committed before this step
+    rows_B: torch.Tensor  # int64, the requests' rows in req_to_token
+
     @property
     def n_requests(self) -> int:
-        return self.tokens_BN.shape[0]
+        return self.rows_B.shape[0]
 
     @property
     def width(self) -> int:
-        return self.tokens_BN.shape[1]
+        return self.verified.tokens_BN.shape[1]
 
 
 class Target(NamedTuple):

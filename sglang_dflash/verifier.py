@@ -1,39 +1,63 @@
-"""Verify: one forward of the target over the filled blocks gives logits and features for every slot."""
+"""Verify: one forward of the target over the first tokens of the blocks gives logits and features for every slot."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.step import Plan, Target
 
 
+class Engine(NamedTuple):
+    """What of the target's runner is made for one width."""
+
+    backend: AttentionBackend
+    graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
+
+
 class Verifier:
-    def __init__(self, worker: TpModelWorker) -> None:
+    def __init__(self, worker: TpModelWorker, engines: Mapping[int, Engine]) -> None:
+        """`engines`: one for each width that will be verified."""
         self.worker = worker
+        self.engines = engines
+
+    def use(self, width: int) -> None:
+        """Put the engine of `width` into the target's runner. Prompts run on whichever is there."""
+        engine, runner = self.engines[width], self.worker.model_runner
+        runner.attn_backend = engine.backend
+        runner.decode_cuda_graph_runner = engine.graphs
 
     def verify(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
+        self.use(plan.width)
         # The copy of the drafts to the host must be on its way before the target runs, to hide behind it.
         tree = GrammarTree.from_linear_chain(tokens_BN) if batch.has_grammar else None
+        verified = plan.verified
         # SGLang builds its forward from the batch; the scheduler restores these fields after the step.
-        batch.out_cache_loc = plan.slots_BN.view(-1)
-        batch.seq_lens_cpu = plan.bound_B_cpu
-        batch.seq_lens_sum = plan.bound_sum
+        batch.out_cache_loc = verified.slots_BN.view(-1)
+        batch.seq_lens_cpu = verified.bound_B_cpu
+        batch.seq_lens_sum = verified.bound_sum
         block = DFlashVerifyInput(
             draft_token=tokens_BN.view(-1),
-            positions=plan.positions_BN.view(-1),
+            positions=verified.positions_BN.view(-1),
             draft_token_num=plan.width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
-            kv_loc_plan=plan.kv,
+            kv_loc_plan=verified.kv,
         )
-        forward_batch, _ = block.prepare_for_verify(batch, self.worker)
-        result = self.worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
-        )
+        # Without graphs SGLang's runner plans attention itself, whether or not that was done before.
+        eager = self.engines[plan.width].graphs is None
+        forward_batch, on_graph = block.prepare_for_verify(batch, self.worker, defer_metadata_init=eager)
+        if on_graph:
+            forward_batch.mark_forward_metadata_ready()
+        result = self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
         output = result.logits_output
         features_TC, output.hidden_states = output.hidden_states, None  # not for the host
         return Target(output, features_TC, tree, result.can_run_cuda_graph)

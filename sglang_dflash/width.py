@@ -123,6 +123,11 @@ class StepCost:
                 self.shift_S[size] += self.QUICK * weight * error
                 self.own_SW[size, w] += self.SLOW * weight * error
 
+    def __str__(self) -> str:
+        rows = [["", *map(str, self.widths)]]
+        rows += [[str(size), *(f"{1e3 * s:.2f} ms" for s in self.of(size))] for size in self.sizes]
+        return "\n".join("".join(f"{cell:>10}" for cell in row) for row in rows)
+
     def _between(self, n_requests: int) -> tuple[int, float]:
         """The measured size at or below, and how far towards the next; sizes outside are as far as measured."""
         i = int(np.searchsorted(self.sizes, n_requests, side="right")) - 1
@@ -155,3 +160,9 @@ class Adaptive:
             return int(self.widths[best])
         self.saved_s -= price_s
         return int(self.widths[-1])
+
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
+        """A step's outcome; `seconds` where they are known to be that step's own."""
+        self.acceptance.observe(rids, width, n_accepted_B)
+        if seconds is not None:
+            self.cost.observe(len(rids), width, seconds)

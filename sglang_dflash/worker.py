@@ -15,6 +15,8 @@ Every variant (window or not, hybrid or not, ...) is decided when the server sta
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable
 
 import torch
@@ -36,12 +38,15 @@ from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 from sglang_dflash_kernels.accept import Accepted, accept
 
+from sglang_dflash import flags
 from sglang_dflash.choice import Choice
+from sglang_dflash.chooser import Chooser, candidates, make_policy
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_input import DraftInput
 from sglang_dflash.drafter import Drafter, FullView, View, WindowView
 from sglang_dflash.ends import target_ends
+from sglang_dflash.engines import Timer, build_engines
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.planner import Planner
 from sglang_dflash.state import make_state
@@ -65,6 +70,7 @@ class DFlashWorker(BaseSpecWorker):
         self.target_runner = target_worker.model_runner
         self.device = target_worker.device
         self.config = DFlashConfig.from_server_args(server_args)
+        self.flags = flags.read(os.environ)
         self._draft_worker = build_draft_tp_worker(
             server_args=server_args,
             gpu_id=gpu_id,
@@ -95,7 +101,8 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
-        self.state = make_state(self._target_worker)
+        self.state = make_state(self._target_worker, self.flags.gdn_state)
+        self.state.attach(self.target_runner.attn_backend)
 
     def init_cuda_graphs(self) -> None:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
@@ -111,7 +118,12 @@ class DFlashWorker(BaseSpecWorker):
             view = WindowView(target, draft, window=config.draft_window, block_size=config.block_size)
         self.planner = Planner(target, config.block_size, config.mask_token_id)
         self.drafter = Drafter(draft, view, config.block_size)
-        self.verifier = Verifier(self._target_worker)
+        widths = candidates(self.flags, config.block_size)
+        self.verifier = Verifier(
+            self._target_worker, build_engines(self._target_worker, self.state, widths, config.block_size)
+        )
+        timer = Timer(self.planner, self.drafter, self.verifier)
+        self.width = Chooser(make_policy(self.flags.width_policy, widths, target.max_running_requests, timer.seconds))
         self.choice = Choice(target)
         self.context_kv = ContextKV(draft.model, draft)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
@@ -139,10 +151,15 @@ class DFlashWorker(BaseSpecWorker):
             return self.prefill(batch, publish)
         return self.decode(batch, publish, grammar_barrier)
 
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """Called for every decode step, in order, when its outcome has reached the host."""
+        self.width.observe(num_correct_drafts_per_req, time.perf_counter())
+
     # -- the three kinds of step ----------------------------------------------------------------------------------
 
     def prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         """The target reads the prompt; its features become the draft's context; the first token is the anchor."""
+        self.width.interrupt()
         self.choice.begin(batch)
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         anchor_B = self.choice.anchors(batch, result.next_token_ids)
@@ -158,7 +175,8 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
         """One DFlash step. Nothing in it waits for the device."""
-        plan = self.planner.plan(batch)
+        width = self.width.choose([req.rid for req in batch.reqs])
+        plan = self.planner.plan(batch, width)
         tokens_BN = self.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)
         target = self.verifier.verify(batch, plan, tokens_BN)
         target_BN = self.choice.choose(batch, plan, tokens_BN, target, grammar_barrier)

@@ -20,11 +20,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launch import tiny
+from launch import parameters, tiny
 from launch.server import Server, ServerError, free_port
 from launch.tiny import Arm
 
-HERE = Path(__file__).parent
 FIRST_PORT = 31300
 MAX_LIVE = 5  # about 2.5 GiB each
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -32,12 +31,6 @@ PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
 KIND_FLAGS = {"hybrid": tiny.HYBRID_FLAGS, "dense": ()}
 
 GetServer = Callable[..., Server]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker(pytest.mark.server)
 
 
 class Key(NamedTuple):
@@ -70,12 +63,16 @@ class ServerPool:
         """A running server with an empty prefix cache.
 
         Args:
-            arm: "off", "stock" or "plugin".
+            arm: "off", "stock" or "plugin"; "off" is always the reference of `launch.parameters`.
             target: "hybrid" or "dense".
             flags: further server arguments; a flag given again replaces the tiny pair's.
             env: further environment variables.
         """
-        key = Key(Arm(arm), target, tuple(flags), tuple(sorted((env or {}).items())))
+        env = dict(env or {})
+        if arm == Arm.OFF:
+            flags = [*parameters.REFERENCE_FLAGS, *(flag for flag in flags if flag not in parameters.REFERENCE_FLAGS)]
+            env |= parameters.REFERENCE_ENV
+        key = Key(Arm(arm), target, tuple(flags), tuple(sorted(env.items())))
         server = self.live.pop(key, None) or self._start(key)
         self.live[key] = server  # most recently used: last
         server.flush_cache()

@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.flags import Flags, GdnState, Worker
+from sglang_dflash.flags import Flags, GdnState, WidthPolicy, Worker
 
 README = Path(__file__).parents[2] / "env" / "README.md"
 
 
 def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
-    assert flags.read({}) == Flags(worker=Worker.PLUGIN, gdn_state=GdnState.FOLD, overlap=True)
+    assert flags.read({}) == Flags(
+        worker=Worker.PLUGIN, gdn_state=GdnState.FOLD, width_policy=WidthPolicy.AUTO, widths=(), overlap=True
+    )
 
 
 @pytest.mark.parametrize("value", ["stock", "Stock"])
@@ -27,8 +29,22 @@ def test_old_overlap_switches(name: str, value: str, overlap: bool) -> None:
 
 @pytest.mark.parametrize("flag", flags.FLAGS, ids=lambda flag: flag.name)
 def test_an_unknown_value_is_refused_by_name(flag: flags.Flag) -> None:
-    with pytest.raises(ValueError, match=f"{flag.name}='maybe' is not one of {', '.join(flag.values)}; set one"):
+    with pytest.raises(
+        ValueError, match=f"{flag.name}='maybe' is not one of {', '.join(flags.spellings(flag))}; set one"
+    ):
         flags.read({flag.name: "maybe"})
+
+
+def test_a_list_of_widths_is_sorted_and_each_once() -> None:
+    found = flags.read({"SGLANG_DFLASH_WIDTHS": "16,4,1,4"})
+    assert (found.width_policy, found.widths) == (WidthPolicy.AUTO, (1, 4, 16))
+    assert flags.read({"SGLANG_DFLASH_WIDTHS": "Fixed"}).width_policy is WidthPolicy.FIXED
+
+
+@pytest.mark.parametrize("value", ["4,", "4;8", "-1", "4.5", ""])
+def test_what_is_no_list_of_widths_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="is not one of auto, fixed, random, 1,4,8,16; set one"):
+        flags.read({"SGLANG_DFLASH_WIDTHS": value})
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -13,7 +13,7 @@ from launch.bench_serve import GateError
 from launch.gate import Difference, differences
 from launch.measure import Answer, Run, percentile, ratios, spread
 from launch.report import row, summarise
-from launch.server import ServerError
+from launch.server import ServerError, free_port
 from launch.tiny import Arm
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
@@ -91,10 +91,11 @@ def main(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> object:
     def run(*flags: str, offset: int = 0) -> None:
         offsets[Arm.STOCK] = offset
         paths = ["--target", str(checkpoint), "--draft", str(checkpoint), "--output", str(checkpoint / "out.json")]
-        bench_serve.main(["--num-prompts", "3", "--repeats", "2", "--port", "31950", *paths, *flags])
+        bench_serve.main(["--num-prompts", "3", "--repeats", "2", "--port", str(free_port(31950)), *paths, *flags])
 
     monkeypatch.setattr(tiny, "command", command)
     monkeypatch.setattr(tiny, "RUN_DIR", checkpoint / "logs")
+    monkeypatch.setattr(bench_serve, "GIB_PER_SERVER", 0)  # stand-ins are small, and real servers may run beside them
     monkeypatch.setattr(bench_serve, "tokenize", lambda questions, *_, **__: [[i + 10] for i in range(len(questions))])
     return run
 

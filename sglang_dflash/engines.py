@@ -1,0 +1,104 @@
+"""What of the target is made once per width: attention backend, captured graphs, and what a step costs.
+
+SGLang's backends and graph runners read the number of tokens per request from its configuration when they are made.
+So each further width gets its own, made under that width; weights and memory pools are shared.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_spec
+from sglang.srt.utils import get_available_gpu_memory
+
+from sglang_dflash.drafter import Drafter, FullView, block_forward, block_info
+from sglang_dflash.planner import Planner
+from sglang_dflash.state import State
+from sglang_dflash.step import Plan
+from sglang_dflash.verifier import Engine, Verifier
+
+logger = logging.getLogger(__name__)
+
+CONTEXT = 256  # tokens before the block, where a step is timed
+REPEATS = 3
+
+
+def build_engines(worker: TpModelWorker, state: State, widths: Sequence[int], block_size: int) -> dict[int, Engine]:
+    """An engine for each width, that of the whole block being what SGLang has made."""
+    runner = worker.model_runner
+    whole = Engine(runner.attn_backend, runner.decode_cuda_graph_runner)
+    return {
+        width: whole if width == block_size else _build_engine(runner, state, width, captured=whole.graphs)
+        for width in widths
+    }
+
+
+def _build_engine(runner: ModelRunner, state: State, width: int, captured: object | None) -> Engine:
+    before = get_available_gpu_memory(runner.device, runner.gpu_id)
+    with get_spec().override(speculative_num_draft_tokens=width):
+        backend = runner._get_attention_backend(init_new_workspace=True)
+        state.attach(backend)
+        graphs = None
+        if captured is not None:
+            graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
+            after = get_available_gpu_memory(runner.device, runner.gpu_id)
+            logger.info("width %d: graphs take %.2f GiB, %.2f GiB are left", width, before - after, after)
+    return Engine(backend, graphs)
+
+
+class Timer:
+    """Times a step of requests that are nobody's: their rows of the request table are empty, so they read and write
+    the KV pools' padding slot, and nothing is committed."""
+
+    def __init__(self, planner: Planner, drafter: Drafter, verifier: Verifier) -> None:
+        self.planner, self.drafter, self.verifier = planner, drafter, verifier
+        self.runner = verifier.worker.model_runner
+
+    def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
+        """Of draft and verify, at each width: the least of a few runs."""
+        block_size = self.planner.block_size
+        whole = self._plan(n_requests, block_size)
+        draft_s = self._time(lambda: self.drafter.draft(whole, graphs=True))
+        return [self._verify_s(self._plan(n_requests, width)) + (draft_s if width > 1 else 0.0) for width in widths]
+
+    def _plan(self, n_requests: int, width: int) -> Plan:
+        rows_B = torch.arange(n_requests, dtype=torch.int64, device=self.runner.device)
+        prefix_len = min(CONTEXT, self.runner.model_config.context_len // 2)
+        return self.planner.place(
+            anchor_B=torch.zeros_like(rows_B),
+            prefix_len_B=torch.full_like(rows_B, prefix_len),
+            rows_B=rows_B,
+            bound_B_cpu=torch.full((n_requests,), prefix_len),
+            width=width,
+        )
+
+    def _verify_s(self, plan: Plan) -> float:
+        self.verifier.use(plan.width)
+        seen = FullView().of(plan, plan.verified)
+        info = block_info(plan.width, CaptureHiddenMode.FULL, self.runner.device)
+
+        def verify() -> None:
+            batch = block_forward(plan, plan.verified, seen, info, graphs=True)
+            if self.runner.model_config.model_is_mrope:
+                batch.mrope_positions = batch.positions.expand(3, -1)
+            seen.kv.bind(batch, self.runner.kv_index_translator)
+            self.runner.forward(batch)
+
+        return self._time(verify)
+
+    def _time(self, run: Callable[[], object]) -> float:
+        wait = torch.get_device_module(self.runner.device).synchronize
+        taken = []
+        for _ in range(REPEATS):
+            wait()
+            began = time.perf_counter()
+            run()
+            wait()
+            taken.append(time.perf_counter() - began)
+        return min(taken)
