@@ -14,6 +14,7 @@ import torch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils import get_available_gpu_memory
 
@@ -39,7 +40,7 @@ def build_engines(worker: TpModelWorker, state: State, widths: Sequence[int], bl
     }
 
 
-def _build_engine(runner: ModelRunner, state: State, width: int, captured: object | None) -> Engine:
+def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> Engine:
     before = get_available_gpu_memory(runner.device, runner.gpu_id)
     with get_spec().override(speculative_num_draft_tokens=width):
         backend = runner._get_attention_backend(init_new_workspace=True)

@@ -58,7 +58,9 @@ class Planner:
                 write_virtual=tokens.slots_BN.view(-1),
                 read_extent=n_tokens,
             )
-            return Block(*tokens, bound_B_cpu=end_B_cpu, bound_sum=int(end_B_cpu.sum()), kv=kv)
+            return Block(
+                tokens.tokens_BN, tokens.positions_BN, tokens.slots_BN, end_B_cpu, bound_sum=int(end_B_cpu.sum()), kv=kv
+            )
 
         verified = block(width)
         drafted = None if width == 1 else verified if width == self.block_size else block(self.block_size)

@@ -10,8 +10,10 @@ so a neighbour that is worse says nothing about the one behind it. Width 1 is no
 
 Whoever verifies w tokens learns about every narrower width, and nothing about a wider one. Belief about unseen
 positions is therefore drawn from the positions before them, and a part of the time goes into looking: a step at full
-width is taken when what it is expected to lose has been saved up at `EXPLORE` of the time. A switch costs nothing
-(every width has its own graphs), so there is no hysteresis but this: forgetting is slow enough not to follow noise.
+width is taken when what it is expected to lose has been saved up. `EXPLORE` of what a wider block would win is saved,
+were all unseen drafts accepted: no more can be won, so where even that would hardly pay, hardly anything is spent. A
+switch costs nothing (every width has its own graphs), so there is no hysteresis but this: forgetting is slow enough
+not to follow noise.
 
 Everything here runs on the host, between steps, from counts that reached it anyway, one or two steps late. Ranks that
 are given the same counts and costs decide the same. Knows nothing of SGLang or torch.
@@ -19,13 +21,14 @@ are given the same counts and costs decide the same. Knows nothing of SGLang or 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
-EXPLORE = 0.01  # of the time, at most, is lost by looking at wider blocks than pay
+EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lost by looking at them
 MEMORY = 32  # steps after which an observation's weight has fallen to 1/e
 PRIOR = 4.0  # observations that a belief weighs as much as
 
@@ -38,38 +41,36 @@ class Acceptance:
     """
 
     def __init__(self, n_drafts: int, n_requests: int) -> None:
+        """`n_requests` are remembered, at least as many as run at a time."""
         self.row_of = OrderedDict[str, int]()
         self.free = list(range(n_requests))
-        self.reached_RD = np.zeros((n_requests, n_drafts))
-        self.accepted_RD = np.zeros((n_requests, n_drafts))
-        self.batch_reached_D = np.zeros(n_drafts)
-        self.batch_accepted_D = np.zeros(n_drafts)
+        self.counts_R2D = np.zeros((n_requests, 2, n_drafts))  # how often a position was reached, and accepted
+        self.batch_2D = np.zeros((2, n_drafts))
         self.first = 1.0  # believed of position 1; at the start the best, which looks at everything
         self.keep = np.exp(-1 / MEMORY)
+        self.seen_WA2D = _seen(n_drafts)
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
         """A step at `width` accepted the first n of its width - 1 drafts."""
         rows_B = self._rows(rids)
-        n_B1 = np.asarray(n_accepted_B)[:, None]
-        position_D = np.arange(1, self.reached_RD.shape[1] + 1)
-        accepted_BD = position_D <= n_B1
-        reached_BD = (position_D <= n_B1 + 1) & (position_D < width)
-        self.batch_reached_D = self.batch_reached_D * self.keep + reached_BD.sum(axis=0)
-        self.batch_accepted_D = self.batch_accepted_D * self.keep + accepted_BD.sum(axis=0)
-        self.reached_RD[rows_B] = self.reached_RD[rows_B] * self.keep + reached_BD
-        self.accepted_RD[rows_B] = self.accepted_RD[rows_B] * self.keep + accepted_BD
-        self.first = (self.batch_accepted_D[0] + PRIOR * self.first) / (self.batch_reached_D[0] + PRIOR)
+        seen_B2D = self.seen_WA2D[width].take(n_accepted_B, axis=0)
+        self.counts_R2D[rows_B] = self.counts_R2D.take(rows_B, axis=0) * self.keep + seen_B2D
+        self.batch_2D = self.batch_2D * self.keep + np.add.reduce(seen_B2D)
+        reached, accepted = self.batch_2D[:, 0].tolist()
+        self.first = (accepted + PRIOR * self.first) / (reached + PRIOR)
 
     def expected(self, rids: Sequence[str]) -> np.ndarray:
         """E(1) .. E(N), the mean over the requests."""
         believed, batch_D = self.first, []
-        for accepted, reached in zip(self.batch_accepted_D.tolist(), self.batch_reached_D.tolist(), strict=True):
+        for reached, accepted in zip(*self.batch_2D.tolist(), strict=True):
             believed = (accepted + PRIOR * believed) / (reached + PRIOR)
             batch_D.append(believed)
-        rows_B = self._rows(rids)
-        request_BD = (self.accepted_RD[rows_B] + PRIOR * np.array(batch_D)) / (self.reached_RD[rows_B] + PRIOR)
-        survival_D = request_BD.cumprod(axis=1).mean(axis=0)
-        return np.concatenate(([1.0], 1.0 + survival_D.cumsum()))
+        drawn_to_2D = PRIOR * np.array(([1.0] * len(batch_D), batch_D))
+        counts_B2D = self.counts_R2D.take(self._rows(rids), axis=0) + drawn_to_2D
+        survival_BD = np.multiply.accumulate(counts_B2D[:, 1] / counts_B2D[:, 0], axis=1)
+        committed_N = np.ones(len(batch_D) + 1)
+        committed_N[1:] += np.add.accumulate(np.add.reduce(survival_BD)) / len(rids)
+        return committed_N
 
     def _rows(self, rids: Sequence[str]) -> list[int]:
         return [self._row(rid) for rid in rids]
@@ -78,15 +79,29 @@ class Acceptance:
         row = self.row_of.get(rid)
         if row is None:
             row = self.free.pop() if self.free else self.row_of.popitem(last=False)[1]
-            self.reached_RD[row] = self.accepted_RD[row] = 0.0
+            self.counts_R2D[row] = 0.0
             self.row_of[rid] = row
         else:
             self.row_of.move_to_end(rid)
         return row
 
 
+def _seen(n_drafts: int) -> np.ndarray:
+    """What a step says of every position, reached and accepted, by its width and by how many drafts it accepted."""
+    position_D = np.arange(1, n_drafts + 1)
+    width_W = np.arange(n_drafts + 2)[:, None, None]
+    accepted_A = np.arange(n_drafts + 1)[:, None]
+    reached_WAD = (position_D <= accepted_A + 1) & (position_D < width_W)
+    accepted_WAD = np.broadcast_to(position_D <= accepted_A, reached_WAD.shape)
+    return np.stack((reached_WAD, accepted_WAD), axis=2).astype(float)
+
+
 class Cost(Protocol):
-    def of(self, n_requests: int) -> np.ndarray: ...
+    def of(self, n_requests: int) -> np.ndarray:
+        """Seconds per step, one per width."""
+
+    def observe(self, n_requests: int, width: int, seconds: float) -> None:
+        """A real step."""
 
 
 class StepCost:
@@ -101,7 +116,7 @@ class StepCost:
     def __init__(self, widths: Sequence[int], seconds: dict[int, Sequence[float]]) -> None:
         """`seconds[batch size]`, one per width."""
         self.widths = tuple(widths)
-        self.sizes = np.array(sorted(seconds))
+        self.sizes = sorted(seconds)
         self.launch_SW = np.array([seconds[size] for size in self.sizes])
         self.shift_S = np.zeros(len(self.sizes))
         self.own_SW = np.zeros_like(self.launch_SW)
@@ -109,8 +124,7 @@ class StepCost:
     def of(self, n_requests: int) -> np.ndarray:
         """Seconds per step, one per width."""
         i, share = self._between(n_requests)
-        seconds_SW = self.launch_SW + self.own_SW + self.shift_S[:, None]
-        return seconds_SW[i] * (1 - share) + seconds_SW[i + 1 if share else i] * share
+        return self._of(i) if not share else self._of(i) * (1 - share) + self._of(i + 1) * share
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """A real step. One that took twice as long as expected was disturbed, and counts as twice as long."""
@@ -128,14 +142,17 @@ class StepCost:
         rows += [[str(size), *(f"{1e3 * s:.2f} ms" for s in self.of(size))] for size in self.sizes]
         return "\n".join("".join(f"{cell:>10}" for cell in row) for row in rows)
 
+    def _of(self, size: int) -> np.ndarray:
+        return self.launch_SW[size] + self.own_SW[size] + self.shift_S[size]
+
     def _between(self, n_requests: int) -> tuple[int, float]:
         """The measured size at or below, and how far towards the next; sizes outside are as far as measured."""
-        i = int(np.searchsorted(self.sizes, n_requests, side="right")) - 1
+        i = bisect_right(self.sizes, n_requests) - 1
         if i < 0:
             return 0, 0.0
         if i + 1 == len(self.sizes):
             return i, 0.0
-        return i, float(n_requests - self.sizes[i]) / float(self.sizes[i + 1] - self.sizes[i])
+        return i, (n_requests - self.sizes[i]) / (self.sizes[i + 1] - self.sizes[i])
 
 
 class Adaptive:
@@ -143,23 +160,33 @@ class Adaptive:
 
     def __init__(self, widths: Sequence[int], acceptance: Acceptance, cost: Cost) -> None:
         """`widths` ascending, the last one the block."""
-        self.widths = np.array(widths)
+        self.widths = tuple(widths)
         self.acceptance = acceptance
         self.cost = cost
         self.saved_s = 0.0  # what looking may cost
 
     def choose(self, rids: Sequence[str]) -> int:
-        committed_W = self.acceptance.expected(rids)[self.widths - 1]
-        seconds_W = self.cost.of(len(rids))
-        rate_W = committed_W / seconds_W
-        best = len(rate_W) - 1 - int(rate_W[::-1].argmax())  # of equals the widest, which learns most
-        # What the widest step is slower than the best ones that commit as much.
-        price_s = seconds_W[-1] - committed_W[-1] / rate_W[best]
-        self.saved_s = min(self.saved_s + EXPLORE * seconds_W[best], seconds_W[-1])
+        committed_N = self.acceptance.expected(rids).tolist()
+        seconds_W = self.cost.of(len(rids)).tolist()
+        rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(self.widths, seconds_W, strict=True)]
+        rate, best = max(zip(rate_W, range(len(rate_W)), strict=True))  # of equals the widest, which learns most
+        return self.widths[-1 if self._looks(best, rate, committed_N, seconds_W) else best]
+
+    def _looks(self, best: int, rate: float, committed_N: list[float], seconds_W: list[float]) -> bool:
+        """Whether a step at full width can be afforded; if so, it is paid for."""
+        width = self.widths[best]
+        committed = committed_N[width - 1]
+        survival = committed - committed_N[width - 2] if width > 1 else 1.0
+        # The highest rate of a wider block, were all it adds accepted.
+        wider = zip(self.widths[best:], seconds_W[best:], strict=True)
+        hoped = max((committed + survival * (other - width)) / seconds for other, seconds in wider)
+        self.saved_s += EXPLORE * min(hoped / rate - 1, 1) * seconds_W[best]
+        self.saved_s = min(self.saved_s, seconds_W[-1])
+        price_s = seconds_W[-1] - committed_N[-1] / rate  # beyond what as many tokens take at the best width
         if self.saved_s < price_s:
-            return int(self.widths[best])
+            return False
         self.saved_s -= price_s
-        return int(self.widths[-1])
+        return True
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
         """A step's outcome; `seconds` where they are known to be that step's own."""

@@ -1,4 +1,4 @@
-"""Two processes share the tests: one runs those that share servers, the other takes the rest meanwhile, file by file."""
+"""Two processes share the tests: one runs those that share servers, the other the rest meanwhile, file by file."""
 
 from pathlib import Path
 

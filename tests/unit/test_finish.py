@@ -5,7 +5,7 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from launch.parameters import token_ids, tokenizer
@@ -83,3 +83,36 @@ def test_sglang_s_own_test_would_take_the_later_stop() -> None:
     """If this fails, SGLang has mended it, and `finish.py` can go."""
     req = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
     assert ended(req)[0] == {"type": "stop", "matched": "\n"}
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    stop=st.lists(st.sampled_from(STOPS), max_size=3),
+    max_new_tokens=st.integers(1, 40),
+    widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
+    aborted_at=st.integers(0, 10),
+)
+def test_an_aborted_answer_is_no_longer_than_the_whole_one(
+    stop: list[str], max_new_tokens: int, widths: list[int], aborted_at: int
+) -> None:
+    asked = {"stop": stop or None, "max_new_tokens": max_new_tokens}
+    tokens = [*token_ids(TEXT), 2, *token_ids(TEXT)]
+    whole = ended(stepped(request(**asked), tokens, [1] * len(tokens), Req.update_finish_state))
+    before = sum(widths[:aborted_at])
+    req = stepped(request(**asked), tokens, widths[:aborted_at], ours)
+    if req.finished():
+        return
+    req.to_finish = FINISH_ABORT()
+    stepped(req, tokens[before:], widths[aborted_at:], ours)
+    assert (req.finished_reason.to_json()["type"], req.to_finish) == ("abort", None)
+    answer = list(req.output_ids[: req.finished_len])
+    assert answer == whole[1][: len(answer)]
+    assert len(answer) > before
+
+
+def test_sglang_s_own_abort_would_keep_the_whole_step() -> None:
+    """If this fails, SGLang has mended it."""
+    req = request(max_new_tokens=4)
+    req.to_finish = FINISH_ABORT()
+    stepped(req, token_ids(TEXT), [16], Req.update_finish_state)
+    assert len(req.output_ids[: req.finished_len]) == 16

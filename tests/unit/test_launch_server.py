@@ -1,6 +1,7 @@
 """`launch/server.py` and `launch/progress.py` against a stand-in server: starting, dying, pausing, stopping."""
 
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from launch import server as server_module
 from launch.progress import stage_of, wait_ready
 from launch.server import HOST, Server, ServerError, free_port, port_is_free
 
+ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 
 MakeServer = Callable[..., Server]
@@ -64,6 +66,22 @@ def test_a_taken_port_is_refused_by_its_number(fake: MakeServer) -> None:
             server.start()
         assert free_port(server.port) > server.port
     assert not server.log.exists()
+
+
+def test_two_processes_never_choose_the_same_port() -> None:
+    """Even before either has started a server there; a process that is gone holds none."""
+    choose = "from launch.server import free_port; print(free_port(31950), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", choose], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        theirs = int(other.stdout.readline())
+        assert theirs >= 31950
+        ours = free_port(theirs)
+        assert ours > theirs
+        assert free_port(theirs) == ours, "a process may choose its own again"
+        other.kill()
+    assert free_port(theirs) == theirs
 
 
 @pytest.mark.parametrize("flags", [(), ("--deaf",)], ids=["polite", "ignores SIGTERM"])
