@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from random import Random as Generator
 from typing import Protocol
 
+import numpy as np
+
 from sglang_dflash.flags import Flags, WidthPolicy
 from sglang_dflash.width import Acceptance, Adaptive, StepCost
 
@@ -98,18 +100,24 @@ def candidates(flags: Flags, block_size: int) -> tuple[int, ...]:
 
 
 def make_policy(
-    kind: WidthPolicy, widths: Sequence[int], n_requests: int, seconds: Callable[[int, Sequence[int]], Sequence[float]]
+    kind: WidthPolicy,
+    widths: Sequence[int],
+    *,
+    n_requests: int,
+    seconds: Callable[[int, Sequence[int]], Sequence[float]],
+    agree: Callable[[np.ndarray], None],
 ) -> Policy:
     """
     Args:
         n_requests: that may run at once.
         seconds: what a step of so many requests costs at each of some widths.
+        agree: see `StepCost`.
     """
     if kind is WidthPolicy.RANDOM:
         return Random(widths)
     if len(widths) == 1:
         return Fixed(widths[0])
     sizes = [*(2**i for i in range(n_requests.bit_length()) if 2**i < n_requests), n_requests]
-    cost = StepCost(widths, {size: seconds(size, widths) for size in sizes})
+    cost = StepCost(widths, {size: seconds(size, widths) for size in sizes}, agree)
     logger.info("seconds per step, requests x width:\n%s", cost)
     return Adaptive(widths, Acceptance(widths[-1] - 1, 2 * n_requests), cost)

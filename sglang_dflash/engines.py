@@ -10,7 +10,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -51,6 +53,16 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
             after = get_available_gpu_memory(runner.device, runner.gpu_id)
             logger.info("width %d: graphs take %.2f GiB, %.2f GiB are left", width, before - after, after)
     return Engine(backend, graphs)
+
+
+def from_first_rank(group: GroupCoordinator) -> Callable[[np.ndarray], None]:
+    """Overwrites an array with the first rank's, over the host network; called by all ranks of `group` alike."""
+
+    def agree(values: np.ndarray) -> None:
+        if group.world_size > 1:
+            torch.distributed.broadcast(torch.from_numpy(values), src=group.ranks[0], group=group.cpu_group)
+
+    return agree
 
 
 class Timer:

@@ -230,7 +230,7 @@ NAMES = (
         "sampling_mask_batch_indices sampling_support_logprobs_capture_indices",
     ),
     # layers of the draft model
-    Name("sglang.srt.distributed.parallel_state", "GroupCoordinator", "world_size all_gather"),
+    Name("sglang.srt.distributed.parallel_state", "GroupCoordinator", "world_size ranks cpu_group all_gather"),
     Name("sglang.srt.layers.activation", "SiluAndMul"),
     Name("sglang.srt.layers.dp_attention", "get_dp_tp_group"),
     Name("sglang.srt.layers.layernorm", "RMSNorm", "hidden_size eps variance_epsilon"),

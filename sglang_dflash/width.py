@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lost by looking at them
 MEMORY = 32  # steps after which an observation's weight has fallen to 1/e
+SETTLE = 32  # steps after which what steps were observed to cost begins to count
 PRIOR = 4.0  # observations that a belief weighs as much as
 
 
@@ -103,47 +104,66 @@ class Cost(Protocol):
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """A real step."""
 
+    def settle(self) -> None:
+        """From now on what was observed counts."""
+
 
 class StepCost:
     """T(B, w) in seconds: measured at launch for some batch sizes, corrected by real steps.
 
     Real steps see what launch did not: the scheduler, longer contexts, a busy machine. That is much the same for every
     width, so a step corrects its whole batch size quickly, and its own width against the others slowly.
+
+    Ranks read their own clocks, and must decide the same: what was measured counts once they have agreed on it.
     """
 
     QUICK, SLOW = 1 / 8, 1 / 64
 
-    def __init__(self, widths: Sequence[int], seconds: dict[int, Sequence[float]]) -> None:
-        """`seconds[batch size]`, one per width."""
+    def __init__(
+        self,
+        widths: Sequence[int],
+        seconds: Mapping[int, Sequence[float]],
+        agree: Callable[[np.ndarray], None] = lambda seconds: None,
+    ) -> None:
+        """
+        Args:
+            seconds: for each measured batch size, one per width.
+            agree: writes the same values on every rank into an array, in place.
+        """
         self.widths = tuple(widths)
         self.sizes = sorted(seconds)
-        self.launch_SW = np.array([seconds[size] for size in self.sizes])
-        self.shift_S = np.zeros(len(self.sizes))
-        self.own_SW = np.zeros_like(self.launch_SW)
+        self.measured_SW = np.array([seconds[size] for size in self.sizes], dtype=float)
+        self.agree = agree
+        self.settle()
+
+    def settle(self) -> None:
+        """From now on what was measured counts. Called by all ranks after the same steps."""
+        self.agree(self.measured_SW)
+        self.agreed_SW = self.measured_SW.copy()
 
     def of(self, n_requests: int) -> np.ndarray:
         """Seconds per step, one per width."""
-        i, share = self._between(n_requests)
-        return self._of(i) if not share else self._of(i) * (1 - share) + self._of(i + 1) * share
+        return self._at(self.agreed_SW, n_requests)
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """A real step. One that took twice as long as expected was disturbed, and counts as twice as long."""
         w = self.widths.index(width)
-        expected = self.of(n_requests)[w]
+        expected = self._at(self.measured_SW, n_requests)[w]
         error = min(seconds, 2 * expected) - expected
         i, share = self._between(n_requests)
         for size, weight in ((i, 1 - share), (i + 1, share)):
             if weight:
-                self.shift_S[size] += self.QUICK * weight * error
-                self.own_SW[size, w] += self.SLOW * weight * error
+                self.measured_SW[size] += self.QUICK * weight * error
+                self.measured_SW[size, w] += self.SLOW * weight * error
 
     def __str__(self) -> str:
         rows = [["", *map(str, self.widths)]]
         rows += [[str(size), *(f"{1e3 * s:.2f} ms" for s in self.of(size))] for size in self.sizes]
         return "\n".join("".join(f"{cell:>10}" for cell in row) for row in rows)
 
-    def _of(self, size: int) -> np.ndarray:
-        return self.launch_SW[size] + self.own_SW[size] + self.shift_S[size]
+    def _at(self, seconds_SW: np.ndarray, n_requests: int) -> np.ndarray:
+        i, share = self._between(n_requests)
+        return seconds_SW[i] * (1 - share) + seconds_SW[i + 1] * share if share else seconds_SW[i]
 
     def _between(self, n_requests: int) -> tuple[int, float]:
         """The measured size at or below, and how far towards the next; sizes outside are as far as measured."""
@@ -164,8 +184,12 @@ class Adaptive:
         self.acceptance = acceptance
         self.cost = cost
         self.saved_s = 0.0  # what looking may cost
+        self.n_steps = 0
 
     def choose(self, rids: Sequence[str]) -> int:
+        self.n_steps += 1
+        if self.n_steps % SETTLE == 0:
+            self.cost.settle()
         committed_N = self.acceptance.expected(rids).tolist()
         seconds_W = self.cost.of(len(rids)).tolist()
         rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(self.widths, seconds_W, strict=True)]

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -46,7 +47,7 @@ from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_input import DraftInput
 from sglang_dflash.drafter import Drafter, FullView, View, WindowView
 from sglang_dflash.ends import target_ends
-from sglang_dflash.engines import Timer, build_engines
+from sglang_dflash.engines import Timer, build_engines, from_first_rank
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.planner import Planner
 from sglang_dflash.state import make_state
@@ -123,7 +124,15 @@ class DFlashWorker(BaseSpecWorker):
             self._target_worker, build_engines(self._target_worker, self.state, widths, config.block_size)
         )
         timer = Timer(self.planner, self.drafter, self.verifier)
-        self.width = Chooser(make_policy(self.flags.width_policy, widths, target.max_running_requests, timer.seconds))
+        self.width = Chooser(
+            make_policy(
+                self.flags.width_policy,
+                widths,
+                n_requests=target.max_running_requests,
+                seconds=timer.seconds,
+                agree=from_first_rank(get_dp_tp_group()),
+            )
+        )
         self.choice = Choice(target)
         self.context_kv = ContextKV(draft.model, draft)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)

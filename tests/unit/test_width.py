@@ -1,0 +1,302 @@
+"""The width policy: what it believes, what it takes a step to cost, and what it makes of both."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_dflash.width import EXPLORE, MEMORY, PRIOR, SETTLE, Acceptance, Adaptive, StepCost
+
+N = 8  # block
+D = N - 1
+WIDTHS = (1, 2, 4, 8)
+RIDS = ("a", "b", "c", "d", "e")
+
+Step = tuple[list[str], int, list[int]]
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    """Requests, a width, and how many of its drafts were accepted."""
+    rids = draw(st.lists(st.sampled_from(RIDS), min_size=1, unique=True))
+    width = draw(st.sampled_from(WIDTHS))
+    return rids, width, [draw(st.integers(0, width - 1)) for _ in rids]
+
+
+def taught(history: Sequence[Step], n_requests: int = len(RIDS)) -> Acceptance:
+    acceptance = Acceptance(D, n_requests)
+    for step in history:
+        acceptance.observe(*step)
+    return acceptance
+
+
+class Certain(Acceptance):
+    """Believes what it is told to."""
+
+    def __init__(self, committed_N: Sequence[float]) -> None:
+        super().__init__(D, 1)
+        self.committed_N = np.array(committed_N)
+
+    def expected(self, rids: Sequence[str]) -> np.ndarray:
+        return self.committed_N
+
+
+def committed(conditional: float) -> list[float]:
+    return [sum(conditional**i for i in range(width)) for width in range(1, N + 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------- acceptance
+
+
+@settings(deadline=None)
+@given(st.lists(steps(), max_size=30), steps())
+def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: list[Step], last: Step) -> None:
+    expected_N = taught(history).expected(last[0])
+    assert expected_N[0] == 1
+    assert (expected_N <= np.arange(1, N + 1) + 1e-9).all()
+    gains_D = np.diff(expected_N)
+    assert (gains_D >= 0).all()
+    assert (np.diff(gains_D) <= 1e-9).all()
+
+
+@settings(deadline=None)
+@given(st.lists(steps(), max_size=10), st.integers(1, 5), st.sampled_from(WIDTHS[:-1]))
+def test_what_was_not_verified_did_not_fail(history: list[Step], n: int, width: int) -> None:
+    """Steps that accept all they verify never lower the belief in what is beyond to below that in the last verified."""
+    acceptance = taught(history)
+    before_2D = acceptance.batch_2D.copy()
+    for _ in range(n):
+        acceptance.observe(["a"], width, [width - 1])
+    forgotten = np.exp(-n / MEMORY)
+    np.testing.assert_allclose(acceptance.batch_2D[:, width - 1 :], before_2D[:, width - 1 :] * forgotten)
+    assert (acceptance.batch_2D[:, : width - 1] > before_2D[:, : width - 1] * forgotten).all()
+
+
+def test_belief_in_the_unseen_is_that_in_the_position_before() -> None:
+    acceptance = taught([(["a"], 4, [3])] * 50 + [(["a"], 4, [2])] * 50)
+    survival_D = np.diff(acceptance.expected(["new"]))
+    conditional_D = survival_D[1:] / survival_D[:-1]
+    assert conditional_D[1] < 0.5 < 0.9 < conditional_D[0]  # the third was seen to fail, the second was not
+    np.testing.assert_allclose(conditional_D[2:], conditional_D[1])
+
+
+def test_a_failure_ends_what_a_step_says() -> None:
+    acceptance = taught([(["a", "b"], N, [0, 3])])
+    assert acceptance.batch_2D[0].tolist() == [2, 1, 1, 1, 0, 0, 0]
+    assert acceptance.batch_2D[1].tolist() == [1, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_request_is_drawn_to_the_batch() -> None:
+    """As strongly as by `PRIOR` observations; one that was never seen is believed to be like the batch."""
+    acceptance = taught([(["a"], 2, [1])] * 200)
+    acceptance.observe(["b"], 2, [0])
+    newcomer = acceptance.expected(["new"])[1] - 1
+    accepted, reached = acceptance.batch_2D[1, 0], acceptance.batch_2D[0, 0]
+    assert newcomer == pytest.approx((accepted + PRIOR * acceptance.first) / (reached + PRIOR))
+    assert acceptance.expected(["b"])[1] - 1 == pytest.approx(PRIOR * newcomer / (1 + PRIOR))
+    assert newcomer < acceptance.expected(["a"])[1] - 1
+
+
+def test_expected_is_the_mean_over_requests() -> None:
+    acceptance = taught([(["a", "b"], N, [7, 0])] * 20)
+    each = [acceptance.expected([rid]) for rid in ("a", "b")]
+    np.testing.assert_allclose(acceptance.expected(["a", "b"]), np.mean(each, axis=0))
+
+
+def test_it_forgets() -> None:
+    """After `MEMORY` steps an observation weighs 1/e."""
+    acceptance = taught([(["a"], N, [7])] + [(["a"], 1, [0])] * MEMORY)
+    np.testing.assert_allclose(acceptance.batch_2D, np.exp(-1))
+    np.testing.assert_allclose(acceptance.counts_R2D[acceptance.row_of["a"]], np.exp(-1))
+
+
+@settings(deadline=None)
+@given(st.lists(steps(), max_size=20))
+def test_the_requests_seen_longest_ago_are_forgotten(history: list[Step]) -> None:
+    acceptance = Acceptance(D, n_requests=len(RIDS))
+    for step in history:
+        acceptance.observe(*step)
+    last_seen = {rid: i for i, step in enumerate(history) for rid in step[0]}
+    for i in range(len(RIDS)):  # as many newcomers as there is room for, one after the other
+        acceptance.observe([f"new-{i}"], 1, [0])
+        kept = {rid for rid in acceptance.row_of if rid in RIDS}
+        n_left = min(len(last_seen), len(RIDS) - 1 - i)
+        gone = set(last_seen) - kept
+        assert len(kept) == n_left
+        assert all(last_seen[old] <= last_seen[young] for old in gone for young in kept)
+    assert len(acceptance.row_of) == len(RIDS)
+
+
+def test_who_was_forgotten_comes_back_as_a_stranger() -> None:
+    acceptance = taught([(["a"], N, [0])] * 20 + [(["b"], N, [7])] * 20 + [(["c"], N, [7])], n_requests=2)
+    np.testing.assert_array_equal(acceptance.expected(["a"]), acceptance.expected(["never seen"]))
+
+
+# --------------------------------------------------------------------------------------------------------------- costs
+
+
+def make_cost() -> StepCost:
+    return StepCost((1, 4, 8), {2: (1.0, 2.0, 3.0), 4: (2.0, 6.0, 5.0), 8: (3.0, 7.0, 9.0)})
+
+
+@pytest.mark.parametrize(
+    ("n_requests", "seconds"),
+    [
+        (1, [1, 2, 3]),
+        (2, [1, 2, 3]),
+        (3, [1.5, 4, 4]),
+        (4, [2, 6, 5]),
+        (5, [2.25, 6.25, 6]),
+        (8, [3, 7, 9]),
+        (99, [3, 7, 9]),
+    ],
+)
+def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> None:
+    np.testing.assert_allclose(make_cost().of(n_requests), seconds)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.1, 5.0))
+def test_costs_become_what_steps_took(n_requests: int, width: int, real: float) -> None:
+    """And what one width took too long, most of the others will have too."""
+    cost = make_cost()
+    w, before_W = cost.widths.index(width), cost.of(n_requests)
+    for _ in range(300):
+        cost.observe(n_requests, width, real)
+    np.testing.assert_array_equal(cost.of(n_requests), before_W, "not before the ranks have agreed")
+    cost.settle()
+    moved_W = cost.of(n_requests) - before_W
+    assert cost.of(n_requests)[w] == pytest.approx(real, rel=1e-3)
+    others_W = np.delete(moved_W, w)
+    np.testing.assert_allclose(others_W, moved_W[w] * StepCost.QUICK / (StepCost.QUICK + StepCost.SLOW), atol=1e-6)
+
+
+def test_a_width_of_its_own_cost_is_told_from_the_others() -> None:
+    """Launch saw every width alike; width 4 really takes twice as long, which steps at all widths show."""
+    cost = StepCost((1, 4, 8), {1: (1.0, 1.0, 1.0)})
+    for _ in range(1000):
+        for width, seconds in ((1, 1.0), (4, 2.0), (8, 1.0)):
+            cost.observe(1, width, seconds)
+    cost.settle()
+    np.testing.assert_allclose(cost.of(1), [1, 2, 1], atol=0.15)
+
+
+def test_a_disturbed_step_counts_as_twice_as_long() -> None:
+    disturbed, doubled = make_cost(), make_cost()
+    disturbed.observe(4, 8, 1000.0)
+    doubled.observe(4, 8, 10.0)
+    disturbed.settle()
+    doubled.settle()
+    assert (disturbed.of(4) > make_cost().of(4)).all()
+    np.testing.assert_array_equal(disturbed.of(4), doubled.of(4))
+
+
+# --------------------------------------------------------------------------------------------------------- the choice
+
+
+costs = st.lists(st.floats(0.5, 8.0), min_size=len(WIDTHS), max_size=len(WIDTHS))
+
+
+def adaptive(committed_N: Sequence[float], seconds_W: Sequence[float]) -> Adaptive:
+    return Adaptive(WIDTHS, Certain(committed_N), StepCost(WIDTHS, {1: seconds_W}))
+
+
+@settings(deadline=None)
+@given(st.floats(0.05, 0.99), costs)
+def test_the_best_of_all_widths_is_taken(conditional: float, seconds_W: list[float]) -> None:
+    """On any cost, stairs or not, the first choice has the highest rate, unless it looks for nearly nothing."""
+    committed_N = committed(conditional)
+    rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(WIDTHS, seconds_W, strict=True)]
+    chosen = WIDTHS.index(adaptive(committed_N, seconds_W).choose(["a"]))
+    assert rate_W[chosen] >= max(rate_W) * (1 - 2 * EXPLORE) or chosen == len(WIDTHS) - 1
+    if chosen != len(WIDTHS) - 1:
+        assert rate_W[chosen] == max(rate_W)
+
+
+def test_a_worse_neighbour_hides_nothing() -> None:
+    """Width 4 is not worth its step up, width 8 is: it lies on the same stair."""
+    assert adaptive(committed(0.6), (1.0, 1.1, 3.0, 3.0)).choose(["a"]) == 2
+    assert adaptive(committed(0.98), (1.0, 1.1, 3.0, 3.0)).choose(["a"]) == 8
+
+
+def test_of_equals_the_widest_is_taken() -> None:
+    for seconds_W, widest in (((1, 2, 4, 8), 8), ((9, 2, 4, 80), 4)):
+        policy = adaptive(range(1, N + 1), seconds_W)
+        assert [policy.choose(["a"]) for _ in range(100)] == [widest] * 100
+
+
+@settings(deadline=None)
+@given(st.floats(0.0, 0.99), costs)
+def test_looking_costs_at_most_a_share_of_the_time(conditional: float, seconds_W: list[float]) -> None:
+    committed_N = committed(conditional)
+    policy = adaptive(committed_N, seconds_W)
+    chosen = [WIDTHS.index(policy.choose(["a"])) for _ in range(1000)]
+    seconds = sum(seconds_W[w] for w in chosen)
+    best = max(committed_N[width - 1] / seconds_W[w] for w, width in enumerate(WIDTHS))
+    lost = seconds - sum(committed_N[WIDTHS[w] - 1] for w in chosen) / best
+    assert lost <= EXPLORE * seconds + 1e-6
+
+
+def test_nothing_is_spent_where_nothing_can_be_won() -> None:
+    """Of a thousand steps one accepts all of width 4: even certainty beyond would not pay for a longer step."""
+    policy = adaptive(committed(0.1), (9.0, 9.0, 1.0, 1.8))
+    assert {policy.choose(["a"]) for _ in range(5000)} == {4}
+    hopeful = adaptive(committed(0.9), (9.0, 9.0, 1.0, 1.8))
+    assert {hopeful.choose(["a"]) for _ in range(5000)} == {4, 8}
+
+
+@settings(deadline=None)
+@given(st.lists(steps(), max_size=30))
+def test_ranks_that_are_told_the_same_decide_the_same(history: list[Step]) -> None:
+    ranks = [Adaptive(WIDTHS, Acceptance(D, 4 * len(RIDS)), StepCost(WIDTHS, {1: (1, 2, 2.5, 4)})) for _ in range(2)]
+    for rids, width, n_accepted_B in history:
+        assert ranks[0].choose(rids) == ranks[1].choose(rids)
+        for rank in ranks:
+            rank.acceptance.observe(rids, width, n_accepted_B)
+    assert ranks[0].saved_s == ranks[1].saved_s
+
+
+def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
+    """As long as the first one's clock is what they agree on."""
+    first = list[np.ndarray]()
+
+    def agree(seconds_SW: np.ndarray) -> None:
+        first.append(seconds_SW.copy()) if rank == 0 else np.copyto(seconds_SW, first.pop())
+
+    ranks = []
+    for rank in range(2):
+        cost = StepCost(WIDTHS, {1: (1.0 + rank, 2.0, 2.5, 4.0)}, agree)
+        ranks.append(Adaptive(WIDTHS, Acceptance(D, 4), cost))
+    chosen = list[list[int]]()
+    for step in range(20 * SETTLE):
+        widths = []
+        for rank, policy in enumerate(ranks):
+            widths.append(policy.choose(["a"]))
+            policy.observe(["a"], widths[-1], [min(step % 3, widths[-1] - 1)], seconds=2.0 + rank + widths[-1] / 3)
+        chosen.append(widths)
+    assert all(a == b for a, b in chosen)
+    assert len({a for a, _ in chosen}) > 1, "nothing was decided"
+
+
+@pytest.mark.parametrize(("n_requests", "n_looks"), [(1, 6), (8, 1)])
+def test_it_follows(n_requests: int, n_looks: int) -> None:
+    """Everything is accepted, then nothing, then everything: 64 steps down; up when so many looks were affordable."""
+    down, look = 64, 1 + round((4 - 1) / EXPLORE)  # a look loses what width 8 takes longer than width 1
+    rids = [f"request-{i}" for i in range(n_requests)]
+    policy = Adaptive(WIDTHS, Acceptance(D, n_requests), StepCost(WIDTHS, {1: (1.0, 1.6, 2.4, 4.0)}))
+
+    def run(n_steps: int, *, is_easy: bool) -> list[int]:
+        chosen = []
+        for _ in range(n_steps):
+            chosen.append(policy.choose(rids))
+            policy.acceptance.observe(rids, chosen[-1], [is_easy * (chosen[-1] - 1)] * n_requests)
+        return chosen
+
+    assert set(run(300, is_easy=True)) == {8}
+    hard = run(2000, is_easy=False)[down:]
+    assert set(hard) == {1, 8}
+    assert hard.count(1) >= 0.99 * len(hard)
+    easy = run(n_looks * look + 100, is_easy=True)
+    assert set(easy[n_looks * look :]) == {8}
