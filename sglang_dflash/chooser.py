@@ -7,7 +7,7 @@ in between, so that a policy is told which width an outcome belongs to, and how 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from random import Random as Generator
 from typing import Protocol
@@ -15,16 +15,17 @@ from typing import Protocol
 import numpy as np
 
 from sglang_dflash.flags import Flags, WidthPolicy
-from sglang_dflash.width import Acceptance, Adaptive, StepCost
+from sglang_dflash.width import Acceptance, Adaptive, Decision, StepCost
 
 logger = logging.getLogger(__name__)
 
+REPORT = 1000  # steps between two lines in the log
 DEFAULT = (1, 2, 4, 6, 8, 12)  # and the whole block
 
 
 class Policy(Protocol):
-    def choose(self, rids: Sequence[str]) -> int:
-        """The width of the next step of these requests."""
+    def decide(self, rids: Sequence[str]) -> Decision:
+        """For the next step of these requests."""
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
         """A step's outcome; `seconds` where the time is known to be that step's own."""
@@ -34,24 +35,84 @@ class Fixed:
     """Always the same width."""
 
     def __init__(self, width: int) -> None:
-        self.width = width
+        self.decision = Decision(width)
 
-    def choose(self, rids: Sequence[str]) -> int:
-        return self.width
+    def decide(self, rids: Sequence[str]) -> Decision:
+        return self.decision
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
         return
 
 
-class Random(Fixed):
+class Random:
     """Any width, the same ones on every rank: for tests."""
 
     def __init__(self, widths: Sequence[int], seed: int = 0) -> None:
         self.widths = widths
         self.generator = Generator(seed)
 
-    def choose(self, rids: Sequence[str]) -> int:
-        return self.generator.choice(self.widths)
+    def decide(self, rids: Sequence[str]) -> Decision:
+        return Decision(self.generator.choice(self.widths))
+
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
+        return
+
+
+class Account:
+    """What the chosen widths came to, beside always the same width.
+
+    What a narrower width would have committed follows from what was accepted; what a wider one would have, and how long
+    any would have taken, is what was expected when the step was decided.
+    """
+
+    def __init__(self) -> None:
+        self.n_steps = Counter[int]()  # by width
+        self.n_rows = 0  # requests, summed over the steps
+        self.committed = self.expected = self.seconds = 0.0
+        self.committed_always = defaultdict[int, float](float)  # by width
+        self.seconds_always = defaultdict[int, float](float)
+
+    def add(self, decision: Decision, n_accepted_B: Sequence[int]) -> None:
+        width, n_rows = decision.width, len(n_accepted_B)
+        committed = n_rows + sum(n_accepted_B)
+        self.n_steps[width] += 1
+        self.n_rows += n_rows
+        self.committed += committed
+        if not decision.committed:
+            return
+        self.expected += n_rows * decision.committed[width]
+        self.seconds += decision.seconds[width]
+        for other, seconds in decision.seconds.items():
+            self.seconds_always[other] += seconds
+            self.committed_always[other] += (
+                sum(min(n, other - 1) for n in n_accepted_B) + n_rows
+                if other <= width
+                else committed + n_rows * (decision.committed[other] - decision.committed[width])
+            )
+
+    @property
+    def best(self) -> int | None:
+        """The width that would have committed most per second; None where nothing was expected."""
+        rate = {width: self.committed_always[width] / seconds for width, seconds in self.seconds_always.items()}
+        return max(rate, key=lambda width: rate[width], default=None)
+
+    @property
+    def regret(self) -> float:
+        """The share of the best width's tokens per second that was missed; negative where choosing was better."""
+        if self.best is None:
+            return 0.0
+        return 1 - self.committed / self.seconds * self.seconds_always[self.best] / self.committed_always[self.best]
+
+    def __str__(self) -> str:
+        n_steps = sum(self.n_steps.values())
+        shares = ", ".join(f"{width} in {n / n_steps:.0%}" for width, n in sorted(self.n_steps.items()))
+        text = f"widths of {n_steps} steps: {shares}; {self.committed / self.n_rows:.2f} tokens per request and step"
+        if self.best is None:
+            return text
+        return (
+            f"{text} ({self.expected / self.n_rows:.2f} expected); "
+            f"{abs(self.regret):.1%} {'below' if self.regret > 0 else 'above'} always {self.best}"
+        )
 
 
 class Chooser:
@@ -59,24 +120,32 @@ class Chooser:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.in_flight = deque[tuple[list[str], int]]()
+        self.in_flight = deque[tuple[list[str], Decision]]()
         self.last: tuple[int, int] | None = None  # (requests, width) of the last outcome, None after anything else
         self.last_s = 0.0
+        self.account = Account()
 
-    def choose(self, rids: Sequence[str]) -> int:
-        width = self.policy.choose(rids)
-        self.in_flight.append((list(rids), width))
-        return width
+    def choose(self, rids: list[str]) -> int:
+        """The width of the next step of these requests."""
+        decision = self.policy.decide(rids)
+        self.in_flight.append((rids, decision))
+        return decision.width
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
         """The oldest step in flight is known, at `now_s`.
 
         Steps overlap, so the time since the last outcome may be the next step's: it counts where both are alike.
         """
-        rids, width = self.in_flight.popleft()
-        kind = len(rids), width
-        self.policy.observe(rids, width, n_accepted_B, now_s - self.last_s if kind == self.last else None)
+        rids, decision = self.in_flight.popleft()
+        assert len(rids) == len(n_accepted_B), "an outcome of another step than the oldest"
+        kind = len(rids), decision.width
+        seconds = now_s - self.last_s if kind == self.last else None
         self.last, self.last_s = kind, now_s
+        self.policy.observe(rids, decision.width, n_accepted_B, seconds)
+        self.account.add(decision, n_accepted_B)
+        if sum(self.account.n_steps.values()) == REPORT:
+            logger.info("%s", self.account)
+            self.account = Account()
 
     def interrupt(self) -> None:
         """Something else than decoding runs now."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -175,6 +175,14 @@ class StepCost:
         return i, (n_requests - self.sizes[i]) / (self.sizes[i + 1] - self.sizes[i])
 
 
+class Decision(NamedTuple):
+    """The width of a step, and what was expected of every width when it was chosen."""
+
+    width: int
+    committed: Mapping[int, float] = {}  # by width: tokens of one request
+    seconds: Mapping[int, float] = {}  # by width: a step of the whole batch
+
+
 class Adaptive:
     """The width with the most committed tokens per second."""
 
@@ -187,6 +195,10 @@ class Adaptive:
         self.n_steps = 0
 
     def choose(self, rids: Sequence[str]) -> int:
+        return self.decide(rids).width
+
+    def decide(self, rids: Sequence[str]) -> Decision:
+        """For the next step of these requests."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0:
             self.cost.settle()
@@ -194,7 +206,12 @@ class Adaptive:
         seconds_W = self.cost.of(len(rids)).tolist()
         rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(self.widths, seconds_W, strict=True)]
         rate, best = max(zip(rate_W, range(len(rate_W)), strict=True))  # of equals the widest, which learns most
-        return self.widths[-1 if self._looks(best, rate, committed_N, seconds_W) else best]
+        looks = self._looks(best, rate, committed_N, seconds_W)
+        return Decision(
+            self.widths[-1 if looks else best],
+            committed={width: committed_N[width - 1] for width in self.widths},
+            seconds=dict(zip(self.widths, seconds_W, strict=True)),
+        )
 
     def _looks(self, best: int, rate: float, committed_N: list[float], seconds_W: list[float]) -> bool:
         """Whether a step at full width can be afforded; if so, it is paid for."""

@@ -1,0 +1,111 @@
+"""Which outcome belongs to which decision, and what the decisions came to."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from sglang_dflash import flags
+from sglang_dflash.chooser import Account, Chooser, Fixed, Random, candidates, make_policy
+from sglang_dflash.flags import WidthPolicy
+from sglang_dflash.width import Adaptive, Decision
+
+
+class Scripted:
+    """Decides what it is told to, and remembers what it hears."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths = iter(widths)
+        self.heard: list[tuple] = []
+
+    def decide(self, rids: Sequence[str]) -> Decision:
+        return Decision(next(self.widths))
+
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
+        self.heard.append((list(rids), width, list(n_accepted_B), seconds))
+
+
+def test_outcomes_arrive_late_and_in_order() -> None:
+    policy = Scripted([8, 4, 4])
+    chooser = Chooser(policy)
+    assert chooser.choose(["a"]) == 8
+    assert chooser.choose(["a", "b"]) == 4
+    chooser.observe([7], 1.0)
+    assert chooser.choose(["b", "c"]) == 4
+    chooser.observe([0, 3], 2.0)
+    chooser.observe([1, 2], 3.5)
+    # Only the last had one of its own kind before it: its time is known.
+    assert policy.heard == [(["a"], 8, [7], None), (["a", "b"], 4, [0, 3], None), (["b", "c"], 4, [1, 2], 1.5)]
+
+
+def test_time_is_not_counted_across_a_prefill() -> None:
+    policy = Scripted([4, 4, 4])
+    chooser = Chooser(policy)
+    for now_s in (1.0, 2.0):
+        chooser.choose(["a"])
+        chooser.observe([0], now_s)
+    chooser.interrupt()
+    chooser.choose(["a"])
+    chooser.observe([0], 9.0)
+    assert [seconds for *_, seconds in policy.heard] == [None, 1.0, None]
+
+
+def test_an_outcome_of_another_batch_is_noticed() -> None:
+    chooser = Chooser(Fixed(4))
+    chooser.choose(["a", "b"])
+    with pytest.raises(AssertionError, match="another step"):
+        chooser.observe([1], 0.0)
+
+
+def test_the_account_by_hand() -> None:
+    """Two requests. Narrower widths are counted from what was accepted, wider ones as was expected."""
+    expected = {"committed": {1: 1.0, 4: 2.0, 8: 2.5}, "seconds": {1: 1.0, 4: 2.0, 8: 4.0}}
+    account = Account()
+    account.add(Decision(4, **expected), [0, 3])
+    account.add(Decision(8, **expected), [7, 1])
+    assert dict(account.n_steps) == {4: 1, 8: 1}
+    assert (account.committed, account.expected, account.seconds) == (5 + 10, 2 * 2.0 + 2 * 2.5, 2.0 + 4.0)
+    assert account.committed_always == {1: 4, 4: 5 + (4 + 2), 8: (5 + 2 * 0.5) + 10}
+    assert account.seconds_always == {1: 2.0, 4: 4.0, 8: 8.0}
+    assert account.best == 4
+    assert account.regret == pytest.approx(1 - (15 / 6) / (11 / 4))
+    assert str(account) == (
+        "widths of 2 steps: 4 in 50%, 8 in 50%; 3.75 tokens per request and step (2.25 expected); 9.1% below always 4"
+    )
+
+
+def test_without_a_choice_there_is_nothing_to_regret() -> None:
+    account = Account()
+    account.add(Decision(4), [0, 3])
+    assert (account.best, account.regret) == (None, 0.0)
+    assert str(account) == "widths of 1 steps: 4 in 100%; 2.50 tokens per request and step"
+
+
+@pytest.mark.parametrize(
+    ("value", "widths"),
+    [("auto", (1, 2, 4, 6, 8, 12, 16)), ("random", (1, 2, 4, 6, 8, 12, 16)), ("fixed", (16,)), ("8,1", (1, 8))],
+)
+def test_widths_to_choose_from(value: str, widths: tuple[int, ...]) -> None:
+    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16) == widths
+
+
+@pytest.mark.parametrize("value", ["0,4", "17"])
+def test_a_width_outside_the_block_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WIDTHS: (0|17) is not within 1\.\.16, .* drop it"):
+        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16)
+
+
+def test_a_policy_for_each_kind() -> None:
+    timed: list[int] = []
+
+    def seconds(n_requests: int, widths: Sequence[int]) -> list[float]:
+        timed.append(n_requests)
+        return [float(width) for width in widths]
+
+    def make(kind: WidthPolicy, widths: Sequence[int]) -> object:
+        return make_policy(kind, widths, n_requests=6, seconds=seconds, agree=lambda seconds_SW: None)
+
+    assert isinstance(make(WidthPolicy.RANDOM, (1, 4)), Random)
+    assert isinstance(make(WidthPolicy.AUTO, (4,)), Fixed)
+    assert timed == [], "what is not chosen from is not timed"
+    assert isinstance(make(WidthPolicy.AUTO, (1, 4)), Adaptive)
+    assert timed == [1, 2, 4, 6]
