@@ -26,6 +26,8 @@ from launch.tiny import Arm
 
 FIRST_PORT = 31300
 MAX_LIVE = 5  # about 2.5 GiB each
+# Steps are compared with the plain-torch draft's, which verifies whole blocks.
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
 KIND_FLAGS = {"hybrid": tiny.HYBRID_FLAGS, "dense": ()}
@@ -69,6 +71,8 @@ class ServerPool:
             env: further environment variables.
         """
         env = dict(env or {})
+        if arm == Arm.PLUGIN:
+            env = WHOLE_BLOCKS | env
         if arm == Arm.OFF:
             flags = [*parameters.REFERENCE_FLAGS, *(flag for flag in flags if flag not in parameters.REFERENCE_FLAGS)]
             env |= parameters.REFERENCE_ENV

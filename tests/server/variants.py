@@ -11,7 +11,8 @@ class Variant(NamedTuple):
     # What the oracle is told, and whether it can know how steps go.
     block_size: int | None = None
     draft_window: int | None = None
-    knows_steps: bool = True  # not under retraction, which repeats steps, nor with a window rounded up to pages
+    # Not under retraction, which repeats steps, nor with a window rounded up to pages, nor where widths change.
+    knows_steps: bool = True
 
     @property
     def caches_inside_text(self) -> bool:
@@ -25,6 +26,7 @@ TRACK = ("--mamba-track-interval", "64")
 PAGES = ("--page-size", "16")
 PROCESSORS = ("--enable-custom-logit-processor",)  # without it SGLang refuses a request that brings one
 RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
+RANDOM_WIDTHS = (("SGLANG_DFLASH_WIDTHS", "random"),)
 
 
 def strategy(name: str) -> tuple[str, ...]:
@@ -35,11 +37,12 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
     return flag, str(n_tokens)
 
 
-# `make test` serves one for each of: no overlap without tracking, attention-only targets, the default (which other
-# test modules use too, so it comes last).
+# `make test` serves one for each of: no overlap without tracking, attention-only targets, widths that change at random,
+# the default (which other test modules use too, so it comes last).
 VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED)),
-    "dense-pages-chunked-retract": Variant("dense", (*PAGES, *CHUNKED), RETRACT, knows_steps=False),
+    "dense-pages-chunked-retract": Variant("dense", (*PAGES, *CHUNKED), RETRACT + RANDOM_WIDTHS, knows_steps=False),
+    "hybrid-random-widths": Variant("hybrid", TRACK, RANDOM_WIDTHS, knows_steps=False),
     "hybrid": Variant("hybrid", (*TRACK, *PROCESSORS)),
     "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
     "hybrid-lazy-chunked": Variant("hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK), full=True),
@@ -51,5 +54,14 @@ VARIANTS = {
     "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
     "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
     "dense-window-pages": Variant("dense", (*window(64), *PAGES), full=True, knows_steps=False),
+    "hybrid-chosen-widths": Variant(
+        "hybrid", (*NO_OVERLAP, *TRACK), (("SGLANG_DFLASH_WIDTHS", "auto"),), full=True, knows_steps=False
+    ),
+    "hybrid-lazy-random-widths": Variant(
+        "hybrid", (*strategy("extra_buffer_lazy"), *PAGES, *TRACK), RANDOM_WIDTHS, full=True, knows_steps=False
+    ),
+    "hybrid-snapshot-random-widths": Variant(
+        "hybrid", TRACK, RANDOM_WIDTHS + (("SGLANG_DFLASH_GDN_STATE", "snapshot"),), full=True, knows_steps=False
+    ),
     "hybrid-snapshot": Variant("hybrid", TRACK, (("SGLANG_DFLASH_GDN_STATE", "snapshot"),), full=True),
 }
