@@ -61,7 +61,7 @@ VARIANTS = {
         "hybrid", (*strategy("extra_buffer_lazy"), *PAGES, *TRACK), RANDOM_WIDTHS, full=True, knows_steps=False
     ),
     "hybrid-snapshot-random-widths": Variant(
-        "hybrid", TRACK, RANDOM_WIDTHS + (("SGLANG_DFLASH_GDN_STATE", "snapshot"),), full=True, knows_steps=False
+        "hybrid", TRACK, (*RANDOM_WIDTHS, ("SGLANG_DFLASH_GDN_STATE", "snapshot")), full=True, knows_steps=False
     ),
     "hybrid-snapshot": Variant("hybrid", TRACK, (("SGLANG_DFLASH_GDN_STATE", "snapshot"),), full=True),
 }
