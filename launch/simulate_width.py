@@ -45,7 +45,8 @@ ASSUMPTIONS = (
     "Seconds per step at widths 1, 8 and 16: concurrency x acceptance length / published tokens per second (length 1 "
     "without speculation). Prefill, and the end of a run when fewer requests are left, are inside.",
     "Between widths 8 and 16 they are linear. Between 1 and 8 they are the higher of the line from 1 to 8 and of the "
-    "line through 8 and 16, as drafting costs the same from width 2 on. The stairs of a GPU's cost are not published.",
+    "line through 8 and 16, as drafting costs the same from width 2 on. The stairs of a GPU's cost are not published. "
+    "Width 1 costs what AR does: that it keeps features for the next draft is not charged.",
     "Acceptance: the logit is linear in the position, with the two parameters that give the published lengths at 8 and "
     "16, which are means over concurrencies. Requests of a task are alike, and positions independent.",
     "The column for block 8 is of a draft that drafts 8. Read as the first 8 of a drafted block of 16, it assumes that "
