@@ -1,5 +1,6 @@
 """The DFLASH worker: what SGLang's scheduler talks to. It orders the stages of a step; it does no tensor arithmetic.
 
+    width      how much of it to verify      chooser.py, width.py
     plan       where the block goes          planner.py
     draft      guess the block               drafter.py, draft_model.py
     verify     the target scores it          verifier.py

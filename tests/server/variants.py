@@ -53,7 +53,7 @@ VARIANTS = {
     "dense": Variant("dense", full=True),
     "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
     "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
-    "dense-window-pages": Variant("dense", (*window(64), *PAGES), full=True, knows_steps=False),
+    "dense-window-pages": Variant("dense", (*window(64), *PAGES), RANDOM_WIDTHS, full=True, knows_steps=False),
     "hybrid-chosen-widths": Variant(
         "hybrid", (*NO_OVERLAP, *TRACK), (("SGLANG_DFLASH_WIDTHS", "auto"),), full=True, knows_steps=False
     ),
