@@ -19,6 +19,7 @@ class Target:
     vocab_size: int
     n_layers: int
     dtype: str
+    recurrent: bool  # some layers keep a state instead of K and V
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Arguments:
     hierarchical_cache: bool
     two_batch_overlap: bool
     mixed_chunk: bool
+    streaming_session: bool
 
     def require_draft_path(self) -> str:
         """Raises ValueError when there is no draft."""
@@ -98,6 +100,7 @@ def arguments_of(server_args: Any) -> Arguments:
         hierarchical_cache=args.enable_hierarchical_cache,
         two_batch_overlap=args.enable_two_batch_overlap,
         mixed_chunk=args.enable_mixed_chunk,
+        streaming_session=args.enable_streaming_session,
     )
 
 
@@ -108,6 +111,7 @@ def first_given(*values: int | None) -> int | None:
 def target_of(server_args: Any) -> Target:
     """The target's config as SGLang loads it; SGLang keeps it once built."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
 
     model_config = model_config_of(server_args)
     text = model_config.hf_text_config
@@ -118,6 +122,7 @@ def target_of(server_args: Any) -> Target:
         vocab_size=model_config.vocab_size,
         n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets number every pass
         dtype=str(model_config.dtype).removeprefix("torch."),
+        recurrent=mambaish_config(model_config) is not None,
     )
 
 

@@ -6,9 +6,12 @@ in between, so that a policy is told which width an outcome belongs to, and how 
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random as Generator
 from typing import Protocol
 
@@ -115,11 +118,24 @@ class Account:
         )
 
 
+class Trace:
+    """Every step's outcome, a line of JSON each, in a file of this process's own: ranks do not share one."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
+
+    def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:
+        line = {"s": round(now_s, 6), "width": width, "accepted": dict(zip(rids, n_accepted_B, strict=True))}
+        self.file.write(json.dumps(line) + "\n")
+
+
 class Chooser:
     """Invariant: `in_flight` are the decode steps whose outcome `observe` has not been told, oldest first."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
         self.policy = policy
+        self.trace = trace
         self.in_flight = deque[tuple[list[str], Decision]]()
         self.last: tuple[int, int] | None = None  # (requests, width) of the last outcome, None after anything else
         self.last_s = 0.0
@@ -143,6 +159,8 @@ class Chooser:
         self.last, self.last_s = kind, now_s
         self.policy.observe(rids, decision.width, n_accepted_B, seconds)
         self.account.add(decision, n_accepted_B)
+        if self.trace is not None:
+            self.trace.add(rids, decision.width, n_accepted_B, now_s)
         if sum(self.account.n_steps.values()) == REPORT:
             logger.info("%s", self.account)
             self.account = Account()

@@ -58,6 +58,7 @@ def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashCo
     """
     check_arguments(arguments)
     check_pair(draft, target)
+    _check_sessions(arguments, target)
     block_size = _block_size(arguments, draft)
     _check_window(arguments, draft, block_size)
     _check_heads(arguments, draft)
@@ -126,6 +127,15 @@ def _check_parallel(arguments: Arguments) -> None:
         raise NotSupported(
             f"--disaggregation-mode {arguments.disaggregation} is not supported with DFLASH; "
             f"serve prefill and decode together, or {STOCK}"
+        )
+
+
+def _check_sessions(arguments: Arguments, target: Target) -> None:
+    """A streaming session keeps a turn's last state. K/V past the turn's end can be given back, a state cannot."""
+    if arguments.streaming_session and target.recurrent:
+        raise NotSupported(
+            "--enable-streaming-session is not supported with DFLASH on a target with recurrent layers (a turn that "
+            "ends inside a block leaves their state past its end); drop the flag, other sessions work without it"
         )
 
 

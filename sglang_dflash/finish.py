@@ -7,13 +7,18 @@ looks for a stop string in fewer tokens when it looks after every token.
 
 And SGLang ends an aborted request without a test, with all of its last block: past the end token, or `max_new_tokens`.
 An answer that would have ended inside the block is cut there; what ended it is still the abort.
+
+What came after the end stays with the request, whose memory is counted by it, until a session goes on from there: the
+history is what the client was told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.session.session_controller import Session
 
 Stock = Callable[..., None]
 
@@ -46,3 +51,11 @@ def find_first_end(stock: Stock, req: Req, n: int) -> None:
             break
     req.grammar = grammar
     req.output_ids.extend(step[i + 1 :])
+
+
+def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs: Any) -> Req:
+    """AROUND `Session.create_req`: the next request of a session, its history before it."""
+    for node in session.req_nodes.values():
+        if node.req.finished_len is not None:
+            del node.req.output_ids[node.req.finished_len :]
+    return stock(session, *args, **kwargs)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 PREFIX = "SGLANG_DFLASH_"
@@ -41,6 +42,7 @@ class Flags:
         gdn_state: how the recurrent state of hybrid targets advances after a partly accepted block.
         width_policy: who decides how many tokens of a block are verified.
         widths: those it may choose from, ascending; empty: its own.
+        width_trace: the directory every step's width is written to; None: nothing is written.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 
@@ -48,6 +50,7 @@ class Flags:
     gdn_state: GdnState
     width_policy: WidthPolicy
     widths: tuple[int, ...]
+    width_trace: Path | None
     overlap: bool
 
 
@@ -93,6 +96,15 @@ FLAGS = (
         example="1,4,8,16",
     ),
     Flag(
+        "SGLANG_DFLASH_WIDTH_TRACE",
+        "off",
+        ("off",),
+        "Write every step's width, requests and accepted drafts, a line of JSON each, into a file per process in this "
+        "directory.",
+        pattern="/.+",
+        example="/a/directory",
+    ),
+    Flag(
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
@@ -133,10 +145,12 @@ def read(environ: Mapping[str, str]) -> Flags:
     raw = {flag.name: _value(flag, environ) for flag in FLAGS}
     worker = Worker(raw["SGLANG_DFLASH_WORKER"])
     _refuse_unknown(environ, worker)
+    trace = raw["SGLANG_DFLASH_WIDTH_TRACE"]
     return Flags(
         worker=worker,
         gdn_state=GdnState(raw["SGLANG_DFLASH_GDN_STATE"]),
         **_widths(raw["SGLANG_DFLASH_WIDTHS"]),
+        width_trace=None if trace == "off" else Path(trace),
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
 
@@ -168,8 +182,10 @@ def _on(value: str) -> bool:
 
 
 def _value(flag: Flag, environ: Mapping[str, str]) -> str:
-    value = environ.get(flag.name, flag.default).lower()
-    if value not in flag.values and not re.fullmatch(flag.pattern, value):
+    value = environ.get(flag.name, flag.default)
+    if value.lower() in flag.values:
+        return value.lower()
+    if not re.fullmatch(flag.pattern, value):
         raise ValueError(
             f"{flag.name}={environ[flag.name]!r} is not one of {', '.join(spellings(flag))}; set one of them"
         )

@@ -57,6 +57,7 @@ NAMES = (
         "speculative_draft_window_size speculative_draft_sink_size speculative_draft_model_quantization "
         "_speculative_draft_quantization_explicitly_set speculative_adaptive",
     ),
+    Name("sglang.srt.arg_groups.fields.serving", "Serving", "enable_streaming_session"),
     Name("sglang.srt.configs.hybrid_arch", "mambaish_config", "model_config"),
     Name(
         "sglang.srt.configs.model_config",
@@ -91,6 +92,15 @@ NAMES = (
         "tokenizer finished finished_reason finished_len to_finish grammar",
     ),
     Name("sglang.srt.managers.schedule_batch", "Req.update_finish_state", "new_accepted_len"),
+    Name("sglang.srt.session.session_controller", "Session", "req_nodes"),
+    Name("sglang.srt.session.session_controller", "Session.create_req", "req"),
+    Name("sglang.srt.session.session_controller", "SessionReqNode", "req"),
+    Name(
+        "sglang.srt.model_executor.model_runner_components.weight_updater",
+        "WeightUpdater.update_weights_from_disk",
+        "model_path",
+    ),
+    Name("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater", "get_model"),
     Name(
         "sglang.srt.sampling.sampling_params",
         "SamplingParams",

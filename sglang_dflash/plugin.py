@@ -11,11 +11,14 @@ import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import cli, flags, host
 from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Worker
+
+if TYPE_CHECKING:
+    from sglang_dflash.config import DFlashConfig
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +26,10 @@ CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_wo
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
 FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+SESSION = "sglang.srt.session.session_controller.Session.create_req"
+UPDATE_FROM_DISK = (
+    "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
+)
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -59,25 +66,28 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     from sglang_dflash.draft_model import DFlashDraftModel
     from sglang_dflash.worker import DFlashWorker
 
-    DFlashConfig.from_server_args(server_args)
+    config = DFlashConfig.from_server_args(server_args)
     ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
-    hook_scheduler()
+    hook_scheduler(config)
     return DFlashWorker
 
 
-def hook_scheduler() -> None:
+def hook_scheduler(config: "DFlashConfig") -> None:
     """What only a scheduler that serves DFLASH needs; it has these modules loaded anyway."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_dflash.draft_input import row_headroom
-    from sglang_dflash.finish import update_finish_state
+    from sglang_dflash.finish import create_req, update_finish_state
     from sglang_dflash.requests import refusal
+    from sglang_dflash.weight_update import own_checkpoint_only
 
     HookRegistry.register(VALIDATE_REQUEST, lambda stock, request, overlap: refusal(request), HookType.AFTER)
     HookRegistry.register(ROW_HEADROOM, row_headroom, HookType.AFTER)
     HookRegistry.register(FINISH, update_finish_state, HookType.AROUND)
+    HookRegistry.register(SESSION, create_req, HookType.AROUND)
+    HookRegistry.register(UPDATE_FROM_DISK, own_checkpoint_only(config), HookType.AROUND)
     HookRegistry.apply_hooks()
-    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM, FINISH)
+    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM, FINISH, SESSION, UPDATE_FROM_DISK)
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:

@@ -42,7 +42,7 @@ from sglang_dflash_kernels.accept import Accepted, accept
 
 from sglang_dflash import flags
 from sglang_dflash.choice import Choice
-from sglang_dflash.chooser import Chooser, candidates, make_policy
+from sglang_dflash.chooser import Chooser, Trace, candidates, make_policy
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_input import DraftInput
@@ -132,7 +132,8 @@ class DFlashWorker(BaseSpecWorker):
                 n_requests=target.max_running_requests,
                 seconds=timer.seconds,
                 agree=from_first_rank(get_dp_tp_group()),
-            )
+            ),
+            trace=Trace(self.flags.width_trace) if self.flags.width_trace else None,
         )
         self.choice = Choice(target)
         self.context_kv = ContextKV(draft.model, draft)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from random import Random
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -23,6 +23,9 @@ from tests.server.talk import as_prompt, as_text, conversation, post, steps, str
 from tests.server.variants import TRACK, VARIANTS
 
 MAX_NEW_TOKENS = 80
+PATIENCE_S = 120.0  # a server that has done nothing for so long has stopped
+# For requests that ignore the end SGLang sets all their memory aside: eight of these fit at once.
+ENDLESS = {"max_new_tokens": 600, "ignore_eos": True}
 CONTEXT = 256
 END = 2
 # Room for three requests at the context limit where eight run, at page size 1, and admission that hopes for the best.
@@ -76,6 +79,55 @@ def submit(clients: ThreadPoolExecutor, server: Server, prompts: Sequence[list[i
     return [clients.submit(server.generate, prompt, **options) for prompt in prompts]
 
 
+class Streams:
+    """Requests on their way, each in a stream, so that a test acts on how far they are and not on how long it waited.
+
+    Leaving the block waits for the last one to end.
+    """
+
+    def __init__(self, server: Server, prompts: Sequence[list[int]], **options: Any) -> None:
+        self.server, self.options = server, options
+        self.begun = threading.Semaphore(0)
+        self.came: list[Generation] = []  # of all of them, in the order they came
+        self.clients = ThreadPoolExecutor(len(prompts))
+        self.asked = [self.clients.submit(self._ask, prompt) for prompt in prompts]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.clients.shutdown()
+
+    def _ask(self, prompt: list[int]) -> Generation:
+        mine = []
+        for chunk in stream(self.server, prompt, **self.options):
+            mine.append(chunk)
+            self.came.append(chunk)
+            if len(mine) == 1:
+                self.begun.release()
+        return mine[-1]
+
+    def wait_begun(self, n: int) -> None:
+        """Until `n` requests have answered with something; call it once."""
+        for _ in range(n):
+            assert self.begun.acquire(timeout=PATIENCE_S), "not even begun"
+
+    def wait_quiet(self) -> None:
+        """Until nothing has come for a second: a server that goes on is quiet only once all have ended."""
+        n_came, deadline = -1, time.monotonic() + PATIENCE_S
+        while len(self.came) != n_came:
+            assert time.monotonic() < deadline, "it went on"
+            n_came = len(self.came)
+            time.sleep(1.0)
+
+    @property
+    def n_ended(self) -> int:
+        return sum(future.done() for future in self.asked)
+
+    def answers(self) -> list[Generation]:
+        return [future.result() for future in self.asked]
+
+
 # ---------------------------------------------------------------------------------------------- ends before its end
 
 
@@ -119,12 +171,13 @@ def test_abort_all_leaves_a_server_that_answers(
     ours: Server, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """Running and queued ones alike: twelve requests where eight fit."""
-    with ThreadPoolExecutor(12) as clients:
-        asked = submit(clients, ours, prompts, max_new_tokens=1000, ignore_eos=True)
-        time.sleep(0.5)
-        assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
-        ends = [future.exception() or future.result().meta["finish_reason"]["type"] for future in asked]
-    assert "abort" in map(str, ends)
+    with Streams(ours, prompts[:8], **ENDLESS) as running, ThreadPoolExecutor(4) as clients:
+        running.wait_begun(8)
+        queued = submit(clients, ours, prompts[8:], **ENDLESS)
+        while not all(future.done() for future in (*running.asked, *queued)):  # some may only now be coming in
+            assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
+            time.sleep(0.05)
+        assert {answer.meta["finish_reason"]["type"] for answer in running.answers()} == {"abort"}
     answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
     assert [answer.token_ids for answer in answers] == expected
 
@@ -245,29 +298,27 @@ def test_flush_cache_between_and_meanwhile(ours: Server, prompts: list[list[int]
 def test_pause_and_continue(ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str) -> None:
     """Put away in the middle, with their KV or without: taken up again, they say the same."""
     ours.flush_cache()
-    for delay_s in (0.05, 0.15, 0.3):
-        with ThreadPoolExecutor(12) as clients:
-            asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
-            time.sleep(delay_s)
+    for n_begun in (1, 5, 9):  # of twelve, where eight run at a time
+        with Streams(ours, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
+            asked.wait_begun(n_begun)
             assert post(ours, "/pause_generation", {"mode": mode}).status_code == 200
             try:
-                time.sleep(0.5)
-                stopped = sum(future.done() for future in asked)
-                time.sleep(0.5)
-                assert sum(future.done() for future in asked) == stopped, "it went on"
-                assert stopped < len(asked)
+                asked.wait_quiet()
+                assert asked.n_ended < len(prompts), "it went on"
             finally:
                 assert post(ours, "/continue_generation").status_code == 200
-            assert [future.result().token_ids for future in asked] == expected
+            assert [answer.token_ids for answer in asked.answers()] == expected
 
 
 def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with ThreadPoolExecutor(8) as clients:
-        asked = submit(clients, ours, prompts[:8], max_new_tokens=1000, ignore_eos=True)
-        time.sleep(0.3)
+    """All have begun before the pause: one that comes later is held back until the server continues."""
+    with Streams(ours, prompts[:8], **ENDLESS) as asked:
+        asked.wait_begun(8)
         assert post(ours, "/pause_generation", {"mode": "abort"}).status_code == 200
-        assert {future.result().meta["finish_reason"]["type"] for future in asked} == {"abort"}
-        assert post(ours, "/continue_generation").status_code == 200
+        try:
+            assert {answer.meta["finish_reason"]["type"] for answer in asked.answers()} == {"abort"}
+        finally:
+            assert post(ours, "/continue_generation").status_code == 200
     assert ours.generate(prompts[0], max_new_tokens=MAX_NEW_TOKENS).token_ids == expected[0]
 
 
@@ -293,15 +344,14 @@ def test_the_draft_changes_in_the_middle_of_requests(
     useless = {name: torch.randn_like(tensor) * tensor.std() for name, tensor in original.items() if tensor.ndim == 2}
 
     def ask_across(tensors: dict[str, torch.Tensor]) -> list[Generation]:
-        with ThreadPoolExecutor(12) as clients:
-            asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
-            time.sleep(0.1)
+        with Streams(ours, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
+            asked.wait_begun(5)
             assert post(ours, "/pause_generation", {"mode": mode}).status_code == 200
             try:
                 draft_update(ours, tensors)
             finally:
                 assert post(ours, "/continue_generation").status_code == 200
-            return [future.result() for future in asked]
+            return asked.answers()
 
     def quiet_steps() -> list[dict[int, int]]:
         ours.flush_cache()
@@ -337,11 +387,10 @@ def test_a_restarted_server_gives_the_same_answers_and_steps(
 
     before = ask()
     assert [tokens for tokens, _ in before] == [reference(prompt, 60) for prompt in prompts]
-    with ThreadPoolExecutor(8) as clients:
-        asked = submit(clients, tight, prompts[:8], max_new_tokens=150, ignore_eos=True)
-        time.sleep(0.3)
+    with Streams(tight, prompts[:8], max_new_tokens=150, ignore_eos=True) as running:
+        running.wait_begun(3)
         tight.stop()
-        assert any(future.exception() for future in asked)
+        assert any(future.exception() for future in running.asked)
     tight.start()
     tight.wait_ready()
     assert ask() == before

@@ -10,8 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from launch.server import Server, ServerError
+from tests.server.conftest import PAIRS
+from tests.server.talk import post
 from tests.server.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
@@ -46,6 +50,7 @@ PLAIN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "session_id": ({"session_id": "a"}, {}),
     "extra_key": ({"extra_key": "a"}, {}),
     "cache_salt": ({"cache_salt": "a"}, {}),
+    "kv_hints": ({"kv_hints": {"protocol_version": "1", "message_id": "a", "actions": []}}, {}),
     "image_data": ({"image_data": "http://127.0.0.1:9/x.png"}, {}),  # not looked at by a text-only target
     "return_routed_experts": ({"return_routed_experts": True}, {}),  # no experts, nothing to return
     "sampling_seed": ({}, {"sampling_seed": 3}),  # greedy all the same
@@ -79,6 +84,80 @@ def test_a_stream_adds_up_to_the_answer(ours: Server, questions: Callable) -> No
     assert texts[-1] == ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).text
     assert all(after.startswith(before) for before, after in pairwise(texts))
     assert len(texts) > 1
+
+
+def say_in_turns(server: Server, questions: list[list[int]], *, streaming: bool = False) -> list[Any]:
+    """A session in which every turn but the last is the context of the next; what each answers, and to how much."""
+    opened = post(server, "/open_session", {"capacity_of_str_len": 1000, "session_id": "s", "streaming": streaming})
+    said: list[Any] = [opened.status_code]
+    ends: list[dict[str, Any]] = [
+        {},
+        {"stop": "."},
+        {"max_new_tokens": 23},
+        {"stop": [" is", ","]},
+        {"ignore_eos": True},
+    ]
+    ways: list[dict[str, Any]] = [{}] * 5
+    if not streaming:
+        ends += [{}] * 4
+        ways += [{"offset": 30}, {"drop_previous_output": True}, {"rid": "never heard of"}, {"replace": True}]
+    rid = None
+    for question, end, way in zip(questions, ends, ways, strict=True):
+        body = {
+            "input_ids": question,
+            "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS} | end,
+            "session_params": {"id": "s", "rid": rid} | way,
+            "return_logprob": True,
+        }
+        answer = post(server, "/generate", body)
+        said.append(answer.status_code)
+        if answer.status_code == 200:
+            meta = answer.json()["meta_info"]
+            rid = meta["id"]
+            logprobs = [round(logprob, 3) for logprob, *_ in meta["output_token_logprobs"]]
+            said.append((answer.json()["output_ids"], meta["prompt_tokens"], meta["finish_reason"], logprobs))
+    said.append(post(server, "/close_session", {"session_id": "s"}).status_code)
+    return said
+
+
+def test_a_session_goes_on_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
+    """Also where a turn ended inside a block: what the block went on with is no part of the session."""
+    asked = questions(9, seed=12)
+    said = say_in_turns(off, asked)
+    assert say_in_turns(ours, asked) == said
+    assert said.count(200) == 10, said
+    assert said.count(400) == 1, "the unknown turn"
+
+
+def test_a_streaming_session_needs_its_flag(ours: Server, off: Server) -> None:
+    body = {"capacity_of_str_len": 1000, "session_id": "s", "streaming": True}
+    answers = [post(server, "/open_session", body) for server in (ours, off)]
+    assert answers[0].status_code == answers[1].status_code >= 400
+    assert "--enable-streaming-session" in answers[0].text
+
+
+@pytest.mark.full
+def test_a_streaming_session_goes_on_as_without_speculation(server: Callable, questions: Callable) -> None:
+    """On a target without recurrent layers; with them it is refused at launch."""
+    asked = questions(5, target="dense", seed=13)
+    servers = [server(arm, target="dense", flags=("--enable-streaming-session",)) for arm in ("plugin", "off")]
+    said = [say_in_turns(s, asked, streaming=True) for s in servers]
+    assert said[0] == said[1]
+    assert said[0].count(200) == 7
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["hybrid", "dense"])
+def test_a_prompt_of_embeddings(server: Callable, questions: Callable, reference: Callable, target: str) -> None:
+    """The draft's context is what the target makes of them, whatever they are."""
+    served = server(target=target, flags=("--disable-radix-cache",))
+    model = AutoModelForCausalLM.from_pretrained(PAIRS[target].target, dtype=torch.float32)
+    for prompt in questions(4, target=target, seed=14):
+        embeds = model.get_input_embeddings()(torch.tensor(prompt)).tolist()
+        body = {"input_embeds": embeds, "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS}}
+        answer = post(served, "/generate", body).json()
+        assert answer["output_ids"] == reference(prompt, MAX_NEW_TOKENS, target)
+        assert answer["meta_info"]["spec_accept_length"] > 1
 
 
 REFUSED_BY_SGLANG: dict[str, dict[str, Any]] = {

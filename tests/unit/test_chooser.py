@@ -1,11 +1,13 @@
 """Which outcome belongs to which decision, and what the decisions came to."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.chooser import Account, Chooser, Fixed, Random, candidates, make_policy
+from sglang_dflash.chooser import Account, Chooser, Fixed, Random, Trace, candidates, make_policy
 from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.width import Adaptive, Decision
 
@@ -54,6 +56,20 @@ def test_an_outcome_of_another_batch_is_noticed() -> None:
     chooser.choose(["a", "b"])
     with pytest.raises(AssertionError, match="another step"):
         chooser.observe([1], 0.0)
+
+
+def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
+    chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new"))
+    chooser.choose(["a"])
+    chooser.choose(["a", "b"])
+    (file,) = (tmp_path / "new").iterdir()
+    assert file.read_text() == ""
+    chooser.observe([3], 1.0)
+    chooser.observe([0, 7], 1.5)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [
+        {"s": 1.0, "width": 4, "accepted": {"a": 3}},
+        {"s": 1.5, "width": 8, "accepted": {"a": 0, "b": 7}},
+    ]
 
 
 def test_the_account_by_hand() -> None:

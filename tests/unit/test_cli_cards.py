@@ -16,7 +16,9 @@ from sglang_dflash import checkpoint
 from sglang_dflash.arguments import Arguments, Target
 from sglang_dflash.config import combine
 
-TARGET = Target("target", "Qwen3_5ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16")
+TARGET = Target(
+    "target", "Qwen3_5ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=True
+)
 
 
 class Card(NamedTuple):

@@ -13,7 +13,9 @@ from sglang_dflash.checkpoint import Checkpoint, Layer
 from sglang_dflash.config import combine
 from sglang_dflash.errors import NotSupported
 
-TARGET = Target("target", "Qwen3ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16")
+TARGET = Target(
+    "target", "Qwen3ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=False
+)
 ARGUMENTS = Arguments(
     draft_path="draft",
     draft_revision=None,
@@ -42,6 +44,7 @@ ARGUMENTS = Arguments(
     hierarchical_cache=False,
     two_batch_overlap=False,
     mixed_chunk=False,
+    streaming_session=False,
 )
 
 
@@ -148,6 +151,13 @@ def test_flags_without_an_exact_meaning_are_refused(
 def test_a_draft_for_another_target_is_refused(changes: dict[str, Any], sentence: str, draft: Checkpoint) -> None:
     with pytest.raises(ValueError, match=sentence):
         combine(ARGUMENTS, replace(TARGET, **changes), draft)
+
+
+def test_a_state_cannot_be_taken_back_to_a_turn_s_end(draft: Checkpoint) -> None:
+    asked = replace(ARGUMENTS, streaming_session=True)
+    combine(asked, TARGET, draft)
+    with pytest.raises(NotSupported, match=r"--enable-streaming-session .* drop the flag, other sessions work"):
+        combine(asked, replace(TARGET, recurrent=True), draft)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,18 @@
 """An answer ends where it would have ended, had its tokens come one by one."""
 
 from array import array
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.session.session_controller import Session, SessionReqNode
 
 from launch.parameters import token_ids, tokenizer
-from sglang_dflash.finish import update_finish_state
+from sglang_dflash.finish import create_req, update_finish_state
 
 TEXT = "Here are the capitals:\n- The capital of Italy is Rome.\n- The capital of Cuba is Havana."
 STOPS = [".", ".\n", " is ", ":", "\n", " capital of", "Rome", "ba", "zzz"]
@@ -116,3 +119,26 @@ def test_sglang_s_own_abort_would_keep_the_whole_step() -> None:
     req.to_finish = FINISH_ABORT()
     stepped(req, token_ids(TEXT), [16], Req.update_finish_state)
     assert len(req.output_ids[: req.finished_len]) == 16
+
+
+def test_a_session_goes_on_from_where_the_answer_ended() -> None:
+    def next_prompt(session: Session) -> list[int]:
+        asked = SimpleNamespace(session_params=SessionParams(id="s", rid="r"), input_ids=array("q", [9]))
+        (last,) = (node.req for node in session.req_nodes.values())
+        return list(session._concat_token_arrays(last, asked, asked.session_params)[0])
+
+    tokens, session = token_ids(TEXT), Session(1000, "s")
+    req = stepped(request(stop=[":"]), tokens, [16], ours)
+    session.req_nodes["r"] = SessionReqNode(req)
+    end = req.finished_len
+    assert end < 16
+    assert next_prompt(session) == [5, *tokens[:16], 9], "SGLang has mended it: `create_req` can go"
+    assert create_req(next_prompt, session) == [5, *tokens[:end], 9]
+
+
+def test_a_session_s_running_requests_keep_their_tokens() -> None:
+    tokens, session = token_ids(TEXT), Session(1000, "s")
+    req = stepped(request(), tokens, [16], ours)
+    session.req_nodes["r"] = SessionReqNode(req)
+    create_req(lambda session: None, session)
+    assert list(req.output_ids) == tokens[:16]

@@ -12,7 +12,12 @@ README = Path(__file__).parents[2] / "env" / "README.md"
 
 def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
     assert flags.read({}) == Flags(
-        worker=Worker.PLUGIN, gdn_state=GdnState.FOLD, width_policy=WidthPolicy.AUTO, widths=(), overlap=True
+        worker=Worker.PLUGIN,
+        gdn_state=GdnState.FOLD,
+        width_policy=WidthPolicy.AUTO,
+        widths=(),
+        width_trace=None,
+        overlap=True,
     )
 
 
@@ -45,6 +50,10 @@ def test_a_list_of_widths_is_sorted_and_each_once() -> None:
 def test_what_is_no_list_of_widths_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match="is not one of auto, fixed, random, 1,4,8,16; set one"):
         flags.read({"SGLANG_DFLASH_WIDTHS": value})
+
+
+def test_a_directory_keeps_its_capitals() -> None:
+    assert flags.read({"SGLANG_DFLASH_WIDTH_TRACE": "/A/Path"}).width_trace == Path("/A/Path")
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -1,0 +1,72 @@
+"""A checkpoint named in `/update_weights_from_disk` reaches the model it belongs to, and only that one."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.tiny import DENSE, HYBRID
+from sglang_dflash import checkpoint
+from sglang_dflash.draft_model import DFlashDraftModel
+from sglang_dflash.weight_update import BUILT, own_checkpoint_only
+
+SERVED = checkpoint.read(str(HYBRID.draft))
+DRAFT = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))
+TARGET = SimpleNamespace(get_model=object)
+
+
+@pytest.fixture
+def load() -> Callable[[Any, object], tuple[bool, str]]:
+    update = own_checkpoint_only(SERVED)
+
+    def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
+        return True, f"loaded {model_path} as {load_format}"
+
+    return lambda updater, path: update(stock, updater, str(path), "auto")
+
+
+def test_each_checkpoint_goes_to_its_own_model(load: Callable) -> None:
+    assert load(TARGET, HYBRID.target) == (True, f"loaded {HYBRID.target} as auto")
+    assert load(DRAFT, HYBRID.draft) == (True, f"loaded {HYBRID.draft} as auto")
+    assert load(DRAFT, HYBRID.target) == (
+        True,
+        f"Succeeded to update the target; the draft stays: {HYBRID.target} is not a DFlash draft.",
+    )
+    assert load(TARGET, HYBRID.draft) == (True, f"The target stays: {HYBRID.draft} is a DFlash draft.")
+
+
+def test_weights_without_a_config_are_the_target_s(load: Callable, tmp_path: Path) -> None:
+    assert load(TARGET, tmp_path)[1].startswith("loaded")
+    assert load(DRAFT, tmp_path)[1].endswith("is not a DFlash draft.")
+
+
+def test_another_kind_of_draft_is_refused_by_the_field(load: Callable, tmp_path: Path) -> None:
+    config = json.loads((HYBRID.draft / "config.json").read_text())
+    config["dflash_config"]["mask_token_id"] = 4
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
+    assert load(DRAFT, tmp_path) == (
+        False,
+        f"{tmp_path}: mask_token_id is 4, and the draft being served has 3; restart with it",
+    )
+
+
+def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((HYBRID.draft / "config.json").read_bytes())
+    assert load(DRAFT, tmp_path) == (
+        False,
+        f"{tmp_path} has a config.json and no *.safetensors; fetch the draft's weights",
+    )
+
+
+def test_all_that_is_built_from_is_compared() -> None:
+    """The rest: where it lies, its dtype, and what only its training or the launch decided."""
+    left_out = {
+        "path", "dtype", "block_size", "n_target_layers", "layer_types", "sliding_window", "vocab_size",
+    }  # fmt: skip
+    assert set(vars(SERVED)) - set(BUILT) == left_out
+    assert replace(SERVED, path="elsewhere") != checkpoint.read(str(DENSE.draft))
