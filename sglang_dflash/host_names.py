@@ -68,6 +68,7 @@ NAMES = (
     Name("sglang.srt.runtime_context", "attn_dp_enabled_of", "cfg"),
     Name("sglang.srt.runtime_context", "get_exec"),
     Name("sglang.srt.runtime_context", "get_spec"),
+    Name("sglang.srt.environ", "envs", "SGLANG_EAGER_INPUT_NO_COPY"),
     Name("sglang.srt.runtime_context", "get_parallel"),
     Name("sglang.srt.runtime_context", "mamba_track_grid", "tree_page"),
     # what the scheduler asks of a worker, and what it hands over

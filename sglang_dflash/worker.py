@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -115,6 +116,8 @@ class DFlashWorker(BaseSpecWorker):
     def _init_stages(self) -> None:
         """All that decode needs; pools and backends exist now."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
+        if target.device == "cpu":  # a step's inputs are new tensors and no graph reads them: no need to copy them
+            envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
         view: View = FullView()
         if config.draft_window:
             view = WindowView(target, draft, window=config.draft_window, block_size=config.block_size)
