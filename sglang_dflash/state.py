@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 from sglang_dflash_kernels.dispatch import choose
-from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold
+from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold_ref, gdn_fold_triton
 from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify_ref, gdn_verify_triton, record_width
 
 from sglang_dflash.errors import NotSupported
@@ -97,6 +97,8 @@ class FoldState:
         )
         pool.mamba_cache = dataclasses.replace(cache, intermediate_ssm=self.record_LRNX)
         self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
+        # The form is chosen here, and shapes that never change are not checked at every step.
+        self.fold = choose(self.states_LSHVK, definition=gdn_fold_ref, kernel=gdn_fold_triton)
 
     def attach(self, backend: AttentionBackend) -> None:
         gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
@@ -109,7 +111,7 @@ class FoldState:
             track_slot_B = backend._translate_mamba_indices(batch.mamba_track_indices)
             track_step_B = crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
         kept = Kept(slot_B, n_committed_B, slot_B if track_slot_B is None else track_slot_B, track_step_B + 1)
-        gdn_fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
+        self.fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
         scatter_mamba_states_after_mtp_verify(
             self.windows, slot_B, n_committed_B.long() - 1, track_slot_B, None if track_slot_B is None else track_step_B
         )
@@ -121,7 +123,7 @@ class RecordingVerify:
     supports_strided_target_verify_qkv = True
 
     def __init__(self, record_LRNX: torch.Tensor) -> None:
-        # Once per layer and step: the form is chosen here, and shapes that never change are not checked each time.
+        # Chosen and checked as for the fold.
         self.verify = choose(record_LRNX, definition=gdn_verify_ref, kernel=gdn_verify_triton)
 
     def target_verify(
