@@ -164,24 +164,17 @@ class Comparison:
 
     def drawn(self, servers: dict[Arm, Server], cases: Sequence[Case]) -> None:
         """Cases above temperature 0."""
-        prompt, n = parameters.chat(parameters.STORY) + parameters.token_ids(parameters.BEGUN), self.options.draws
-        without: dict[float, list[law.Draw]] = {}
+        n = self.options.draws
         for case in cases:
-            temperature = case.sampling["temperature"]
-            if temperature not in without:
-                bare = Case("", f"T {temperature}", {"temperature": temperature})
-                without[temperature] = parameters.draws(servers[Arm.OFF], prompt, bare, n)
-            off = parameters.draws(servers[Arm.OFF], prompt, case, n)
-            verdicts = {
-                arm: self._judge_draws(servers[arm], prompt, case, off, without[temperature]) for arm in WORKERS
-            }
-            self._add(case, verdicts, changed=len(law.violations(off, without[temperature])))
+            off = parameters.draws(servers[Arm.OFF], case, n)
+            bare = parameters.bare(case)
+            without = off if bare.sampling == case.sampling else parameters.draws(servers[Arm.OFF], bare, n)
+            verdicts = {arm: self._judge_draws(servers[arm], case, off, without) for arm in WORKERS}
+            self._add(case, verdicts, changed=len(law.violations(off, without)))
 
-    def _judge_draws(
-        self, server: Server, prompt: list[int], case: Case, off: list[law.Draw], plain: list[law.Draw]
-    ) -> Verdict:
+    def _judge_draws(self, server: Server, case: Case, off: list[law.Draw], plain: list[law.Draw]) -> Verdict:
         try:
-            drawn = parameters.draws(server, prompt, case, len(off))
+            drawn = parameters.draws(server, case, len(off))
         except ServerError as error:
             return Verdict("refused", 0, len(off), str(error))
         return judge_draws(off, plain, drawn)

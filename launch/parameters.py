@@ -173,8 +173,11 @@ EXACT = (*GREEDY, *LOGPROBS, *STREAMED)
 
 # Where drawing is compared. The first token, which the prefill draws, is nearly certain; then the story may go on in
 # many ways, and drafts are accepted between the turns.
-STORY = QUESTIONS[0]
-BEGUN = "Anna was a driver who lived in Oslo"
+STORY = QUESTIONS[0], "Anna was a driver who lived in Oslo"
+# What the next number repeats of its first digit, a penalty that scales logits takes away.
+NUMBERS_BEGUN = "Count from 11 to 99 by 11.", "Here are the numbers:\n11, 22, 33, "
+# A penalty shows in four tokens only where one may come twice: this makes a second full stop about as likely as not.
+REPEATING = {str(FULL_STOP): 9.5}
 # Above temperature 0 the first tokens must be drawn from the same distribution.
 SAMPLED = (
     greedy("temperature > 0", "T 0.5", 0, temperature=0.5),
@@ -184,32 +187,35 @@ SAMPLED = (
     greedy("top_p", "top_p 0.8", 0, temperature=1.5, top_p=0.8),
     greedy("min_p", "min_p 0.1", 0, temperature=1.7, min_p=0.1),
     greedy("min_p", "min_p, top_k and top_p", 0, temperature=1.7, min_p=0.02, top_k=40, top_p=0.95),
-    greedy("frequency_penalty", "frequency -2 at T 1.7", 0, temperature=1.7, frequency_penalty=-2.0),
-    greedy("presence_penalty", "presence +2 at T 1.7", 0, temperature=1.7, presence_penalty=2.0),
-    greedy("repetition_penalty", "repetition 0.6 at T 1.7", 0, temperature=1.7, repetition_penalty=0.6),
     greedy(
-        "penalties mixed",
-        "penalties, top_k and min_p",
-        0,
-        temperature=1.7,
-        presence_penalty=-1.5,
-        frequency_penalty=0.5,
-        repetition_penalty=1.2,
-        top_k=50,
-        min_p=0.01,
+        "frequency_penalty", "frequency -2 at T 1", 0, temperature=1.0, frequency_penalty=-2.0, logit_bias=REPEATING
+    ),
+    greedy("presence_penalty", "presence +2 at T 1", 0, temperature=1.0, presence_penalty=2.0, logit_bias=REPEATING),
+    greedy("repetition_penalty", "repetition 2 at T 1", 0, temperature=1.0, repetition_penalty=2.0),
+    greedy(
+        "penalties mixed", "penalties, top_k and min_p", 0, temperature=1.5, logit_bias=REPEATING,
+        presence_penalty=-1.5, frequency_penalty=-0.5, repetition_penalty=1.2, top_k=50, min_p=0.01,
     ),
     greedy(
-        "min_new_tokens",
-        "min_new_tokens at T 1.5",
-        0,
-        temperature=1.5,
-        min_new_tokens=3,
-        stop_token_ids=[ONE_DAY, COMMA],
+        "min_new_tokens", "min_new_tokens at T 1.5", 0,
+        temperature=1.5, min_new_tokens=3, stop_token_ids=[ONE_DAY, COMMA],
     ),
-    greedy("logit_bias", "bias at T 1", 0, temperature=1.0, logit_bias={str(FULL_STOP): 4.0, str(COMMA): 6.0}),
+    greedy("logit_bias", "bias at T 1", 0, temperature=1.0, logit_bias=REPEATING),
     greedy("regex", "regex at T 1.5", 0, temperature=1.5, regex=r"\. (One|The|In) [a-z ,]*"),
-    processor("a processor at T 1.5", 0, NEWLINE, COMMA, temperature=1.5),
-)
+    processor("a processor at T 1.5", 0, ONE_DAY, COMMA, temperature=1.5),
+)  # fmt: skip
+
+
+def bare(case: Case) -> Case:
+    """What a case of `SAMPLED` asks for, without its parameter."""
+    kept = ("temperature",) if case.row == "logit_bias" else ("temperature", "logit_bias")
+    return Case(case.row, f"without {case.name}", {name: case.sampling[name] for name in kept if name in case.sampling})
+
+
+def begun(case: Case) -> list[int]:
+    """The prompt of a case of `SAMPLED`: a question, and an answer that has begun."""
+    question, answer = NUMBERS_BEGUN if case.row == "repetition_penalty" else STORY
+    return chat(question) + token_ids(answer)
 
 
 def path_with(folder: Path) -> dict[str, str]:
@@ -282,15 +288,15 @@ def ask_all(
         return list(pool.map(lambda pair: ask(server, *pair, **sampling), asked))
 
 
-def draws(server: Server, prompt: Sequence[int], case: Case, n: int, per_request: int = 100) -> list[law.Draw]:
-    """The first tokens of `n` answers, drawn independently.
+def draws(server: Server, case: Case, n: int, per_request: int = 100) -> list[law.Draw]:
+    """The first tokens of `n` answers to a case of `SAMPLED`, drawn independently.
 
     Raises:
         ServerError: the server refuses the case.
     """
     case = case._replace(sampling=case.sampling | {"n": per_request, "max_new_tokens": law.N_POSITIONS})
     found = list[law.Draw]()
-    for reply in ask_all(server, [(prompt, case)] * -(-n // per_request), concurrency=2):
+    for reply in ask_all(server, [(begun(case), case)] * -(-n // per_request), concurrency=2):
         if isinstance(reply, Refusal):
             raise ServerError(f"{server.name}: {case} refused with {reply.status}: {reply.message}")
         found += [tuple(sample.token_ids) for sample in reply]
