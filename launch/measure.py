@@ -73,19 +73,19 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def run(
-    server: Server, prompts: Sequence[list[int]], *, concurrency: int, max_new_tokens: int, stream: bool = False
+    server: Server, prompts: Sequence[list[int]], *, concurrency: int, stream: bool = False, **sampling: Any
 ) -> Run:
-    """Send every prompt, at most `concurrency` in flight, greedy.
+    """Send every prompt, at most `concurrency` in flight, greedy; `sampling` is SGLang's (`max_new_tokens=128`, ...).
 
     The prefix cache is flushed first, so every prompt is computed in every run.
     """
     server.flush_cache()
     ask = _streamed if stream else _unstreamed
     with httpx.Client(base_url=server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as http:
-        sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens}
         before, began = _busy(server), time.perf_counter()
         with ThreadPoolExecutor(max_workers=concurrency) as pool:
-            bodies = ({"input_ids": prompt, "sampling_params": sampling, "stream": stream} for prompt in prompts)
+            greedy = {"temperature": 0.0} | sampling
+            bodies = ({"input_ids": prompt, "sampling_params": greedy, "stream": stream} for prompt in prompts)
             answers = list(pool.map(lambda body: ask(http, body), bodies))
         wall_s = time.perf_counter() - began
         after = _busy(server)

@@ -99,7 +99,7 @@ def document(bench: "Bench", rows: Sequence[dict[str, Any]], *, command: str) ->
         },
         "gate": {"equal": True, "tie_gap": options.tie_gap, "n_near_ties": bench.n_ties},
         "servers": {
-            arm: {"command": portable(shlex.join(server.command)), "env": _inherited() | server.env}
+            arm: {"command": portable(shlex.join(server.command)), "env": inherited() | server.env}
             for arm, server in bench.servers.items()
         },
         "summary": summarise(rows),
@@ -155,7 +155,7 @@ def portable(text: str) -> str:
     return re.sub(r"(?<![\w.])(?:/[\w.@+-]+)*/([\w.@+-]+)", r"\1", text)
 
 
-def _inherited() -> dict[str, str]:
+def inherited() -> dict[str, str]:
     """What this program's own environment tells a server."""
     return {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "OMP_", "CUDA_VISIBLE_DEVICES"))}
 

@@ -3,15 +3,18 @@
     python launch_fake_server.py [--die] [--deaf] [--offset N] ... --host HOST --port PORT
 
 It answers a prompt `ids` with `ids[0] + N, ids[0] + N + 1, ids[0] + N + 2`, in two steps of which the first accepts one
-draft. `--die` ends at once; `--deaf` ignores SIGTERM. It has a child process, like the real one.
+draft. Asked for a trace of widths, it writes that both were of width 4. `--die` ends at once; `--deaf` ignores SIGTERM.
+It has a child process, like the real one.
 """
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--die", action="store_true")
@@ -21,6 +24,11 @@ parser.add_argument("--announce", action="store_true")
 parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
 options = parser.parse_args()
+folder = os.environ.get("SGLANG_DFLASH_WIDTH_TRACE")
+trace = None
+if folder:
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    trace = Path(folder, f"{os.getpid()}.jsonl").open("w", buffering=1)  # noqa: SIM115
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -38,6 +46,10 @@ class Handler(BaseHTTPRequestHandler):
             tokens = [first, first + 1, first + 2]
             meta = {"spec_verify_ct": 2, "spec_num_correct_drafts": 1}
             whole = {"output_ids": tokens, "text": "", "meta_info": meta}
+            if trace is not None:
+                for accepted in (1, 0):
+                    step = {"s": 0.0, "width": 4, "accepted": {body.get("rid", "someone"): accepted}}
+                    trace.write(json.dumps(step) + "\n")
             parts = [whole | {"output_ids": tokens[:n]} for n in (1, 3)]
             if body.get("stream"):
                 events = "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"

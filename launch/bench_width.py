@@ -1,0 +1,283 @@
+"""Width benchmark: the width chosen every step, always the same one, and speculation off, on one machine.
+
+    python -m launch.bench_width             # the tiny pair on this CPU
+    python -m launch.bench_width --quick     # to see that it works: one repeat of little, its numbers say nothing
+
+Six servers: no speculation, ours verifying always 1, 4, 8 or 16 tokens, and ours choosing. Workloads: `easy`, held-out
+questions like those the pair was trained on; `hard`, texts unlike them, of whose drafts few are accepted; `changing`,
+easy, hard and easy again without a break. The order of things:
+
+1. The server that chooses starts alone, for it measures what its steps cost; then the others. From then on at most one
+   runs: the others are paused (SIGSTOP).
+2. Gate: every arm answers every workload at its highest concurrency. Unless all answers are those without speculation,
+   token for token, the program ends here and shows no speed. The server that chooses answers at every concurrency: when
+   measuring begins it has seen both workloads in batches of every size, as one has that served for a while.
+3. Repeats: in each, every arm runs once per workload and concurrency, in an order that rotates. Each run starts from an
+   empty prefix cache and is preceded by a short unmeasured one. Its answers are compared as well.
+4. The changing workload, once, and the width of every step of it.
+5. A Markdown table, a JSON document and a plot of it under `launch/results/`; the last line of stdout is the JSON
+   file's path.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import psutil
+from rich.console import Console
+
+from launch import machine, measure, report, tiny, width_report
+from launch.bench_serve import N_WARM_UP, RESULTS, GateError, held_out_questions, tokenize
+from launch.gate import differences
+from launch.measure import Run
+from launch.progress import wait_ready
+from launch.server import Server, ServerError, end_on_sigterm, free_port
+from launch.tiny import Arm, require_worker
+from launch.width_report import AUTO, OFF, STATIC, Step
+
+ARMS = (OFF, *STATIC, AUTO)
+GIB_PER_SERVER = 2.6  # host memory of one serving process group
+BATCH = 16  # requests a server runs at once
+FLAGS = (
+    *(*tiny.FLAGS, *tiny.HYBRID_FLAGS),  # what is given last counts
+    *("--max-running-requests", str(BATCH)),
+    *("--max-mamba-cache-size", "160"),
+    *("--max-total-tokens", "16384"),
+)
+HARD_CONCURRENCY = (1, 8)
+CHANGE_CONCURRENCY = 8
+# Prompts of a run: enough that its requests' starts and ends, when few run, weigh little.
+LEAST, PER_PLACE = 8, 3
+HARD = "random tokens, no chat template; answers of 48 tokens, past their end"
+HARD_TOKENS = 32  # of a prompt
+HARD_SAMPLING = {"max_new_tokens": 48, "ignore_eos": True}
+WORDS = range(300, 1000)  # token ids that are text, none of them special
+
+
+class Workload(NamedTuple):
+    name: str
+    source: str
+    prompts: list[list[int]]
+    sampling: Mapping[str, Any]
+    concurrency: Sequence[int]
+
+    def at(self, concurrency: int) -> list[list[int]]:
+        return self.prompts[: max(LEAST, PER_PLACE * concurrency)]
+
+
+def hard_prompts(n: int, seed: int = 42) -> list[list[int]]:
+    random = Random(seed)
+    return [random.choices(WORDS, k=HARD_TOKENS) for _ in range(n)]
+
+
+def make_workloads(options: argparse.Namespace) -> list[Workload]:
+    n = options.num_prompts
+    easy = tokenize(held_out_questions(n), tiny.HYBRID.target, thinking=True)
+    return [
+        Workload(
+            "easy",
+            "held-out questions of the tiny corpus",
+            easy,
+            {"max_new_tokens": options.max_new_tokens},
+            options.concurrency,
+        ),
+        Workload("hard", HARD, hard_prompts(n), HARD_SAMPLING, HARD_CONCURRENCY),
+    ]
+
+
+class Bench:
+    """Paused servers, and the workloads they are asked."""
+
+    def __init__(self, servers: dict[str, Server], workloads: Sequence[Workload], traces: Path) -> None:
+        self.servers, self.workloads, self.traces = servers, workloads, traces
+        self.reference: dict[str, list[tuple[int, ...]]] = {}  # by workload: the answers without speculation
+        self.n_read = 0  # of the chosen widths' trace
+
+    def run(self, arm: str, workload: Workload, concurrency: int) -> tuple[Run, list[Step]]:
+        """One checked run, after a short unmeasured one, and the steps of the arm that chooses."""
+        server, prompts = self.servers[arm], workload.at(concurrency)
+        server.resume()
+        ask = {"concurrency": concurrency, **workload.sampling}
+        measure.run(server, prompts[:N_WARM_UP], **ask)
+        self.read_steps()
+        run = measure.run(server, prompts, **ask)
+        server.pause()
+        steps = self.read_steps() if arm == AUTO else []
+        self.check(f"{arm}, {workload.name} at {concurrency}", workload, [answer.token_ids for answer in run.answers])
+        return run, steps
+
+    def gate(self) -> None:
+        """Every arm answers as without speculation.
+
+        Raises:
+            GateError: it does not.
+        """
+        for workload in self.workloads:
+            self.reference[workload.name] = self.answers_without_speculation(workload)
+            for arm in (*STATIC, AUTO):
+                for concurrency in workload.concurrency if arm == AUTO else [max(workload.concurrency)]:
+                    self.run(arm, workload, concurrency)
+
+    def answers_without_speculation(self, workload: Workload) -> list[tuple[int, ...]]:
+        server = self.servers[OFF]
+        server.resume()
+        run = measure.run(server, workload.prompts, concurrency=max(workload.concurrency), **workload.sampling)
+        server.pause()
+        return [answer.token_ids for answer in run.answers]
+
+    def check(self, what: str, workload: Workload, answers: Sequence[Sequence[int]]) -> None:
+        """
+        Raises:
+            GateError: an answer is not the one without speculation.
+        """
+        found = differences(self.reference[workload.name][: len(answers)], answers)
+        if found:
+            raise GateError(
+                f"{what}: {len(found)} of {len(answers)} answers are not those without speculation, so no speed is "
+                f"shown ({'; '.join(map(str, found[:5]))})"
+            )
+
+    def change(self) -> list[Step]:
+        """Easy, hard and easy again without a break; every request's name begins with its phase's number."""
+        server, (easy, hard) = self.servers[AUTO], self.workloads
+        phases = list(enumerate((easy, hard, easy)))
+        asked = [(i, workload, n, prompt) for i, workload in phases for n, prompt in enumerate(workload.prompts)]
+
+        def ask(one: tuple[int, Workload, int, list[int]]) -> list[int]:
+            phase, workload, n, prompt = one
+            return server.generate(prompt, fields={"rid": f"{phase}-{n}"}, **workload.sampling).token_ids
+
+        server.resume()
+        server.flush_cache()
+        self.read_steps()
+        with ThreadPoolExecutor(max_workers=CHANGE_CONCURRENCY) as pool:
+            answers = list(pool.map(ask, asked))
+        server.pause()
+        for i, workload in phases:
+            mine = [answer for answer, one in zip(answers, asked, strict=True) if one[0] == i]
+            self.check(f"{AUTO}, phase {i} of the changing workload", workload, mine)
+        return self.read_steps()
+
+    def read_steps(self) -> list[Step]:
+        """What the server that chooses has done since the last call."""
+        lines = [line for path in sorted(self.traces.glob("*.jsonl")) for line in path.read_text().splitlines()]
+        new, self.n_read = lines[self.n_read :], len(lines)
+        return [Step(**json.loads(line)) for line in new]
+
+
+def make_servers(traces: Path, port: int) -> dict[str, Server]:
+    servers = {}
+    for arm in ARMS:
+        port = free_port(port)
+        kind = Arm.OFF if arm == OFF else Arm.PLUGIN
+        width = {} if arm == OFF else {"SGLANG_DFLASH_WIDTHS": arm}
+        trace = {"SGLANG_DFLASH_WIDTH_TRACE": str(traces)} if arm == AUTO else {}
+        servers[arm] = Server(
+            tiny.command(kind, tiny.HYBRID, *FLAGS),
+            port=port,
+            log=tiny.RUN_DIR / f"width-{port}-{arm}.log",
+            env=tiny.ENV | tiny.environment(kind) | width | trace,
+            name=f"width {arm}" if width else arm,
+        )
+        port += 1
+    return servers
+
+
+def start_all(servers: dict[str, Server], console: Console) -> None:
+    """Start and pause each.
+
+    Raises:
+        ServerError: too little memory for all of them, or one does not start or is not what it should be.
+    """
+    needed_gib, free_gib = GIB_PER_SERVER * len(servers), psutil.virtual_memory().available / 2**30
+    if free_gib < needed_gib:
+        raise ServerError(
+            f"{len(servers)} servers need about {needed_gib:.0f} GiB of host memory and {free_gib:.0f} are free; "
+            "end what else runs"
+        )
+    for arms in ((AUTO,), (OFF, *STATIC)):
+        for arm in arms:
+            servers[arm].start()
+        wait_ready([servers[arm] for arm in arms], console)
+        for arm in arms:
+            require_worker(Arm.OFF if arm == OFF else Arm.PLUGIN, servers[arm])
+            servers[arm].pause()
+
+
+def measure_all(bench: Bench, repeats: int, console: Console) -> list[dict[str, Any]]:
+    """Every repeat, interleaved. One row per arm, workload, concurrency and repeat."""
+    rows = []
+    for repeat in range(repeats):
+        console.print(f"repeat {repeat + 1} of {repeats}")
+        first = repeat * 2 % len(ARMS)
+        for workload in bench.workloads:
+            for concurrency in workload.concurrency:
+                for arm in ARMS[first:] + ARMS[:first]:
+                    run, steps = bench.run(arm, workload, concurrency)
+                    rows.append(width_report.row(arm, workload.name, concurrency, repeat, run, steps))
+    return rows
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m launch.bench_width", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--concurrency", type=int, nargs="+", help="of the easy workload (1 2 4 8 16)")
+    parser.add_argument("--repeats", type=int, help="interleaved repeats (3)")
+    parser.add_argument("--num-prompts", type=int, help=f"of each workload at most ({PER_PLACE * BATCH})")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="of an easy answer (128)")
+    parser.add_argument("--quick", action="store_true", help="one repeat of 16 prompts at concurrency 1 and 8")
+    parser.add_argument("--port", type=int, default=31000, help="look for free ports from here on (31000)")
+    parser.add_argument(
+        "--output", type=Path, help="the JSON file (launch/results/<date>-<machine>-<commit>-width.json)"
+    )
+    options = parser.parse_args(arguments)
+    usual = ([1, 8], 1, 16) if options.quick else ([1, 2, 4, 8, 16], 3, PER_PLACE * BATCH)
+    for name, value in zip(("concurrency", "repeats", "num_prompts"), usual, strict=True):
+        if vars(options)[name] is None:
+            setattr(options, name, value)
+    if max(options.concurrency) > BATCH:
+        parser.error(f"--concurrency: the servers run {BATCH} requests at once; name no more")
+    return options
+
+
+def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
+    options = parse(arguments)
+    end_on_sigterm()
+    console = Console()
+    traces = tiny.RUN_DIR / f"width-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    servers = make_servers(traces, options.port)
+    with ExitStack() as stack:
+        for server in servers.values():
+            stack.callback(server.stop)
+        start_all(servers, console)
+        bench = Bench(servers, make_workloads(options), traces)
+        with console.status("comparing answers"):
+            bench.gate()
+        console.print("[green]✔[/] the same answers from all six, token for token")
+        rows = measure_all(bench, options.repeats, console)
+        steps = bench.change()
+    command = shlex.join(["python", "-m", "launch.bench_width", *arguments])
+    document = width_report.document(bench, rows, steps, change_concurrency=CHANGE_CONCURRENCY, command=command)
+    print(width_report.table(document))
+    console.print(report.noise(document), style="bold yellow")
+    name = f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}-width.json"
+    path = options.output or RESULTS / name
+    shown = report.write(document, path)
+    from launch.plot_bench_width import plot  # needs matplotlib, which a server does not
+
+    plot(document, path.with_suffix(".png"))
+    print(shown)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (ServerError, GateError) as error:
+        sys.exit(f"bench_width: {error}")
