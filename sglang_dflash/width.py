@@ -58,6 +58,9 @@ class Acceptance:
         self.counts_R2D[rows_B] = self.counts_R2D.take(rows_B, axis=0) * self.keep + seen_B2D
         self.batch_2D = self.batch_2D * self.keep + np.add.reduce(seen_B2D)
         reached, accepted = self.batch_2D[:, 0].tolist()
+        most = len(rows_B) / (1 - self.keep)  # what a batch of this size comes to in the end
+        if reached > most:  # a larger one was here, whose steps said more: it must not be heard for longer
+            self.batch_2D *= most / reached
         self.first = (accepted + PRIOR * self.first) / (reached + PRIOR)
 
     def expected(self, rids: Sequence[str]) -> np.ndarray:

@@ -258,6 +258,18 @@ def test_ranks_that_are_told_the_same_decide_the_same(history: list[Step]) -> No
     assert ranks[0].saved_s == ranks[1].saved_s
 
 
+def test_a_large_batch_is_forgotten_as_fast_as_a_small_one() -> None:
+    """Sixteen requests accept everything; then one accepts nothing, and soon nothing is expected of it."""
+    acceptance = Acceptance(D, 32)
+    for _ in range(10 * MEMORY):
+        acceptance.observe([str(i) for i in range(16)], N, [D] * 16)
+    n_steps = 0
+    while acceptance.expected(["new"])[-1] > 2:
+        acceptance.observe(["new"], N, [0])
+        n_steps += 1
+    assert n_steps < MEMORY
+
+
 def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
     """As long as the first one's clock is what they agree on."""
     first = list[np.ndarray]()
