@@ -1,16 +1,24 @@
-"""Two ranks, over gloo: they emit what one rank emits, and draw the same tokens."""
+"""Two ranks, over gloo: they emit what one rank emits, and draw the same tokens.
+
+SGLang seeds its ranks alike, and ranks that draw alike need nobody to make them agree. Here each has random numbers of
+its own (`unlike_ranks/`). With `SGLANG_SPEC_TP_SYNC=off`, which lets each keep what it drew, the last test fails: their
+steps differ in length, and the server stops answering.
+"""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from launch import parameters
 from launch.server import Server
 from launch.tiny import HYBRID
 
+UNLIKE = parameters.path_with(Path(__file__).parent / "unlike_ranks")
 # SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.
-TWO_RANKS = {"flags": ("--tp", "2"), "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+TWO_RANKS = {"flags": ("--tp", "2"), "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} | UNLIKE}
 MAX_NEW_TOKENS = 48
 
 pytestmark = pytest.mark.full
@@ -18,7 +26,9 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def two_ranks(server: Callable) -> Server:
-    return server(**TWO_RANKS)
+    ranks = server(**TWO_RANKS)
+    assert all(f"random numbers of its own: rank {rank}" in ranks.log_text() for rank in (0, 1))
+    return ranks
 
 
 def test_two_ranks_say_what_one_says(two_ranks: Server, questions: Callable, reference: Callable) -> None:

@@ -1,0 +1,47 @@
+"""Every rank draws from random numbers of its own, in processes that have this folder on PYTHONPATH.
+
+SGLang seeds all ranks alike, so that they draw alike even where nobody makes them. Here only an exchange between them
+does. Python imports `sitecustomize` before anything else, so the module below is met while it is being loaded.
+"""
+
+import importlib.abc
+import importlib.util
+import sys
+
+MODULE = "sglang_dflash.choice"
+SAID = "random numbers of its own: rank "
+
+
+def seed_by_rank(choice) -> None:
+    """At the first prompt: SGLang seeds once more after the worker is made."""
+    begin = choice.Choice.begin
+
+    def first(self, batch) -> None:
+        choice.Choice.begin = begin
+        rank = choice.get_dp_tp_group().rank_in_group
+        choice.torch.manual_seed(1 + rank)
+        print(f"{SAID}{rank}", flush=True)
+        begin(self, batch)
+
+    choice.Choice.begin = first
+
+
+class AfterLoading(importlib.abc.MetaPathFinder):
+    """Finds `MODULE` as it would be found, and edits it once it is loaded."""
+
+    def find_spec(self, name, path, target=None):
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_edit(module):
+            load(module)
+            seed_by_rank(module)
+
+        spec.loader.exec_module = load_and_edit
+        return spec
+
+
+sys.meta_path.insert(0, AfterLoading())
