@@ -177,7 +177,11 @@ def test_abort_all_leaves_a_server_that_answers(
         while not all(future.done() for future in (*running.asked, *queued)):  # some may only now be coming in
             assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
             time.sleep(0.05)
-        assert {answer.meta["finish_reason"]["type"] for answer in running.answers()} == {"abort"}
+        ended = [(answer.meta["finish_reason"]["type"], len(answer.token_ids)) for answer in running.answers()]
+    # On a slow machine one may reach its limit before the abort reaches it.
+    at_limit = ("length", ENDLESS["max_new_tokens"])
+    assert any(kind == "abort" for kind, _ in ended)
+    assert all(kind == "abort" or (kind, n) == at_limit for kind, n in ended), ended
     answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
     assert [answer.token_ids for answer in answers] == expected
 
