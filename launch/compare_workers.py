@@ -236,12 +236,7 @@ def draws_cell(verdicts: Sequence[Verdict]) -> str:
 
 def document(rows: list[dict[str, Any]], options: argparse.Namespace, command: str) -> dict[str, Any]:
     return {
-        "benchmark": "compare_workers",
-        "when": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
-        "commit": machine.commit(),
-        "command": report.portable(command),
-        "machine": machine.describe(),
-        "versions": machine.versions(),
+        **report.head("compare_workers", command),
         "method": METHOD,
         "questions": list(QUESTIONS),
         "draws": options.draws,

@@ -43,6 +43,7 @@ PROCESSOR_FLAG = "--enable-custom-logit-processor"  # without it SGLang refuses 
 # late, and the prompt's last token in place of the first: what is then penalised is not what the parameter says.
 REFERENCE_FLAGS = (PROCESSOR_FLAG, "--disable-overlap-schedule")
 STAND_INS = Path(__file__).parent / "stand_ins"
+AFTER_LOADING = Path(__file__).parent / "after_loading"
 
 PERSON = json.dumps(
     {
@@ -219,8 +220,9 @@ def begun(case: Case) -> list[int]:
 
 
 def path_with(folder: Path) -> dict[str, str]:
-    """The environment in which `folder` comes first on a server's PYTHONPATH."""
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+    """The environment in which `folder` comes first on a server's PYTHONPATH, and what its `sitecustomize` needs."""
+    path = (str(folder), str(AFTER_LOADING), os.environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 REFERENCE_ENV = path_with(STAND_INS)

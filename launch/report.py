@@ -77,15 +77,24 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: (line["concurrency"], list(Arm).index(Arm(line["arm"]))))
 
 
-def document(bench: "Bench", rows: Sequence[dict[str, Any]], *, command: str) -> dict[str, Any]:
-    options = bench.options
+def head(benchmark: str, command: str) -> dict[str, Any]:
+    """What every measured document begins with: what it is, how far it proves something, and where it was seen."""
+    gpus = machine.gpus()
     return {
-        "benchmark": "serve",
+        "benchmark": benchmark,
+        "level": f"G: seen on {gpus[0].split(',')[0]}" if gpus else "C: seen on CPU",
         "when": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
         "commit": machine.commit(),
         "command": portable(command),
         "machine": machine.describe(),
         "versions": machine.versions(),
+    }
+
+
+def document(bench: "Bench", rows: Sequence[dict[str, Any]], *, command: str) -> dict[str, Any]:
+    options = bench.options
+    return {
+        **head("serve", command),
         "method": METHOD,
         "one_at_a_time": options.one_at_a_time,
         "target": portable(str(options.target)),

@@ -7,12 +7,10 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from launch import machine
 from launch.measure import Run, Spread, ratios, spread
-from launch.report import inherited, portable
+from launch.report import head, inherited, portable
 
 if TYPE_CHECKING:
     from launch.bench_width import Bench
@@ -163,12 +161,7 @@ def document(
 ) -> dict[str, Any]:
     summary = summarise(rows)
     return {
-        "benchmark": "width",
-        "when": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
-        "commit": machine.commit(),
-        "command": portable(command),
-        "machine": machine.describe(),
-        "versions": machine.versions(),
+        **head("width", command),
         "method": METHOD,
         "workloads": {
             workload.name: {

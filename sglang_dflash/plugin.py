@@ -111,10 +111,12 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     from sglang.srt.arg_groups.overrides import declare_resolution
 
+    from sglang_dflash.chooser import candidates
     from sglang_dflash.config import DFlashConfig
 
     require_live()
     config = DFlashConfig.from_server_args(server_args)
+    candidates(flags.read(os.environ), config.block_size)  # raises when one is not within the block
     # Written out, so that SGLang's own resolution finds them decided and does not fall back to others.
     declare_resolution(
         server_args,

@@ -11,9 +11,7 @@ seeds runs with it.
 Python imports `sitecustomize` first of all, so the modules below are met while they are being loaded.
 """
 
-import importlib.abc
-import importlib.util
-import sys
+from after_loading import edit_after_loading
 
 MASK = 0xFFFFFFFF
 
@@ -56,22 +54,4 @@ EDITS = {
 }
 
 
-class AfterLoading(importlib.abc.MetaPathFinder):
-    """Finds the modules of `EDITS` as they would be found, and edits each once it is loaded."""
-
-    def find_spec(self, name, path, target=None):
-        edit = EDITS.pop(name, None)
-        if edit is None:
-            return None
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def load_and_edit(module):
-            load(module)
-            edit(module)
-
-        spec.loader.exec_module = load_and_edit
-        return spec
-
-
-sys.meta_path.insert(0, AfterLoading())
+edit_after_loading(EDITS)

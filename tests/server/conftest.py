@@ -74,7 +74,7 @@ class ServerPool:
         if arm == Arm.PLUGIN:
             env = WHOLE_BLOCKS | env
         if arm == Arm.OFF:
-            flags = [*parameters.REFERENCE_FLAGS, *(flag for flag in flags if flag not in parameters.REFERENCE_FLAGS)]
+            flags = [*parameters.REFERENCE_FLAGS, *flags]
             env |= parameters.REFERENCE_ENV
         key = Key(Arm(arm), target, tuple(flags), tuple(sorted(env.items())))
         server = self.live.pop(key, None) or self._start(key)

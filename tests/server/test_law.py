@@ -30,7 +30,7 @@ def drawn_off(server: Callable) -> Callable[[Case], list[Draw]]:
     drawn: dict[str, list[Draw]] = {}
 
     def draws(case: Case) -> list[Draw]:
-        off = server("off", flags=parameters.REFERENCE_FLAGS, env=parameters.REFERENCE_ENV)
+        off = server("off")
         asked = repr((parameters.begun(case), case.sampling, case.fields))  # many have the same setting without theirs
         if asked not in drawn:
             drawn[asked] = parameters.draws(off, case, N)
@@ -71,7 +71,7 @@ def test_a_wrong_acceptance_is_caught(server: Callable, drawn_off: Callable, rul
     assert f"acceptance spoilt: {rule}" in spoilt.log_text()
     assert compare(spoilt, drawn_off, PLAIN), f"{rule} passed for exact: the law test would miss it too"
     # And it is subtle: greedy answers are what they should be.
-    off = server("off", flags=parameters.REFERENCE_FLAGS, env=parameters.REFERENCE_ENV)
+    off = server("off")
     prompt = parameters.begun(PLAIN)
     greedy = [s.generate(prompt, max_new_tokens=parameters.MAX_NEW_TOKENS).token_ids for s in (off, spoilt)]
     assert greedy[0] == greedy[1]

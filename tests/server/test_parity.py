@@ -47,7 +47,7 @@ def battery(request: pytest.FixtureRequest, server: Callable, chat: Callable) ->
     target = request.param
     prompts = [chat(question, target) for question in QUESTIONS]
     ours = server(target=target, flags=FLAGS[target])
-    off = server("off", target=target, flags=parameters.REFERENCE_FLAGS, env=parameters.REFERENCE_ENV)
+    off = server("off", target=target)
     # Different shuffles: a request's neighbours must not matter either.
     return Battery(off=answer_all(off, EXACT, prompts, seed=1), ours=answer_all(ours, EXACT, prompts, seed=2))
 

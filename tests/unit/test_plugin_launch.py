@@ -58,6 +58,9 @@ BAD = {
     ),
     "several steps": Bad("ValueError: --speculative-num-steps 3: DFLASH drafts a block", "--speculative-num-steps 3"),
     "a tree": Bad("ValueError: --speculative-eagle-topk 4: DFLASH drafts one chain", "--speculative-eagle-topk 4"),
+    "width beyond the block": Bad(
+        "ValueError: SGLANG_DFLASH_WIDTHS: 17 is not within 1..8", env={"SGLANG_DFLASH_WIDTHS": "4,17"}
+    ),
     "lossy acceptance": Bad(
         "NotSupported: --speculative-accept-threshold-single 0.9 would change the output distribution; drop the flag",
         "--speculative-accept-threshold-single 0.9",

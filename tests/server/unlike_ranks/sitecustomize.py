@@ -4,9 +4,7 @@ SGLang seeds all ranks alike, so that they draw alike even where nobody makes th
 does. Python imports `sitecustomize` before anything else, so the module below is met while it is being loaded.
 """
 
-import importlib.abc
-import importlib.util
-import sys
+from after_loading import edit_after_loading
 
 MODULE = "sglang_dflash.choice"
 SAID = "random numbers of its own: rank "
@@ -26,22 +24,4 @@ def seed_by_rank(choice) -> None:
     choice.Choice.begin = first
 
 
-class AfterLoading(importlib.abc.MetaPathFinder):
-    """Finds `MODULE` as it would be found, and edits it once it is loaded."""
-
-    def find_spec(self, name, path, target=None):
-        if name != MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def load_and_edit(module):
-            load(module)
-            seed_by_rank(module)
-
-        spec.loader.exec_module = load_and_edit
-        return spec
-
-
-sys.meta_path.insert(0, AfterLoading())
+edit_after_loading({MODULE: seed_by_rank})

@@ -5,10 +5,9 @@ production code knows of this. `WRONG_ACCEPTANCE` names one of the rules below; 
 and each leaves greedy answers exactly as they are.
 """
 
-import importlib.abc
-import importlib.util
 import os
-import sys
+
+from after_loading import edit_after_loading
 
 MODULE = "sglang_dflash.worker"
 SAID = "acceptance spoilt: "
@@ -60,22 +59,4 @@ def spoil(worker) -> None:
     print(SAID + rule.__name__, flush=True)
 
 
-class AfterLoading(importlib.abc.MetaPathFinder):
-    """Finds `MODULE` as it would be found, and spoils it once it is loaded."""
-
-    def find_spec(self, name, path, target=None):
-        if name != MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-
-        def load_and_spoil(module):
-            load(module)
-            spoil(module)
-
-        spec.loader.exec_module = load_and_spoil
-        return spec
-
-
-sys.meta_path.insert(0, AfterLoading())
+edit_after_loading({MODULE: spoil})
