@@ -87,11 +87,12 @@ def append_context_ref(
     """The definition."""
     if n_kept_B is not None:
         slot_N = torch.arange(len(k_TLGE) // max(len(n_kept_B), 1), device=n_kept_B.device)
-        kept_T = (slot_N < n_kept_B[:, None]).flatten()
-        k_TLGE, v_TLGE, positions_T, slots_T = (x[kept_T] for x in (k_TLGE, v_TLGE, positions_T, slots_T))
+        kept_T = (slot_N < n_kept_B[:, None]).flatten().nonzero()[:, 0]
+        rows = (k_TLGE, v_TLGE, positions_T, slots_T)
+        k_TLGE, v_TLGE, positions_T, slots_T = (x.index_select(0, kept_T) for x in rows)
     if key.k_norm_LE is not None:
         k_TLGE = normalised(k_TLGE, key.k_norm_LE, key.eps)
-    k_TLGE = rotated(k_TLGE, key.cos_sin_PR[positions_T])
+    k_TLGE = rotated(k_TLGE, key.cos_sin_PR.index_select(0, positions_T))
     for layer, (k_cache, v_cache) in enumerate(zip(caches.k_L, caches.v_L, strict=True)):
         scatter(k_cache, slots_T, k_TLGE[:, layer])
         scatter(v_cache, slots_T, v_TLGE[:, layer])
@@ -109,8 +110,8 @@ def rotated(k_TLGE: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
     width = cos_sin_TR.shape[1]
     cos, sin = cos_sin_TR[:, None, None].float().chunk(2, dim=-1)
     first, second = k_TLGE[..., :width].float().chunk(2, dim=-1)
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return torch.cat((turned.to(k_TLGE.dtype), k_TLGE[..., width:]), dim=-1)
+    turned = (x.to(k_TLGE.dtype) for x in (first * cos - second * sin, second * cos + first * sin))
+    return torch.cat((*turned, k_TLGE[..., width:]), dim=-1)
 
 
 def scatter(cache_SGE: torch.Tensor, slots_T: torch.Tensor, values_TGE: torch.Tensor) -> None:

@@ -13,8 +13,8 @@ Over C tokens the deltas solve one triangular system. With G_t = g_1 + ... + g_t
 (Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464.) Queries and keys meet the same keys and the same state, so
 they are kept in one tensor and multiplied once.
 
-Dimension key: B blocks, C tokens of a block, G key heads, R value heads per key head, K key width, V value width;
-J = 2 is queries, then keys. A 1 is a broadcast dimension. All fp32.
+Dimension key: B blocks, C tokens of a block, X = 2 C queries and then keys, G key heads, H value heads (H a multiple of
+G), Y = B H blocks of one value head, K key width, V value width. A 1 is a broadcast dimension. All fp32.
 """
 
 from functools import lru_cache
@@ -27,65 +27,91 @@ L2_EPS = 1e-6
 
 
 class Block(NamedTuple):
-    qk_BGJCK: torch.Tensor  # queries are scaled
-    v_BGRCV: torch.Tensor
-    beta_BGRC1: torch.Tensor
-    total_BGRC: torch.Tensor  # G_t
-    decay_BGRC: torch.Tensor  # exp(G_t): what is left of the state from before the block
-    decay_BGRCC: torch.Tensor  # D_ts, zero above the diagonal
-    scores_BGRJCC: torch.Tensor  # D_ts (q_t . k_s) and D_ts (k_t . k_s)
+    qk_YXK: torch.Tensor  # queries are scaled; the value heads that share a key head have the same
+    v_YCV: torch.Tensor
+    beta_YC1: torch.Tensor
+    total_YC: torch.Tensor  # G_t
+    decay_YC: torch.Tensor  # exp(G_t): what is left of the state from before the block
+    decay_YCC: torch.Tensor  # D_ts, zero above the diagonal
+    q_scores_YCC: torch.Tensor  # D_ts (q_t . k_s)
+    k_scores_YCC: torch.Tensor  # D_ts (k_t . k_s)
 
     @classmethod
     def of(
-        cls, qk_BGJCK: torch.Tensor, v_BCHV: torch.Tensor, *, g_BCH: torch.Tensor, beta_BCH: torch.Tensor
+        cls,
+        q_BCGK: torch.Tensor,
+        k_BCGK: torch.Tensor,
+        v_BCHV: torch.Tensor,
+        *,
+        g_BCH: torch.Tensor,
+        beta_BCH: torch.Tensor,
+        scale: float | None = None,
+        normalise: bool = True,
     ) -> "Block":
-        """Value heads H = G R are split by the key head they share."""
-        B, G, J, C, K = qk_BGJCK.shape
-        R = v_BCHV.shape[2] // G
-        total_BGRC = g_BCH.transpose(1, 2).cumsum(dim=-1).view(B, G, R, C)
+        """`scale` is the queries', 1 / sqrt(K) unless given; `normalise` queries and keys to length 1 before."""
+        C, G, K = q_BCGK.shape[1:]
+        H = v_BCHV.shape[2]
+        qk_BXGK = torch.cat([q_BCGK, k_BCGK], dim=1).float()
+        if normalise:
+            qk_BXGK = l2_normalised(qk_BXGK)
+        qk_BXGK[:, :C] *= K**-0.5 if scale is None else scale
+        qk_YXK = qk_BXGK.transpose(1, 2).repeat_interleave(H // G, dim=1).flatten(0, 1)
+        total_YC = by_head(g_BCH.cumsum(dim=1))
         # Masked before exp: above the diagonal the exponent is positive and may overflow.
-        decay_BGRCC = (total_BGRC[..., None] - total_BGRC[..., None, :]).masked_fill_(_later(C), -torch.inf).exp_()
-        alike_BGJCC = (qk_BGJCK.view(B, G, J * C, K) @ qk_BGJCK[:, :, 1].transpose(2, 3)).view(B, G, 1, J, C, C)
+        decay_YCC = (total_YC[:, :, None] - total_YC[:, None]).masked_fill_(_later(C), -torch.inf).exp_()
+        alike_YXC = torch.bmm(qk_YXK, qk_YXK[:, C:].transpose(1, 2))
+        q_scores_YCC, k_scores_YCC = (alike_YXC.unflatten(1, (2, C)) * decay_YCC[:, None]).unbind(1)
         return cls(
-            qk_BGJCK=qk_BGJCK,
-            v_BGRCV=v_BCHV.transpose(1, 2).unflatten(1, (G, R)),
-            beta_BGRC1=beta_BCH.transpose(1, 2).unflatten(1, (G, R))[..., None],
-            total_BGRC=total_BGRC,
-            decay_BGRC=total_BGRC.exp(),
-            decay_BGRCC=decay_BGRCC,
-            scores_BGRJCC=alike_BGJCC * decay_BGRCC[:, :, :, None],
+            qk_YXK=qk_YXK,
+            v_YCV=by_head(v_BCHV.float()),
+            beta_YC1=by_head(beta_BCH)[..., None],
+            total_YC=total_YC,
+            decay_YC=total_YC.exp(),
+            decay_YCC=decay_YCC,
+            q_scores_YCC=q_scores_YCC,
+            k_scores_YCC=k_scores_YCC,
         )
 
-    def read(self, state_BGRVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What queries and keys find in the states from before the blocks, decayed; two [B, G, R, C, V]."""
-        B, G, J, C, K = self.qk_BGJCK.shape
-        R, V = state_BGRVK.shape[2:4]
-        # The value heads that share a key head are more rows of one matrix: no key is repeated.
-        found = self.qk_BGJCK.view(B, G, J * C, K) @ state_BGRVK.view(B, G, R * V, K).transpose(2, 3)
-        found_BGRJCV = found.view(B, G, J, C, R, V).permute(0, 1, 4, 2, 3, 5) * self.decay_BGRC[:, :, :, None, :, None]
-        found_by_q, found_by_k = found_BGRJCV.unbind(3)
+    @property
+    def k_YCK(self) -> torch.Tensor:
+        return self.qk_YXK[:, self.qk_YXK.shape[1] // 2 :]
+
+    def read(self, state_YVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What queries and keys find in the states from before the blocks, decayed; two [Y, C, V]."""
+        found_YXV = torch.bmm(self.qk_YXK, state_YVK.transpose(1, 2))
+        found_by_q, found_by_k = (found_YXV.unflatten(1, (2, -1)) * self.decay_YC[:, None, :, None]).unbind(1)
         return found_by_q, found_by_k
 
-    def solve(self, right_BGRCX: torch.Tensor) -> torch.Tensor:
+    def solve(self, right_YCX: torch.Tensor) -> torch.Tensor:
         """X of (I + A) X = beta * right; the solver looks below the diagonal only, which is A."""
-        coupling_BGRCC = self.scores_BGRJCC[:, :, :, 1] * self.beta_BGRC1
         return torch.linalg.solve_triangular(
-            coupling_BGRCC, right_BGRCX * self.beta_BGRC1, upper=False, unitriangular=True
+            self.k_scores_YCC * self.beta_YC1, right_YCX * self.beta_YC1, upper=False, unitriangular=True
         )
 
-    def outputs(self, found_by_q_BGRCV: torch.Tensor, delta_BGRCV: torch.Tensor) -> torch.Tensor:
-        """[B, C, H, V]"""
-        return (found_by_q_BGRCV + self.scores_BGRJCC[:, :, :, 0] @ delta_BGRCV).flatten(1, 2).transpose(1, 2)
+    def outputs(self, found_by_q_YCV: torch.Tensor, delta_YCV: torch.Tensor) -> torch.Tensor:
+        """[Y, C, V]"""
+        return torch.baddbmm(found_by_q_YCV, self.q_scores_YCC, delta_YCV)
 
-    def states(self, state_BGRVK: torch.Tensor, delta_BGRCV: torch.Tensor, *, out_BCGRVK: torch.Tensor) -> None:
+    def states(self, state_YVK: torch.Tensor, delta_YCV: torch.Tensor, *, out_BCHVK: torch.Tensor) -> None:
         """The states after every token: S_t = delta_t k_t^T + exp(g_t) S_{t-1}, written where they stay."""
-        k_BCG1K = self.qk_BGJCK[:, :, 1].transpose(1, 2)[:, :, :, None]
-        torch.mul(delta_BGRCV.movedim(3, 1)[..., None], k_BCG1K[..., None, :], out=out_BCGRVK)
+        B = len(out_BCHVK)
+        torch.mul(by_token(delta_YCV, B)[..., None], by_token(self.k_YCK, B)[..., None, :], out=out_BCHVK)
         # exp(g_t) is the first decay from before the block, then D just below the diagonal.
-        step_decay_BGRC = torch.cat([self.decay_BGRC[..., :1], self.decay_BGRCC.diagonal(-1, -2, -1)], dim=-1)
-        steps = zip(out_BCGRVK.unbind(1), step_decay_BGRC[..., None, None].unbind(3), strict=True)
-        for after_BGRVK, step_decay_BGR11 in steps:
-            state_BGRVK = after_BGRVK.addcmul_(state_BGRVK, step_decay_BGR11)
+        step_decay_YC = torch.cat([self.decay_YC[:, :1], self.decay_YCC.diagonal(-1, -2, -1)], dim=-1)
+        steps = zip(out_BCHVK.unbind(1), by_token(step_decay_YC, B)[..., None, None].unbind(1), strict=True)
+        state_BHVK = state_YVK.unflatten(0, (B, -1))
+        for after_BHVK, step_decay_BH11 in steps:
+            state_BHVK = after_BHVK.addcmul_(state_BHVK, step_decay_BH11)
+
+
+def by_head(x: torch.Tensor) -> torch.Tensor:
+    """[B, C, H, ...] -> [Y, C, ...]"""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def by_token(x: torch.Tensor, n_blocks: int) -> torch.Tensor:
+    """[Y, C, ...] -> [B, C, H, ...], a view."""
+    return x.unflatten(0, (n_blocks, -1)).transpose(1, 2)
 
 
 @lru_cache

@@ -26,16 +26,19 @@ class Kept(NamedTuple):
     slot_B: torch.Tensor  # a negative one marks padding, which is left alone
     n_B: torch.Tensor  # tokens of the block that are kept, 0..N; 0 leaves the state alone
     # Where the state after `track_n` <= n tokens is wanted as well; a negative slot or a count below 1: nowhere.
-    track_slot_B: torch.Tensor
-    track_n_B: torch.Tensor
+    # None, both: nowhere for any request.
+    track_slot_B: torch.Tensor | None = None
+    track_n_B: torch.Tensor | None = None
 
 
 def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
     """The definition."""
     slot_B = kept.slot_B
     before_LBHVK = state_LSHVK.index_select(1, slot_B.clamp(min=0)).float()
-    # The tracking slot first: both start from the state of before.
-    for target_B, length_B in ((kept.track_slot_B, kept.track_n_B), (slot_B, kept.n_B)):
+    wanted = [(slot_B, kept.n_B)]
+    if kept.track_slot_B is not None and kept.track_n_B is not None:  # first: both start from the state of before
+        wanted.insert(0, (kept.track_slot_B, kept.track_n_B))
+    for target_B, length_B in wanted:
         row_W = ((slot_B >= 0) & (target_B >= 0) & (length_B > 0)).nonzero().flatten()
         if len(row_W):
             every = len(row_W) == len(slot_B)
@@ -69,7 +72,8 @@ def state_after(
 
 @triton.jit
 def _gdn_fold_kernel(
-    state, record, slots, lengths, track_slots, track_lengths,
+    state, record, slots, lengths,
+    track_slots, track_lengths,  # or None
     stride_layer, stride_slot, stride_record_layer, stride_row,
     B, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -86,8 +90,10 @@ def _gdn_fold_kernel(
         layer_state = state + layer.to(tl.int64) * stride_layer
         S = tl.load(layer_state + slot * stride_slot + cell, mask=here, other=0).to(tl.float32)
         rows = record + layer.to(tl.int64) * stride_record_layer + request.to(tl.int64) * stride_row
-        track_slot = tl.load(track_slots + request).to(tl.int64)
-        track_n = tl.load(track_lengths + request)
+        track_slot, track_n = -1, 0
+        if track_slots is not None:
+            track_slot = tl.load(track_slots + request).to(tl.int64)
+            track_n = tl.load(track_lengths + request)
         before = 0.0
         # Token by token, each fading what came before it: every state on the way exists, the tracked one too.
         for i in range(n):
@@ -126,7 +132,10 @@ def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *
     shapes = Shapes()
     shapes.check_strided(torch.float32, torch.bfloat16, torch.float16, state_LSHVK=state_LSHVK)
     shapes.check_strided(torch.float32, record_LRNX=record_LRNX)
-    shapes.check(torch.int32, torch.int64, **kept._asdict())
+    given = {name: tensor for name, tensor in kept._asdict().items() if tensor is not None}
+    if len(given) == 3:
+        raise ValueError(f"{list(given)[2]} is given alone; track_slot_B and track_n_B go together")
+    shapes.check(torch.int32, torch.int64, **given)
     H, V, K, X, B, R = (shapes[letter] for letter in "HVKXBR")
     if H % n_key_heads or B > R or record_width(H, V, n_key_heads, K) != X:
         raise ValueError(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import choose
-from sglang_dflash_kernels.gdn_block import L2_EPS, Block, l2_normalised, log_decay
+from sglang_dflash_kernels.gdn_block import L2_EPS, Block, by_token, log_decay
 
 
 class Inputs(NamedTuple):
@@ -49,23 +49,21 @@ def gdn_verify_ref(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, re
     """The definition: a whole block at once (`gdn_block`)."""
     B = len(slot_B)
     N, (G, K), (H, V) = len(x.q_TGK) // B, x.q_TGK.shape[1:], x.v_THV.shape[1:]
-    qk_BGJNK = torch.stack([qk.view(B, N, G, K).transpose(1, 2) for qk in (x.q_TGK, x.k_TGK)], dim=2).float()
-    qk_BGJNK = l2_normalised(qk_BGJNK)
-    qk_BGJNK[:, :, 0] *= K**-0.5
     block = Block.of(
-        qk_BGJNK,
-        x.v_THV.view(B, N, H, V).float(),
+        x.q_TGK.view(B, N, G, K),
+        x.k_TGK.view(B, N, G, K),
+        x.v_THV.view(B, N, H, V),
         g_BCH=log_decay(x.A_log_H, x.a_TH, x.dt_bias_H).view(B, N, H),
         beta_BCH=x.b_TH.float().sigmoid().view(B, N, H),
     )
-    state_BGRVK = state_SHVK.index_select(0, slot_B.clamp(min=0)).float().unflatten(1, (G, H // G))
-    found_by_q, found_by_k = block.read(state_BGRVK)
-    delta_BGRNV = block.solve(block.v_BGRCV - found_by_k)
+    found_by_q, found_by_k = block.read(state_SHVK.index_select(0, slot_B.clamp(min=0)).float().flatten(0, 1))
+    delta_YNV = block.solve(block.v_YCV - found_by_k)
     kept = split_record(record_RNX[:B, :N], n_value_heads=H, value_width=V, n_key_heads=G, key_width=K)
-    values = (delta_BGRNV.flatten(1, 2), qk_BGJNK[:, :, 1], block.total_BGRC.flatten(1, 2))
+    # The value heads that share a key head have the same key: the first one's is kept.
+    values = (by_token(delta_YNV, B), by_token(block.k_YCK, B)[:, :, :: H // G], by_token(block.total_YC, B))
     for part, value in zip(kept, values, strict=True):
-        part.copy_(value.transpose(1, 2))
-    return block.outputs(found_by_q, delta_BGRNV).to(x.v_THV.dtype).reshape(x.v_THV.shape)
+        part.copy_(value)
+    return by_token(block.outputs(found_by_q, delta_YNV), B).to(x.v_THV.dtype).reshape(x.v_THV.shape)
 
 
 @triton.jit

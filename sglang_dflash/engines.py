@@ -29,7 +29,7 @@ from sglang_dflash.verifier import Engine, Verifier
 logger = logging.getLogger(__name__)
 
 CONTEXT = 256  # tokens before the block, where a step is timed
-REPEATS = 3
+ROUNDS = 5
 
 
 def build_engines(worker: TpModelWorker, state: State, widths: Sequence[int], block_size: int) -> dict[int, Engine]:
@@ -74,11 +74,13 @@ class Timer:
         self.runner = verifier.worker.model_runner
 
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
-        """Of draft and verify, at each width: the least of a few runs."""
-        block_size = self.planner.block_size
-        whole = self._plan(n_requests, block_size)
-        draft_s = self._time(lambda: self.drafter.draft(whole, graphs=True))
-        return [self._verify_s(self._plan(n_requests, width)) + (draft_s if width > 1 else 0.0) for width in widths]
+        """Of draft and verify, at each width: the least of a few runs, in rounds, so that all widths meet alike
+        whatever else slows the machine down for a while."""
+        whole = self._plan(n_requests, self.planner.block_size)
+        runs = [lambda: self.drafter.draft(whole, graphs=True), *(self._verify(n_requests, width) for width in widths)]
+        rounds = [[self._time(run) for run in runs] for _ in range(ROUNDS)]
+        draft_s, *verify_s = map(min, zip(*rounds, strict=True))
+        return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
     def _plan(self, n_requests: int, width: int) -> Plan:
         rows_B = torch.arange(n_requests, dtype=torch.int64, device=self.runner.device)
@@ -91,27 +93,25 @@ class Timer:
             width=width,
         )
 
-    def _verify_s(self, plan: Plan) -> float:
-        self.verifier.use(plan.width)
+    def _verify(self, n_requests: int, width: int) -> Callable[[], None]:
+        plan = self._plan(n_requests, width)
         seen = FullView().of(plan, plan.verified)
-        info = block_info(plan.width, CaptureHiddenMode.FULL, self.runner.device)
+        info = block_info(width, CaptureHiddenMode.FULL, self.runner.device)
 
         def verify() -> None:
+            self.verifier.use(width)
             batch = block_forward(plan, plan.verified, seen, info, graphs=True)
             if self.runner.model_config.model_is_mrope:
                 batch.mrope_positions = batch.positions.expand(3, -1)
             seen.kv.bind(batch, self.runner.kv_index_translator)
             self.runner.forward(batch)
 
-        return self._time(verify)
+        return verify
 
     def _time(self, run: Callable[[], object]) -> float:
         wait = torch.get_device_module(self.runner.device).synchronize
-        taken = []
-        for _ in range(REPEATS):
-            wait()
-            began = time.perf_counter()
-            run()
-            wait()
-            taken.append(time.perf_counter() - began)
-        return min(taken)
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        return time.perf_counter() - began

@@ -106,14 +106,15 @@ class FoldState:
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
         backend = self.runner.attn_backend.linear_attn_backend
         slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
-        track_slot_B, track_step_B = None, torch.full_like(plan.prefix_len_B, -1)
+        track_slot_B = track_step_B = track_n_B = None
         if batch.mamba_track_indices is not None:
             track_slot_B = backend._translate_mamba_indices(batch.mamba_track_indices)
             track_step_B = crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
-        kept = Kept(slot_B, n_committed_B, slot_B if track_slot_B is None else track_slot_B, track_step_B + 1)
+            track_n_B = track_step_B + 1
+        kept = Kept(slot_B, n_committed_B, track_slot_B, track_n_B)
         self.fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
         scatter_mamba_states_after_mtp_verify(
-            self.windows, slot_B, n_committed_B.long() - 1, track_slot_B, None if track_slot_B is None else track_step_B
+            self.windows, slot_B, n_committed_B.long() - 1, track_slot_B, track_step_B
         )
 
 

@@ -2,12 +2,12 @@
 
 The mathematics is in `gdn_block`; this file reads SGLang's packed arguments and state slots.
 
-Dimension key: B sequences, C tokens of a block, M chunks of 64 tokens, T packed tokens, G key heads, R value heads per
-key head, H = G R value heads, K key width, V value width, S slots of the state pool. Arithmetic is fp32.
+Dimension key: B sequences, C tokens of a block, M chunks of 64 tokens, T packed tokens, G key heads, H value heads (H a
+multiple of G), Y blocks of one value head, K key width, V value width, S slots of the state pool. Arithmetic is fp32.
 """
 
 import torch
-from sglang_dflash_kernels.gdn_block import Block, l2_normalised, log_decay
+from sglang_dflash_kernels.gdn_block import Block, by_token, l2_normalised, log_decay
 
 from sglang_dflash.cpu.refuse import refuse
 
@@ -62,41 +62,42 @@ def chunk_gated_delta_rule(
     chunks = _Chunks(cu_seqlens)
     # Padding tokens have q = k = v = g = beta = 0: they leave the state as it is.
     block = Block.of(
-        _queries_and_keys(chunks.pad(q[0].float()), chunks.pad(k[0].float()), scale, use_qk_l2norm_in_kernel),
+        chunks.pad(q[0].float()),
+        chunks.pad(k[0].float()),
         chunks.pad(v[0].float()),
         g_BCH=chunks.pad(g[0].float()),
         beta_BCH=chunks.pad(beta[0].float()),
+        scale=scale,
+        normalise=use_qk_l2norm_in_kernel,
     )
     slot_B = initial_state_indices.long()
     state_BHVK = initial_state[slot_B.clamp(min=0)].float() * (slot_B >= 0)[:, None, None, None]
-    state_BGRVK = state_BHVK.unflatten(1, block.v_BGRCV.shape[1:3])
-    before_MGRVK, delta_MGRCV = _scan(block, chunks, state_BGRVK)
-    found_by_q, _ = block.read(before_MGRVK)
-    out_THV = chunks.unpad(block.outputs(found_by_q, delta_MGRCV))
+    before_MHVK, delta_MHCV = _scan(block, chunks, state_BHVK)
+    found_by_q, _ = block.read(before_MHVK.flatten(0, 1))
+    out_THV = chunks.unpad(by_token(block.outputs(found_by_q, delta_MHCV.flatten(0, 1)), chunks.n_chunks))
     if inplace_update:
         kept_B = slot_B >= 0
         initial_state[slot_B[kept_B]] = state_BHVK[kept_B].to(initial_state.dtype)
-    return out_THV.to(v.dtype)[None], None, before_MGRVK.flatten(1, 2)[None]
+    return out_THV.to(v.dtype)[None], None, before_MHVK[None]
 
 
-def _scan(block: Block, chunks: "_Chunks", state_BGRVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scan(block: Block, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Carry the sequences' states through their chunks, in place; the states before the chunks, and the deltas.
 
     Delta = from_values - from_state S_0^T: one solve serves all chunks before any of their states is known.
     """
-    k_MG1CK = block.qk_BGJCK[:, :, 1, None]
-    right = torch.cat([block.v_BGRCV, k_MG1CK * block.decay_BGRC[..., None]], dim=-1)
-    from_values, from_state = block.solve(right).split_with_sizes(state_BGRVK.shape[-2:], dim=-1)
+    right = torch.cat([block.v_YCV, block.k_YCK * block.decay_YC[..., None]], dim=-1)
+    from_values, from_state = chunks.of_rows(block.solve(right)).split_with_sizes(state_BHVK.shape[-2:], dim=-1)
     # The last row of D: what every delta weighs at the end of its chunk.
-    to_end_MGRCK = k_MG1CK * block.decay_BGRCC[..., -1, :, None]
-    end_decay_MGR11 = block.decay_BGRC[..., -1:, None]
+    to_end_MHCK = chunks.of_rows(block.k_YCK * block.decay_YCC[:, -1, :, None])
+    end_decay_MH11 = chunks.of_rows(block.decay_YC[:, -1:, None])
 
-    before = state_BGRVK.new_empty(chunks.n_chunks, *state_BGRVK.shape[1:])
+    before = state_BHVK.new_empty(chunks.n_chunks, *state_BHVK.shape[1:])
     deltas = torch.empty_like(from_values)
     for rows, sequences in chunks.in_order():
-        before[rows] = state = state_BGRVK[sequences]
+        before[rows] = state = state_BHVK[sequences]
         deltas[rows] = delta = from_values[rows] - from_state[rows] @ state.transpose(-1, -2)
-        state_BGRVK[sequences] = state * end_decay_MGR11[rows] + delta.transpose(-1, -2) @ to_end_MGRCK[rows]
+        state_BHVK[sequences] = state * end_decay_MH11[rows] + delta.transpose(-1, -2) @ to_end_MHCK[rows]
     return before, deltas
 
 
@@ -122,6 +123,10 @@ class _Chunks:
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
         """[M, 64, ...] -> [T, ...]"""
         return x.flatten(0, 1)[self._cell_T]
+
+    def of_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """[Y, ...] -> [M, H, ...]"""
+        return x.unflatten(0, (self.n_chunks, -1))
 
     def in_order(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """For j = 0, 1, ...: the rows of the j-th chunks, and the sequences that have one."""
@@ -208,47 +213,45 @@ def fused_sigmoid_gating_delta_rule_update(
     slot_B = initial_state_indices.long()
     g_BCH = log_decay(A_log, a, dt_bias, beta=softplus_beta, threshold=softplus_threshold).reshape(B, C, -1)
     block = Block.of(
-        _queries_and_keys(q.view(B, C, *q.shape[2:]), k.view(B, C, *k.shape[2:]), scale, use_qk_l2norm_in_kernel),
-        v.view(B, C, *v.shape[2:]).float(),
+        q.view(B, C, *q.shape[2:]),
+        k.view(B, C, *k.shape[2:]),
+        v.view(B, C, *v.shape[2:]),
         g_BCH=g_BCH,
         beta_BCH=b.reshape(B, C, -1).float().sigmoid(),
+        scale=scale,
+        normalise=use_qk_l2norm_in_kernel,
     )
-    state_BGRVK = initial_state_source.index_select(0, slot_B).float().unflatten(1, block.v_BGRCV.shape[1:3])
-    found_by_q, found_by_k = block.read(state_BGRVK)
-    delta_BGRCV = block.solve(block.v_BGRCV - found_by_k)
+    state_YVK = initial_state_source.index_select(0, slot_B).float().flatten(0, 1)
+    found_by_q, found_by_k = block.read(state_YVK)
+    delta_YCV = block.solve(block.v_YCV - found_by_k)
     if intermediate_states_buffer is not None or not disable_state_update:
-        after_BCHVK = _states(block, state_BGRVK, delta_BGRCV, (intermediate_states_buffer, intermediate_state_indices))
+        after_BCHVK = _states(
+            block, state_YVK, delta_YCV, intermediate_states_buffer, intermediate_state_indices, n_blocks=B
+        )
         if not disable_state_update:
             initial_state_source.index_copy_(0, slot_B, after_BCHVK[:, -1].to(initial_state_source.dtype))
-    return block.outputs(found_by_q, delta_BGRCV).to(v.dtype).reshape(v.shape)
+    return by_token(block.outputs(found_by_q, delta_YCV), B).to(v.dtype).reshape(v.shape)
 
 
 def _states(
     block: Block,
-    state_BGRVK: torch.Tensor,
-    delta_BGRCV: torch.Tensor,
-    scratch: tuple[torch.Tensor | None, torch.Tensor | None],
+    state_YVK: torch.Tensor,
+    delta_YCV: torch.Tensor,
+    buffer: torch.Tensor | None,
+    row_B: torch.Tensor | None,
+    *,
+    n_blocks: int,
 ) -> torch.Tensor:
-    """The states after every token [B, C, H, V, K], kept in the scratch's rows if there is one."""
-    B, _, _, C, _ = delta_BGRCV.shape
-    buffer, row_B = scratch
+    """The states after every token [B, C, H, V, K], kept in the rows of a buffer if there is one."""
+    B, C = n_blocks, delta_YCV.shape[1]
     rows = None if row_B is None else row_B[:B].tolist()
     # SGLang's rows are 0 .. B-1 (except under pipeline parallelism): then the states are computed where they stay.
     in_place = buffer is not None and rows == list(range(B)) and buffer.dtype == torch.float32
     if buffer is not None and in_place:
         after = buffer[:B, :C]
     else:
-        after = state_BGRVK.new_empty(B, C, *state_BGRVK.flatten(1, 2).shape[1:])
-    block.states(state_BGRVK, delta_BGRCV, out_BCGRVK=after.unflatten(2, state_BGRVK.shape[1:3]))
+        after = state_YVK.new_empty(B, C, len(state_YVK) // B, *state_YVK.shape[1:])
+    block.states(state_YVK, delta_YCV, out_BCHVK=after)
     if buffer is not None and row_B is not None and not in_place:
         buffer[row_B[:B].long(), :C] = after.to(buffer.dtype)
     return after
-
-
-def _queries_and_keys(q_BCGK: torch.Tensor, k_BCGK: torch.Tensor, scale: float | None, normalise: bool) -> torch.Tensor:
-    """Queries, scaled, and keys as `Block` keeps them: [B, G, 2, C, K]."""
-    qk_BGJCK = torch.stack([q_BCGK.transpose(1, 2), k_BCGK.transpose(1, 2)], dim=2).float()
-    if normalise:
-        qk_BGJCK = l2_normalised(qk_BGJCK)
-    qk_BGJCK[:, :, 0] *= q_BCGK.shape[-1] ** -0.5 if scale is None else scale
-    return qk_BGJCK

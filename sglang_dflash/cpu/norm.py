@@ -82,11 +82,12 @@ def table_qk_norm_rope_(
     eps: float,
 ) -> None:
     """RMS-normalise and rotate (neox halves) the q and k heads of qkv [T, (q + 2 k) E] in place; v is untouched."""
-    cos_T1E, sin_T1E = cos_sin_cache[positions.long()].float()[:, None].chunk(2, dim=-1)
-    heads = qkv[:, : (num_q_heads + num_k_heads) * head_dim]
+    cos_T1E, sin_T1E = cos_sin_cache.index_select(0, positions.long()).float()[:, None].chunk(2, dim=-1)
+    heads_THE = qkv[:, : (num_q_heads + num_k_heads) * head_dim].unflatten(1, (-1, head_dim))
     weight_HE = torch.cat([q_weight.float().expand(num_q_heads, -1), k_weight.float().expand(num_k_heads, -1)])
-    normed_THE = F.rms_norm(heads.unflatten(1, (-1, head_dim)).float(), (head_dim,), eps=eps) * weight_HE
+    normed_THE = F.rms_norm(heads_THE.float(), (head_dim,), eps=eps) * weight_HE
     # The kernel rounds the normalised head before it rotates it.
     first_THE, second_THE = normed_THE.to(qkv.dtype).float().chunk(2, dim=-1)
-    rotated = (first_THE * cos_T1E - second_THE * sin_T1E, second_THE * cos_T1E + first_THE * sin_T1E)
-    heads.copy_(torch.cat(rotated, dim=-1).flatten(1))
+    out_first_THE, out_second_THE = heads_THE.chunk(2, dim=-1)
+    torch.addcmul(first_THE * cos_T1E, second_THE, sin_T1E, value=-1, out=out_first_THE)
+    torch.addcmul(second_THE * cos_T1E, first_THE, sin_T1E, out=out_second_THE)
