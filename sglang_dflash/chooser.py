@@ -13,7 +13,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random as Generator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,8 +30,11 @@ class Policy(Protocol):
     def decide(self, rids: Sequence[str]) -> Decision:
         """For the next step of these requests."""
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
-        """A step's outcome; `seconds` where the time is known to be that step's own."""
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+        """A step's outcome."""
+
+    def time(self, n_requests: int, width: int, seconds: float) -> None:
+        """What a step took, where that is known. Only steps whose time was expected are timed."""
 
 
 class Fixed:
@@ -43,7 +46,10 @@ class Fixed:
     def decide(self, rids: Sequence[str]) -> Decision:
         return self.decision
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+        return
+
+    def time(self, n_requests: int, width: int, seconds: float) -> None:
         return
 
 
@@ -57,7 +63,10 @@ class Random:
     def decide(self, rids: Sequence[str]) -> Decision:
         return Decision(self.generator.choice(self.widths))
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+        return
+
+    def time(self, n_requests: int, width: int, seconds: float) -> None:
         return
 
 
@@ -130,6 +139,12 @@ class Trace:
         self.file.write(json.dumps(line) + "\n")
 
 
+class Outcome(NamedTuple):
+    n_requests: int
+    width: int
+    at_s: float
+
+
 class Chooser:
     """Invariant: `in_flight` are the decode steps whose outcome `observe` has not been told, oldest first."""
 
@@ -137,8 +152,7 @@ class Chooser:
         self.policy = policy
         self.trace = trace
         self.in_flight = deque[tuple[list[str], Decision]]()
-        self.last: tuple[int, int] | None = None  # (requests, width) of the last outcome, None after anything else
-        self.last_s = 0.0
+        self.last = deque[Outcome](maxlen=2)  # with nothing but decode steps in between
         self.account = Account()
 
     def choose(self, rids: list[str]) -> int:
@@ -148,16 +162,12 @@ class Chooser:
         return decision.width
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """The oldest step in flight is known, at `now_s`.
-
-        Steps overlap, so the time since the last outcome may be the next step's: it counts where both are alike.
-        """
+        """The oldest step in flight is known, at `now_s`."""
         rids, decision = self.in_flight.popleft()
         assert len(rids) == len(n_accepted_B), "an outcome of another step than the oldest"
-        kind = len(rids), decision.width
-        seconds = now_s - self.last_s if kind == self.last else None
-        self.last, self.last_s = kind, now_s
-        self.policy.observe(rids, decision.width, n_accepted_B, seconds)
+        self.policy.observe(rids, decision.width, n_accepted_B)
+        if decision.seconds:
+            self._time(Outcome(len(rids), decision.width, now_s), decision.seconds[decision.width])
         self.account.add(decision, n_accepted_B)
         if self.trace is not None:
             self.trace.add(rids, decision.width, n_accepted_B, now_s)
@@ -165,9 +175,19 @@ class Chooser:
             logger.info("%s", self.account)
             self.account = Account()
 
+    def _time(self, outcome: Outcome, expected_s: float) -> None:
+        """Steps overlap: the time between two outcomes may be the later step's or that of the step behind it. It is
+        known where the two are alike, and of one step between two that are alike: all but their time is its own.
+        """
+        if self.last and self.last[-1][:2] == outcome[:2]:
+            self.policy.time(*outcome[:2], outcome.at_s - self.last[-1].at_s)
+        elif len(self.last) == 2 and self.last[0][:2] == outcome[:2] and self.last[1].n_requests == outcome.n_requests:
+            self.policy.time(*self.last[1][:2], outcome.at_s - self.last[0].at_s - expected_s)
+        self.last.append(outcome)
+
     def interrupt(self) -> None:
         """Something else than decoding runs now."""
-        self.last = None
+        self.last.clear()
 
 
 def candidates(flags: Flags, block_size: int) -> tuple[int, ...]:

@@ -74,12 +74,16 @@ class Timer:
         self.runner = verifier.worker.model_runner
 
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
-        """Of draft and verify, at each width: the least of a few runs, in rounds, so that all widths meet alike
-        whatever else slows the machine down for a while."""
+        """Of draft and verify, at each width.
+
+        All are run in turn, round after round: whatever slows the machine down for a while slows whole rounds, and
+        what a width takes of its round is still its own.
+        """
         whole = self._plan(n_requests, self.planner.block_size)
         runs = [lambda: self.drafter.draft(whole, graphs=True), *(self._verify(n_requests, width) for width in widths)]
-        rounds = [[self._time(run) for run in runs] for _ in range(ROUNDS)]
-        draft_s, *verify_s = map(min, zip(*rounds, strict=True))
+        _first, *rounds = [[self._time(run) for run in runs] for _ in range(1 + ROUNDS)]
+        round_R1 = np.mean(rounds, axis=1, keepdims=True)
+        draft_s, *verify_s = (np.median(rounds / round_R1, axis=0) * round_R1.min()).tolist()
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
     def _plan(self, n_requests: int, width: int) -> Plan:

@@ -115,12 +115,17 @@ class StepCost:
     """T(B, w) in seconds: measured at launch for some batch sizes, corrected by real steps.
 
     Real steps see what launch did not: the scheduler, longer contexts, a busy machine. That is much the same for every
-    width, so a step corrects its whole batch size quickly, and its own width against the others slowly.
+    width, and it changes; what launch got wrong about one width is its own, and stays. A step's error is shared between
+    the two by how uncertain each still is, as a Kalman filter does that takes them for independent.
 
     Ranks read their own clocks, and must decide the same: what was measured counts once they have agreed on it.
     """
 
-    QUICK, SLOW = 1 / 8, 1 / 64
+    # Standard deviations, in shares of a step's time.
+    NOISE = 0.1  # of one step
+    LAUNCH = 0.03  # of what launch says of one width against the others
+    DRIFT = 0.01  # of all widths of a batch size, from step to step
+    OWN_DRIFT = 0.001  # of one width against the others, from step to step
 
     def __init__(
         self,
@@ -136,6 +141,8 @@ class StepCost:
         self.widths = tuple(widths)
         self.sizes = sorted(seconds)
         self.measured_SW = np.array([seconds[size] for size in self.sizes], dtype=float)
+        self.common_S = np.ones(len(self.sizes))  # variances: of what all widths of a batch size have in common,
+        self.own_SW = np.full(self.measured_SW.shape, self.LAUNCH**2)  # and of what is a width's own
         self.agree = agree
         self.settle()
 
@@ -156,8 +163,18 @@ class StepCost:
         i, share = self._between(n_requests)
         for size, weight in ((i, 1 - share), (i + 1, share)):
             if weight:
-                self.measured_SW[size] += self.QUICK * weight * error
-                self.measured_SW[size, w] += self.SLOW * weight * error
+                self._correct(size, w, weight, error)
+
+    def _correct(self, size: int, w: int, weight: float, error: float) -> None:
+        """By `weight` of what a batch of just this size would say."""
+        self.common_S[size] += self.DRIFT**2
+        self.own_SW[size] += self.OWN_DRIFT**2
+        common, own = self.common_S[size], self.own_SW[size, w]
+        gain = weight / (common + own + self.NOISE**2)
+        self.measured_SW[size] += gain * common * error
+        self.measured_SW[size, w] += gain * own * error
+        self.common_S[size] *= 1 - gain * common
+        self.own_SW[size, w] *= 1 - gain * own
 
     def __str__(self) -> str:
         rows = [["", *map(str, self.widths)]]
@@ -232,8 +249,10 @@ class Adaptive:
         self.saved_s -= price_s
         return True
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
-        """A step's outcome; `seconds` where they are known to be that step's own."""
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+        """A step's outcome."""
         self.acceptance.observe(rids, width, n_accepted_B)
-        if seconds is not None:
-            self.cost.observe(len(rids), width, seconds)
+
+    def time(self, n_requests: int, width: int, seconds: float) -> None:
+        """What a step took."""
+        self.cost.observe(n_requests, width, seconds)

@@ -13,6 +13,7 @@ class ByServers(LoadScopeScheduling):
         return "servers" if uses_servers(nodeid) else nodeid.split("::")[0]
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServers:
     return ByServers(config, log)
 

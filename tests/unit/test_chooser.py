@@ -13,17 +13,22 @@ from sglang_dflash.width import Adaptive, Decision
 
 
 class Scripted:
-    """Decides what it is told to, and remembers what it hears."""
+    """Decides what it is told to, expects a step to take a tenth of its width, and remembers what it hears."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = iter(widths)
         self.heard: list[tuple] = []
+        self.timed: list[tuple] = []
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        return Decision(next(self.widths))
+        width = next(self.widths)
+        return Decision(width, committed={width: 1.0}, seconds={width: width / 10})
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], seconds: float | None) -> None:
-        self.heard.append((list(rids), width, list(n_accepted_B), seconds))
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+        self.heard.append((list(rids), width, list(n_accepted_B)))
+
+    def time(self, n_requests: int, width: int, seconds: float) -> None:
+        self.timed.append((n_requests, width, pytest.approx(seconds)))
 
 
 def test_outcomes_arrive_late_and_in_order() -> None:
@@ -35,20 +40,35 @@ def test_outcomes_arrive_late_and_in_order() -> None:
     assert chooser.choose(["b", "c"]) == 4
     chooser.observe([0, 3], 2.0)
     chooser.observe([1, 2], 3.5)
-    # Only the last had one of its own kind before it: its time is known.
-    assert policy.heard == [(["a"], 8, [7], None), (["a", "b"], 4, [0, 3], None), (["b", "c"], 4, [1, 2], 1.5)]
+    assert policy.heard == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
+    assert policy.timed == [(2, 4, 1.5)]  # only the last had one of its own kind before it
 
 
-def test_time_is_not_counted_across_a_prefill() -> None:
-    policy = Scripted([4, 4, 4])
+@pytest.mark.parametrize(
+    ("steps", "timed"),
+    [
+        # An 8 between two 4s: all but the 0.4 s that a 4 takes, whichever of the two intervals was the 8's.
+        ([("a", 4, 1.0), ("a", 8, 1.4), ("a", 4, 2.2)], [(1, 8, 0.8)]),
+        ([("a", 4, 1.0), ("a", 8, 1.8), ("a", 4, 2.2)], [(1, 8, 0.8)]),
+        ([("a", 4, 1.0), ("a", 8, 1.4), ("a", 1, 2.2)], []),
+        ([("a", 4, 1.0), ("ab", 4, 1.4), ("a", 4, 2.2)], []),
+        ([("a", 4, 1.0), ("ab", 8, 1.4), ("ab", 4, 2.2)], []),
+        ([("a", 4, 1.0), ("a", 4, 1.5), ("a", 8, 1.8), ("a", 4, 2.8)], [(1, 4, 0.5), (1, 8, 0.9)]),
+        ([("a", 4, 1.0), ("", 0, 0), ("a", 4, 2.0)], []),
+        ([("a", 4, 1.0), ("a", 8, 1.4), ("", 0, 0), ("a", 4, 2.2)], []),
+    ],
+)
+def test_a_step_is_timed_where_its_time_is_known(steps: Sequence[tuple[str, int, float]], timed: list[tuple]) -> None:
+    """Steps: requests, width, and when the outcome is known; without requests, a prefill."""
+    policy = Scripted([width for _, width, _ in steps if width])
     chooser = Chooser(policy)
-    for now_s in (1.0, 2.0):
-        chooser.choose(["a"])
-        chooser.observe([0], now_s)
-    chooser.interrupt()
-    chooser.choose(["a"])
-    chooser.observe([0], 9.0)
-    assert [seconds for *_, seconds in policy.heard] == [None, 1.0, None]
+    for rids, _, at_s in steps:
+        if rids:
+            chooser.choose(list(rids))
+            chooser.observe([0] * len(rids), at_s)
+        else:
+            chooser.interrupt()
+    assert policy.timed == timed
 
 
 def test_an_outcome_of_another_batch_is_noticed() -> None:
