@@ -9,8 +9,9 @@ Everything after `--` goes to all three servers alike. The order of things:
    them together, `--one-at-a-time` starts and stops them in turn instead, which takes a start per run.
 2. Gate: every arm answers every prompt at every concurrency. Unless all answers are the same, token for token, the
    program ends here and shows no speed. This is also the warm-up.
-3. Repeats: in each, every arm runs once per concurrency, in an order that rotates from repeat to repeat. Each run
-   starts from an empty prefix cache and is preceded by a short unmeasured one. Its answers are compared as well.
+3. Repeats: in each, every arm answers all prompts at every concurrency, a few at a time: then the next arm has its
+   turn, in an order that rotates. Each part starts from an empty prefix cache and is preceded by a short unmeasured
+   one. Its answers are compared as well.
 4. A table for people, a JSON document under `launch/results/`; the last line of stdout is that file's path.
 """
 
@@ -18,6 +19,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -31,7 +33,7 @@ from rich.progress import track
 
 from launch import machine, measure, report, tiny
 from launch.gate import Difference, differences, is_near_tie
-from launch.measure import Run
+from launch.measure import Run, joined, slices
 from launch.progress import wait_ready
 from launch.server import Server, ServerError, end_on_sigterm, free_port
 from launch.tiny import Arm, Pair, require_worker
@@ -40,6 +42,7 @@ RESULTS = tiny.ROOT / "launch" / "results"
 GIB_PER_SERVER = 3  # host memory of one serving process group, importing SGLang and torch
 TABLE_WIDTH = 108
 N_WARM_UP = 2  # unmeasured prompts after an arm gets the CPU back
+EVERYTHING = slice(None)
 
 
 class GateError(RuntimeError):
@@ -69,13 +72,13 @@ class Bench:
         finally:
             server.pause()
 
-    def run(self, arm: Arm, concurrency: int, *, stream: bool = False) -> Run:
-        """One checked run, after a short unmeasured one."""
+    def run(self, arm: Arm, concurrency: int, part: slice = EVERYTHING, *, stream: bool = False) -> Run:
+        """One checked run over a part of the prompts, after a short unmeasured one."""
         with self.running(arm) as server:
             cap = self.options.max_new_tokens
             measure.run(server, self.prompts[:N_WARM_UP], concurrency=concurrency, max_new_tokens=cap, stream=stream)
-            run = measure.run(server, self.prompts, concurrency=concurrency, max_new_tokens=cap, stream=stream)
-        self._check(arm, concurrency, run)
+            run = measure.run(server, self.prompts[part], concurrency=concurrency, max_new_tokens=cap, stream=stream)
+        self._check(arm, concurrency, part, run)
         return run
 
     def gate(self) -> None:
@@ -89,26 +92,27 @@ class Bench:
             for arm in self.servers:
                 self.run(arm, concurrency)
 
-    def _check(self, arm: Arm, concurrency: int, run: Run) -> None:
+    def _check(self, arm: Arm, concurrency: int, part: slice, run: Run) -> None:
         if not self.reference:  # this run becomes it
             return
-        found = differences(self.reference, [answer.token_ids for answer in run.answers])
-        ties = [difference for difference in found if self._forgiven(difference)]
+        prompts = self.prompts[part]
+        found = differences(self.reference[part], [answer.token_ids for answer in run.answers])
+        ties = [difference for difference in found if self._forgiven(prompts, self.reference[part], difference)]
         self.n_ties += len(ties)
         red = [difference for difference in found if difference not in ties]
         if red:
             shown = "; ".join(map(str, red[:5]))
             raise GateError(
-                f"{arm} at concurrency {concurrency} answers {len(red)} of {len(self.prompts)} prompts differently "
+                f"{arm} at concurrency {concurrency} answers {len(red)} of {len(prompts)} prompts differently "
                 f"from {Arm.OFF} at 1, so no speed is shown ({shown})"
             )
 
-    def _forgiven(self, difference: Difference) -> bool:
+    def _forgiven(self, prompts: list[list[int]], reference: list[tuple[int, ...]], difference: Difference) -> bool:
         if not self.options.tie_gap:
             return False
-        agreed = self.reference[difference.prompt][: difference.position]
+        agreed = reference[difference.prompt][: difference.position]
         with self.running(Arm.OFF) as off:
-            return is_near_tie(difference, [*self.prompts[difference.prompt], *agreed], off, self.options.tie_gap)
+            return is_near_tie(difference, [*prompts[difference.prompt], *agreed], off, self.options.tie_gap)
 
 
 def held_out_questions(n: int, seed: int = 42) -> list[str]:
@@ -197,9 +201,15 @@ def measure_all(bench: Bench, console: Console) -> list[dict[str, Any]]:
         if not console.is_terminal:
             console.print(f"repeat {repeat + 1} of {options.repeats}")
         for concurrency in options.concurrency:
-            for arm in arms[repeat % len(arms) :] + arms[: repeat % len(arms)]:
-                speed, latency = bench.run(arm, concurrency), bench.run(arm, concurrency, stream=True)
-                rows.append(report.row(arm, concurrency, repeat, speed, latency))
+            parts = slices(len(bench.prompts), concurrency) if not options.one_at_a_time else [EVERYTHING]
+            speeds, latencies = defaultdict[Arm, list[Run]](list), defaultdict[Arm, list[Run]](list)
+            for turn, part in enumerate(parts, start=repeat):
+                for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+                    speeds[arm].append(bench.run(arm, concurrency, part))
+                    latencies[arm].append(bench.run(arm, concurrency, part, stream=True))
+            rows += [
+                report.row(arm, concurrency, repeat, joined(speeds[arm]), joined(latencies[arm])) for arm in speeds
+            ]
     return rows
 
 

@@ -12,8 +12,9 @@ easy, hard and easy again without a break. The order of things:
 2. Gate: every arm answers every workload at its highest concurrency. Unless all answers are those without speculation,
    token for token, the program ends here and shows no speed. The server that chooses answers at every concurrency: when
    measuring begins it has seen both workloads in batches of every size, as one has that served for a while.
-3. Repeats: in each, every arm runs once per workload and concurrency, in an order that rotates. Each run starts from an
-   empty prefix cache and is preceded by a short unmeasured one. Its answers are compared as well.
+3. Repeats: in each, every arm answers every workload at every concurrency, a few prompts at a time: then the next arm
+   has its turn, in an order that rotates. Each part starts from an empty prefix cache and is preceded by a short
+   unmeasured one. Its answers are compared as well.
 4. The changing workload, once, and the width of every step of it.
 5. A Markdown table, a JSON document and a plot of it under `launch/results/`; the last line of stdout is the JSON
    file's path.
@@ -23,6 +24,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -35,9 +37,9 @@ import psutil
 from rich.console import Console
 
 from launch import machine, measure, report, tiny, width_report
-from launch.bench_serve import N_WARM_UP, RESULTS, GateError, held_out_questions, tokenize
+from launch.bench_serve import EVERYTHING, N_WARM_UP, RESULTS, GateError, held_out_questions, tokenize
 from launch.gate import differences
-from launch.measure import Run
+from launch.measure import Run, joined, slices
 from launch.progress import wait_ready
 from launch.server import Server, ServerError, end_on_sigterm, free_port
 from launch.tiny import Arm, require_worker
@@ -70,7 +72,10 @@ class Workload(NamedTuple):
     concurrency: Sequence[int]
 
     def at(self, concurrency: int) -> list[list[int]]:
-        return self.prompts[: max(LEAST, PER_PLACE * concurrency)]
+        return self.prompts[: self.n_at(concurrency)]
+
+    def n_at(self, concurrency: int) -> int:
+        return min(max(LEAST, PER_PLACE * concurrency), len(self.prompts))
 
 
 def hard_prompts(n: int, seed: int = 42) -> list[list[int]]:
@@ -101,9 +106,10 @@ class Bench:
         self.reference: dict[str, list[tuple[int, ...]]] = {}  # by workload: the answers without speculation
         self.n_read = 0  # of the chosen widths' trace
 
-    def run(self, arm: str, workload: Workload, concurrency: int) -> tuple[Run, list[Step]]:
-        """One checked run, after a short unmeasured one, and the steps of the arm that chooses."""
-        server, prompts = self.servers[arm], workload.at(concurrency)
+    def run(self, arm: str, workload: Workload, concurrency: int, part: slice = EVERYTHING) -> tuple[Run, list[Step]]:
+        """One checked run over a part of the prompts, after a short unmeasured one, and the steps of the arm that
+        chooses."""
+        server, prompts = self.servers[arm], workload.at(concurrency)[part]
         server.resume()
         ask = {"concurrency": concurrency, **workload.sampling}
         measure.run(server, prompts[:N_WARM_UP], **ask)
@@ -111,7 +117,8 @@ class Bench:
         run = measure.run(server, prompts, **ask)
         server.pause()
         steps = self.read_steps() if arm == AUTO else []
-        self.check(f"{arm}, {workload.name} at {concurrency}", workload, [answer.token_ids for answer in run.answers])
+        reference = self.reference[workload.name][: workload.n_at(concurrency)][part]
+        check(f"{arm}, {workload.name} at {concurrency}", reference, [answer.token_ids for answer in run.answers])
         return run, steps
 
     def gate(self) -> None:
@@ -133,18 +140,6 @@ class Bench:
         server.pause()
         return [answer.token_ids for answer in run.answers]
 
-    def check(self, what: str, workload: Workload, answers: Sequence[Sequence[int]]) -> None:
-        """
-        Raises:
-            GateError: an answer is not the one without speculation.
-        """
-        found = differences(self.reference[workload.name][: len(answers)], answers)
-        if found:
-            raise GateError(
-                f"{what}: {len(found)} of {len(answers)} answers are not those without speculation, so no speed is "
-                f"shown ({'; '.join(map(str, found[:5]))})"
-            )
-
     def change(self) -> list[Step]:
         """Easy, hard and easy again without a break; every request's name begins with its phase's number."""
         server, (easy, hard) = self.servers[AUTO], self.workloads
@@ -163,7 +158,7 @@ class Bench:
         server.pause()
         for i, workload in phases:
             mine = [answer for answer, one in zip(answers, asked, strict=True) if one[0] == i]
-            self.check(f"{AUTO}, phase {i} of the changing workload", workload, mine)
+            check(f"{AUTO}, phase {i} of the changing workload", self.reference[workload.name], mine)
         return self.read_steps()
 
     def read_steps(self) -> list[Step]:
@@ -171,6 +166,19 @@ class Bench:
         lines = [line for path in sorted(self.traces.glob("*.jsonl")) for line in path.read_text().splitlines()]
         new, self.n_read = lines[self.n_read :], len(lines)
         return [Step(**json.loads(line)) for line in new]
+
+
+def check(what: str, reference: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
+    """
+    Raises:
+        GateError: an answer is not the one without speculation.
+    """
+    found = differences(reference, answers)
+    if found:
+        raise GateError(
+            f"{what}: {len(found)} of {len(answers)} answers are not those without speculation, so no speed is "
+            f"shown ({'; '.join(map(str, found[:5]))})"
+        )
 
 
 def make_servers(traces: Path, port: int) -> dict[str, Server]:
@@ -217,12 +225,19 @@ def measure_all(bench: Bench, repeats: int, console: Console) -> list[dict[str, 
     rows = []
     for repeat in range(repeats):
         console.print(f"repeat {repeat + 1} of {repeats}")
-        first = repeat * 2 % len(ARMS)
         for workload in bench.workloads:
             for concurrency in workload.concurrency:
-                for arm in ARMS[first:] + ARMS[:first]:
-                    run, steps = bench.run(arm, workload, concurrency)
-                    rows.append(width_report.row(arm, workload.name, concurrency, repeat, run, steps))
+                runs, steps = defaultdict[str, list[Run]](list), defaultdict[str, list[Step]](list)
+                for turn, part in enumerate(slices(workload.n_at(concurrency), concurrency), start=repeat * 2):
+                    first = turn % len(ARMS)
+                    for arm in ARMS[first:] + ARMS[:first]:
+                        run, its_steps = bench.run(arm, workload, concurrency, part)
+                        runs[arm].append(run)
+                        steps[arm] += its_steps
+                rows += [
+                    width_report.row(arm, workload.name, concurrency, repeat, joined(runs[arm]), steps[arm])
+                    for arm in runs
+                ]
     return rows
 
 

@@ -19,6 +19,8 @@ import psutil
 
 from launch.server import REQUEST_TIMEOUT_S, Server, ServerError
 
+LEAST, TURNOVER = 4, 2  # prompts of a part of a run: at least, and per request in flight
+
 
 class Answer(NamedTuple):
     token_ids: tuple[int, ...]
@@ -46,6 +48,23 @@ class Run(NamedTuple):
         """Accepted drafts + 1 bonus, mean over steps."""
         n_steps = sum(answer.n_steps for answer in self.answers)
         return 1 + sum(answer.n_accepted for answer in self.answers) / n_steps if n_steps else float("nan")
+
+
+def joined(runs: Sequence[Run]) -> Run:
+    """One after the other."""
+    wall_s = sum(run.wall_s for run in runs)
+    other_s = sum(run.other_cores * run.wall_s for run in runs)
+    return Run([answer for run in runs for answer in run.answers], wall_s, other_s / wall_s)
+
+
+def slices(n_prompts: int, concurrency: int) -> list[slice]:
+    """Parts of a run, as short as its first and last requests, which have fewer beside them, allow.
+
+    A machine that others use too changes its speed within seconds. Arms that take turns after every part meet the
+    same machine.
+    """
+    size = max(LEAST, TURNOVER * concurrency)
+    return [slice(start, start + size) for start in range(0, n_prompts, size)]
 
 
 class Spread(NamedTuple):

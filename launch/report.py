@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 METHOD = (
     "Greedy. tokens_per_s: generated tokens over the time from the first request sent to the last answer received, "
     "unstreamed, prefill included. ttft and tpot: from separate streamed runs, percentiles over all requests of all "
-    "repeats. committed_per_step: accepted drafts + 1 bonus, mean over verify steps. Arms are interleaved: each repeat "
-    "runs every arm at every concurrency, in a rotating order. Servers that are not being measured are paused or "
-    "stopped. The prefix cache is flushed before every run. Ratios are taken repeat by repeat. Spreads are min and max "
-    "over repeats. other_cores: CPU that processes other than the measured server and the client used meanwhile."
+    "repeats. committed_per_step: accepted drafts + 1 bonus, mean over verify steps. Arms are interleaved: in each "
+    "repeat every arm answers all prompts at every concurrency, a few at a time, and then the next arm has its turn, "
+    "in a rotating order. Servers that are not being measured are paused or stopped. The prefix cache is flushed "
+    "before every turn. Ratios are taken repeat by repeat. Spreads are min and max over repeats. other_cores: CPU that "
+    "processes other than the measured server and the client used meanwhile."
 )
 
 # Other processes' share of the machine up to which a measurement counts as undisturbed.

@@ -23,10 +23,11 @@ SETTLED = 10  # steps in a row, all but one at such a width, with which the poli
 PHASES = ("easy", "hard", "easy again")
 METHOD = (
     "Greedy, tiny pair, fp32. tokens_per_s: generated tokens over the time from the first request sent to the last "
-    "answer received, prefill included. Arms are interleaved: each repeat runs every arm at every workload and "
-    "concurrency, in a rotating order; servers that are not being measured are paused; the prefix cache is flushed "
-    "before every run, and a short unmeasured run of the same workload precedes it. Before all that the server that "
-    "chooses answered everything once: it starts with costs and beliefs from both workloads, and each run's first "
+    "answer received, prefill included. Arms are interleaved: in each repeat every arm answers every workload at every "
+    "concurrency, a few prompts at a time, and then the next arm has its turn, in a rotating order; servers that are "
+    "not being measured are paused; the prefix cache is flushed before every turn, and a short unmeasured run of the "
+    "same workload precedes it. Before all that the server that "
+    "chooses answered everything once: it starts with costs and beliefs from both workloads, and each turn's first "
     "steps come after a few of its own kind; what a change costs is in `changing`. Only the server that chooses writes "
     "its steps to a file. The best static width is that of the highest median in its row; ratios are taken repeat by "
     "repeat; spreads are min and max over repeats. other_cores: CPU that processes other than the measured server and "

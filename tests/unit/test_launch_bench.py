@@ -11,7 +11,7 @@ import pytest
 from launch import bench_serve, report, tiny
 from launch.bench_serve import GateError
 from launch.gate import Difference, differences
-from launch.measure import Answer, Run, percentile, ratios, spread
+from launch.measure import Answer, Run, joined, percentile, ratios, slices, spread
 from launch.report import row, summarise
 from launch.server import ServerError, free_port
 from launch.tiny import Arm
@@ -43,6 +43,23 @@ def test_ratios_are_taken_repeat_by_repeat() -> None:
     # The second repeat ran on a machine half as fast: no ratio shows it, though the medians' ratio would.
     assert ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
     assert spread([3, 1, 2]) == (2, 1, 3)
+
+
+def test_parts_of_a_run_are_short_and_complete() -> None:
+    prompts = list(range(18))
+    parts = [prompts[part] for part in slices(len(prompts), concurrency=1)]
+    assert [len(part) for part in parts] == [4, 4, 4, 4, 2]
+    assert sum(parts, []) == prompts
+    assert [len(prompts[part]) for part in slices(len(prompts), concurrency=8)] == [16, 2]
+
+
+def test_parts_are_joined() -> None:
+    """Half of 3 s and none of 1 s are other processes'."""
+    one, other = (
+        Run([Answer((1,) * n, 1, n - 1, 0.0, 0.0)], wall_s, cores) for n, wall_s, cores in ((5, 3.0, 0.5), (3, 1.0, 0))
+    )
+    run = joined([one, other])
+    assert (run.n_tokens, run.tokens_per_s, run.committed_per_step, run.other_cores) == (8, 2.0, 4.0, 0.375)
 
 
 def test_percentiles_are_values_that_occurred() -> None:
