@@ -49,7 +49,7 @@ def test_parts_of_a_run_are_short_and_complete() -> None:
     prompts = list(range(18))
     parts = [prompts[part] for part in slices(len(prompts), concurrency=1)]
     assert [len(part) for part in parts] == [4, 4, 4, 4, 2]
-    assert sum(parts, []) == prompts
+    assert [prompt for part in parts for prompt in part] == prompts
     assert [len(prompts[part]) for part in slices(len(prompts), concurrency=8)] == [16, 2]
 
 
