@@ -7,6 +7,7 @@ So each further width gets its own, made under that width; weights and memory po
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,16 +31,55 @@ logger = logging.getLogger(__name__)
 
 CONTEXT = 256  # tokens before the block, where a step is timed
 ROUNDS = 5
+KEPT_FREE = 0.5  # of the memory that is free before further widths' graphs are captured
 
 
 def build_engines(worker: TpModelWorker, state: State, widths: Sequence[int], block_size: int) -> dict[int, Engine]:
-    """An engine for each width, that of the whole block being what SGLang has made."""
+    """An engine for each width, that of the whole block being what SGLang has made.
+
+    Captured graphs take memory that SGLang has not counted. Half of what it left free stays free, for the activations
+    of prompts; widths whose graphs would not fit beside that are not chosen from.
+    """
     runner = worker.model_runner
     whole = Engine(runner.attn_backend, runner.decode_cuda_graph_runner)
-    return {
-        width: whole if width == block_size else _build_engine(runner, state, width, captured=whole.graphs)
-        for width in widths
-    }
+
+    def build(width: int) -> Engine:
+        return whole if width == block_size else _build_engine(runner, state, width, captured=whole.graphs)
+
+    def free_gib() -> float:
+        return get_available_gpu_memory(runner.device, runner.gpu_id) if whole.graphs else math.inf
+
+    engines = build_while_they_fit(widths, build, free_gib)
+    if missing := sorted(set(widths) - set(engines)):
+        logger.warning(
+            "widths %s are not verified: their graphs leave too little memory; lower --mem-fraction-static or "
+            "--cuda-graph-max-bs, or name fewer in SGLANG_DFLASH_WIDTHS",
+            missing,
+        )
+    return engines
+
+
+def build_while_they_fit(
+    widths: Sequence[int], build: Callable[[int], Engine], free_gib: Callable[[], float]
+) -> dict[int, Engine]:
+    """The widest first, then always the one farthest from those there are: so few of them lose little.
+
+    A further one is taken to need as much as the largest so far.
+    """
+    rest, engines, most_gib = set(widths), dict[int, Engine](), 0.0
+    kept_gib = free_gib() * KEPT_FREE
+    while rest:
+        width = max(
+            rest, key=lambda width: (min((abs(math.log(width / other)) for other in engines), default=0), width)
+        )
+        before_gib = free_gib()
+        if engines and before_gib - most_gib < kept_gib:
+            break
+        engines[width] = build(width)
+        rest.remove(width)
+        if before_gib < math.inf:
+            most_gib = max(most_gib, before_gib - free_gib())
+    return engines
 
 
 def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> Engine:

@@ -124,14 +124,13 @@ class DFlashWorker(BaseSpecWorker):
         self.planner = Planner(target, config.block_size, config.mask_token_id)
         self.drafter = Drafter(draft, view, config.block_size)
         widths = candidates(self.flags, config.block_size)
-        self.verifier = Verifier(
-            self._target_worker, build_engines(self._target_worker, self.state, widths, config.block_size)
-        )
+        engines = build_engines(self._target_worker, self.state, widths, config.block_size)
+        self.verifier = Verifier(self._target_worker, engines)
         timer = Timer(self.planner, self.drafter, self.verifier)
         self.width = Chooser(
             make_policy(
                 self.flags.width_policy,
-                widths,
+                sorted(engines),
                 n_requests=target.max_running_requests,
                 seconds=timer.seconds,
                 agree=from_first_rank(get_dp_tp_group()),
