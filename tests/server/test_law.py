@@ -19,6 +19,7 @@ from tests.server.variants import VARIANTS
 FLAGS = VARIANTS["hybrid"].flags
 N = 800  # draws per setting and server; about 20 s for both
 PLAIN = next(case for case in SAMPLED if case.name == "T 1")
+ANY_WIDTH = ("T 1", "top_p 0.8", "penalties, top_k and min_p", "regex at T 1.5")
 SPOILER = Path(__file__).parent / "wrong_acceptance"
 
 pytestmark = pytest.mark.full
@@ -62,6 +63,13 @@ def test_the_law_holds(server: Callable, drawn_off: Callable, case: Case) -> Non
 def test_the_parameter_changes_the_law(drawn_off: Callable, case: Case) -> None:
     """Otherwise a server that ignores it would pass."""
     assert law.violations(drawn_off(parameters.bare(case)), drawn_off(case))
+
+
+@pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)
+def test_the_law_holds_whatever_the_width(server: Callable, drawn_off: Callable, case: Case) -> None:
+    """Every step verifies another number of tokens, one at times."""
+    variant = VARIANTS["hybrid-random-widths"]
+    assert not compare(server(flags=variant.flags, env=dict(variant.env)), drawn_off, case)
 
 
 @pytest.mark.parametrize("rule", ["draw_twice", "argmax_inside", "above_threshold"])

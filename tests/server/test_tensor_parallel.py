@@ -24,9 +24,10 @@ MAX_NEW_TOKENS = 48
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def two_ranks(server: Callable) -> Server:
-    ranks = server(**TWO_RANKS)
+@pytest.fixture(scope="module", params=["fixed", "auto"])
+def two_ranks(request: pytest.FixtureRequest, server: Callable) -> Server:
+    """`auto`: the ranks time their steps each with a clock of its own, and must choose the same width."""
+    ranks = server(flags=TWO_RANKS["flags"], env=TWO_RANKS["env"] | {"SGLANG_DFLASH_WIDTHS": request.param})
     assert all(f"random numbers of its own: rank {rank}" in ranks.log_text() for rank in (0, 1))
     return ranks
 
