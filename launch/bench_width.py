@@ -4,8 +4,8 @@
     python -m launch.bench_width --quick     # to see that it works: one repeat of little, its numbers say nothing
 
 Six servers: no speculation, ours verifying always 1, 4, 8 or 16 tokens, and ours choosing. Workloads: `easy`, held-out
-questions like those the pair was trained on; `hard`, texts unlike them, of whose drafts few are accepted; `changing`,
-easy, hard and easy again without a break. The order of things:
+questions like those the pair was trained on; `hard`, questions unlike them, of whose drafts fewer are accepted;
+`hopeless`, of whose drafts hardly any are; `changing`, easy, hopeless and easy again without a break. The order:
 
 1. The server that chooses starts alone, for it measures what its steps cost; then the others. From then on at most one
    runs: the others are paused (SIGSTOP).
@@ -58,9 +58,20 @@ HARD_CONCURRENCY = (1, 8)
 CHANGE_CONCURRENCY = 8
 # Prompts of a run: enough that its requests' starts and ends, when few run, weigh little.
 LEAST, PER_PLACE = 8, 3
-HARD = "random tokens, no chat template; answers of 48 tokens, past their end"
-HARD_TOKENS = 32  # of a prompt
-HARD_SAMPLING = {"max_new_tokens": 48, "ignore_eos": True}
+HARD = "everyday questions in English, of which the tiny corpus has none"
+ASKED = (
+    "Explain {} to a child.",
+    "Write a short poem about {}.",
+    "What are three common mistakes people make with {}?",
+    "Why does {} matter, and to whom?",
+)
+ABOUT = (
+    *("the sea", "quantum entanglement", "sourdough bread", "the French Revolution", "vaccines", "chess openings"),
+    *("tax law", "jazz", "photosynthesis", "bicycle repair", "black holes", "learning to swim"),
+)
+HOPELESS = "random tokens, no chat template; answers of 48 tokens, past their end"
+HOPELESS_TOKENS = 32  # of a prompt
+HOPELESS_SAMPLING = {"max_new_tokens": 48, "ignore_eos": True}
 WORDS = range(300, 1000)  # token ids that are text, none of them special
 
 
@@ -78,23 +89,26 @@ class Workload(NamedTuple):
         return min(max(LEAST, PER_PLACE * concurrency), len(self.prompts))
 
 
-def hard_prompts(n: int, seed: int = 42) -> list[list[int]]:
+def hard_questions(n: int) -> list[str]:
+    questions = [question.format(subject) for subject in ABOUT for question in ASKED]
+    assert n <= len(questions), f"{n} prompts are asked for, and there are {len(questions)} hard ones"
+    return questions[:n]
+
+
+def hopeless_prompts(n: int, seed: int = 42) -> list[list[int]]:
     random = Random(seed)
-    return [random.choices(WORDS, k=HARD_TOKENS) for _ in range(n)]
+    return [random.choices(WORDS, k=HOPELESS_TOKENS) for _ in range(n)]
 
 
 def make_workloads(options: argparse.Namespace) -> list[Workload]:
     n = options.num_prompts
     easy = tokenize(held_out_questions(n), tiny.HYBRID.target, thinking=True)
+    hard = tokenize(hard_questions(n), tiny.HYBRID.target, thinking=True)
+    answer = {"max_new_tokens": options.max_new_tokens}
     return [
-        Workload(
-            "easy",
-            "held-out questions of the tiny corpus",
-            easy,
-            {"max_new_tokens": options.max_new_tokens},
-            options.concurrency,
-        ),
-        Workload("hard", HARD, hard_prompts(n), HARD_SAMPLING, HARD_CONCURRENCY),
+        Workload("easy", "held-out questions of the tiny corpus", easy, answer, options.concurrency),
+        Workload("hard", HARD, hard, answer, HARD_CONCURRENCY),
+        Workload("hopeless", HOPELESS, hopeless_prompts(n), HOPELESS_SAMPLING, HARD_CONCURRENCY),
     ]
 
 
@@ -141,9 +155,9 @@ class Bench:
         return [answer.token_ids for answer in run.answers]
 
     def change(self) -> list[Step]:
-        """Easy, hard and easy again without a break; every request's name begins with its phase's number."""
-        server, (easy, hard) = self.servers[AUTO], self.workloads
-        phases = list(enumerate((easy, hard, easy)))
+        """Easy, hopeless and easy again without a break; every request's name begins with its phase's number."""
+        server, (easy, _hard, hopeless) = self.servers[AUTO], self.workloads
+        phases = list(enumerate((easy, hopeless, easy)))
         asked = [(i, workload, n, prompt) for i, workload in phases for n, prompt in enumerate(workload.prompts)]
 
         def ask(one: tuple[int, Workload, int, list[int]]) -> list[int]:
@@ -257,6 +271,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in zip(("concurrency", "repeats", "num_prompts"), usual, strict=True):
         if vars(options)[name] is None:
             setattr(options, name, value)
+    if options.num_prompts > len(ASKED) * len(ABOUT):
+        parser.error(f"--num-prompts: there are {len(ASKED) * len(ABOUT)} hard ones; ask for no more")
     if max(options.concurrency) > BATCH:
         parser.error(f"--concurrency: the servers run {BATCH} requests at once; name no more")
     return options

@@ -19,8 +19,8 @@ COLOURS = dict(zip(STATIC, ("tab:red", "tab:green", "tab:orange", "tab:blue"), s
 
 def plot(document: dict[str, Any], path: Path) -> None:
     figure = pyplot.figure(figsize=(11, 7.5), layout="constrained")
-    grid = figure.add_gridspec(2, 2, width_ratios=(2, 1))
-    for column, workload in enumerate(("easy", "hard")):
+    grid = figure.add_gridspec(2, 3, width_ratios=(2, 1, 1))
+    for column, workload in enumerate(("easy", "hard", "hopeless")):
         lines = [line for line in document["summary"] if line["workload"] == workload]
         _speeds(figure.add_subplot(grid[0, column]), workload, lines)
     _trace(figure.add_subplot(grid[1, :]), document["changing"])
@@ -55,10 +55,10 @@ def _speeds(panel: Axes, workload: str, lines: list[dict[str, Any]]) -> None:
 
 def _trace(panel: Axes, changing: dict[str, Any]) -> None:
     panel.plot(changing["widths"], drawstyle="steps-post", color="black", linewidth=0.8)
-    shares = [n / of for n, of in zip(changing["hard_requests"], changing["requests"], strict=True)]
+    shares = [n / of for n, of in zip(changing["hopeless_requests"], changing["requests"], strict=True)]
     panel.fill_between(range(len(shares)), 0, [17 * s for s in shares], step="post", color="tab:red", alpha=0.15, lw=0)
     panel.set_title(
-        f"easy, hard, easy in one stream, concurrency {changing['concurrency']} (shaded: the share of hard requests)",
+        f"easy, hopeless, easy in one stream, concurrency {changing['concurrency']} (shaded: the hopeless ones' share)",
         fontsize=9,
     )
     panel.set_xlabel("step")

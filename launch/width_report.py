@@ -20,18 +20,18 @@ STATIC = ("1", "4", "8", "16")  # arms that verify always the same number of tok
 BOUND = 0.97  # of what is compared with, at least
 USUAL = 0.1  # a width of at least this share of the steps is one the policy has settled on; looks are rarer
 SETTLED = 10  # steps in a row, all but one at such a width, with which the policy has followed
-PHASES = ("easy", "hard", "easy again")
+PHASES = ("easy", "hopeless", "easy again")
 METHOD = (
     "Greedy, tiny pair, fp32. tokens_per_s: generated tokens over the time from the first request sent to the last "
     "answer received, prefill included. Arms are interleaved: in each repeat every arm answers every workload at every "
     "concurrency, a few prompts at a time, and then the next arm has its turn, in a rotating order; servers that are "
     "not being measured are paused; the prefix cache is flushed before every turn, and a short unmeasured run of the "
-    "same workload precedes it. Before all that the server that "
-    "chooses answered everything once: it starts with costs and beliefs from both workloads, and each turn's first "
-    "steps come after a few of its own kind; what a change costs is in `changing`. Only the server that chooses writes "
+    "same workload precedes it. Before all that the server that chooses answered everything once: it starts with costs "
+    "and beliefs from all workloads, and each turn's first steps come after a few of its own kind; what a change costs "
+    "is in `changing`. Only the server that chooses writes "
     "its steps to a file. The best static width is that of the highest median in its row; ratios are taken repeat by "
     "repeat; spreads are min and max over repeats. other_cores: CPU that processes other than the measured server and "
-    "the client used meanwhile. changing: easy, hard, easy texts in one stream. A width is usual in a phase if it is "
+    "the client used meanwhile. changing: easy, hopeless, easy texts in one stream. A width is usual in a phase if it is "
     f"that of {USUAL:.0%} of the steps in the second half of the phase's own steps (no other phase's request in them); "
     f"the policy has followed when {SETTLED} steps in a row, all but one, are at usual widths."
 )
@@ -107,7 +107,7 @@ def claims(summary: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         where = f"{line['workload']} at {line['concurrency']}"
         if line["workload"] == "easy":
             claim(f"{where}: chosen over the best static width", line["auto_over_best"]["median"], BOUND)
-        else:
+        elif line["workload"] == "hard":
             claim(f"{where}: chosen over off", line["auto_over_off"]["median"], BOUND)
     mean = means(summary)
     for arm in STATIC:
@@ -187,7 +187,7 @@ def document(
             "phases": phases(steps),
             "widths": [step.width for step in steps],
             "requests": [len(step.accepted) for step in steps],
-            "hard_requests": [sum(rid.startswith("1-") for rid in step.accepted) for step in steps],
+            "hopeless_requests": [sum(rid.startswith("1-") for rid in step.accepted) for step in steps],
             "accepted": [sum(step.accepted.values()) for step in steps],
         },
     }

@@ -55,7 +55,7 @@ def test_means_weigh_every_concurrency_of_easy_texts_alike() -> None:
 
 
 def test_every_claim_is_checked() -> None:
-    found = claims(summarise(rows_of("easy", 1) + rows_of("hard", 8)))
+    found = claims(summarise(rows_of("easy", 1) + rows_of("hard", 8) + rows_of("hopeless", 1)))
     assert [(claim["claim"], claim["value"], claim["holds"]) for claim in found] == [
         ("easy at 1: chosen over the best static width", 1.0, True),
         ("hard at 8: chosen over off", 2.0, True),
@@ -97,7 +97,7 @@ def test_phases_are_told_apart_by_the_requests_names() -> None:
     ]
     assert phases(trace) == [
         {"phase": "easy", "first_step": 0, "n_steps": 20, "usual_widths": [16], "followed_after": 0},
-        {"phase": "hard", "first_step": 23, "n_steps": 35, "usual_widths": [1], "followed_after": 5},
+        {"phase": "hopeless", "first_step": 23, "n_steps": 35, "usual_widths": [1], "followed_after": 5},
         {"phase": "easy again", "first_step": 58, "n_steps": 12, "usual_widths": [16], "followed_after": 0},
     ]
 
@@ -135,14 +135,14 @@ def test_equal_answers_are_measured_written_and_plotted(
     assert "| easy | 2 | " in out
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     document = json.loads((tmp_path / "out.json").read_text())
-    assert len(document["rows"]) == 2 * (2 + 2) * len(ARMS)  # repeats, concurrencies of easy and hard, arms
+    assert len(document["rows"]) == 2 * (2 + 2 + 2) * len(ARMS)  # repeats, concurrencies of each workload, arms
     order = [r["arm"] for r in document["rows"] if (r["workload"], r["concurrency"]) == ("easy", 1)]
     assert order == ["off", "1", "4", "8", "16", "auto", "4", "8", "16", "auto", "off", "1"]
     # Two steps for each of three prompts, those of the unmeasured run before left out, and nobody else's.
     assert {json.dumps(r["widths"]) for r in document["rows"] if r["arm"] == "auto"} == {'{"4": 6}'}
     assert {json.dumps(r["widths"]) for r in document["rows"] if r["arm"] != "auto"} == {"{}"}
     assert document["changing"]["widths"] == [4] * 3 * 3 * 2  # phases, prompts, steps
-    assert sum(document["changing"]["hard_requests"]) == 3 * 2
+    assert sum(document["changing"]["hopeless_requests"]) == 3 * 2
     assert {server["env"].get("SGLANG_DFLASH_WIDTHS") for server in document["servers"].values()} == {
         *(None, "1", "4", "8", "16", "auto")
     }
