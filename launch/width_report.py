@@ -32,8 +32,8 @@ METHOD = (
     "its steps to a file. The best static width is that of the highest median in its row; ratios are taken repeat by "
     "repeat; spreads are min and max over repeats. other_cores: CPU that processes other than the measured server and "
     "the client used meanwhile. changing: easy, hopeless, easy texts in one stream. A width is usual in a phase if it "
-    f"is that of {USUAL:.0%} of the steps in the second half of the phase's own steps (no other phase's request in them); "
-    f"the policy has followed when {SETTLED} steps in a row, all but one, are at usual widths."
+    f"is that of {USUAL:.0%} of the steps in the second half of the phase's own steps (no other phase's request in "
+    f"them); the policy has followed when {SETTLED} steps in a row, all but one, are at usual widths."
 )
 
 
