@@ -3,6 +3,7 @@
     python -m sglang_dflash.check                              the installation
     python -m sglang_dflash.check --model-path ... [flags]     the same, and a launch with these flags
     python -m sglang_dflash.check --json ...                   as one JSON document on the last line
+    python -m sglang_dflash.check --server URL [--json]        a running server: what its steps cost, what it chose
 
 It runs SGLang's own plugin loading and argument resolution in this process and looks at the result, so it sees what a
 launch would do up to the point where weights load. Exit status: 0 if everything is as it should be, else 1. It does
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 
-from sglang_dflash import flags, host, plugin
+from sglang_dflash import flags, host, plugin, served
 from sglang_dflash.flags import Worker
 from sglang_dflash.host_names import NAMES, SEAMS, SGLANG
 
@@ -121,9 +122,25 @@ def report(argv: Sequence[str]) -> list[Finding]:
     return [find(name, check) for name, check in checks.items()]
 
 
+def show_served(argv: Sequence[str], *, as_json: bool) -> int:
+    urls = [argument for argument in argv if argument != "--json"]
+    if len(urls) != 1:
+        print("--server takes one URL, such as http://127.0.0.1:30000", file=sys.stderr)
+        return 1
+    try:
+        dflash = served.fetch(urls[0])
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(dflash) if as_json else served.render(dflash))
+    return 0
+
+
 def main() -> int:
     argv = sys.argv[1:]
     as_json = "--json" in argv
+    if argv[:1] == ["--server"]:
+        return show_served(argv[1:], as_json=as_json)
     findings = report([argument for argument in argv if argument != "--json"])
     ok = all(finding.ok for finding in findings)
     if as_json:

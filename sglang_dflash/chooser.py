@@ -13,11 +13,12 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random as Generator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from sglang_dflash.flags import Flags, WidthPolicy
+from sglang_dflash.served import table
 from sglang_dflash.width import Acceptance, Adaptive, Decision, StepCost
 
 logger = logging.getLogger(__name__)
@@ -27,6 +28,11 @@ DEFAULT = (1, 2, 4, 6, 8, 12)  # and the whole block
 
 
 class Policy(Protocol):
+    name: str  # as in SGLANG_DFLASH_WIDTHS
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """What a step is believed to take, by requests, then by width; empty where nobody asks."""
+
     def decide(self, rids: Sequence[str]) -> Decision:
         """For the next step of these requests."""
 
@@ -41,7 +47,11 @@ class Fixed:
     """Always the same width."""
 
     def __init__(self, width: int) -> None:
+        self.name = f"always {width}"
         self.decision = Decision(width)
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        return {}
 
     def decide(self, rids: Sequence[str]) -> Decision:
         return self.decision
@@ -56,9 +66,14 @@ class Fixed:
 class Random:
     """Any width, the same ones on every rank: for tests."""
 
+    name = "random"
+
     def __init__(self, widths: Sequence[int], seed: int = 0) -> None:
         self.widths = widths
         self.generator = Generator(seed)
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        return {}
 
     def decide(self, rids: Sequence[str]) -> Decision:
         return Decision(self.generator.choice(self.widths))
@@ -101,6 +116,20 @@ class Account:
                 if other <= width
                 else committed + n_rows * (decision.committed[other] - decision.committed[width])
             )
+
+    def join(self, later: Account) -> None:
+        """Steps of another account as well."""
+        self.n_steps.update(later.n_steps)
+        self.n_rows += later.n_rows
+        self.committed += later.committed
+        self.expected += later.expected
+        self.seconds += later.seconds
+        for mine, theirs in (
+            (self.committed_always, later.committed_always),
+            (self.seconds_always, later.seconds_always),
+        ):
+            for width, value in theirs.items():
+                mine[width] += value
 
     @property
     def best(self) -> int | None:
@@ -153,7 +182,8 @@ class Chooser:
         self.trace = trace
         self.in_flight = deque[tuple[list[str], Decision]]()
         self.last = deque[Outcome](maxlen=2)  # with nothing but decode steps in between
-        self.account = Account()
+        self.account = Account()  # since the last line in the log
+        self.before = Account()  # what came before that
 
     def choose(self, rids: list[str]) -> int:
         """The width of the next step of these requests."""
@@ -173,6 +203,7 @@ class Chooser:
             self.trace.add(rids, decision.width, n_accepted_B, now_s)
         if sum(self.account.n_steps.values()) == REPORT:
             logger.info("%s", self.account)
+            self.before.join(self.account)
             self.account = Account()
 
     def _time(self, outcome: Outcome, expected_s: float) -> None:
@@ -184,6 +215,21 @@ class Chooser:
         elif len(self.last) == 2 and self.last[0][:2] == outcome[:2] and self.last[1].n_requests == outcome.n_requests:
             self.policy.time(*self.last[1][:2], outcome.at_s - self.last[0].at_s - expected_s)
         self.last.append(outcome)
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen since the start, as JSON has it; seconds as they are believed now."""
+        account = Account()
+        account.join(self.before)
+        account.join(self.account)
+        return {
+            "policy": self.policy.name,
+            "seconds": self.policy.seconds(),
+            "n_steps": {str(width): n for width, n in sorted(account.n_steps.items())},
+            "committed": account.committed,
+            "expected": account.expected,
+            "regret": account.regret,
+            "account": str(account) if account.n_steps else "",
+        }
 
     def interrupt(self) -> None:
         """Something else than decoding runs now."""
@@ -226,5 +272,5 @@ def make_policy(
         return Fixed(widths[0])
     sizes = [*(2**i for i in range(n_requests.bit_length()) if 2**i < n_requests), n_requests]
     cost = StepCost(widths, {size: seconds(size, widths) for size in sizes}, agree)
-    logger.info("seconds per step, requests x width:\n%s", cost)
+    logger.info("seconds per step, requests x width:\n%s", table(cost.by_size()))
     return Adaptive(widths, Acceptance(widths[-1] - 1, 2 * n_requests), cost)

@@ -44,6 +44,12 @@ SEAMS = (
 NAMES = (
     # arguments and models, before a worker exists
     Name("sglang.srt.plugins", "load_plugins"),
+    Name(
+        "sglang.srt.managers.scheduler_components.internal_state",
+        "SchedulerInternalStateController",
+        "get_internal_state scheduler",
+    ),
+    Name("sglang.srt.managers.io_struct", "GetInternalStateReqOutput", "internal_state"),
     Name("sglang.srt.server_args", "prepare_server_args", "argv"),
     Name("sglang.srt.arg_groups.overrides", "attention_backends_of", "cfg"),
     Name("sglang.srt.arg_groups.model_override_base", "model_config_of", "server_args"),

@@ -30,6 +30,9 @@ SESSION = "sglang.srt.session.session_controller.Session.create_req"
 UPDATE_FROM_DISK = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
 )
+INTERNAL_STATE = (
+    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state"
+)
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -79,6 +82,7 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     from sglang_dflash.draft_input import row_headroom
     from sglang_dflash.finish import create_req, update_finish_state
     from sglang_dflash.requests import refusal
+    from sglang_dflash.served import add_dflash
     from sglang_dflash.weight_update import own_checkpoint_only
 
     HookRegistry.register(VALIDATE_REQUEST, lambda stock, request, overlap: refusal(request), HookType.AFTER)
@@ -86,8 +90,9 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     HookRegistry.register(FINISH, update_finish_state, HookType.AROUND)
     HookRegistry.register(SESSION, create_req, HookType.AROUND)
     HookRegistry.register(UPDATE_FROM_DISK, own_checkpoint_only(config), HookType.AROUND)
+    HookRegistry.register(INTERNAL_STATE, add_dflash, HookType.AFTER)
     HookRegistry.apply_hooks()
-    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM, FINISH, SESSION, UPDATE_FROM_DISK)
+    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM, FINISH, SESSION, UPDATE_FROM_DISK, INTERNAL_STATE)
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:

@@ -110,6 +110,9 @@ class Cost(Protocol):
     def settle(self) -> None:
         """From now on what was observed counts."""
 
+    def by_size(self) -> dict[str, dict[str, float]]:
+        """Seconds by requests, then by width."""
+
 
 class StepCost:
     """T(B, w) in seconds: measured at launch for some batch sizes, corrected by real steps.
@@ -176,10 +179,12 @@ class StepCost:
         self.common_S[size] *= 1 - gain * common
         self.own_SW[size, w] *= 1 - gain * own
 
-    def __str__(self) -> str:
-        rows = [["", *map(str, self.widths)]]
-        rows += [[str(size), *(f"{1e3 * s:.2f} ms" for s in self.of(size))] for size in self.sizes]
-        return "\n".join("".join(f"{cell:>10}" for cell in row) for row in rows)
+    def by_size(self) -> dict[str, dict[str, float]]:
+        """Seconds by requests, then by width; as JSON has it."""
+        return {
+            str(size): {str(width): round(s, 6) for width, s in zip(self.widths, self.of(size).tolist(), strict=True)}
+            for size in self.sizes
+        }
 
     def _at(self, seconds_SW: np.ndarray, n_requests: int) -> np.ndarray:
         i, share = self._between(n_requests)
@@ -205,6 +210,8 @@ class Decision(NamedTuple):
 
 class Adaptive:
     """The width with the most committed tokens per second."""
+
+    name = "auto"
 
     def __init__(self, widths: Sequence[int], acceptance: Acceptance, cost: Cost) -> None:
         """`widths` ascending, the last one the block."""
@@ -252,6 +259,10 @@ class Adaptive:
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
         """A step's outcome."""
         self.acceptance.observe(rids, width, n_accepted_B)
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """By requests, then by width: what a step is believed to take."""
+        return self.cost.by_size()
 
     def time(self, n_requests: int, width: int, seconds: float) -> None:
         """What a step took."""

@@ -19,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt.environ import envs
@@ -163,6 +164,10 @@ class DFlashWorker(BaseSpecWorker):
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self.prefill(batch, publish)
         return self.decode(batch, publish, grammar_barrier)
+
+    def describe(self) -> dict[str, Any]:
+        """For `GET /server_info`."""
+        return {"version": __version__, "block_size": self.config.block_size, "width": self.width.describe()}
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called for every decode step, in order, when its outcome has reached the host."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.chooser import Account, Chooser, Fixed, Random, Trace, candidates, make_policy
+from sglang_dflash.chooser import REPORT, Account, Chooser, Fixed, Random, Trace, candidates, make_policy
 from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.width import Adaptive, Decision
 
@@ -15,10 +15,15 @@ from sglang_dflash.width import Adaptive, Decision
 class Scripted:
     """Decides what it is told to, expects a step to take a tenth of its width, and remembers what it hears."""
 
+    name = "scripted"
+
     def __init__(self, widths: Sequence[int]) -> None:
         self.widths = iter(widths)
         self.heard: list[tuple] = []
         self.timed: list[tuple] = []
+
+    def seconds(self) -> dict[str, dict[str, float]]:
+        return {}
 
     def decide(self, rids: Sequence[str]) -> Decision:
         width = next(self.widths)
@@ -145,3 +150,27 @@ def test_a_policy_for_each_kind() -> None:
     assert timed == [], "what is not chosen from is not timed"
     assert isinstance(make(WidthPolicy.AUTO, (1, 4)), Adaptive)
     assert timed == [1, 2, 4, 6]
+
+
+def test_accounts_are_joined() -> None:
+    expected = {"committed": {4: 2.0, 8: 2.5}, "seconds": {4: 2.0, 8: 4.0}}
+    steps = [(Decision(4, **expected), [0, 3]), (Decision(8, **expected), [7, 1]), (Decision(8, **expected), [2])]
+    at_once, first, later = Account(), Account(), Account()
+    for account, some in ((at_once, steps), (first, steps[:1]), (later, steps[1:])):
+        for step in some:
+            account.add(*step)
+    first.join(later)
+    assert vars(first) == vars(at_once)
+
+
+def test_a_report_covers_all_steps() -> None:
+    """Those in the log's lines as well as those since."""
+    chooser = Chooser(Scripted([4] * (REPORT + 5)))
+    for step in range(REPORT + 5):
+        chooser.choose(["a"])
+        chooser.observe([step % 4], float(step))
+    report = chooser.describe()
+    assert report["n_steps"] == {"4": REPORT + 5}
+    assert report["committed"] == sum(1 + step % 4 for step in range(REPORT + 5))
+    assert report["policy"] == "scripted"
+    json.dumps(report)

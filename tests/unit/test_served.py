@@ -1,0 +1,111 @@
+"""What `check --server` shows of a running server, and what it says where there is none."""
+
+import json
+import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from launch.server import free_port
+from sglang_dflash import check, served
+
+DFLASH = {
+    "version": "0.1.0",
+    "block_size": 8,
+    "width": {
+        "policy": "auto",
+        "seconds": {"1": {"1": 0.001, "8": 0.0025}, "16": {"1": 0.002, "8": 0.01}},
+        "n_steps": {"1": 3, "8": 1},
+        "account": "widths of 4 steps: ...",
+    },
+}
+
+
+@pytest.fixture
+def url() -> Iterator[tuple[str, dict[str, Any]]]:
+    """A server's address, and what its /server_info says."""
+    says: dict[str, Any] = {"internal_states": [{"dflash": DFLASH}]}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(says).encode())
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", says
+        server.shutdown()
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["check", *argv])
+    return check.main()
+
+
+def test_costs_and_choices_are_shown(
+    url: tuple[str, dict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(monkeypatch, "--server", url[0]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "sglang-dflash 0.1.0, blocks of 8, width auto",
+        "seconds per step, requests x width:",
+        "                   1         8",
+        "         1   1.00 ms   2.50 ms",
+        "        16   2.00 ms  10.00 ms",
+        "widths of 4 steps: ...",
+    ]
+
+
+def test_as_json(url: tuple[str, dict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(monkeypatch, "--server", url[0], "--json") == 0
+    assert json.loads(capsys.readouterr().out) == DFLASH
+
+
+def test_a_width_that_is_not_chosen_has_no_costs() -> None:
+    width = {"policy": "always 8", "seconds": {}, "n_steps": {}, "account": ""}
+    assert served.render(DFLASH | {"width": width}) == "sglang-dflash 0.1.0, blocks of 8, width always 8"
+
+
+@pytest.mark.parametrize(
+    ("states", "sentence"),
+    [
+        ([{}], "does not serve DFLASH with our worker"),
+        ([], "does not serve DFLASH with our worker"),
+        (None, "is no SGLang server"),
+    ],
+)
+def test_another_server_is_told(
+    url: tuple[str, dict],
+    states: list | None,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url[1].clear()
+    if states is not None:
+        url[1]["internal_states"] = states
+    assert shown(monkeypatch, "--server", url[0]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+    assert url[0] in line
+
+
+def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(monkeypatch, "--server", f"http://127.0.0.1:{free_port(31990)}") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("no SGLang server answers at http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("urls", [(), ("a", "b")])
+def test_one_url_is_asked_for(
+    urls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown(monkeypatch, "--server", *urls) == 1
+    assert capsys.readouterr().err == "--server takes one URL, such as http://127.0.0.1:30000\n"
