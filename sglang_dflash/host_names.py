@@ -178,7 +178,30 @@ NAMES = (
     ),
     Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode"),
     Name("sglang.srt.mem_cache.allocation_sizing", "page_aligned_decode_alloc_lens", "reqs reserve page_size"),
-    Name("sglang.srt.mem_cache.memory_pool", "MambaPool", "mamba_cache SpeculativeState"),
+    Name(
+        "sglang.srt.mem_cache.memory_pool",
+        "MambaPool",
+        "mamba_cache SpeculativeState _intermediate_conv_window_phys mem_usage memory_saver_adapter",
+    ),
+    Name(
+        "sglang.srt.mem_cache.memory_pool",
+        "MambaPool.__init__",
+        "spec_state_size cache_params mamba_layer_ids device speculative_num_draft_tokens",
+    ),
+    Name("sglang.srt.mem_cache.memory_pool", "MambaPool._detect_conv_window_axis", "conv_state_shape win_len"),
+    Name(
+        "sglang.srt.mem_cache.memory_pool",
+        "MambaPool._allocate_deduplicated_conv_window",
+        "conv_shape num_mamba_layers spec_state_size speculative_num_draft_tokens conv_dtype",
+    ),
+    Name("sglang.srt.mem_cache.memory_pool", "HybridReqToTokenPool", "mamba_pool_cls"),
+    Name("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator", "mambaish_config"),
+    Name(
+        "sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator._handle_max_mamba_cache", "total_rest_memory"
+    ),
+    Name("sglang.srt.configs.mamba_utils", "BaseLinearStateParams", "layers dtype mamba_cache_per_req"),
+    Name("sglang.srt.configs.mamba_utils", "Mamba2StateShape", "conv temporal conv_kernel num_k_heads_per_tp"),
+    Name("sglang.srt.constants", "GPU_MEMORY_TYPE_KV_CACHE"),
     Name(
         "sglang.kernels.ops.mamba.mamba_state_scatter_triton",
         "scatter_mamba_states_after_mtp_verify",

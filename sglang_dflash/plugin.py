@@ -33,6 +33,7 @@ UPDATE_FROM_DISK = (
 INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state"
 )
+COUNT_STATES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -83,6 +84,7 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     from sglang_dflash.finish import create_req, update_finish_state
     from sglang_dflash.requests import refusal
     from sglang_dflash.served import add_dflash
+    from sglang_dflash.state_pool import count_records
     from sglang_dflash.weight_update import own_checkpoint_only
 
     HookRegistry.register(VALIDATE_REQUEST, lambda stock, request, overlap: refusal(request), HookType.AFTER)
@@ -91,8 +93,9 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     HookRegistry.register(SESSION, create_req, HookType.AROUND)
     HookRegistry.register(UPDATE_FROM_DISK, own_checkpoint_only(config), HookType.AROUND)
     HookRegistry.register(INTERNAL_STATE, add_dflash, HookType.AFTER)
+    HookRegistry.register(COUNT_STATES, count_records, HookType.AROUND)
     HookRegistry.apply_hooks()
-    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM, FINISH, SESSION, UPDATE_FROM_DISK, INTERNAL_STATE)
+    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM, FINISH, SESSION, UPDATE_FROM_DISK, INTERNAL_STATE, COUNT_STATES)
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:

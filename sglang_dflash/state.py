@@ -9,29 +9,27 @@ when the accepted prefix crosses a multiple of the track interval: that state is
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Protocol
 
 import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import scatter_mamba_states_after_mtp_verify
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 from sglang_dflash_kernels.dispatch import choose
 from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold_ref, gdn_fold_triton
-from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify_ref, gdn_verify_triton, record_width
+from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify_ref, gdn_verify_triton
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import GdnState
+from sglang_dflash.state_pool import RecordPool
 from sglang_dflash.step import Plan
-
-logger = logging.getLogger(__name__)
 
 
 class State(Protocol):
@@ -78,24 +76,22 @@ class SnapshotState:
 class FoldState:
     """Verify records what each token adds to the state; commit sums the accepted records into it, all layers at once.
 
-    The records take the place of the states per token in SGLang's pool, and our verify that of SGLang's in the
-    attention backend, so the backend hands one to the other, eagerly and in captured graphs alike. The windows of the
-    causal convolution are small and stay SGLang's.
+    The records take the place of the states per token in SGLang's pool (`state_pool.py`), and our verify that of
+    SGLang's in the attention backend, so the backend hands one to the other, eagerly and in captured graphs alike. The
+    windows of the causal convolution are small and stay SGLang's.
     """
 
     def __init__(self, worker: TpModelWorker) -> None:
         self.runner = worker.model_runner
         pool = self.runner.req_to_token_pool.mamba_pool
+        if not isinstance(pool, RecordPool):
+            raise NotSupported(
+                f"SGLANG_DFLASH_GDN_STATE=fold needs SGLang's pool of recurrent states, found {type(pool).__name__}; "
+                "set SGLANG_DFLASH_GDN_STATE=snapshot"
+            )
         cache = pool.mamba_cache
-        self.states_LSHVK = cache.temporal
-        self.record_LRNX, self.n_key_heads = make_record(cache)
-        logger.info(
-            "recurrent state: %.2f MiB per request and block, %.2f MiB in all (a state per token would take %.2f MiB)",
-            mib(self.record_LRNX[:, 0]),
-            mib(self.record_LRNX),
-            mib(cache.intermediate_ssm),
-        )
-        pool.mamba_cache = dataclasses.replace(cache, intermediate_ssm=self.record_LRNX)
+        self.states_LSHVK, self.record_LRNX = cache.temporal, cache.intermediate_ssm
+        self.n_key_heads = pool.n_key_heads
         self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
         # The form is chosen here, and shapes that never change are not checked at every step.
         self.fold = choose(self.states_LSHVK, definition=gdn_fold_ref, kernel=gdn_fold_triton)
@@ -163,22 +159,6 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
     )
 
 
-def make_record(cache: MambaPool.SpeculativeState) -> tuple[torch.Tensor, int]:
-    """Room for one block of every request [L, R, N, X], in the place of `cache`'s states per token; and G.
-
-    Dimensions: L layers, R requests, H value heads of width V, G key heads of width K, N tokens.
-    """
-    H, V, K = cache.temporal.shape[2:]
-    L, R, N = cache.intermediate_ssm.shape[:3]
-    n_channels = cache.conv[0].shape[2]  # the convolution runs over q, k and v: 2 G K + H V
-    G = (n_channels - H * V) // (2 * K)
-    return cache.temporal.new_zeros(L, R, N, record_width(H, V, G, K), dtype=torch.float32), G
-
-
-def mib(x: torch.Tensor) -> float:
-    return x.numel() * x.element_size() / 2**20
-
-
 def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, interval: int) -> torch.Tensor:
     """The slot of the block after which the committed length is a multiple of `interval`, int64 [B]; -1 if none is.
 
@@ -189,11 +169,14 @@ def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, inter
     return (reached_B - prefix_len_B - 1).clamp(min=-1)
 
 
+def folds(model_config: ModelConfig, asked: GdnState) -> bool:
+    """Whether the state of such a target is folded; its memory pools must be `RecordPool`s then."""
+    return hybrid_gdn_config(model_config) is not None and asked is GdnState.FOLD
+
+
 def make_state(worker: TpModelWorker, asked: GdnState) -> State:
     """The target's memory pools and attention backends exist, its graphs do not."""
     config = worker.model_runner.model_config
     if mambaish_config(config) is None:
         return NoState()
-    if hybrid_gdn_config(config) is not None and asked is GdnState.FOLD:
-        return FoldState(worker)
-    return SnapshotState(worker)
+    return FoldState(worker) if folds(config, asked) else SnapshotState(worker)

@@ -53,7 +53,8 @@ from sglang_dflash.ends import target_ends
 from sglang_dflash.engines import Timer, build_engines, from_first_rank
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.planner import Planner
-from sglang_dflash.state import make_state
+from sglang_dflash.state import folds, make_state
+from sglang_dflash.state_pool import use_records
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.verifier import Verifier
 from sglang_dflash.version import __version__
@@ -84,6 +85,8 @@ class DFlashWorker(BaseSpecWorker):
             attention_backend_override=self.config.draft_attention_backend,
         ).draft_worker
         self.draft_runner = self._draft_worker.model_runner
+        if folds(self.target_runner.model_config, self.flags.gdn_state):
+            use_records()
         # A block may end 2 N past the longest prefix: one in flight, one being planned.
         longest = self.target_runner.model_config.context_len + 2 * self.config.block_size
         self.draft_runner.model.attach(target_ends(self.target_runner.model), max_position=longest)

@@ -1,0 +1,112 @@
+"""What a block takes of the memory: allocated, computed, and counted when SGLang divides the memory up."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
+
+from sglang_dflash import state_pool
+from sglang_dflash.state_pool import RecordPool, block_bytes, count_records, snapshot_bytes
+
+TINY = {"n_groups": 2, "num_heads": 4, "head_dim": 64, "state_size": 64, "conv_kernel": 4}
+QWEN_27B = {"n_groups": 16, "num_heads": 48, "head_dim": 128, "state_size": 128, "conv_kernel": 4}
+MIB = 2**20
+
+
+def params(shape: dict[str, int], n_layers: int) -> Mamba2CacheParams:
+    """As SGLang makes them of a Gated DeltaNet config, for one rank."""
+    made = Mamba2StateShape.create(tp_world_size=1, intermediate_size=shape["num_heads"] * shape["head_dim"], **shape)
+    return Mamba2CacheParams(shape=made, layers=list(range(n_layers)))
+
+
+def make_pool(kind: type[MambaPool], n_requests: int, n_tokens: int) -> Any:
+    return kind(
+        size=6,
+        spec_state_size=n_requests,
+        cache_params=params(TINY, 3),
+        mamba_layer_ids=[0, 1, 2],
+        device="cpu",
+        speculative_num_draft_tokens=n_tokens,
+    )
+
+
+@pytest.mark.parametrize(("n_requests", "n_tokens"), [(1, 8), (4, 16)])
+def test_the_formula_is_what_is_allocated(n_requests: int, n_tokens: int) -> None:
+    pool = make_pool(RecordPool, n_requests, n_tokens)
+    cache = pool.mamba_cache
+    # SGLang's pools have a row for padding.
+    assert pool.block_bytes == block_bytes(params(TINY, 3), n_tokens) * (n_requests + 1)
+    strips = pool._intermediate_conv_window_phys
+    assert pool.block_bytes == sum(tensor.nbytes for tensor in (cache.intermediate_ssm, *strips))
+    persistent = sum(tensor.nbytes for tensor in (cache.temporal, *cache.conv))
+    assert pool.mem_usage == pytest.approx((persistent + pool.block_bytes) / 2**30)
+
+
+def test_it_is_sglangs_pool_but_for_the_states_per_token() -> None:
+    ours, stock = make_pool(RecordPool, 4, 8), make_pool(MambaPool, 4, 8)
+    assert vars(ours).keys() >= vars(stock).keys()
+    for name, theirs in vars(stock.mamba_cache).items():
+        mine = getattr(ours.mamba_cache, name)
+        if name == "intermediate_ssm":
+            assert theirs.nbytes > 7 * mine.nbytes
+        elif isinstance(theirs, list):
+            assert [(x.shape, x.dtype, x.stride()) for x in mine] == [(x.shape, x.dtype, x.stride()) for x in theirs]
+        elif theirs is not None:
+            assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        else:
+            assert mine is None
+
+
+def test_at_27b_shapes_a_block_takes_little() -> None:
+    """48 layers, block 16: SGLang's 2.25 GiB and more (its count has the convolution's windows in it)."""
+    large = params(QWEN_27B, 48)
+    assert snapshot_bytes(large, 16) == 16 * 48 * (4 * 48 * 128 * 128 + 2 * 10240 * 3)
+    assert block_bytes(large, 16) == 48 * (16 * 4 * (48 * 128 + 16 * 128 + 48) + 2 * 10240 * 18)
+    assert snapshot_bytes(large, 16) > 2.25 * 1024 * MIB
+    assert block_bytes(large, 16) < 64 * MIB
+
+
+class Counted(SimpleNamespace):
+    """What SGLang was told of a block when it counted."""
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, pool: type[MambaPool], n_tokens: int) -> float:
+    """The bytes per request that SGLang's formula takes a block of `n_tokens` for."""
+    spec = Counted(speculative_num_draft_tokens=n_tokens)
+
+    class Override:
+        def __init__(self, **values: float) -> None:
+            self.values, self.before = values, dict(vars(spec))
+
+        def __enter__(self) -> None:
+            vars(spec).update(self.values)
+
+        def __exit__(self, *_: object) -> None:
+            vars(spec).update(self.before)
+
+    spec.override = Override
+    monkeypatch.setattr(state_pool, "get_spec", lambda: spec)
+    monkeypatch.setattr(HybridReqToTokenPool, "mamba_pool_cls", pool)
+    cache_params = params(TINY, 3)
+    configurator = SimpleNamespace(mambaish_config=SimpleNamespace(mamba2_cache_params=cache_params))
+    said = []
+
+    def stock(_: Any, rest_gib: float) -> float:
+        said.append(cache_params.mamba_cache_per_req * spec.speculative_num_draft_tokens)
+        return rest_gib / 2
+
+    assert count_records(stock, configurator, 8.0) == 4.0
+    assert spec.speculative_num_draft_tokens == n_tokens
+    return said[0]
+
+
+def test_sglang_counts_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert counted(monkeypatch, RecordPool, 16) == pytest.approx(block_bytes(params(TINY, 3), 16))
+    assert counted(monkeypatch, MambaPool, 16) == snapshot_bytes(params(TINY, 3), 16)
+
+
+def test_records_are_fp32_whatever_the_states_are() -> None:
+    assert make_pool(RecordPool, 2, 4).mamba_cache.intermediate_ssm.dtype is torch.float32
