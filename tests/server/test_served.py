@@ -1,0 +1,42 @@
+"""What a running server says of its DFLASH, by `GET /server_info`."""
+
+from collections.abc import Callable
+
+import pytest
+
+from sglang_dflash import served
+from tests.server.variants import VARIANTS
+
+MAX_NEW_TOKENS = 48
+
+
+def test_it_counts_the_steps_that_were_taken(server: Callable, questions: Callable) -> None:
+    ours = server(flags=VARIANTS["hybrid"].flags)
+    before = served.fetch(ours.url)["width"]
+    answers = ours.generate_many(questions(4), concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+    after = served.fetch(ours.url)["width"]
+    assert (after["policy"], after["seconds"]) == ("always 16", {})
+    assert set(after["n_steps"]) == {"16"}
+    n_steps = after["n_steps"]["16"] - before["n_steps"].get("16", 0)
+    answered = sum(answer.meta["spec_verify_ct"] for answer in answers)
+    # Under the overlap schedule a step is under way when the one that ended an answer becomes known.
+    assert answered <= n_steps <= answered + len(answers)
+    assert after["committed"] - before["committed"] >= sum(len(answer.token_ids) - 1 for answer in answers)
+
+
+@pytest.mark.full
+def test_it_says_what_steps_cost_and_which_widths_it_chose(server: Callable, questions: Callable) -> None:
+    variant = VARIANTS["hybrid-chosen-widths"]
+    ours = server(flags=variant.flags, env=dict(variant.env))
+    ours.generate_many(questions(8), concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
+    dflash = served.fetch(ours.url)
+    width = dflash["width"]
+    widths = ["1", "2", "4", "6", "8", "12", "16"]
+    assert (width["policy"], dflash["block_size"]) == ("auto", 16)
+    assert list(width["seconds"]) == ["1", "2", "4", "8"]
+    for by_width in width["seconds"].values():
+        assert list(by_width) == widths
+        assert all(seconds > 0 for seconds in by_width.values())
+    assert set(width["n_steps"]) <= set(widths)
+    assert width["expected"] > 0
+    assert f"widths of {sum(width['n_steps'].values())} steps" in served.render(dflash)
