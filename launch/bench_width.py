@@ -25,25 +25,25 @@ import json
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 from rich.console import Console
 
 from launch import machine, measure, report, tiny, width_report
-from launch.bench_serve import EVERYTHING, N_WARM_UP, RESULTS, GateError, held_out_questions, tokenize
+from launch.bench_serve import EVERYTHING, N_WARM_UP, RESULTS, GateError
 from launch.gate import differences
 from launch.measure import Run, joined, slices
 from launch.progress import wait_ready
 from launch.server import Server, ServerError, end_on_sigterm, free_port
 from launch.tiny import Arm, require_worker
 from launch.width_report import AUTO, OFF, STATIC, Step
+from launch.width_workloads import ABOUT, ASKED, PER_PLACE, Workload, make_workloads
 
 ARMS = (OFF, *STATIC, AUTO)
 GIB_PER_SERVER = 2.6  # host memory of one serving process group
@@ -54,62 +54,7 @@ FLAGS = (
     *("--max-mamba-cache-size", "160"),
     *("--max-total-tokens", "16384"),
 )
-HARD_CONCURRENCY = (1, 8)
 CHANGE_CONCURRENCY = 8
-# Prompts of a run: enough that its requests' starts and ends, when few run, weigh little.
-LEAST, PER_PLACE = 8, 3
-HARD = "everyday questions in English, of which the tiny corpus has none"
-ASKED = (
-    "Explain {} to a child.",
-    "Write a short poem about {}.",
-    "What are three common mistakes people make with {}?",
-    "Why does {} matter, and to whom?",
-)
-ABOUT = (
-    *("the sea", "quantum entanglement", "sourdough bread", "the French Revolution", "vaccines", "chess openings"),
-    *("tax law", "jazz", "photosynthesis", "bicycle repair", "black holes", "learning to swim"),
-)
-HOPELESS = "random tokens, no chat template; answers of 48 tokens, past their end"
-HOPELESS_TOKENS = 32  # of a prompt
-HOPELESS_SAMPLING = {"max_new_tokens": 48, "ignore_eos": True}
-WORDS = range(300, 1000)  # token ids that are text, none of them special
-
-
-class Workload(NamedTuple):
-    name: str
-    source: str
-    prompts: list[list[int]]
-    sampling: Mapping[str, Any]
-    concurrency: Sequence[int]
-
-    def at(self, concurrency: int) -> list[list[int]]:
-        return self.prompts[: self.n_at(concurrency)]
-
-    def n_at(self, concurrency: int) -> int:
-        return min(max(LEAST, PER_PLACE * concurrency), len(self.prompts))
-
-
-def hard_questions(n: int) -> list[str]:
-    questions = [question.format(subject) for subject in ABOUT for question in ASKED]
-    assert n <= len(questions), f"{n} prompts are asked for, and there are {len(questions)} hard ones"
-    return questions[:n]
-
-
-def hopeless_prompts(n: int, seed: int = 42) -> list[list[int]]:
-    random = Random(seed)
-    return [random.choices(WORDS, k=HOPELESS_TOKENS) for _ in range(n)]
-
-
-def make_workloads(options: argparse.Namespace) -> list[Workload]:
-    n = options.num_prompts
-    easy = tokenize(held_out_questions(n), tiny.HYBRID.target, thinking=True)
-    hard = tokenize(hard_questions(n), tiny.HYBRID.target, thinking=True)
-    answer = {"max_new_tokens": options.max_new_tokens}
-    return [
-        Workload("easy", "held-out questions of the tiny corpus", easy, answer, options.concurrency),
-        Workload("hard", HARD, hard, answer, HARD_CONCURRENCY),
-        Workload("hopeless", HOPELESS, hopeless_prompts(n), HOPELESS_SAMPLING, HARD_CONCURRENCY),
-    ]
 
 
 class Bench:

@@ -7,6 +7,14 @@ you do. `host.py` compares the table with the SGLang that is running.
 from typing import NamedTuple
 
 SGLANG = "0.5.23"
+# Modules with several names in the table.
+SPEC_UTILS = "sglang.srt.speculative.spec_utils"
+VERIFY = "sglang.srt.speculative.dflash_info"
+BATCH = "sglang.srt.managers.schedule_batch"
+GDN = "sglang.srt.layers.attention.linear.gdn_backend"
+BASE_WORKER = "sglang.srt.speculative.base_spec_worker"
+POOL = "sglang.srt.mem_cache.memory_pool"
+CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
 class Name(NamedTuple):
@@ -78,27 +86,23 @@ NAMES = (
     Name("sglang.srt.runtime_context", "get_parallel"),
     Name("sglang.srt.runtime_context", "mamba_track_grid", "tree_page"),
     # what the scheduler asks of a worker, and what it hands over
+    Name(BASE_WORKER, "BaseSpecWorker", "target_worker draft_worker spec_v2_attn_backends on_verify_complete_cpu"),
     Name(
-        "sglang.srt.speculative.base_spec_worker",
-        "BaseSpecWorker",
-        "target_worker draft_worker spec_v2_attn_backends on_verify_complete_cpu",
-    ),
-    Name(
-        "sglang.srt.speculative.base_spec_worker",
+        BASE_WORKER,
         "BaseSpecWorker.alloc_memory_pool",
         "memory_pool_config req_to_token_pool token_to_kv_pool_allocator",
     ),
-    Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.init_attention_backends"),
-    Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.init_cuda_graphs"),
-    Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.prewarm_sampling"),
-    Name("sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.weight_update_runners"),
+    Name(BASE_WORKER, "BaseSpecWorker.init_attention_backends"),
+    Name(BASE_WORKER, "BaseSpecWorker.init_cuda_graphs"),
+    Name(BASE_WORKER, "BaseSpecWorker.prewarm_sampling"),
+    Name(BASE_WORKER, "BaseSpecWorker.weight_update_runners"),
     Name(
-        "sglang.srt.managers.schedule_batch",
+        BATCH,
         "Req",
         "sampling_params return_hidden_states return_sampling_mask kv origin_input_ids output_ids eos_token_ids "
         "tokenizer finished finished_reason finished_len to_finish grammar",
     ),
-    Name("sglang.srt.managers.schedule_batch", "Req.update_finish_state", "new_accepted_len"),
+    Name(BATCH, "Req.update_finish_state", "new_accepted_len"),
     Name("sglang.srt.session.session_controller", "Session", "req_nodes"),
     Name("sglang.srt.session.session_controller", "Session.create_req", "req"),
     Name("sglang.srt.session.session_controller", "SessionReqNode", "req"),
@@ -113,13 +117,9 @@ NAMES = (
         "SamplingParams",
         "frequency_penalty presence_penalty repetition_penalty min_new_tokens stop_token_ids stop_strs stop_regex_strs",
     ),
+    Name("sglang.srt.layers.sampler", "apply_custom_logit_processor", "logits sampling_batch_info num_tokens_in_batch"),
     Name(
-        "sglang.srt.layers.sampler",
-        "apply_custom_logit_processor",
-        "logits sampling_batch_info num_tokens_in_batch",
-    ),
-    Name(
-        "sglang.srt.managers.schedule_batch",
+        BATCH,
         "ScheduleBatch",
         "batch_size maybe_evict_swa spec_info seq_lens seq_lens_cpu seq_lens_sum out_cache_loc req_pool_indices reqs "
         "forward_mode is_extend_in_batch prefix_lens extend_lens sampling_info has_grammar return_logprob tree_cache "
@@ -146,26 +146,18 @@ NAMES = (
     Name("sglang.srt.speculative.spec_info", "SpecInput", "num_tokens_per_req num_tokens_for_logprob_per_req"),
     Name("sglang.srt.speculative.spec_info", "SpecInput.__init__", "spec_input_type"),
     Name("sglang.srt.speculative.spec_info", "SpecInputType", "DFLASH_DRAFT"),
-    Name(
-        "sglang.srt.speculative.dflash_info",
-        "DFlashVerifyInput",
-        "draft_token positions draft_token_num capture_hidden_mode kv_loc_plan",
-    ),
-    Name(
-        "sglang.srt.speculative.dflash_info",
-        "DFlashVerifyInput.prepare_for_verify",
-        "batch target_worker defer_metadata_init",
-    ),
+    Name(VERIFY, "DFlashVerifyInput", "draft_token positions draft_token_num capture_hidden_mode kv_loc_plan"),
+    Name(VERIFY, "DFlashVerifyInput.prepare_for_verify", "batch target_worker defer_metadata_init"),
     Name("sglang.srt.speculative.spec_tp_sync", "SpecTpSync", "sync"),
     Name(
         "sglang.srt.speculative.spec_tp_sync",
         "SpecTpSyncSite",
         "DFLASH_TARGET DFLASH_ACCEPT_GREEDY DFLASH_ACCEPT_SAMPLE",
     ),
-    Name("sglang.srt.speculative.spec_utils", "GrammarTree", "from_linear_chain"),
-    Name("sglang.srt.speculative.spec_utils", "build_grammar_vocab_mask", "reqs tree sampling_info device barrier"),
+    Name(SPEC_UTILS, "GrammarTree", "from_linear_chain"),
+    Name(SPEC_UTILS, "build_grammar_vocab_mask", "reqs tree sampling_info device barrier"),
     Name(
-        "sglang.srt.speculative.spec_utils",
+        SPEC_UTILS,
         "commit_mamba_states_after_verify",
         "target_worker batch accept_lens accept_index draft_token_num prepared_step_indices",
     ),
@@ -179,26 +171,24 @@ NAMES = (
     Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode"),
     Name("sglang.srt.mem_cache.allocation_sizing", "page_aligned_decode_alloc_lens", "reqs reserve page_size"),
     Name(
-        "sglang.srt.mem_cache.memory_pool",
+        POOL,
         "MambaPool",
         "mamba_cache SpeculativeState _intermediate_conv_window_phys mem_usage memory_saver_adapter",
     ),
     Name(
-        "sglang.srt.mem_cache.memory_pool",
+        POOL,
         "MambaPool.__init__",
         "spec_state_size cache_params mamba_layer_ids device speculative_num_draft_tokens",
     ),
-    Name("sglang.srt.mem_cache.memory_pool", "MambaPool._detect_conv_window_axis", "conv_state_shape win_len"),
+    Name(POOL, "MambaPool._detect_conv_window_axis", "conv_state_shape win_len"),
     Name(
-        "sglang.srt.mem_cache.memory_pool",
+        POOL,
         "MambaPool._allocate_deduplicated_conv_window",
         "conv_shape num_mamba_layers spec_state_size speculative_num_draft_tokens conv_dtype",
     ),
-    Name("sglang.srt.mem_cache.memory_pool", "HybridReqToTokenPool", "mamba_pool_cls"),
-    Name("sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator", "mambaish_config"),
-    Name(
-        "sglang.srt.mem_cache.kv_cache_configurator", "KVCacheConfigurator._handle_max_mamba_cache", "total_rest_memory"
-    ),
+    Name(POOL, "HybridReqToTokenPool", "mamba_pool_cls"),
+    Name(CONFIGURATOR, "KVCacheConfigurator", "mambaish_config"),
+    Name(CONFIGURATOR, "KVCacheConfigurator._handle_max_mamba_cache", "total_rest_memory"),
     Name("sglang.srt.configs.mamba_utils", "BaseLinearStateParams", "layers dtype mamba_cache_per_req"),
     Name("sglang.srt.configs.mamba_utils", "Mamba2StateShape", "conv temporal conv_kernel num_k_heads_per_tp"),
     Name("sglang.srt.constants", "GPU_MEMORY_TYPE_KV_CACHE"),
@@ -208,18 +198,10 @@ NAMES = (
         "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices mamba_steps_to_track",
     ),
     Name("sglang.srt.layers.attention.hybrid_linear_attn_backend", "HybridLinearAttnBackend", "linear_attn_backend"),
-    Name(
-        "sglang.srt.layers.attention.linear.gdn_backend",
-        "GDNAttnBackend",
-        "kernel_dispatcher forward_metadata _translate_mamba_indices",
-    ),
-    Name(
-        "sglang.srt.layers.attention.linear.gdn_backend",
-        "GDNKernelDispatcher.target_verify",
-        "A_log dt_bias q k v a b ssm_states cache_indices query_start_loc",
-    ),
-    Name("sglang.srt.layers.attention.linear.gdn_backend", "GDNKernelDispatcher", "verify_kernel"),
-    Name("sglang.srt.speculative.spec_utils", "SIMULATE_ACC_LEN"),
+    Name(GDN, "GDNAttnBackend", "kernel_dispatcher forward_metadata _translate_mamba_indices"),
+    Name(GDN, "GDNKernelDispatcher.target_verify", "A_log dt_bias q k v a b ssm_states cache_indices query_start_loc"),
+    Name(GDN, "GDNKernelDispatcher", "verify_kernel"),
+    Name(SPEC_UTILS, "SIMULATE_ACC_LEN"),
     Name("sglang.srt.configs.hybrid_arch", "hybrid_gdn_config", "model_config"),
     Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_page_size"),
     Name("sglang.srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len"),
@@ -227,8 +209,8 @@ NAMES = (
     Name("sglang.srt.mem_cache.allocator", "BaseTokenToKVPoolAllocator", "page_size"),
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan", "bind"),
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan.reads_from", "seq_lens seq_lens_cpu read_extent"),
-    Name("sglang.srt.mem_cache.memory_pool", "KVWriteLoc", "for_layer"),
-    Name("sglang.srt.mem_cache.memory_pool", "ReqToTokenPool", "req_to_token"),
+    Name(POOL, "KVWriteLoc", "for_layer"),
+    Name(POOL, "ReqToTokenPool", "req_to_token"),
     Name("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool"),
     # the forward
     Name("sglang.srt.model_executor.cuda_graph_config", "Backend", "DISABLED"),

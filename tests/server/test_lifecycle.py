@@ -223,6 +223,7 @@ def long_prompts() -> list[list[int]]:
     return [as_prompt(conversation(seed, n_turns=7)) for seed in range(300, 308)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("n", [5, 6, 15, 16, 17, 18, 33])
 def test_at_the_context_limit_nobody_else_s_tokens_change(
     tight: Server, long_prompts: list[list[int]], reference: Callable, n: int
@@ -242,6 +243,7 @@ def test_at_the_context_limit_nobody_else_s_tokens_change(
         assert [answer.token_ids for answer in answers] == expected
 
 
+@pytest.mark.full
 def test_the_limit_ends_an_answer_where_it_says(tight: Server, long_prompts: list[list[int]]) -> None:
     """SGLang keeps a position back: prompt and answer together are two short of the context length."""
     for n_prompt in (CONTEXT - 7, CONTEXT - 8, CONTEXT - 20, CONTEXT - 40):
@@ -250,6 +252,7 @@ def test_the_limit_ends_an_answer_where_it_says(tight: Server, long_prompts: lis
         assert n_prompt + len(answer.token_ids) == CONTEXT - 2
 
 
+@pytest.mark.full
 def test_requests_that_do_not_fit_are_refused_and_the_rest_is_served(
     tight: Server, long_prompts: list[list[int]], reference: Callable
 ) -> None:
@@ -262,6 +265,7 @@ def test_requests_that_do_not_fit_are_refused_and_the_rest_is_served(
     assert tight.generate(fits, max_new_tokens=32).token_ids == reference(fits, 32)
 
 
+@pytest.mark.full
 def test_retracted_for_want_of_memory(tight: Server, server: Callable, long_prompts: list[list[int]]) -> None:
     """Eight requests of 230 tokens in a pool of 896: some are put back, start again, and say the same.
 
@@ -298,31 +302,49 @@ def test_flush_cache_between_and_meanwhile(ours: Server, prompts: list[list[int]
         assert answer.token_ids == tokens
 
 
+def in_time(attempt: Callable[[], bool]) -> None:
+    """On a busy machine what is meant for the middle of requests may arrive after their end: then once more."""
+    assert any(attempt() for _ in range(5)), "too late five times"
+
+
+@pytest.mark.parametrize("n_begun", [1, 5, 9])  # of twelve, where eight run at a time
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_and_continue(ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str) -> None:
+def test_pause_and_continue(
+    ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str, n_begun: int
+) -> None:
     """Put away in the middle, with their KV or without: taken up again, they say the same."""
-    ours.flush_cache()
-    for n_begun in (1, 5, 9):  # of twelve, where eight run at a time
+
+    def pause_midway() -> bool:
+        ours.flush_cache()
         with Streams(ours, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
             asked.wait_begun(n_begun)
             assert post(ours, "/pause_generation", {"mode": mode}).status_code == 200
             try:
                 asked.wait_quiet()
-                assert asked.n_ended < len(prompts), "it went on"
+                midway = asked.n_ended < len(prompts)
             finally:
                 assert post(ours, "/continue_generation").status_code == 200
             assert [answer.token_ids for answer in asked.answers()] == expected
+        return midway
+
+    in_time(pause_midway)
 
 
 def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
     """All have begun before the pause: one that comes later is held back until the server continues."""
-    with Streams(ours, prompts[:8], **ENDLESS) as asked:
-        asked.wait_begun(8)
-        assert post(ours, "/pause_generation", {"mode": "abort"}).status_code == 200
-        try:
-            assert {answer.meta["finish_reason"]["type"] for answer in asked.answers()} == {"abort"}
-        finally:
-            assert post(ours, "/continue_generation").status_code == 200
+
+    def abort_midway() -> bool:
+        with Streams(ours, prompts[:8], **ENDLESS) as asked:
+            asked.wait_begun(8)
+            assert post(ours, "/pause_generation", {"mode": "abort"}).status_code == 200
+            try:
+                ends = {answer.meta["finish_reason"]["type"] for answer in asked.answers()}
+            finally:
+                assert post(ours, "/continue_generation").status_code == 200
+        assert ends <= {"abort", "length"}
+        return ends == {"abort"}
+
+    in_time(abort_midway)
     assert ours.generate(prompts[0], max_new_tokens=MAX_NEW_TOKENS).token_ids == expected[0]
 
 

@@ -37,12 +37,12 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
     return flag, str(n_tokens)
 
 
-# `make test` serves one for each of: no overlap without tracking, attention-only targets, widths that change at random,
-# the default (which other test modules use too, so it comes last).
+# `make test` serves one for each of: attention-only targets, no overlap and widths that change at random, the default
+# (which other test modules use too, so it comes last).
 VARIANTS = {
-    "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED)),
+    "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED), full=True),
     "dense-pages-chunked-retract": Variant("dense", (*PAGES, *CHUNKED), RETRACT + RANDOM_WIDTHS, knows_steps=False),
-    "hybrid-random-widths": Variant("hybrid", TRACK, RANDOM_WIDTHS, knows_steps=False),
+    "hybrid-random-widths": Variant("hybrid", (*NO_OVERLAP, *TRACK), RANDOM_WIDTHS, knows_steps=False),
     "hybrid": Variant("hybrid", (*TRACK, *PROCESSORS)),
     "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
     "hybrid-lazy-chunked": Variant("hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK), full=True),

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import bench_width, tiny, width_report
+from launch import bench_width, tiny, width_report, width_workloads
 from launch.bench_serve import GateError
 from launch.bench_width import ARMS
 from launch.measure import Answer, Run
@@ -122,7 +122,7 @@ def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> object:
     monkeypatch.setattr(tiny, "command", command)
     monkeypatch.setattr(tiny, "RUN_DIR", tmp_path / "logs")
     monkeypatch.setattr(bench_width, "GIB_PER_SERVER", 0)  # stand-ins are small, and real servers may run beside them
-    monkeypatch.setattr(bench_width, "tokenize", lambda texts, *_, **__: [[i + 10] for i in range(len(texts))])
+    monkeypatch.setattr(width_workloads, "tokenize", lambda texts, *_, **__: [[i + 10] for i in range(len(texts))])
     return run
 
 
