@@ -95,24 +95,27 @@ class Bench:
     def _check(self, arm: Arm, concurrency: int, part: slice, run: Run) -> None:
         if not self.reference:  # this run becomes it
             return
-        prompts = self.prompts[part]
-        found = differences(self.reference[part], [answer.token_ids for answer in run.answers])
-        ties = [difference for difference in found if self._forgiven(prompts, self.reference[part], difference)]
+        first = part.start or 0
+        found = [
+            difference._replace(prompt=first + difference.prompt)
+            for difference in differences(self.reference[part], [answer.token_ids for answer in run.answers])
+        ]
+        ties = [difference for difference in found if self._forgiven(difference)]
         self.n_ties += len(ties)
         red = [difference for difference in found if difference not in ties]
         if red:
             shown = "; ".join(map(str, red[:5]))
             raise GateError(
-                f"{arm} at concurrency {concurrency} answers {len(red)} of {len(prompts)} prompts differently "
+                f"{arm} at concurrency {concurrency} answers {len(red)} of {len(run.answers)} prompts differently "
                 f"from {Arm.OFF} at 1, so no speed is shown ({shown})"
             )
 
-    def _forgiven(self, prompts: list[list[int]], reference: list[tuple[int, ...]], difference: Difference) -> bool:
+    def _forgiven(self, difference: Difference) -> bool:
         if not self.options.tie_gap:
             return False
-        agreed = reference[difference.prompt][: difference.position]
+        agreed = self.reference[difference.prompt][: difference.position]
         with self.running(Arm.OFF) as off:
-            return is_near_tie(difference, [*prompts[difference.prompt], *agreed], off, self.options.tie_gap)
+            return is_near_tie(difference, [*self.prompts[difference.prompt], *agreed], off, self.options.tie_gap)
 
 
 def held_out_questions(n: int, seed: int = 42) -> list[str]:

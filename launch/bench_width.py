@@ -11,7 +11,7 @@ questions like those the pair was trained on; `hard`, questions unlike them, of 
    runs: the others are paused (SIGSTOP).
 2. Gate: every arm answers every workload at its highest concurrency. Unless all answers are those without speculation,
    token for token, the program ends here and shows no speed. The server that chooses answers at every concurrency: when
-   measuring begins it has seen both workloads in batches of every size, as one has that served for a while.
+   measuring begins it has seen all workloads in batches of every size, as one has that served for a while.
 3. Repeats: in each, every arm answers every workload at every concurrency, a few prompts at a time: then the next arm
    has its turn, in an order that rotates. Each part starts from an empty prefix cache and is preceded by a short
    unmeasured one. Its answers are compared as well.
@@ -76,8 +76,8 @@ class Bench:
         run = measure.run(server, prompts, **ask)
         server.pause()
         steps = self.read_steps() if arm == AUTO else []
-        reference = self.reference[workload.name][: workload.n_at(concurrency)][part]
-        check(f"{arm}, {workload.name} at {concurrency}", reference, [answer.token_ids for answer in run.answers])
+        answers = [answer.token_ids for answer in run.answers]
+        check(f"{arm}, {workload.name} at {concurrency}", self.reference[workload.name][part][: len(prompts)], answers)
         return run, steps
 
     def gate(self) -> None:
@@ -187,7 +187,7 @@ def measure_all(bench: Bench, repeats: int, console: Console) -> list[dict[str, 
         for workload in bench.workloads:
             for concurrency in workload.concurrency:
                 runs, steps = defaultdict[str, list[Run]](list), defaultdict[str, list[Step]](list)
-                for turn, part in enumerate(slices(workload.n_at(concurrency), concurrency), start=repeat * 2):
+                for turn, part in enumerate(slices(len(workload.at(concurrency)), concurrency), start=repeat * 2):
                     first = turn % len(ARMS)
                     for arm in ARMS[first:] + ARMS[:first]:
                         run, its_steps = bench.run(arm, workload, concurrency, part)

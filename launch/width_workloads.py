@@ -36,10 +36,7 @@ class Workload(NamedTuple):
     concurrency: Sequence[int]
 
     def at(self, concurrency: int) -> list[list[int]]:
-        return self.prompts[: self.n_at(concurrency)]
-
-    def n_at(self, concurrency: int) -> int:
-        return min(max(LEAST, PER_PLACE * concurrency), len(self.prompts))
+        return self.prompts[: max(LEAST, PER_PLACE * concurrency)]
 
 
 def hard_questions(n: int) -> list[str]:

@@ -67,31 +67,30 @@ def build_while_they_fit(
     A further one is taken to need as much as the largest so far.
     """
     rest, engines, most_gib = set(widths), dict[int, Engine](), 0.0
-    kept_gib = free_gib() * KEPT_FREE
+    left_gib = free_gib()
+    kept_gib = left_gib * KEPT_FREE
     while rest:
         width = max(
             rest, key=lambda width: (min((abs(math.log(width / other)) for other in engines), default=0), width)
         )
-        before_gib = free_gib()
-        if engines and before_gib - most_gib < kept_gib:
+        if engines and left_gib - most_gib < kept_gib:
             break
         engines[width] = build(width)
         rest.remove(width)
-        if before_gib < math.inf:
-            most_gib = max(most_gib, before_gib - free_gib())
+        before_gib, left_gib = left_gib, free_gib()
+        if left_gib < math.inf:
+            most_gib = max(most_gib, before_gib - left_gib)
+            logger.info("width %d: %.2f GiB more for graphs, %.2f GiB are left", width, before_gib - left_gib, left_gib)
     return engines
 
 
 def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> Engine:
-    before = get_available_gpu_memory(runner.device, runner.gpu_id)
     with get_spec().override(speculative_num_draft_tokens=width):
         backend = runner._get_attention_backend(init_new_workspace=True)
         state.attach(backend)
         graphs = None
         if captured is not None:
             graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
-            after = get_available_gpu_memory(runner.device, runner.gpu_id)
-            logger.info("width %d: graphs take %.2f GiB, %.2f GiB are left", width, before - after, after)
     return Engine(backend, graphs)
 
 

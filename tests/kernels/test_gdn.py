@@ -101,6 +101,27 @@ def test_a_crossing_leaves_its_state_in_the_tracking_slot(verify, fold, device):
     assert torch.equal(after[:, [0, 3, 4]], before[:, [0, 3, 4]])
 
 
+@pytest.mark.parametrize(("verify", "fold"), FORMS)
+def test_where_nothing_is_tracked_only_the_own_state_moves(verify, fold, device):
+    x = inputs(2, 4, 1, 2, 8, 8, device)
+    verify(*arguments(x))
+    record, n_B = x["record_RNX"][:, :4].repeat(L, 1, 1, 1), torch.tensor([3, 1], device=device)
+    nowhere, left_out = (x["state_SHVK"].repeat(L, 1, 1, 1, 1) for _ in range(2))
+    fold(nowhere, record, Kept(x["slot_B"], n_B, torch.full_like(n_B, -1), n_B), n_key_heads=1)
+    fold(left_out, record, Kept(x["slot_B"], n_B), n_key_heads=1)
+    assert torch.equal(left_out, nowhere)
+    assert not torch.equal(left_out, x["state_SHVK"].repeat(L, 1, 1, 1, 1))
+
+
+def test_a_tracking_slot_without_its_count_is_told(device):
+    x = inputs(2, 4, 1, 2, 8, 8, device)
+    n_B = torch.tensor([3, 1], device=device)
+    with pytest.raises(ValueError, match="track_slot_B is given alone"):
+        gdn_fold(
+            x["state_SHVK"][None], x["record_RNX"][None, :, :4], Kept(x["slot_B"], n_B, x["slot_B"]), n_key_heads=1
+        )
+
+
 @pytest.mark.parametrize("fold", [gdn_fold_ref, gdn_fold_triton])
 def test_padding_and_empty_blocks_are_left_alone(fold, device):
     x = inputs(2, 4, 1, 2, 8, 8, device)

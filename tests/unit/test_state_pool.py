@@ -1,7 +1,9 @@
 """What a block takes of the memory: allocated, computed, and counted when SGLang divides the memory up."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -69,25 +71,10 @@ def test_at_27b_shapes_a_block_takes_little() -> None:
     assert block_bytes(large, 16) < 64 * MIB
 
 
-class Counted(SimpleNamespace):
-    """What SGLang was told of a block when it counted."""
-
-
 def counted(monkeypatch: pytest.MonkeyPatch, pool: type[MambaPool], n_tokens: int) -> float:
     """The bytes per request that SGLang's formula takes a block of `n_tokens` for."""
-    spec = Counted(speculative_num_draft_tokens=n_tokens)
-
-    class Override:
-        def __init__(self, **values: float) -> None:
-            self.values, self.before = values, dict(vars(spec))
-
-        def __enter__(self) -> None:
-            vars(spec).update(self.values)
-
-        def __exit__(self, *_: object) -> None:
-            vars(spec).update(self.before)
-
-    spec.override = Override
+    spec = SimpleNamespace(speculative_num_draft_tokens=n_tokens)
+    spec.override = partial(patch.multiple, spec)
     monkeypatch.setattr(state_pool, "get_spec", lambda: spec)
     monkeypatch.setattr(HybridReqToTokenPool, "mamba_pool_cls", pool)
     cache_params = params(TINY, 3)

@@ -174,6 +174,16 @@ def test_costs_become_what_steps_took(n_requests: int, width: int, real: float) 
     assert 0.5 * abs(moved_W[w]) <= abs(others_W[0]) <= abs(moved_W[w])
 
 
+def test_a_width_of_its_own_cost_is_told_from_the_others() -> None:
+    """Launch saw every width alike; width 4 really takes twice as long, which steps at all widths show."""
+    cost = StepCost((1, 4, 8), {1: (1.0, 1.0, 1.0)})
+    for _ in range(1000):
+        for width, seconds in ((1, 1.0), (4, 2.0), (8, 1.0)):
+            cost.observe(1, width, seconds)
+    cost.settle()
+    np.testing.assert_allclose(cost.of(1), [1, 2, 1], atol=0.15)
+
+
 def test_what_launch_got_wrong_is_told_from_what_it_did_not_see() -> None:
     """Every step takes 2 s more than at launch; width 8 takes another second that launch missed."""
     cost = StepCost((1, 4, 8), {1: (1.0, 2.0, 2.0)})
