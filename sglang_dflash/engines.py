@@ -18,7 +18,7 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_dflash.drafter import Drafter, FullView, block_forward, block_info
@@ -40,14 +40,18 @@ def build_engines(worker: TpModelWorker, state: State, widths: Sequence[int], bl
     Captured graphs take memory that SGLang has not counted. Half of what it left free stays free, for the activations
     of prompts; widths whose graphs would not fit beside that are not chosen from.
     """
-    runner = worker.model_runner
+    runner, tp_group = worker.model_runner, get_parallel().tp_group
     whole = Engine(runner.attn_backend, runner.decode_cuda_graph_runner)
 
     def build(width: int) -> Engine:
         return whole if width == block_size else _build_engine(runner, state, width, captured=whole.graphs)
 
     def free_gib() -> float:
-        return get_available_gpu_memory(runner.device, runner.gpu_id) if whole.graphs else math.inf
+        if whole.graphs is None:
+            return math.inf
+        return get_available_gpu_memory(  # the least of all ranks, so that they leave out the same widths
+            runner.device, runner.gpu_id, distributed=tp_group.world_size > 1, cpu_group=tp_group.cpu_group
+        )
 
     engines = build_while_they_fit(widths, build, free_gib)
     if missing := sorted(set(widths) - set(engines)):

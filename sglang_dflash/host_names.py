@@ -278,7 +278,7 @@ NAMES = (
     ),
     Name("sglang.srt.models.utils", "apply_qk_norm", "q k q_norm k_norm head_dim"),
     Name("sglang.srt.utils", "async_h2d", "dtype device"),
-    Name("sglang.srt.utils", "get_available_gpu_memory", "device gpu_id"),
+    Name("sglang.srt.utils", "get_available_gpu_memory", "device gpu_id distributed cpu_group"),
     Name("sglang.srt.utils.async_probe", "sanitize_nan_logits", "logits msg"),
     Name("sglang.srt.utils.hf_transformers_utils", "get_rope_config", "config"),
     # the CPU platform
