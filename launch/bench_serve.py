@@ -196,23 +196,32 @@ def start_all(servers: dict[Arm, Server], console: Console) -> None:
 
 
 def measure_all(bench: Bench, console: Console) -> list[dict[str, Any]]:
-    """Every repeat, interleaved. One row per arm, concurrency and repeat."""
-    rows = []
-    options = bench.options
-    arms = list(bench.servers)
-    for repeat in track(range(options.repeats), "measuring", console=console, transient=True):
-        if not console.is_terminal:
-            console.print(f"repeat {repeat + 1} of {options.repeats}")
-        for concurrency in options.concurrency:
-            parts = slices(len(bench.prompts), concurrency) if not options.one_at_a_time else [EVERYTHING]
-            speeds, latencies = defaultdict[Arm, list[Run]](list), defaultdict[Arm, list[Run]](list)
-            for turn, part in enumerate(parts, start=repeat):
-                for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
-                    speeds[arm].append(bench.run(arm, concurrency, part))
-                    latencies[arm].append(bench.run(arm, concurrency, part, stream=True))
-            rows += [
-                report.row(arm, concurrency, repeat, joined(speeds[arm]), joined(latencies[arm])) for arm in speeds
-            ]
+    """Every repeat, interleaved. One row per arm, concurrency and repeat.
+
+    Ctrl-C, or SIGINT at a time limit, ends it with the repeats that are whole; the first must be.
+    """
+    rows: list[dict[str, Any]] = []
+    try:
+        for repeat in track(range(bench.options.repeats), "measuring", console=console, transient=True):
+            if not console.is_terminal:
+                console.print(f"repeat {repeat + 1} of {bench.options.repeats}")
+            rows += measure_repeat(bench, repeat)
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+    return rows
+
+
+def measure_repeat(bench: Bench, repeat: int) -> list[dict[str, Any]]:
+    rows, arms = [], list(bench.servers)
+    for concurrency in bench.options.concurrency:
+        parts = slices(len(bench.prompts), concurrency) if not bench.options.one_at_a_time else [EVERYTHING]
+        speeds, latencies = defaultdict[Arm, list[Run]](list), defaultdict[Arm, list[Run]](list)
+        for turn, part in enumerate(parts, start=repeat):
+            for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+                speeds[arm].append(bench.run(arm, concurrency, part))
+                latencies[arm].append(bench.run(arm, concurrency, part, stream=True))
+        rows += [report.row(arm, concurrency, repeat, joined(speeds[arm]), joined(latencies[arm])) for arm in speeds]
     return rows
 
 

@@ -54,6 +54,7 @@ class Arguments:
     two_batch_overlap: bool
     mixed_chunk: bool
     streaming_session: bool
+    page_size: int | None
 
     def require_draft_path(self) -> str:
         """Raises ValueError when there is no draft."""
@@ -101,6 +102,7 @@ def arguments_of(server_args: Any) -> Arguments:
         two_batch_overlap=args.enable_two_batch_overlap,
         mixed_chunk=args.enable_mixed_chunk,
         streaming_session=args.enable_streaming_session,
+        page_size=args.page_size,
     )
 
 

@@ -21,7 +21,8 @@ class DFlashConfig(Checkpoint):
         block_size: N, the anchor and the drafts of one step; at most `trained_block_size`.
         vocab_size: the target's, whose embedding and head the draft borrows.
         dtype: of the draft's weights and activations, and of the target's features, e.g. "bfloat16".
-        draft_window: context tokens the draft keeps (`--speculative-draft-window-size`); None: all.
+        draft_window: context tokens a request's draft keeps, and sees; None: all. The smaller of
+            `--speculative-draft-window-size` and, where every draft layer slides, the checkpoint's sliding window.
         draft_attention_backend: resolved by `backends`.
     """
 
@@ -58,15 +59,15 @@ def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashCo
     """
     check_arguments(arguments)
     check_pair(draft, target)
-    _check_sessions(arguments, target)
     block_size = _block_size(arguments, draft)
-    _check_window(arguments, draft, block_size)
     _check_heads(arguments, draft)
+    draft_window = _window(arguments, draft, block_size)
+    _check_sessions(arguments, target, draft_window)
     changed = {"block_size": block_size, "vocab_size": target.vocab_size, "dtype": _dtype(arguments, target, draft)}
     return DFlashConfig(
         **vars(draft) | changed,
         trained_block_size=draft.block_size,
-        draft_window=arguments.draft_window,
+        draft_window=draft_window,
         draft_attention_backend=backends.resolve(
             asked=arguments.draft_backend,
             target=arguments.target_backend,
@@ -130,9 +131,16 @@ def _check_parallel(arguments: Arguments) -> None:
         )
 
 
-def _check_sessions(arguments: Arguments, target: Target) -> None:
+def _check_sessions(arguments: Arguments, target: Target, draft_window: int | None) -> None:
     """A streaming session keeps a turn's last state. K/V past the turn's end can be given back, a state cannot."""
-    if arguments.streaming_session and target.recurrent:
+    if not arguments.streaming_session:
+        return
+    if draft_window is not None and arguments.page_size not in (None, 1):  # None: not resolved yet, checked again
+        raise NotSupported(
+            f"--enable-streaming-session with a draft window and --page-size {arguments.page_size} is not supported "
+            "(a turn may go on in the middle of a page, the draft's window starts with one); use --page-size 1"
+        )
+    if target.recurrent:
         raise NotSupported(
             "--enable-streaming-session is not supported with DFLASH on a target with recurrent layers (a turn that "
             "ends inside a block leaves their state past its end); drop the flag, other sessions work without it"
@@ -190,7 +198,7 @@ def _block_size(arguments: Arguments, draft: Checkpoint) -> int:
     return asked
 
 
-def _check_window(arguments: Arguments, draft: Checkpoint, block_size: int) -> None:
+def _window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | None:
     if arguments.draft_window is not None and arguments.draft_window < block_size:
         raise ValueError(
             f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {block_size}; "
@@ -201,6 +209,8 @@ def _check_window(arguments: Arguments, draft: Checkpoint, block_size: int) -> N
             f"{draft.path}: sliding_window {draft.sliding_window} is smaller than block_size {draft.block_size}; "
             "mend config.json"
         )
+    slides = draft.sliding_window if all(layer.window is not None for layer in draft.layers) else None
+    return min((window for window in (arguments.draft_window, slides) if window is not None), default=None)
 
 
 def _check_heads(arguments: Arguments, draft: Checkpoint) -> None:

@@ -21,7 +21,8 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.utils import get_available_gpu_memory
 
-from sglang_dflash.drafter import Drafter, FullView, block_forward, block_info
+from sglang_dflash.draft_slots import SharedSlots
+from sglang_dflash.drafter import Drafter, block_forward, block_info
 from sglang_dflash.planner import Planner
 from sglang_dflash.state import State
 from sglang_dflash.step import Plan
@@ -110,7 +111,7 @@ def from_first_rank(group: GroupCoordinator) -> Callable[[np.ndarray], None]:
 
 class Timer:
     """Times a step of requests that are nobody's: their rows of the request table are empty, so they read and write
-    the KV pools' padding slot, and nothing is committed."""
+    the KV pools' padding slot (or rings that nobody has yet), and nothing is committed."""
 
     def __init__(self, planner: Planner, drafter: Drafter, verifier: Verifier) -> None:
         self.planner, self.drafter, self.verifier = planner, drafter, verifier
@@ -142,7 +143,7 @@ class Timer:
 
     def _verify(self, n_requests: int, width: int) -> Callable[[], None]:
         plan = self._plan(n_requests, width)
-        seen = FullView().of(plan, plan.verified)
+        seen = SharedSlots().seen(plan, plan.verified)
         info = block_info(width, CaptureHiddenMode.FULL, self.runner.device)
 
         def verify() -> None:

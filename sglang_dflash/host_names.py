@@ -10,9 +10,11 @@ SGLANG = "0.5.23"
 # Modules with several names in the table.
 SPEC_UTILS = "sglang.srt.speculative.spec_utils"
 VERIFY = "sglang.srt.speculative.dflash_info"
+DFLASH = "sglang.srt.speculative.dflash_utils"
 BATCH = "sglang.srt.managers.schedule_batch"
 GDN = "sglang.srt.layers.attention.linear.gdn_backend"
 BASE_WORKER = "sglang.srt.speculative.base_spec_worker"
+CONTEXT = "sglang.srt.runtime_context"
 POOL = "sglang.srt.mem_cache.memory_pool"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
@@ -79,12 +81,10 @@ NAMES = (
         "model_path hf_config hf_text_config hidden_size vocab_size dtype context_len",
     ),
     Name("sglang.srt.models.registry", "ModelRegistry", "models"),
-    Name("sglang.srt.runtime_context", "attn_dp_enabled_of", "cfg"),
-    Name("sglang.srt.runtime_context", "get_exec"),
-    Name("sglang.srt.runtime_context", "get_spec"),
+    *(Name(CONTEXT, name) for name in ("get_exec", "get_spec", "get_parallel", "get_schedule")),
+    Name(CONTEXT, "attn_dp_enabled_of", "cfg"),
     Name("sglang.srt.environ", "envs", "SGLANG_EAGER_INPUT_NO_COPY"),
-    Name("sglang.srt.runtime_context", "get_parallel"),
-    Name("sglang.srt.runtime_context", "mamba_track_grid", "tree_page"),
+    Name(CONTEXT, "mamba_track_grid", "tree_page"),
     # what the scheduler asks of a worker, and what it hands over
     Name(BASE_WORKER, "BaseSpecWorker", "target_worker draft_worker spec_v2_attn_backends on_verify_complete_cpu"),
     Name(
@@ -187,8 +187,11 @@ NAMES = (
         "conv_shape num_mamba_layers spec_state_size speculative_num_draft_tokens conv_dtype",
     ),
     Name(POOL, "HybridReqToTokenPool", "mamba_pool_cls"),
-    Name(CONFIGURATOR, "KVCacheConfigurator", "mambaish_config"),
+    Name(CONFIGURATOR, "KVCacheConfigurator", "mambaish_config dflash_draft_cell_size_per_token"),
     Name(CONFIGURATOR, "KVCacheConfigurator._handle_max_mamba_cache", "total_rest_memory"),
+    Name(CONFIGURATOR, "KVCacheConfigurator._profile_available_bytes", "pre_model_load_memory"),
+    Name(CONFIGURATOR, "KVCacheConfigurator._calculate_mamba_ratio"),
+    Name(DFLASH, "scale_kv_cell_size_per_token_for_dflash", "target_cell_size_per_token"),
     Name("sglang.srt.configs.mamba_utils", "BaseLinearStateParams", "layers dtype mamba_cache_per_req"),
     Name("sglang.srt.configs.mamba_utils", "Mamba2StateShape", "conv temporal conv_kernel num_k_heads_per_tp"),
     Name("sglang.srt.constants", "GPU_MEMORY_TYPE_KV_CACHE"),
@@ -205,12 +208,12 @@ NAMES = (
     Name("sglang.srt.configs.hybrid_arch", "hybrid_gdn_config", "model_config"),
     Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_page_size"),
     Name("sglang.srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len"),
-    Name("sglang.srt.speculative.dflash_utils", "validate_dflash_request", "req enable_overlap"),
+    Name(DFLASH, "validate_dflash_request", "req enable_overlap"),
     Name("sglang.srt.mem_cache.allocator", "BaseTokenToKVPoolAllocator", "page_size"),
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan", "bind"),
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan.reads_from", "seq_lens seq_lens_cpu read_extent"),
     Name(POOL, "KVWriteLoc", "for_layer"),
-    Name(POOL, "ReqToTokenPool", "req_to_token"),
+    Name(POOL, "ReqToTokenPool", "req_to_token req_generation"),
     Name("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool"),
     # the forward
     Name("sglang.srt.model_executor.cuda_graph_config", "Backend", "DISABLED"),

@@ -34,6 +34,8 @@ INTERNAL_STATE = (
     "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state"
 )
 COUNT_STATES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache"
+KV_BYTES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
+KV_BYTES_PER_TOKEN = "sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash"
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -81,21 +83,29 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_dflash.draft_input import row_headroom
+    from sglang_dflash.draft_pool import leave_room, target_alone
     from sglang_dflash.finish import create_req, update_finish_state
     from sglang_dflash.requests import refusal
     from sglang_dflash.served import add_dflash
     from sglang_dflash.state_pool import count_records
     from sglang_dflash.weight_update import own_checkpoint_only
 
-    HookRegistry.register(VALIDATE_REQUEST, lambda stock, request, overlap: refusal(request), HookType.AFTER)
-    HookRegistry.register(ROW_HEADROOM, row_headroom, HookType.AFTER)
-    HookRegistry.register(FINISH, update_finish_state, HookType.AROUND)
-    HookRegistry.register(SESSION, create_req, HookType.AROUND)
-    HookRegistry.register(UPDATE_FROM_DISK, own_checkpoint_only(config), HookType.AROUND)
-    HookRegistry.register(INTERNAL_STATE, add_dflash, HookType.AFTER)
-    HookRegistry.register(COUNT_STATES, count_records, HookType.AROUND)
+    hooks = {
+        VALIDATE_REQUEST: (lambda stock, request, overlap: refusal(request), HookType.AFTER),
+        ROW_HEADROOM: (row_headroom, HookType.AFTER),
+        FINISH: (update_finish_state, HookType.AROUND),
+        SESSION: (create_req, HookType.AROUND),
+        UPDATE_FROM_DISK: (own_checkpoint_only(config), HookType.AROUND),
+        INTERNAL_STATE: (add_dflash, HookType.AFTER),
+        COUNT_STATES: (count_records, HookType.AROUND),
+    }
+    if config.draft_window is not None:
+        hooks[KV_BYTES] = (leave_room(config), HookType.AROUND)
+        hooks[KV_BYTES_PER_TOKEN] = (target_alone, HookType.AROUND)
+    for name, (hook, kind) in hooks.items():
+        HookRegistry.register(name, hook, kind)
     HookRegistry.apply_hooks()
-    host.require_hooks(VALIDATE_REQUEST, ROW_HEADROOM, FINISH, SESSION, UPDATE_FROM_DISK, INTERNAL_STATE, COUNT_STATES)
+    host.require_hooks(*hooks)
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:

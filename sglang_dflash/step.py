@@ -20,7 +20,7 @@ class Block(NamedTuple):
 
     tokens_BN: torch.Tensor  # int64, slot 0 the anchor, the rest mask tokens
     positions_BN: torch.Tensor  # int64, absolute
-    slots_BN: torch.Tensor  # int64, KV slots, in target and draft pool alike
+    slots_BN: torch.Tensor  # int64, KV slots in the target's pool
     # Attention backends plan on the host with an upper bound of prefix_len + N. It comes from what the scheduler has
     # reserved, so no length has to leave the device.
     bound_B_cpu: torch.Tensor

@@ -48,7 +48,9 @@ from sglang_dflash.chooser import Chooser, Trace, candidates, make_policy
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_input import DraftInput
-from sglang_dflash.drafter import Drafter, FullView, View, WindowView
+from sglang_dflash.draft_pool import ring_of, ring_pool
+from sglang_dflash.draft_slots import DraftSlots, RingSlots, SharedSlots
+from sglang_dflash.drafter import Drafter
 from sglang_dflash.ends import target_ends
 from sglang_dflash.engines import Timer, build_engines, from_first_rank
 from sglang_dflash.errors import NotSupported
@@ -99,10 +101,13 @@ class DFlashWorker(BaseSpecWorker):
         req_to_token_pool: ReqToTokenPool | None = None,
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
     ) -> None:
-        """The draft's KV pool has the target's slots. With a window, the draft gets a request table of its own."""
+        """The draft's KV pool has the target's slots. With a window it has rings, and a request table of its own."""
+        if self.config.draft_window is not None:
+            assert memory_pool_config is not None, "the target's pools are made first"
+            memory_pool_config, req_to_token_pool = ring_pool(memory_pool_config, ring_of(self.config)), None
         self._draft_worker.alloc_memory_pool(
             memory_pool_config=memory_pool_config,
-            req_to_token_pool=None if self.config.draft_window else req_to_token_pool,
+            req_to_token_pool=req_to_token_pool,
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
 
@@ -122,11 +127,13 @@ class DFlashWorker(BaseSpecWorker):
         config, target, draft = self.config, self.target_runner, self.draft_runner
         if target.device == "cpu":  # a step's inputs are new tensors and no graph reads them: no need to copy them
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
-        view: View = FullView()
-        if config.draft_window:
-            view = WindowView(target, draft, window=config.draft_window, block_size=config.block_size)
+        slots: DraftSlots = SharedSlots()
+        if config.draft_window is not None:
+            slots = RingSlots(
+                target, draft, size=ring_of(config), window=config.draft_window, block_size=config.block_size
+            )
         self.planner = Planner(target, config.block_size, config.mask_token_id)
-        self.drafter = Drafter(draft, view, config.block_size)
+        self.drafter = Drafter(draft, slots, config.block_size)
         widths = candidates(self.flags, config.block_size)
         engines = build_engines(self._target_worker, self.state, widths, config.block_size)
         self.verifier = Verifier(self._target_worker, engines)
@@ -142,7 +149,7 @@ class DFlashWorker(BaseSpecWorker):
             trace=Trace(self.flags.width_trace) if self.flags.width_trace else None,
         )
         self.choice = Choice(target)
-        self.context_kv = ContextKV(draft.model, draft)
+        self.context_kv = ContextKV(draft.model, draft, slots)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 
     # -- what SGLang asks of a worker -----------------------------------------------------------------------------

@@ -1,4 +1,10 @@
-"""Two processes share the tests: one runs those that share servers, the other the rest meanwhile, file by file."""
+"""Two processes share the tests: one runs those that share servers, the other the rest meanwhile, file by file.
+
+The exactness battery starts a server for each of its variants, which nothing else uses in `make test`, so it is a part
+of the rest; but its default variant's server is one of those that are shared.
+"""
+
+import re
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -8,9 +14,14 @@ def uses_servers(nodeid: str) -> bool:
     return nodeid.startswith("tests/server/")
 
 
+def has_its_own_server(nodeid: str) -> bool:
+    return nodeid.startswith("tests/server/test_exact.py") and not re.search(r"\[hybrid(-\d+)?\]$", nodeid)
+
+
 class ByServers(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        return "servers" if uses_servers(nodeid) else nodeid.split("::")[0]
+        shared = uses_servers(nodeid) and not has_its_own_server(nodeid)
+        return "servers" if shared else nodeid.split("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -13,6 +13,7 @@ or that is missing once none does, ends the scheduler.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -93,9 +94,15 @@ class ServerPool:
                 self._drop(key)
         assert not lost, lost
 
-    def stop_all(self) -> None:
-        for key in tuple(self.live):
+    def drop(self, server: Server) -> None:
+        """Stop one that no other test will ask for."""
+        for key in [key for key, one in self.live.items() if one is server]:
+            require_nothing_lost(server)
             self._drop(key)
+
+    def stop_all(self) -> None:
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(self._drop, tuple(self.live)))
 
     def _start(self, key: Key) -> Server:
         while len(self.live) >= MAX_LIVE:

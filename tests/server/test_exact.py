@@ -32,12 +32,14 @@ class Serving(NamedTuple):
     scope="module",
     params=[pytest.param(v, id=name, marks=pytest.mark.full if v.full else ()) for name, v in VARIANTS.items()],
 )
-def serving(request: pytest.FixtureRequest, server: Callable, questions: Callable, reference: Callable) -> Serving:
+def serving(request: pytest.FixtureRequest, pool: Any, questions: Callable, reference: Callable) -> Iterator[Serving]:
     variant: Variant = request.param
     prompts = questions(N_PROMPTS, variant.target)
     expected = [reference(prompt, MAX_NEW_TOKENS, variant.target) for prompt in prompts]
-    running = server(target=variant.target, flags=variant.flags, env=dict(variant.env))
-    return Serving(running, variant, prompts, expected)
+    running = pool.get(target=variant.target, flags=variant.flags, env=dict(variant.env))
+    yield Serving(running, variant, prompts, expected)
+    if variant is not VARIANTS["hybrid"]:  # other test modules use that one
+        pool.drop(running)
 
 
 @pytest.fixture(autouse=True)

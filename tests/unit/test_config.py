@@ -45,6 +45,7 @@ ARGUMENTS = Arguments(
     two_batch_overlap=False,
     mixed_chunk=False,
     streaming_session=False,
+    page_size=None,
 )
 
 
@@ -158,6 +159,36 @@ def test_a_state_cannot_be_taken_back_to_a_turn_s_end(draft: Checkpoint) -> None
     combine(asked, TARGET, draft)
     with pytest.raises(NotSupported, match=r"--enable-streaming-session .* drop the flag, other sessions work"):
         combine(asked, replace(TARGET, recurrent=True), draft)
+
+
+def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft: Checkpoint) -> None:
+    asked = replace(ARGUMENTS, streaming_session=True, draft_window=64)
+    combine(replace(asked, page_size=1), TARGET, draft)
+    combine(replace(asked, page_size=16, draft_window=None), TARGET, draft)
+    with pytest.raises(NotSupported, match=r"a draft window and --page-size 16 .* use --page-size 1"):
+        combine(replace(asked, page_size=16), TARGET, draft)
+
+
+@pytest.mark.parametrize(
+    ("flag", "kept_by_layers", "kept"),
+    [
+        (None, (None, None), None),
+        (None, (32, None), None),  # one layer sees it all
+        (None, (32, 32), 32),
+        (64, (None, None), 64),
+        (64, (32, None), 64),
+        (64, (32, 32), 32),
+        (16, (32, 32), 16),
+    ],
+)
+def test_the_context_that_is_kept(
+    flag: int | None, kept_by_layers: tuple[int | None, ...], kept: int | None, draft: Checkpoint
+) -> None:
+    layers = tuple(Layer(window, causal=window is not None) for window in kept_by_layers)
+    kinds = tuple("full_attention" if window is None else "sliding_attention" for window in kept_by_layers)
+    window = max((window for window in kept_by_layers if window is not None), default=None)
+    draft = replace(draft, layers=layers, layer_types=kinds, sliding_window=window)
+    assert combine(replace(ARGUMENTS, draft_window=flag), TARGET, draft).draft_window == kept
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,11 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from rich.console import Console
 
 from launch import bench_serve, report, tiny
 from launch.bench_serve import GateError
@@ -201,3 +203,18 @@ def test_a_busy_machine_is_told_apart_from_a_quiet_one() -> None:
 def test_documents_do_not_name_this_machine() -> None:
     command = f"{sys.executable} -m x --target {tiny.HYBRID.target} --draft=/models/mine/draft-1 --port 3"
     assert report.portable(command) == "python -m x --target sglang_dflash/assets/tiny/target --draft=draft-1 --port 3"
+
+
+def test_an_interrupted_run_keeps_its_whole_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    def repeat(bench: object, number: int) -> list[dict[str, int]]:
+        if number == whole:
+            raise KeyboardInterrupt
+        return [{"repeat": number}]
+
+    monkeypatch.setattr(bench_serve, "measure_repeat", repeat)
+    bench = SimpleNamespace(options=SimpleNamespace(repeats=5))
+    whole = 2
+    assert bench_serve.measure_all(bench, Console()) == [{"repeat": 0}, {"repeat": 1}]
+    whole = 0
+    with pytest.raises(KeyboardInterrupt):
+        bench_serve.measure_all(bench, Console())

@@ -1,0 +1,62 @@
+"""The memory of the draft's context K/V, when it is a ring per request, and how SGLang counts it.
+
+SGLang gives the draft's pool a slot for each of the target's, window or not, and counts its bytes with every token. The
+size of a ring follows from window and block: rings are counted per request, and the target's pool gets the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.runtime_context import get_schedule
+
+from sglang_dflash.config import DFlashConfig
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.sizes import ring_slots
+
+logger = logging.getLogger(__name__)
+
+
+def ring_of(config: DFlashConfig) -> int:
+    """Slots of a request's ring, on a server whose arguments are resolved; the draft has a window."""
+    assert config.draft_window is not None
+    return ring_slots(config.draft_window, config.block_size, get_schedule().page_size)
+
+
+def ring_pool(target: MemoryPoolConfig, ring: int) -> MemoryPoolConfig:
+    """The draft's pool: a ring for each row of the request table, the padding row 0 included."""
+    assert target.max_running_requests is not None, "SGLang decides it with the target's pool"
+    return dataclasses.replace(target, max_total_num_tokens=(target.max_running_requests + 1) * ring)
+
+
+def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, **draft: Any) -> int:
+    """AROUND `scale_kv_cell_size_per_token_for_dflash`: a token takes bytes of the target's pool only."""
+    return target_cell_size_per_token
+
+
+def leave_room(config: DFlashConfig) -> Callable[[Callable[[Any, float], int], Any, float], int]:
+    """AROUND `KVCacheConfigurator._profile_available_bytes`: what is left beside the rings."""
+
+    def available_bytes(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:
+        available = stock(configurator, pre_model_load_memory)
+        slot_bytes = configurator.dflash_draft_cell_size_per_token
+        if slot_bytes is None:
+            raise NotSupported(
+                "SGLang could not say how many bytes a slot of the draft's KV takes (see its warning above), and a "
+                "draft with a window needs to know; drop --speculative-draft-window-size"
+            )
+        ring, n_requests = ring_of(config), get_schedule().max_running_requests
+        if configurator.mambaish_config is not None:
+            n_requests = min(n_requests, get_schedule().max_mamba_cache_size // configurator._calculate_mamba_ratio())
+        rings = (n_requests + 1) * ring * slot_bytes
+        logger.info(
+            "draft KV: a ring of %d slots, %.2f MiB per request, %.2f MiB in all",
+            *(ring, ring * slot_bytes / 2**20, rings / 2**20),
+        )
+        return available - rings
+
+    return available_bytes

@@ -1,0 +1,142 @@
+"""Where the draft's context K/V live, and what of the context a block sees. One of two ways, chosen at start-up.
+
+SharedSlots   a slot for every slot of the target's pool, with the same id: a prefix found in SGLang's radix cache
+              is found in the draft's pool as well
+RingSlots     with a window: a ring of slots per request, whose size follows from window and block alone
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+from sglang.srt.model_executor.forward_batch_info import compute_position
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.utils import async_h2d
+
+from sglang_dflash.step import Block, Plan
+
+
+class Seen(NamedTuple):
+    """What a block sees: the last `len_B` committed tokens of each request, and itself."""
+
+    len_B: torch.Tensor
+    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host
+    bound_sum: int
+    kv: KVLocPlan  # the slots of the context and of the block
+
+
+class PromptRows(NamedTuple):
+    """The rows of a prompt whose context K/V are kept, and where."""
+
+    rows_T: torch.Tensor | None  # int64, which of the prompt's; None: all
+    positions_T: torch.Tensor
+    slots_T: torch.Tensor
+
+
+class DraftSlots(Protocol):
+    def seen(self, plan: Plan, block: Block) -> Seen:
+        """What the draft sees when it fills `block`."""
+
+    def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
+        """The slots of a block's tokens, int64 [B * N]."""
+
+    def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
+        """The slots of the prompt tokens the target has just read."""
+
+
+class SharedSlots:
+    """The target's slots: every committed token is seen, through the target's own request table."""
+
+    def seen(self, plan: Plan, block: Block) -> Seen:
+        return Seen(plan.prefix_len_B, block.bound_B_cpu, block.bound_sum, block.kv)
+
+    def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
+        return block.slots_BN.view(-1)
+
+    def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
+        prefix_B = async_h2d(batch.prefix_lens, dtype=torch.int32, device=device)
+        new_B = async_h2d(batch.extend_lens, dtype=torch.int32, device=device)
+        # "triton" selects the device kernel; on the CPU SGLang has the torch form under every other name.
+        form = "torch" if device.type == "cpu" else "triton"
+        positions_T, _ = compute_position(form, prefix_B, new_B, sum(batch.extend_lens))
+        return PromptRows(None, positions_T, batch.out_cache_loc)
+
+
+class RingSlots:
+    """Position p of the request in row r of the request table has slot r * size + p % size of the draft's own pool.
+
+    A block sees the last `window` committed tokens, as far as their K/V were written: a prefix that was found in the
+    radix cache is the target's alone, so it is left out, and the window fills up with the tokens that come after it.
+    With pages larger than one token the window starts at a page boundary (backends derive pages from positions in a
+    row) and may be up to page - 1 tokens longer.
+
+    Invariant: of the request in row r, positions [first_R[r], committed) that are not `size - N` or more back are in
+    their slots.
+    """
+
+    def __init__(
+        self, target_runner: ModelRunner, draft_runner: ModelRunner, *, size: int, window: int, block_size: int
+    ) -> None:
+        """`size`: slots of a ring, see `sizes.ring_slots`."""
+        self.size, self.window, self.block_size = size, window, block_size
+        self.page = target_runner.page_size
+        self.requests = target_runner.req_to_token_pool
+        self.table = draft_runner.req_to_token_pool.req_to_token
+        self.translator = draft_runner.kv_index_translator
+        n_rows, device = len(self.requests.req_to_token), self.table.device
+        self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
+        # On the host: which request's prompt was read into a row last (SGLang counts a row's requests), and how far.
+        self.generation_R, self.end_R = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
+        self.columns = torch.arange(window + self.page - 1 + block_size, device=device)
+
+    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return rows * self.size + positions % self.size
+
+    def seen(self, plan: Plan, block: Block) -> Seen:
+        rows_B1 = plan.rows_B[:, None]
+        start_B = torch.maximum(plan.prefix_len_B - self.window, self.first_R[plan.rows_B])
+        if self.page > 1:
+            start_B = start_B - start_B % self.page
+        # One write of fixed size, so no length leaves the device.
+        self.table[rows_B1, self.columns] = self.slots(rows_B1, start_B[:, None] + self.columns).to(self.table.dtype)
+        len_B = plan.prefix_len_B - start_B
+        # min(bound, longest) only grows with the bound, so it stays an upper bound of the true length.
+        bound_B_cpu = block.bound_B_cpu.clamp(max=len(self.columns))
+        kv = self.translator.plan(
+            req_pool_indices=plan.rows_B,
+            seq_lens=len_B,
+            seq_lens_cpu=bound_B_cpu,
+            write_virtual=self.of_block(plan, block),
+            read_extent=block.tokens_BN.shape[1],
+        )
+        return Seen(len_B, bound_B_cpu, int(bound_B_cpu.sum()), kv)
+
+    def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
+        return self.slots(plan.rows_B[:, None], block.positions_BN).view(-1)
+
+    def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
+        rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
+        prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
+        self._begin(rows_B, prefix_B, prefix_B + new_B)
+        kept_B = np.minimum(new_B, self.size - self.block_size)  # further back nothing is seen
+        last_B = np.cumsum(new_B)
+        rows_T = np.concatenate([np.arange(last - kept, last) for last, kept in zip(last_B, kept_B, strict=True)])
+        positions_T = rows_T + np.repeat(prefix_B + new_B - last_B, kept_B)
+        slots_T = np.repeat(rows_B * self.size, kept_B) + positions_T % self.size
+        where_3T = async_h2d(np.stack([rows_T, positions_T, slots_T]), dtype=torch.int64, device=device)
+        all_kept = len(rows_T) == last_B[-1]
+        return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
+
+    def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:
+        """A prompt that does not go on where its row's last one ended has nothing before its own first token."""
+        generation_B = self.requests.req_generation[rows_B].numpy()
+        new_B = (self.generation_R[rows_B] != generation_B) | (self.end_R[rows_B] != prefix_B)
+        self.generation_R[rows_B], self.end_R[rows_B] = generation_B, end_B
+        if new_B.any():
+            row_first_2B = np.stack([rows_B[new_B], prefix_B[new_B]])
+            row_B, first_B = async_h2d(row_first_2B, dtype=torch.int64, device=self.first_R.device)
+            self.first_R[row_B] = first_B

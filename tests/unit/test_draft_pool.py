@@ -1,0 +1,51 @@
+"""The memory of rings: what SGLang is told, and what its own functions make of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
+
+from sglang_dflash import draft_pool
+from sglang_dflash.draft_pool import leave_room, ring_pool, target_alone
+from sglang_dflash.errors import NotSupported
+
+CONFIG: Any = SimpleNamespace(draft_window=64, block_size=16)
+
+
+def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes: int | None) -> int:
+    """What is left for the target's KV of a million bytes; 8 requests asked for, and states for 15."""
+    schedule = SimpleNamespace(page_size=page, max_running_requests=8, max_mamba_cache_size=15)
+    monkeypatch.setattr(draft_pool, "get_schedule", lambda: schedule)
+    configurator = SimpleNamespace(
+        dflash_draft_cell_size_per_token=slot_bytes,
+        mambaish_config=object() if hybrid else None,
+        _calculate_mamba_ratio=lambda: 5,
+    )
+    return leave_room(CONFIG)(lambda configurator, before: 10**6, configurator, 0.0)
+
+
+@pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])
+def test_rings_are_taken_off_the_targets_memory(monkeypatch: pytest.MonkeyPatch, page: int, ring: int) -> None:
+    assert room(monkeypatch, page=page, hybrid=False, slot_bytes=100) == 10**6 - 9 * ring * 100
+    # A hybrid's states allow fewer requests: 15 at 5 each.
+    assert room(monkeypatch, page=page, hybrid=True, slot_bytes=100) == 10**6 - 4 * ring * 100
+
+
+def test_without_the_size_of_a_slot_the_launch_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotSupported, match="drop --speculative-draft-window-size"):
+        room(monkeypatch, page=1, hybrid=False, slot_bytes=None)
+
+
+def test_the_pool_has_a_ring_per_row() -> None:
+    target = MemoryPoolConfig(max_total_num_tokens=100_000, max_running_requests=8, mem_fraction_static=0.8)
+    draft = ring_pool(target, 80)
+    assert (draft.max_total_num_tokens, draft.max_running_requests) == (9 * 80, 8)
+    assert target.max_total_num_tokens == 100_000
+
+
+def test_a_token_takes_bytes_of_the_target_alone() -> None:
+    sizes = {"target_cell_size_per_token": 4096, "target_num_layers": 16, "draft_num_layers": 5}
+    assert scale_kv_cell_size_per_token_for_dflash(**sizes) > 4096
+    assert target_alone(scale_kv_cell_size_per_token_for_dflash, **sizes) == 4096

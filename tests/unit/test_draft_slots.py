@@ -1,0 +1,135 @@
+"""Rings, without an engine: what a block sees is what its request wrote, and never anything else."""
+
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.draft_slots import RingSlots
+from sglang_dflash.sizes import ring_slots
+from sglang_dflash.step import Block, Plan
+
+N_ROWS, LONGEST = 5, 400
+CPU = torch.device("cpu")
+
+
+class World:
+    """A request table, a ring pool whose slots say what was written last, and requests that come and go."""
+
+    def __init__(self, window: int, block: int, page: int, seed: int) -> None:
+        self.window, self.block, self.page, self.random = window, block, page, Random(seed)
+        size = ring_slots(window, block, page)
+        table = torch.zeros(N_ROWS, window + page + block, dtype=torch.int32)
+        self.pool = SimpleNamespace(
+            req_to_token=torch.zeros(N_ROWS, LONGEST), req_generation=torch.zeros(N_ROWS).long()
+        )
+        translator = SimpleNamespace(plan=lambda **told: SimpleNamespace(**told))
+        self.ring = RingSlots(
+            SimpleNamespace(req_to_token_pool=self.pool, page_size=page),
+            SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), kv_index_translator=translator),
+            size=size, window=window, block_size=block,
+        )  # fmt: skip
+        self.table = table
+        self.written: list[Any] = [None] * (N_ROWS * size)  # slot -> (request, position)
+        self.live: dict[int, SimpleNamespace] = {}  # row -> request
+        self.n_requests = 0
+
+    def begin(self, rows: list[int]) -> None:
+        """New requests in these rows, some with a prefix from the cache, read in one chunk or several."""
+        for row in rows:
+            self.pool.req_generation[row] += 1
+            prefix = self.random.choice([0, 0, self.random.randrange(1, 9)]) * max(self.page, 8)
+            end = prefix + self.random.choice([1, 5, self.block, self.window, 2 * self.ring.size + 3])
+            self.n_requests += 1
+            self.live[row] = SimpleNamespace(name=self.n_requests, first=prefix, read=prefix, end=end)
+        while waiting := [row for row in rows if self.live[row].read < self.live[row].end]:
+            chunks = []
+            for row in waiting:
+                request = self.live[row]
+                longest = self.random.choice([self.page * 8, LONGEST])
+                chunks.append(
+                    SimpleNamespace(row=row, start=request.read, new=min(longest, request.end - request.read))
+                )
+                request.read += chunks[-1].new
+            self.read_prompts(chunks)
+
+    def read_prompts(self, chunks: list[SimpleNamespace]) -> None:
+        kept = self.ring.of_prompt(
+            SimpleNamespace(
+                reqs=[SimpleNamespace(kv=SimpleNamespace(req_pool_idx=chunk.row)) for chunk in chunks],
+                prefix_lens=[chunk.start for chunk in chunks],
+                extend_lens=[chunk.new for chunk in chunks],
+            ),
+            CPU,
+        )
+        packed = [(self.live[chunk.row].name, chunk.start + i) for chunk in chunks for i in range(chunk.new)]
+        if kept.rows_T is not None:
+            packed = [packed[row] for row in kept.rows_T.tolist()]
+        assert [position for _, position in packed] == kept.positions_T.tolist()
+        slots = kept.slots_T.tolist()
+        assert len(set(slots)) == len(slots), "two rows of a prompt in one slot: which of them remains is undefined"
+        for slot, what in zip(slots, packed, strict=True):
+            self.written[slot] = what
+
+    def step(self, rows: list[int]) -> None:
+        """One decode step: see, then keep a part of the block."""
+        prefix_len_B = torch.tensor([self.live[row].end for row in rows])
+        positions_BN = prefix_len_B[:, None] + torch.arange(self.block)
+        bound_B = prefix_len_B + 2 * self.block
+        block = Block(positions_BN, positions_BN, positions_BN, bound_B, int(bound_B.sum()), kv=None)
+        plan = Plan(block, block, prefix_len_B, torch.tensor(rows))
+        seen = self.ring.seen(plan, block)
+        slots_BN = self.ring.of_block(plan, block).view(len(rows), -1).tolist()
+        assert seen.kv.write_virtual.view(len(rows), -1).tolist() == slots_BN
+        for i, row in enumerate(rows):
+            self.check(row, int(seen.len_B[i]), int(seen.bound_B_cpu[i]), slots_BN[i])
+            n_kept = self.random.randint(1, self.block)
+            for j in range(n_kept):
+                self.written[slots_BN[i][j]] = (self.live[row].name, self.live[row].end + j)
+            self.live[row].end += n_kept
+
+    def check(self, row: int, n_seen: int, bound: int, block_slots: list[int]) -> None:
+        request = self.live[row]
+        slots = self.table[row, : n_seen + self.block].tolist()
+        context = slots[:n_seen]
+        assert [self.written[slot] for slot in context] == [
+            (request.name, position) for position in range(request.end - n_seen, request.end)
+        ]
+        assert n_seen >= min(self.window, request.end - request.first)
+        assert n_seen <= self.window + self.page - 1
+        assert n_seen + self.block <= bound
+        assert slots[n_seen:] == block_slots
+        assert not set(context) & set(block_slots), "the block overwrites what it sees"
+        # Backends read the table page by page.
+        assert all(slot % self.page == column % self.page for column, slot in enumerate(slots))
+        assert all(slots[i] == slots[i - i % self.page] + i % self.page for i in range(len(slots)))
+
+
+@pytest.mark.parametrize(("window", "block", "page"), [(8, 4, 1), (20, 8, 1), (64, 16, 1), (24, 8, 16), (64, 16, 16)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_sees_its_own_window_and_nothing_else(window: int, block: int, page: int, seed: int) -> None:
+    world = World(window, block, page, seed)
+    for _ in range(80):
+        free = [row for row in range(1, N_ROWS) if row not in world.live]
+        if free and world.random.random() < 0.4:
+            world.begin(world.random.sample(free, world.random.randint(1, len(free))))
+        rows = [row for row in world.live if world.random.random() < 0.8]
+        if rows:
+            world.step(rows)
+        for row in [row for row in world.live if world.random.random() < 0.08]:
+            del world.live[row]
+    assert world.n_requests > 8
+
+
+def test_a_prompt_part_that_ends_elsewhere_starts_anew() -> None:
+    """A session's next turn keeps its row; what lies between its last prompt and now was not read as a prompt."""
+    world = World(window=8, block=4, page=1, seed=0)
+    world.live[1] = SimpleNamespace(name=1, first=0, read=6, end=6)
+    world.read_prompts([SimpleNamespace(row=1, start=0, new=6)])
+    assert world.ring.first_R[1] == 0
+    world.read_prompts([SimpleNamespace(row=1, start=6, new=2)])
+    assert world.ring.first_R[1] == 0
+    world.read_prompts([SimpleNamespace(row=1, start=11, new=2)])
+    assert world.ring.first_R[1] == 11
