@@ -5,7 +5,7 @@ With what `gdn_verify` recorded, the state after n tokens is a sum, no recurrenc
     S_n = exp(G_n) S_0 + sum over i <= n of exp(G_n - G_i) delta_i k_i^T        (G: log decay since before the block)
 
 Shapes: L layers, B requests, N tokens per block, G key heads, H value heads, K key width, V value width, S state
-slots, R rows of the record, X values recorded per token (`gdn_verify.record_width`).
+slots, R rows of the record, X values recorded per token (`record_width`).
 Cost: reads and writes each state once, 8 L B H V K bytes, and reads the accepted records, 4 L B n X bytes.
 Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464, eq. 10 unrolled.
 """
@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import choose
-from sglang_dflash_kernels.gdn_verify import record_width, split_record
+from sglang_dflash_kernels.gdn_verify import split_record
+from sglang_dflash_kernels.record import record_width
 
 
 class Kept(NamedTuple):

@@ -18,6 +18,7 @@ import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import choose
 from sglang_dflash_kernels.gdn_block import L2_EPS, Block, by_token, log_decay
+from sglang_dflash_kernels.record import record_width
 
 
 class Inputs(NamedTuple):
@@ -30,11 +31,6 @@ class Inputs(NamedTuple):
     b_TH: torch.Tensor  # beta is sigmoid(b)
     A_log_H: torch.Tensor
     dt_bias_H: torch.Tensor
-
-
-def record_width(n_value_heads: int, value_width: int, n_key_heads: int, key_width: int) -> int:
-    """X: fp32 values that one layer keeps per drafted token."""
-    return n_value_heads * value_width + n_key_heads * key_width + n_value_heads
 
 
 def split_record(

@@ -4,10 +4,10 @@
     python -m sglang_dflash.check --model-path ... [flags]     the same, and a launch with these flags
     python -m sglang_dflash.check --json ...                   as one JSON document on the last line
     python -m sglang_dflash.check --server URL [--json]        a running server: what its steps cost, what it chose
+    python -m sglang_dflash.check --model ... --gpu-memory ... how many requests a card holds (`capacity_report`)
 
-It runs SGLang's own plugin loading and argument resolution in this process and looks at the result, so it sees what a
-launch would do up to the point where weights load. Exit status: 0 if everything is as it should be, else 1. It does
-not know how much memory a launch needs.
+The first two run SGLang's own plugin loading and argument resolution in this process and look at the result, so they
+see what a launch would do up to the point where weights load. Exit status: 0 if everything is as it should be, else 1.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 
-from sglang_dflash import flags, host, plugin, served
+from sglang_dflash import capacity_report, flags, host, plugin, served
 from sglang_dflash.flags import Worker
 from sglang_dflash.host_names import NAMES, SEAMS, SGLANG
 
@@ -141,6 +141,8 @@ def main() -> int:
     as_json = "--json" in argv
     if argv[:1] == ["--server"]:
         return show_served(argv[1:], as_json=as_json)
+    if any(argument.split("=")[0] == "--gpu-memory" for argument in argv):
+        return capacity_report.main(argv)
     findings = report([argument for argument in argv if argument != "--json"])
     ok = all(finding.ok for finding in findings)
     if as_json:

@@ -1,4 +1,15 @@
-"""How many bytes the caches of a server take: arithmetic alone, without torch, SGLang or a GPU."""
+"""How many bytes the caches of a server take: arithmetic alone, without torch, SGLang or a GPU.
+
+`capacity` divides a card's memory with it, and the pools are made by it, so that what is computed is what is allocated.
+Letters as in the kernels: G key heads, H value heads, K key width, V value width, N tokens per block.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sglang_dflash_kernels.record import record_width
+
+FP32 = 4  # bytes; what records are kept in, whatever the states are
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -6,9 +17,84 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def ring_slots(window: int, block_size: int, page_size: int) -> int:
-    """KV slots a request's ring has when its draft looks back `window` tokens.
+    """KV slots of a request's ring, when its draft looks back `window` tokens.
 
     Besides the window the ring holds the block that is being drafted, and the start of the page in which the window
     begins.
     """
     return round_up(window + page_size - 1 + block_size, page_size)
+
+
+def block_bytes(
+    n_tokens: int, *, n_layers: int, record_values: int, conv_shapes: Sequence[tuple[int, int]], conv_itemsize: int
+) -> int:
+    """What one request needs for a block of `n_tokens` besides its persistent states, all layers, on one rank.
+
+    Args:
+        record_values: of a layer and token, see `record_width`.
+        conv_shapes: of a layer's convolutions, channels and inputs kept between steps; the windows of a block's tokens
+            overlap, so a channel keeps `n_tokens` inputs and one less than a window.
+    """
+    inputs = sum(n_channels * (n_tokens + window - 1) for n_channels, window in conv_shapes)
+    return n_layers * (n_tokens * record_values * FP32 + inputs * conv_itemsize)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The layers of a model that keep K and V. `head_dim` is the width of a key and of a value."""
+
+    n_layers: int
+    n_kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    def bytes_per_token(self, tp_size: int) -> int:
+        """On one rank; with fewer heads than ranks, each keeps one."""
+        return self.n_layers * max(1, self.n_kv_heads // tp_size) * 2 * self.head_dim * self.itemsize
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The Gated DeltaNet layers of a hybrid target.
+
+    Attributes:
+        conv_window: inputs the causal convolution keeps between steps, one less than its kernel.
+    """
+
+    n_layers: int
+    n_value_heads: int
+    value_width: int
+    n_key_heads: int
+    key_width: int
+    conv_window: int
+    conv_itemsize: int
+    state_itemsize: int
+
+    def shard(self, tp_size: int) -> "Recurrent":
+        """What one of `tp_size` ranks has, which divides both numbers of heads."""
+        return replace(self, n_value_heads=self.n_value_heads // tp_size, n_key_heads=self.n_key_heads // tp_size)
+
+    @property
+    def n_channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.n_key_heads * self.key_width + self.n_value_heads * self.value_width
+
+    @property
+    def state_bytes(self) -> int:
+        """A persistent state: H V K values and the convolution's last inputs."""
+        state = self.n_value_heads * self.value_width * self.key_width * self.state_itemsize
+        return self.n_layers * (state + self.n_channels * self.conv_window * self.conv_itemsize)
+
+    def snapshot_bytes(self, n_tokens: int) -> int:
+        """Per request, with a state for each of a block's tokens, as SGLang counts it."""
+        return self.state_bytes * n_tokens
+
+    def record_bytes(self, n_tokens: int) -> int:
+        """Per request, with a record for each of a block's tokens, as `RecordPool` allocates it."""
+        return block_bytes(
+            n_tokens,
+            n_layers=self.n_layers,
+            record_values=record_width(self.n_value_heads, self.value_width, self.n_key_heads, self.key_width),
+            conv_shapes=[(self.n_channels, self.conv_window)],
+            conv_itemsize=self.conv_itemsize,
+        )

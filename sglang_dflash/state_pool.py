@@ -17,17 +17,22 @@ from sglang.srt.configs.mamba_utils import BaseLinearStateParams
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.runtime_context import get_spec
-from sglang_dflash_kernels.gdn_verify import record_width
+from sglang_dflash_kernels.record import record_width
+
+from sglang_dflash import sizes
 
 logger = logging.getLogger(__name__)
 
 
 def block_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
     """What one request needs for a block of `n_tokens` besides its persistent states, all layers, on this rank."""
-    windows = sum(
-        n_channels * (n_tokens + window - 1) * params.dtype.conv.itemsize for n_channels, window in params.shape.conv
+    return sizes.block_bytes(
+        n_tokens,
+        n_layers=len(params.layers),
+        record_values=record_values(params),
+        conv_shapes=params.shape.conv,
+        conv_itemsize=params.dtype.conv.itemsize,
     )
-    return len(params.layers) * (n_tokens * record_values(params) * torch.float32.itemsize + windows)
 
 
 def snapshot_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref, gdn_fold_triton
-from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify, gdn_verify_ref, gdn_verify_triton, record_width
+from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify, gdn_verify_ref, gdn_verify_triton
+from sglang_dflash_kernels.record import record_width
 
 L, S = 2, 7
 SIZES = [(1, 1, 1, 8, 8), (3, 2, 4, 16, 8), (2, 1, 3, 12, 20)]  # requests, key heads, value heads, K, V

@@ -1,0 +1,41 @@
+"""The README's table of requests at once, per model and card: `python -m launch.capacity`. Computed, not measured.
+
+Every launch is SGLang's default but for the draft: no flag on memory is given. Cards are the smallest power of two that
+our worker serves on.
+"""
+
+from sglang_dflash import geometry, models
+from sglang_dflash.capacity import Serving, capacity, default_mem_fraction
+from sglang_dflash.capacity_report import CONTEXT
+from sglang_dflash.flags import Worker
+
+# GiB, as the drivers report them.
+CARDS = {"H100 80 GB": 79.6, "H200 141 GB": 140.4, "B200 192 GB": 179.0}
+TARGETS = ("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3-Coder-Next")
+
+
+def cell(model: str, card_gib: float) -> str:
+    """Requests at once, stock → ours, and the cards if it takes several."""
+    target, draft = geometry.read_target(model), geometry.read_draft(models.draft_of(model))
+    for tp_size in (1, 2, 4, 8):
+        fraction = default_mem_fraction(card_gib, tp_size=tp_size, image_width=target.image_width)
+        serving = Serving(mem_fraction=fraction, block_size=draft.block_size, context=CONTEXT, tp_size=tp_size)
+        requests = {worker: capacity(target, draft, serving, card_gib, worker).requests for worker in Worker}
+        if requests[Worker.PLUGIN]:
+            cards = f" on {tp_size}" if tp_size > 1 else ""
+            return f"{requests[Worker.STOCK]} → **{requests[Worker.PLUGIN]}**{cards}"
+    return "-"
+
+
+def rows() -> list[str]:
+    """The table in Markdown, line by line; targets that come out alike share one."""
+    models_by_line: dict[str, list[str]] = {}
+    for model in TARGETS:
+        line = " | ".join(cell(model, gib) for gib in CARDS.values())
+        models_by_line.setdefault(line, []).append(model)
+    head = [f"| | {' | '.join(CARDS)} |", "|---|" + "---:|" * len(CARDS)]
+    return head + [f"| {', '.join(names)} | {line} |" for line, names in models_by_line.items()]
+
+
+if __name__ == "__main__":
+    print("\n".join(rows()))

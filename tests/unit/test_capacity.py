@@ -1,0 +1,344 @@
+"""The capacity report: bytes against SGLang's pools, the division of memory against SGLang's own code."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
+from sglang.srt.arg_groups.model_overrides import qwen3_vl
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.mem_cache import kv_cache_configurator
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool, MHATokenToKVPool
+from sglang.srt.model_executor.cuda_graph_config import Backend
+
+from sglang_dflash import geometry, models, sizes, state_pool
+from sglang_dflash.capacity import (
+    GIB,
+    Bound,
+    RadixStates,
+    Serving,
+    Target,
+    capacity,
+    default_mem_fraction,
+)
+from sglang_dflash.flags import Worker
+from sglang_dflash.sizes import Attention, Recurrent, block_bytes, ring_slots
+from sglang_dflash.state_pool import RecordPool, count_records
+
+TINY = Recurrent(3, 4, 64, 2, 64, conv_window=3, conv_itemsize=2, state_itemsize=4)
+QWEN_27B = geometry.read_target("Qwen3.5-27B")
+DRAFT_27B = geometry.read_draft("Qwen3.5-27B-DFlash")
+QWEN_8B = geometry.read_target("qwen/qwen3-8b")
+DRAFT_8B = geometry.read_draft("Qwen3-8B-DFlash-b16")
+
+
+def params_of(recurrent: Recurrent, tp_size: int = 1) -> Mamba2CacheParams:
+    """As SGLang makes them of a config, for one rank."""
+    shape = Mamba2StateShape.create(
+        tp_world_size=tp_size,
+        intermediate_size=recurrent.n_value_heads * recurrent.value_width,
+        n_groups=recurrent.n_key_heads,
+        num_heads=recurrent.n_value_heads,
+        head_dim=recurrent.value_width,
+        state_size=recurrent.key_width,
+        conv_kernel=recurrent.conv_window + 1,
+    )
+    return Mamba2CacheParams(shape=shape, layers=list(range(recurrent.n_layers)))
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("kind", [RecordPool, MambaPool])
+def test_recurrent_bytes_are_what_pools_allocate(kind: type[MambaPool], tp_size: int) -> None:
+    n_slots, n_requests, n_tokens = 6, 4, 8
+    rank = TINY.shard(tp_size)
+    cache = kind(
+        size=n_slots,
+        spec_state_size=n_requests,
+        cache_params=params_of(TINY, tp_size),
+        mamba_layer_ids=[0, 1, 2],
+        device="cpu",
+        speculative_num_draft_tokens=n_tokens,
+    )
+    state = cache.mamba_cache
+    # SGLang's pools have a row for padding.
+    assert state.temporal.nbytes + sum(conv.nbytes for conv in state.conv) == (n_slots + 1) * rank.state_bytes
+    windows = sum(strip.nbytes for strip in cache._intermediate_conv_window_phys)
+    allocated = state.intermediate_ssm.nbytes + windows
+    if kind is RecordPool:
+        assert allocated == (n_requests + 1) * rank.record_bytes(n_tokens)
+        return
+    values = rank.n_value_heads * rank.value_width * rank.key_width
+    conv_shapes = [(rank.n_channels, rank.conv_window)]
+    snapshots = block_bytes(n_tokens, n_layers=3, record_values=values, conv_shapes=conv_shapes, conv_itemsize=2)
+    assert allocated == (n_requests + 1) * snapshots
+    # SGLang counts the convolution's window of every token, and keeps them overlapping.
+    assert snapshots <= rank.snapshot_bytes(n_tokens)
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_kv_bytes_are_what_pools_allocate(page_size: int) -> None:
+    attention = Attention(n_layers=3, n_kv_heads=2, head_dim=64, itemsize=2)
+    for tp_size, n_heads in ((1, 2), (2, 1), (4, 1)):
+        pool = MHATokenToKVPool(
+            size=256,
+            page_size=page_size,
+            dtype=torch.bfloat16,
+            head_num=n_heads,
+            head_dim=64,
+            layer_num=3,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        allocated = sum(buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer))
+        assert allocated == (256 + page_size) * attention.bytes_per_token(tp_size)  # a page is for padding
+
+
+def test_the_pool_and_the_report_share_their_formula() -> None:
+    assert QWEN_27B.recurrent is not None
+    params = params_of(QWEN_27B.recurrent)
+    assert state_pool.block_bytes(params, 16) == QWEN_27B.recurrent.record_bytes(16)
+    assert state_pool.snapshot_bytes(params, 16) == QWEN_27B.recurrent.snapshot_bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("window", "block", "page", "slots"),
+    [(2048, 16, 1, 2064), (2048, 16, 64, 2176), (16, 16, 1, 32), (1, 2, 128, 256), (100, 8, 16, 128)],
+)
+def test_ring_slots(window: int, block: int, page: int, slots: int) -> None:
+    """Hand-worked: 2048 + 63 + 16 = 2127, the next multiple of 64 is 2176."""
+    assert ring_slots(window, block, page) == slots
+    # A window that begins anywhere in a page, and the block after it, fit.
+    assert all(sizes.round_up(start + window + block, page) <= slots for start in range(page))
+
+
+# -- the division of memory ----------------------------------------------------------------------------------------
+
+
+class SGLang:
+    """SGLang's own sizing of a hybrid target, on a stand-in for its configurator and its configuration."""
+
+    def __init__(self, target: Target, serving: Serving, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert target.recurrent is not None
+        self.serving, self.worker = serving, worker
+        radix = serving.radix
+        self.schedule = SimpleNamespace(
+            max_running_requests=serving.max_requests,
+            max_mamba_cache_size=None,
+            mamba_full_memory_ratio=serving.mamba_ratio,
+            disable_overlap_schedule=False,
+        )
+        mamba = SimpleNamespace(
+            enable_linear_replayssm_spec=False,
+            enable_mamba_extra_buffer=radix in (RadixStates.EXTRA_BUFFER, RadixStates.EXTRA_BUFFER_LAZY),
+            enable_mamba_extra_buffer_lazy=radix is RadixStates.EXTRA_BUFFER_LAZY,
+        )
+        self.spec = SimpleNamespace(speculative_num_draft_tokens=serving.block_size)
+        self.spec.override = partial(patch.multiple, self.spec)
+        context = SimpleNamespace(override=lambda _, **changes: vars(self.schedule).update(changes))
+        stand_ins = {
+            "get_schedule": self.schedule,
+            "get_memory": SimpleNamespace(disable_radix_cache=radix is RadixStates.OFF),
+            "get_exec": SimpleNamespace(mamba=mamba),
+            "get_spec": self.spec,
+            "get_context": context,
+            "get_disagg": SimpleNamespace(disaggregation_mode="null"),
+        }
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setattr(kv_cache_configurator, name, lambda stand_in=stand_in: stand_in)
+        monkeypatch.setattr(kv_cache_configurator, "_pd_prefill_skips_mamba_spec_state", lambda: False)
+        monkeypatch.setattr(state_pool, "get_spec", lambda: self.spec)
+        pool = RecordPool if worker is Worker.PLUGIN else MambaPool
+        monkeypatch.setattr(HybridReqToTokenPool, "mamba_pool_cls", pool)
+        params = params_of(target.recurrent, serving.tp_size)
+        self.configurator = SimpleNamespace(
+            mambaish_config=SimpleNamespace(mamba2_cache_params=params),
+            pp_size=1,
+            attn_dp_size=1,
+            extra_mamba_cache_bytes_per_req=0,
+            hybrid_gdn_config=object(),
+            hybrid_kda_config=None,
+            spec_algorithm=SimpleNamespace(is_none=lambda: False),
+            fused_entry_bytes=lambda _: None,
+            model_config=SimpleNamespace(context_len=262144),
+        )
+        ratio = partial(KVCacheConfigurator._calculate_mamba_ratio, self.configurator)
+        self.configurator._calculate_mamba_ratio = ratio
+
+    def divide(self, rest_gib: float, bytes_per_token: int) -> tuple[int, int, int]:
+        """Slots of states, tokens of K and V, requests."""
+        left = count_records(KVCacheConfigurator._handle_max_mamba_cache, self.configurator, rest_gib)
+        n_tokens = int(left * GIB) // bytes_per_token
+        n_requests = KVCacheConfigurator.resolve_max_num_reqs(self.configurator, n_tokens)
+        return self.schedule.max_mamba_cache_size, n_tokens, n_requests
+
+
+CHANGES = (
+    {},
+    {"tp_size": 2, "max_requests": 256},
+    {"mamba_ratio": 2.3, "block_size": 8},
+    {"max_requests": 12},
+)
+# Without a prefix cache SGLang makes states for all requests, whether they fit or not; twelve do.
+LAUNCHES = [
+    (worker, radix, changes)
+    for worker in Worker
+    for radix in RadixStates
+    for changes in CHANGES
+    if radix is not RadixStates.OFF or worker is Worker.PLUGIN or changes == {"max_requests": 12}
+]
+
+
+@pytest.mark.parametrize(("worker", "radix", "changes"), LAUNCHES)
+@pytest.mark.parametrize("card_gib", [100.5, 141, 192])
+def test_memory_is_divided_as_sglang_does(
+    worker: Worker, radix: RadixStates, card_gib: float, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = Serving(**{"mem_fraction": 0.95, "block_size": 16, "context": 1, "radix": radix} | changes)
+    mine = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, worker)
+    rest = card_gib * GIB * 0.95 - mine.target_weights - mine.draft_weights - mine.image_bytes
+    per_token = mine.target_bytes_per_token + mine.draft_bytes_per_token
+    n_slots, n_tokens, n_requests = SGLang(QWEN_27B, serving, worker, monkeypatch).divide(rest / GIB, per_token)
+    assert mine.n_states == n_slots
+    # The same sum, added up in another order.
+    assert mine.n_tokens == pytest.approx(n_tokens, abs=1)
+    assert min(mine.limits[Bound.STATE], serving.max_requests) == n_requests
+
+
+def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests() -> None:
+    """The reference arithmetic: 139 GiB, 10 to 18 of them kept back, bf16 weights, fp32 states."""
+    for reserve_gib in (10, 14, 18):
+        serving = Serving(mem_fraction=1 - reserve_gib / 139, block_size=16, context=8192)
+        stock = capacity(QWEN_27B, DRAFT_27B, serving, 139, Worker.STOCK)
+        assert stock.requests in (9, 10, 11)
+        assert stock.bound is Bound.STATE
+        shorter = capacity(QWEN_27B, DRAFT_27B, replace(serving, block_size=8), 139, Worker.STOCK)
+        assert 16 <= shorter.requests <= 18
+        ours = capacity(QWEN_27B, DRAFT_27B, serving, 139, Worker.PLUGIN)
+        assert ours.requests > 4 * stock.requests
+    assert QWEN_27B.attention.bytes_per_token(1) == 65536
+    assert DRAFT_27B.attention.bytes_per_token(1) == 20480
+
+
+def test_a_dense_target_differs_only_by_its_rings() -> None:
+    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, max_requests=256)
+    stock, ours = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
+    assert stock.limits == ours.limits
+    assert stock.bound is Bound.TOKENS
+    rest = 80 * GIB * 0.85 - stock.target_weights - stock.draft_weights
+    assert stock.n_tokens == int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)
+    windowed = replace(serving, window=2048)
+    stock, ring = (capacity(QWEN_8B, DRAFT_8B, windowed, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
+    assert stock.limits == ours.limits  # SGLang's window saves reads, not memory
+    assert ring.ring_bytes == 257 * 2064 * 5 * 8 * 128 * 2 * 2
+    assert ring.draft_bytes_per_token == 0
+    assert ring.n_tokens == int(rest - ring.ring_bytes) // (36 * 8 * 128 * 2 * 2)
+
+
+def test_a_draft_of_sliding_layers_has_rings_without_a_flag() -> None:
+    sliding = replace(DRAFT_8B, window=4096)
+    serving = Serving(mem_fraction=0.85, block_size=16, context=8192)
+    assert capacity(QWEN_8B, sliding, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 4112 * 20480
+    assert capacity(QWEN_8B, sliding, serving, 80, Worker.STOCK).ring_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "card_gib", "bound"),
+    [
+        ({}, 141, Bound.STATE),
+        ({"context": 131072}, 141, Bound.TOKENS),
+        ({"max_requests": 4}, 141, Bound.FLAG),
+        ({}, 60, Bound.WEIGHTS),
+    ],
+)
+def test_what_bounds(changes: dict[str, Any], card_gib: float, bound: Bound) -> None:
+    serving = Serving(**{"mem_fraction": 0.85, "block_size": 16, "context": 8192} | changes)
+    result = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, Worker.PLUGIN)
+    assert result.bound is bound
+    assert (result.requests == 0) is (bound is Bound.WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp_size": 16}, "Qwen3.5-27B: 24 heads cannot be split over --tp 16; use a divisor"),
+        ({"tp_size": 3}, "Qwen3.5-27B-DFlash: 32 heads cannot be split over --tp 3"),
+        ({"window": 8}, "--window 8 is smaller than the block of 16; give at least 16"),
+    ],
+)
+def test_launches_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+    serving = Serving(**{"mem_fraction": 0.85, "block_size": 16, "context": 8192} | changes)
+    with pytest.raises(ValueError, match=message):
+        capacity(QWEN_27B, DRAFT_27B, serving, 141, Worker.PLUGIN)
+
+
+def test_recurrent_layers_that_cannot_be_split() -> None:
+    target, draft = replace(QWEN_27B, n_heads=32), replace(DRAFT_27B, n_heads=32)
+    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=32)
+    with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp 32"):
+        capacity(target, draft, serving, 141, Worker.PLUGIN)
+
+
+# -- SGLang's default fraction -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gib", [16, 24, 44.99, 79.65, 140.4, 179])
+@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("image_width", [0, 1152])
+def test_the_default_fraction_is_sglangs(
+    gib: float, tp_size: int, image_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase = partial(SimpleNamespace, max_bs=None, bs=None)
+    graphs = SimpleNamespace(decode=phase(backend=Backend.FULL), prefill=phase(backend=Backend.BREAKABLE))
+    model = SimpleNamespace(
+        is_multimodal=bool(image_width),
+        hf_config=SimpleNamespace(vision_config=SimpleNamespace(hidden_size=image_width, depth=27)),
+    )
+    args = SimpleNamespace(
+        device="cuda",
+        cuda_graph_config=graphs,
+        chunked_prefill_size=None,
+        max_running_requests=None,
+        tp_size=tp_size,
+        pp_size=1,
+        max_total_tokens=None,
+        model_path="Qwen3.5-27B",
+        mem_fraction_static=None,
+        language_only=False,
+        language_model_only=False,
+        disaggregation_mode="null",
+        disable_cuda_graph_padding=False,
+        speculative_algorithm="DFLASH",
+        enable_symm_mem=False,
+        moe_a2a_backend="none",
+    )
+    stand_ins = {
+        "resolving_view": lambda args: args,
+        "resolved_view": lambda args: args,
+        "declare_resolution": lambda args, _, **values: vars(args).update(values),
+        "get_device_memory_capacity": lambda _: gib * 1024,
+        "model_config_of": lambda _: model,
+        "post_capture_kv_sizing_planned": lambda _: False,
+        "use_mla_backend": lambda _: False,
+        "attn_dp_enabled_of": lambda _: False,
+        "reserve_for_deepep_a2a_mb": lambda _: 0.0,
+        "get_platform": lambda: SimpleNamespace(is_xpu=False),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(memory_hook, name, stand_in)
+    monkeypatch.setattr(cuda_graph_hook, "resolving_view", lambda args: args)
+    monkeypatch.setattr(qwen3_vl, "expand_multimodal_decode_graph_to_running_limit", lambda *_: None)
+    memory_hook.handle_gpu_memory_settings(args)
+    mine = default_mem_fraction(gib, tp_size=tp_size, image_width=image_width)
+    assert mine == pytest.approx(args.mem_fraction_static)
+
+
+def test_published_drafts_have_a_target() -> None:
+    assert {model.draft for model in models.TARGETS.values()} == set(models.DRAFTS)

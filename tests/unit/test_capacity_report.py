@@ -1,0 +1,224 @@
+"""The capacity report: configs read, known models checked against published sizes, text, JSON, and the README."""
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch import capacity as readme_table
+from sglang_dflash import capacity_report, check, geometry, models
+from sglang_dflash.capacity import GIB
+from sglang_dflash.geometry import Config, read_draft, read_target
+
+ROOT = Path(__file__).parents[2]
+ASSETS = ROOT / "sglang_dflash" / "assets"
+HYBRID = json.loads((ASSETS / "tiny" / "target" / "config.json").read_text())
+
+
+def write(folder: Path, config: dict[str, Any]) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+# -- configs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pair", ["tiny", "tiny_dense"])
+def test_parameters_are_those_of_a_checkpoint(pair: str, tmp_path: Path) -> None:
+    """Without weights beside the config, they are computed: as many bytes as the pair's files hold."""
+    folder = ASSETS / pair / "target"
+    counted = read_target(str(folder))
+    assert counted.weights_from == "headers of the safetensors files"
+    computed = read_target(write(tmp_path, json.loads((folder / "config.json").read_text())))
+    assert computed.weights_from == "computed from config.json"
+    assert computed.weight_bytes == counted.weight_bytes
+    draft = ASSETS / pair / "draft"
+    (file,) = draft.glob("*.safetensors")
+    assert read_draft(str(draft)).weight_bytes == geometry._header_bytes(file)
+
+
+def drafter_parameters(name: str) -> int:
+    """The checkpoint's own one-layer drafter, which SGLang does not load under DFLASH."""
+    config = Config(models.find(name, models.TARGETS).config, name)
+    hidden = config.count("hidden_size")
+    return geometry._attention(config) + geometry._mlp(config, 0) + 2 * hidden + 2 * hidden * hidden + 3 * hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "published_bytes", "with_drafter"),
+    [
+        ("Qwen3-Coder-Next", 2 * 79_674_391_296, False),
+        ("Qwen3.6-35B-A3B", 71_903_645_408, True),
+        ("Qwen3.6-27B", 55.56e9, True),
+    ],
+)
+def test_known_targets_weigh_what_is_published(name: str, published_bytes: float, with_drafter: bool) -> None:
+    drafter = 2 * drafter_parameters(name) if with_drafter else 0
+    assert read_target(name).weight_bytes + drafter == pytest.approx(published_bytes, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "published_bytes", "digits"),
+    [
+        ("Qwen3.5-27B-DFlash", 3.46e9, 5e6),
+        ("Qwen3.6-27B-DFlash", 3.22 * GIB, 0.005 * GIB),
+        ("Qwen3.5-122B-A10B-DFlash", 1.5e9, 5e7),
+        ("Qwen3-Coder-Next-DFlash", 0.88 * GIB, 0.005 * GIB),
+    ],
+)
+def test_known_drafts_weigh_what_is_published(name: str, published_bytes: float, digits: float) -> None:
+    assert read_draft(name).weight_bytes == pytest.approx(published_bytes, abs=digits)
+
+
+@pytest.mark.parametrize("name", [*models.TARGETS, *models.DRAFTS])
+def test_every_known_model_can_be_read(name: str) -> None:
+    if name in models.TARGETS:
+        target = read_target(name.upper())
+        assert target.source
+        assert read_draft(models.draft_of(name.split("/")[-1])).n_heads % 8 == 0
+    else:
+        assert read_draft(name).block_size == 16
+
+
+def test_the_index_counts_where_there_are_no_files(tmp_path: Path) -> None:
+    folder = write(tmp_path, HYBRID | {"quantization_config": {"quant_method": "fp8"}})
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
+    target = read_target(folder)
+    assert target.weight_bytes == 12345
+    assert target.weights_from == "model.safetensors.index.json, a drafter of its own included"
+
+
+def test_a_drafter_in_the_files_is_not_counted(tmp_path: Path) -> None:
+    folder = write(tmp_path, HYBRID)
+    tensors = {"model.norm.weight": [0, 100], "mtp.fc.weight": [100, 900]}
+    header = {name: {"dtype": "BF16", "shape": [1], "data_offsets": span} for name, span in tensors.items()}
+    text = json.dumps(header | {"__metadata__": {"format": "pt"}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    assert read_target(folder).weight_bytes == 100
+
+
+def test_layers_by_interval_are_layers_by_name() -> None:
+    by_interval = {key: value for key, value in HYBRID.items() if key != "layer_types"}
+    assert Config(by_interval, "x").layer_kinds() == HYBRID["layer_types"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gemma4"}, "model_type is 'gemma4', and only llama, qwen3, .* can be computed"),
+        ({"hidden_size": None}, "hidden_size is None, not a number; its memory cannot be computed, add it"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2', not a number"),
+        ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn', and only float32, bfloat16, float16"),
+        ({"mamba_ssm_dtype": "fp4"}, "mamba_ssm_dtype is 'fp4'"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layers with sliding_attention cannot be computed"),
+        ({"use_sliding_window": True}, "layers with a window cannot be computed"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 4"),
+        ({"layer_types": None, "full_attention_interval": None}, "neither layer_types nor full_attention_interval"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "put model.safetensors.index.json beside it"),
+    ],
+)
+def test_configs_that_leave_something_open(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_target(write(tmp_path, HYBRID | changes))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "config.json is not JSON"), ("[]", "config.json holds a list, not an object")]
+)
+def test_files_that_are_no_config(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_target(str(tmp_path / "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("openai/gpt-oss-120b", "^openai/gpt-oss-120b: config not at hand; pass a directory with its config.json$"),
+        ("GEMMA-4-31B-it", "^google/gemma-4-31B-it: config not at hand"),
+        ("no/such-model", "is no directory, no config.json and none of the models known here .*Qwen3.5-27B"),
+    ],
+)
+def test_models_that_are_not_known(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_target(name)
+
+
+# -- the report ----------------------------------------------------------------------------------------------------
+
+ASKED = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4"]
+
+
+def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert capacity_report.main(ASKED) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Qwen3.5-27B + z-lab/Qwen3.5-27B-DFlash, 1 x 140.4 GiB (computed)" in out
+    assert "target K and V per token 65,536 B 65,536 B" in out
+    assert "per request for its block 41.02 MiB 2.29 GiB" in out
+    assert "SGLang's DFLASH: 9 requests at once, bounded by recurrent state; 16 with --mamba-full-memory-ratio" in out
+    assert "(P: computed, not measured)" in out
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert capacity_report.main([*ASKED, "--json", "--context", "131072", "--mem-fraction", "0.85"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["level"] == "P: computed"
+    assert document["workers"]["stock"]["bound"] == "KV tokens"
+    assert document["serving"]["mem_fraction"] == 0.85
+    ours = document["workers"]["plugin"]
+    assert ours["requests"] == min(ours["limits"].values())
+    assert all(n > ours["requests"] for n in ours["lifts"].values())
+
+
+def test_a_lift_lifts(capsys: pytest.CaptureFixture[str]) -> None:
+    """What the report promises of a flag is what it says when the flag is given."""
+    flags = {"--speculative-draft-window-size": "--window", "--tp-size": "--tp"}
+    for changes in ([], ["--context", "65536"], ["--gpu-memory", "60"], ["--max-running-requests", "4"]):
+        asked = [*ASKED, "--mem-fraction", "0.85", "--json", *changes]
+        capacity_report.main(asked)
+        promised = json.loads(capsys.readouterr().out)["workers"]
+        assert promised["plugin"]["lifts"]
+        for worker, result in promised.items():
+            for flag, n in result["lifts"].items():
+                name, value = flag.split()
+                capacity_report.main([*asked, flags.get(name, name), value])
+                assert json.loads(capsys.readouterr().out)["workers"][worker]["requests"] == n, flag
+
+
+def test_states_in_half_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    capacity_report.main([*ASKED, "--mamba-ssm-dtype", "bfloat16", "--json"])
+    assert json.loads(capsys.readouterr().out)["workers"]["stock"]["requests"] == 18
+
+
+def test_a_question_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert capacity_report.main(["--model", str(ASSETS / "tiny" / "target"), "--gpu-memory", "80"]) == 1
+    assert capsys.readouterr().err.strip().endswith("tiny/target; give --draft")
+
+
+def test_a_card_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    assert capacity_report.main(["--model", "Qwen3.5-122B-A10B", "--gpu-memory", "80"]) == 1
+    assert "sglang-dflash: cannot start, bounded by weights; 9 with --tp-size 4." in capsys.readouterr().out
+
+
+def test_check_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ["--model", str(ASSETS / "tiny" / "target"), "--draft", str(ASSETS / "tiny" / "draft")]
+    for memory in (["--gpu-memory", "24"], ["--gpu-memory=24"]):
+        monkeypatch.setattr(sys, "argv", ["check", *pair, *memory])
+        assert check.main() == 0
+        assert "requests at once" in capsys.readouterr().out
+
+
+def test_it_needs_neither_sglang_nor_torch() -> None:
+    code = "import sys; from sglang_dflash import capacity_report; print({'sglang', 'torch'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "set()"
+
+
+def test_the_readme_says_what_is_computed() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "\n".join(readme_table.rows()) in readme
