@@ -88,13 +88,19 @@ def measure(server: Server, prompts: list[list[int]], console: Console) -> list[
         {
             "server": server.name, "turn": kind, "found": found, "cached_tokens": fmean(cached[kind]) if found else 0.0,
             "committed_per_step": fmean(n for _, n in its_steps), "n_steps": len(its_steps),
-            "by_tokens_answered": {
-                start: fmean(n for at, n in its_steps if start <= at < start + BUCKET)
-                for start in range(0, ANSWER - BUCKET, BUCKET)
-            },
+            "by_tokens_answered": by_tokens_answered(its_steps),
         }
         for (kind, found), its_steps in steps.items()
     ]  # fmt: skip
+
+
+def by_tokens_answered(steps: list[tuple[int, int]]) -> dict[int, float | None]:
+    """Tokens committed per step that began in each stretch of the answer; None where none did."""
+    curve: dict[int, float | None] = {}
+    for start in range(0, ANSWER, BUCKET):
+        committed = [n for at, n in steps if start <= at < start + BUCKET]
+        curve[start] = fmean(committed) if committed else None
+    return curve
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
@@ -105,7 +111,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         shown.add_row(
             row["server"], row["turn"], "found" if row["found"] else "read again", f"{row['cached_tokens']:.0f}",
-            *(f"{row['by_tokens_answered'][start]:.2f}" for start in starts), f"{row['committed_per_step']:.2f}",
+            *("-" if n is None else f"{n:.2f}" for n in row["by_tokens_answered"].values()),
+            f"{row['committed_per_step']:.2f}",
         )  # fmt: skip
     return shown
 
