@@ -92,10 +92,10 @@ NAMES = (
         "BaseSpecWorker.alloc_memory_pool",
         "memory_pool_config req_to_token_pool token_to_kv_pool_allocator",
     ),
-    Name(BASE_WORKER, "BaseSpecWorker.init_attention_backends"),
-    Name(BASE_WORKER, "BaseSpecWorker.init_cuda_graphs"),
-    Name(BASE_WORKER, "BaseSpecWorker.prewarm_sampling"),
-    Name(BASE_WORKER, "BaseSpecWorker.weight_update_runners"),
+    *(
+        Name(BASE_WORKER, f"BaseSpecWorker.{method}")
+        for method in ("init_attention_backends", "init_cuda_graphs", "prewarm_sampling", "weight_update_runners")
+    ),
     Name(
         BATCH,
         "Req",
@@ -214,6 +214,7 @@ NAMES = (
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan.reads_from", "seq_lens seq_lens_cpu read_extent"),
     Name(POOL, "KVWriteLoc", "for_layer"),
     Name(POOL, "ReqToTokenPool", "req_to_token req_generation"),
+    Name(POOL, "MHATokenToKVPool", "get_kv_size_bytes"),
     Name("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool"),
     # the forward
     Name("sglang.srt.model_executor.cuda_graph_config", "Backend", "DISABLED"),

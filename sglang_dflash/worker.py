@@ -177,7 +177,12 @@ class DFlashWorker(BaseSpecWorker):
 
     def describe(self) -> dict[str, Any]:
         """For `GET /server_info`."""
-        return {"version": __version__, "block_size": self.config.block_size, "width": self.width.describe()}
+        return {
+            "version": __version__,
+            "block_size": self.config.block_size,
+            "draft_kv_bytes": sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes()),
+            "width": self.width.describe(),
+        }
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         """Called for every decode step, in order, when its outcome has reached the host."""

@@ -1,0 +1,36 @@
+"""What servers allocate for the draft's context K/V: by the target's tokens, or with a window by requests alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from launch import tiny
+from sglang_dflash import geometry, served
+from sglang_dflash.sizes import ring_slots
+
+N_REQUESTS, BLOCK, WINDOW = 8, 16, 64  # of the tiny pairs' servers
+FP32 = 4
+
+
+def slot_bytes() -> int:
+    attention = geometry.read_draft(str(tiny.DENSE.draft)).attention
+    return replace(attention, itemsize=FP32).bytes_per_token(tp_size=1)
+
+
+def draft_kv_bytes(server: Callable, *flags: str) -> int:
+    return served.fetch(server(target="dense", flags=flags).url)["draft_kv_bytes"]
+
+
+@pytest.mark.full
+def test_rings_take_the_same_whatever_the_context(server: Callable) -> None:
+    window = ("--speculative-draft-window-size", str(WINDOW))
+    short = draft_kv_bytes(server, *window, "--context-length", "512", "--max-total-tokens", "2048")
+    long = draft_kv_bytes(server, *window, "--context-length", "4096", "--max-total-tokens", "8192")
+    # One ring for padding, and SGLang's pools have a page more than they are asked for.
+    assert short == long == ((N_REQUESTS + 1) * ring_slots(WINDOW, BLOCK, 1) + 1) * slot_bytes()
+
+
+@pytest.mark.full
+def test_without_a_window_there_is_a_slot_for_each_of_the_target_s(server: Callable) -> None:
+    assert draft_kv_bytes(server, "--max-total-tokens", "2048") == 2049 * slot_bytes()
