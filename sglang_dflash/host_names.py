@@ -211,7 +211,6 @@ NAMES = (
     Name(DFLASH, "validate_dflash_request", "req enable_overlap"),
     Name("sglang.srt.mem_cache.allocator", "BaseTokenToKVPoolAllocator", "page_size"),
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan", "bind"),
-    Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan.reads_from", "seq_lens seq_lens_cpu read_extent"),
     Name(POOL, "KVWriteLoc", "for_layer"),
     Name(POOL, "ReqToTokenPool", "req_to_token req_generation"),
     Name(POOL, "MHATokenToKVPool", "get_kv_size_bytes"),
