@@ -1,4 +1,4 @@
-"""Time each kernel at the sizes of a 27B target's draft, beside the bytes it cannot avoid moving.
+"""Time each kernel at the sizes of a 27B target and its draft, beside the bytes it cannot avoid moving.
 
     python launch/bench_kernels.py [--rounds 200]
 
@@ -21,12 +21,39 @@ import torch
 import triton
 from sglang_dflash_kernels.accept import accept, accept_ref
 from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context, append_context_ref
+from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref
+from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify, gdn_verify_ref
 from sglang_dflash_kernels.plan_block import plan_block, plan_block_ref
+from sglang_dflash_kernels.record import record_width
 
 BATCHES, BLOCKS, PREFILLS = (1, 8, 32, 64), (8, 16), (2048, 8192)
 N_LAYERS, N_HEADS, HEAD_DIM, N_SLOTS, N_POSITIONS = 5, 8, 128, 32768, 40960
 MASK_TOKEN_ID, ROW_LEN, N_VOCAB = 248070, 40960, 248320
 OVERWRITE_BYTES = 1 << 30
+ROUNDING = 1e-5  # of the largest value: fp32 sums in another order
+
+
+class Recurrent(NamedTuple):
+    """The recurrent layers of a target: how many, value and key heads, width of a value and of a key."""
+
+    L: int
+    H: int
+    G: int
+    V: int
+    K: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a layer."""
+        return 4 * self.H * self.V * self.K
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a layer and token."""
+        return 4 * record_width(self.H, self.V, self.G, self.K)
+
+
+QWEN_27B = Recurrent(L=48, H=48, G=16, V=128, K=128)
 
 
 class Case(NamedTuple):
@@ -104,6 +131,47 @@ def append_context_case(n_rows: int, caches: ContextCaches, *, B: int | None = N
     return Case("append_context", shape, n_kept * per_row, launch, check)
 
 
+def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, shape: Recurrent) -> list[Case]:
+    """Verify of one layer, with its record, and the fold of all: a random part of each block is kept, none tracked."""
+    L, H, G, V, K = shape
+    device, T = state_LSHVK.device, B * N
+    heads = ((G, K), (G, K), (H, V), (H,), (H,))
+    q, k, v, a, b = (torch.randn(T, *size, device=device).bfloat16() for size in heads)
+    x = Inputs(q, k, v, a, b, torch.rand(H, device=device), torch.rand(H, device=device))
+    slot_B = torch.randperm(state_LSHVK.shape[1], device=device)[:B]
+    record_LBNX = torch.zeros(L, B, N, record_width(H, V, G, K), device=device)
+    for layer, record in enumerate(record_LBNX):
+        gdn_verify_ref(x, state_LSHVK[layer], slot_B, record)
+    kept = Kept(slot_B, torch.randint(1, N + 1, (B,), device=device))
+
+    def verify() -> torch.Tensor:
+        return gdn_verify(x, state_LSHVK[0], slot_B, record_LBNX[0])
+
+    def check_verify() -> None:
+        records = record_LBNX[0].clone(), record_LBNX[0].clone()
+        runs = zip((gdn_verify, gdn_verify_ref), records, strict=True)
+        got, want = (run(x, state_LSHVK[0], slot_B, record) for run, record in runs)
+        assert_close(*records, within=ROUNDING)
+        assert_close(got.float(), want.float(), within=2**-8)  # rounded to bf16
+
+    def fold() -> None:
+        gdn_fold(state_LSHVK, record_LBNX, kept, n_key_heads=G)
+
+    def check_fold() -> None:
+        states = state_LSHVK.clone(), state_LSHVK.clone()
+        for run, state in zip((gdn_fold, gdn_fold_ref), states, strict=True):
+            run(state, record_LBNX, kept, n_key_heads=G)
+        assert_close(*states, within=ROUNDING)
+
+    n_kept, inputs = int(kept.n_B.sum()), 2 * T * (2 * G * K + 2 * H * V + 2 * H)  # and the outputs
+    verify_bytes = B * shape.state_bytes + T * shape.record_bytes + inputs
+    fold_bytes = L * (2 * B * shape.state_bytes + n_kept * shape.record_bytes)
+    return [
+        Case("gdn_verify", f"B={B} N={N}, a layer", verify_bytes, verify, check_verify),
+        Case("gdn_fold", f"B={B} N={N} kept={n_kept}", fold_bytes, fold, check_fold),
+    ]
+
+
 def launch_case(device: str) -> Case:
     cell = torch.empty(1, device=device)
     return Case("launch", "one cell", 4, cell.zero_, lambda: None)
@@ -118,6 +186,11 @@ def assert_equal(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) 
         assert torch.equal(got_field, want_field), f"result {i} differs from the definition's"
 
 
+def assert_close(got: torch.Tensor, want: torch.Tensor, *, within: float) -> None:
+    error = (got - want).abs().max().item() / want.abs().max().item()
+    assert error <= within, f"off from the definition by {error:.1e} of the largest value, not {within:.1e}"
+
+
 def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
     return (got.float() - exact).abs().max().item()
 
@@ -126,6 +199,7 @@ def make_cases(device: str) -> list[Case]:
     torch.manual_seed(0)
     layers = [torch.randn(N_SLOTS, N_HEADS, HEAD_DIM, device=device).bfloat16() for _ in range(2 * N_LAYERS)]
     caches = ContextCaches.build(layers[:N_LAYERS], layers[N_LAYERS:])
+    states = torch.randn(QWEN_27B.L, max(BATCHES) + 1, QWEN_27B.H, QWEN_27B.V, QWEN_27B.K, device=device)
     sizes = [(B, N) for N in BLOCKS for B in BATCHES]
     return [
         launch_case(device),
@@ -133,6 +207,7 @@ def make_cases(device: str) -> list[Case]:
         *(accept_case(B, N, device) for B, N in sizes),
         *(append_context_case(B * N, caches, B=B) for B, N in sizes),
         *(append_context_case(T, caches) for T in PREFILLS),
+        *(case for B, N in sizes for case in gdn_cases(B, N, states, QWEN_27B)),
     ]
 
 

@@ -1,0 +1,33 @@
+"""The kernel benchmark's cases at small sizes, where the op runs its definition: they build, agree, and count bytes."""
+
+import pytest
+import torch
+
+from launch import bench_kernels
+from launch.bench_kernels import Recurrent, gdn_cases
+
+SMALL = Recurrent(L=2, H=4, G=2, V=8, K=16)
+
+
+def test_recurrent_cases_agree_with_the_definition_and_count_their_bytes() -> None:
+    torch.manual_seed(0)
+    states = torch.randn(SMALL.L, 4, SMALL.H, SMALL.V, SMALL.K)
+    verify, fold = gdn_cases(3, 8, states, SMALL)
+    for case in (verify, fold):
+        case.check()
+        case.launch()
+    values = SMALL.H * SMALL.V + SMALL.G * SMALL.K + SMALL.H  # of a record
+    inputs_and_outputs = 2 * 24 * (2 * SMALL.G * SMALL.K + 2 * SMALL.H * SMALL.V + 2 * SMALL.H)
+    assert verify.n_bytes == 3 * 4 * SMALL.H * SMALL.V * SMALL.K + 24 * 4 * values + inputs_and_outputs
+    n_kept = int(fold.shape.split("kept=")[1])
+    assert fold.n_bytes == SMALL.L * (3 * 8 * SMALL.H * SMALL.V * SMALL.K + n_kept * 4 * values)
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(state: torch.Tensor, *rest: object, n_key_heads: int) -> None:
+        state += 1
+
+    _, fold = gdn_cases(3, 8, torch.randn(SMALL.L, 4, SMALL.H, SMALL.V, SMALL.K), SMALL)
+    monkeypatch.setattr(bench_kernels, "gdn_fold", wrong)
+    with pytest.raises(AssertionError, match="off from the definition"):
+        fold.check()
