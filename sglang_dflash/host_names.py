@@ -100,7 +100,7 @@ NAMES = (
         BATCH,
         "Req",
         "sampling_params return_hidden_states return_sampling_mask kv origin_input_ids output_ids eos_token_ids "
-        "tokenizer finished finished_reason finished_len to_finish grammar",
+        "tokenizer finished finished_reason finished_len to_finish grammar _compute_max_prefix_len",
     ),
     Name(BATCH, "Req.update_finish_state", "new_accepted_len"),
     Name("sglang.srt.session.session_controller", "Session", "req_nodes"),

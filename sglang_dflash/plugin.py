@@ -18,6 +18,7 @@ from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Worker
 
 if TYPE_CHECKING:
+    from sglang_dflash.arguments import Target
     from sglang_dflash.config import DFlashConfig
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_wo
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
 FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+LONGEST_HIT = "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len"
 SESSION = "sglang.srt.session.session_controller.Session.create_req"
 UPDATE_FROM_DISK = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
@@ -68,23 +70,25 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     host.require()
     from sglang.srt.models.registry import ModelRegistry
 
+    from sglang_dflash.arguments import target_of
     from sglang_dflash.config import DFlashConfig
     from sglang_dflash.draft_model import DFlashDraftModel
     from sglang_dflash.worker import DFlashWorker
 
     config = DFlashConfig.from_server_args(server_args)
     ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
-    hook_scheduler(config)
+    hook_scheduler(config, target_of(server_args))
     return DFlashWorker
 
 
-def hook_scheduler(config: "DFlashConfig") -> None:
+def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
     """What only a scheduler that serves DFLASH needs; it has these modules loaded anyway."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_dflash.draft_input import row_headroom
     from sglang_dflash.draft_pool import leave_room, target_alone
     from sglang_dflash.finish import create_req, update_finish_state
+    from sglang_dflash.hits import leave_the_end
     from sglang_dflash.requests import refusal
     from sglang_dflash.served import add_dflash
     from sglang_dflash.state_pool import count_records
@@ -102,6 +106,8 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     if config.draft_window is not None:
         hooks[KV_BYTES] = (leave_room(config), HookType.AROUND)
         hooks[KV_BYTES_PER_TOKEN] = (target_alone, HookType.AROUND)
+        if not target.recurrent:
+            hooks[LONGEST_HIT] = (leave_the_end, HookType.AFTER)
     for name, (hook, kind) in hooks.items():
         HookRegistry.register(name, hook, kind)
     HookRegistry.apply_hooks()

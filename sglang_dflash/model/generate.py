@@ -29,6 +29,7 @@ class Options:
     block_size: slots drafted per step; None takes the checkpoint's.
     width: slots verified per step, a prefix of the block; None verifies all.
     draft_window: context tokens the draft sees, as `--speculative-draft-window-size`; None for all.
+    n_unseen: tokens at the start that the draft never sees, as those of a cached prefix when it keeps a window's ring.
     generator: of the samples at temperature > 0, on the target's device; None takes torch's own.
     """
 
@@ -38,6 +39,7 @@ class Options:
     block_size: int | None = None
     width: int | None = None
     draft_window: int | None = None
+    n_unseen: int = 0
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -46,6 +48,11 @@ class Options:
                 f"max_new_tokens is {self.max_new_tokens} and temperature {self.temperature}; "
                 "ask for at least one token at a temperature of 0 or more"
             )
+
+    def window(self, prefix_len: int) -> int:
+        """Context tokens the draft sees after `prefix_len`."""
+        seen = prefix_len - self.n_unseen
+        return seen if self.draft_window is None else min(seen, self.draft_window)
 
 
 class Step(NamedTuple):
@@ -72,7 +79,7 @@ def spec_steps(draft: DraftModel, target: PreTrainedModel, input_ids: torch.Tens
     step = _ended(Step(anchor.tolist(), 0), options.stop_token_ids, n_left)
     yield step
     while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
-        tokens_N = draft_block(draft, target, anchor, context, (N, options.draft_window))[:width]
+        tokens_N = draft_block(draft, target, anchor, context, (N, options.window(context.n_tokens)))[:width]
         reading, undo = reader.read_block(tokens_N[None])
         target_N = choose(reading.logits_1SV[0], options)
         n_accepted = int((tokens_N[1:] == target_N[:-1]).long().cumprod(0).sum())
@@ -89,7 +96,7 @@ def spec_steps(draft: DraftModel, target: PreTrainedModel, input_ids: torch.Tens
 def draft_block(
     draft: DraftModel, target: PreTrainedModel, anchor: torch.Tensor, context: ContextKV, sizes: tuple[int, int | None]
 ) -> torch.Tensor:
-    """The anchor (int64 [1]) and the draft's guesses after it: int64 [N]; `sizes` = (N, draft window)."""
+    """The anchor (int64 [1]) and the draft's guesses after it: int64 [N]; `sizes` = (N, window, None for all)."""
     N, draft_window = sizes
     masks = anchor.new_full((N - 1,), draft.config.mask_token_id)
     embeddings_NH = target.get_input_embeddings()(torch.cat([anchor, masks])).to(draft.dtype)
@@ -131,4 +138,6 @@ def _checked_sizes(draft: DraftModel, input_ids: torch.Tensor, options: Options)
         raise ValueError(
             f"draft_window {options.draft_window} is smaller than the block of {N} tokens; make it at least {N}"
         )
+    if not 0 <= options.n_unseen < input_ids.shape[1]:
+        raise ValueError(f"n_unseen is {options.n_unseen}; the prompt has {input_ids.shape[1]} tokens, give fewer")
     return N, width

@@ -20,13 +20,14 @@ class Oracle:
         self.draft = DraftModel.from_pretrained(pair.draft, dtype=torch.float32)
         self.block_size, self.draft_window = block_size, draft_window
 
-    def accepted_histogram(self, prompt: Sequence[int], max_new_tokens: int) -> dict[int, int]:
+    def accepted_histogram(self, prompt: Sequence[int], max_new_tokens: int, n_unseen: int = 0) -> dict[int, int]:
         """How many decode steps accepted 0, 1, 2, ... drafts; the prompt's own step is not one of them."""
         options = Options(
             max_new_tokens=max_new_tokens,
             stop_token_ids=(self.target.generation_config.eos_token_id,),
             block_size=self.block_size,
             draft_window=self.draft_window,
+            n_unseen=n_unseen,
         )
         _, *steps = spec_steps(self.draft, self.target, torch.tensor([prompt]), options)
         return dict(Counter(step.n_accepted for step in steps))

@@ -105,6 +105,23 @@ def test_a_long_conversation_resumes_from_the_cache(serving: Serving, questions:
         assert again.meta["cached_tokens"] > len(long_prompt), again.meta
 
 
+def test_after_a_hit_a_window_fills_up_again(serving: Serving, questions: Callable) -> None:
+    """A ring has nothing of a prefix that was found in the cache; without a window its K/V are found with it."""
+    variant = serving.variant
+    if not variant.knows_steps:
+        pytest.skip("the oracle cannot know how steps go here, see variants.py")
+    expert = oracle(variant.target, variant.block_size, variant.draft_window)
+    text = [token for prompt in questions(8, variant.target, seed=6) for token in prompt][:300]
+    for n_first, n_second in ((150, 151), (150, 180), (210, 300)):
+        serving.server.flush_cache()
+        serving.server.generate(text[:n_first], max_new_tokens=8)
+        meta = serving.server.generate(text[:n_second], max_new_tokens=64).meta
+        assert meta["cached_tokens"] > 64 or not variant.caches_inside_text
+        histogram = {n: count for n, count in enumerate(meta["spec_correct_drafts_histogram"]) if count}
+        n_unseen = meta["cached_tokens"] if variant.draft_window else 0
+        assert histogram == expert.accepted_histogram(text[:n_second], 64, n_unseen)
+
+
 def test_aborts_next_door_change_nothing(serving: Serving) -> None:
     """Clients that hang up in the middle of a block leave the others, and the pools, as they were."""
     leavers = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.draft_slots import RingSlots
+from sglang_dflash.hits import READ_AGAIN, leave_the_end
 from sglang_dflash.sizes import ring_slots
 from sglang_dflash.step import Block, Plan
 
@@ -133,3 +134,11 @@ def test_a_prompt_part_that_ends_elsewhere_starts_anew() -> None:
     assert world.ring.first_R[1] == 0
     world.read_prompts([SimpleNamespace(row=1, start=11, new=2)])
     assert world.ring.first_R[1] == 11
+
+
+@pytest.mark.parametrize(
+    ("longest", "input_len", "left"),
+    [(999, 1000, 1000 - READ_AGAIN), (100, 1000, 100), (READ_AGAIN - 1, READ_AGAIN, 0), (9, 10, 0)],
+)
+def test_the_end_of_a_prompt_is_read_again(longest: int, input_len: int, left: int) -> None:
+    assert leave_the_end(longest, None, input_len) == left
