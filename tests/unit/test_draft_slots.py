@@ -29,7 +29,10 @@ class World:
         translator = SimpleNamespace(plan=lambda **told: SimpleNamespace(**told))
         self.ring = RingSlots(
             SimpleNamespace(req_to_token_pool=self.pool, page_size=page),
-            SimpleNamespace(req_to_token_pool=SimpleNamespace(req_to_token=table), kv_index_translator=translator),
+            SimpleNamespace(
+                req_to_token_pool=SimpleNamespace(req_to_token=table), kv_index_translator=translator,
+                max_total_num_tokens=N_ROWS * size,
+            ),
             size=size, window=window, block_size=block,
         )  # fmt: skip
         self.table = table
