@@ -21,12 +21,13 @@ from tests.server.variants import VARIANTS
 MAX_NEW_TOKENS = 48
 
 
-@pytest.fixture(scope="module")
+# Asked for anew by each test: others here start servers enough to have these stopped.
+@pytest.fixture
 def ours(server: Callable) -> Server:
     return server(flags=VARIANTS["hybrid"].flags)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def off(server: Callable) -> Server:
     return server("off")
 
