@@ -22,7 +22,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -31,7 +30,7 @@ import psutil
 from rich.console import Console
 from rich.progress import track
 
-from launch import machine, measure, report, tiny
+from launch import measure, report, tiny
 from launch.gate import Difference, differences, is_near_tie
 from launch.measure import Run, joined, slices
 from launch.progress import wait_ready
@@ -274,7 +273,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     document = report.document(bench, rows, command=shlex.join(["python", "-m", "launch.bench_serve", *arguments]))
     Console(width=max(console.width, TABLE_WIDTH)).print(report.table(document))
     console.print(report.noise(document), style="bold yellow")
-    name = f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}.json"
+    name = report.file_name()
     print(report.write(document, options.output or RESULTS / name))
 
 

@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from launch import machine, measure, report, tiny, width_report
+from launch import measure, report, tiny, width_report
 from launch.bench_serve import EVERYTHING, N_WARM_UP, RESULTS, GateError
 from launch.gate import differences
 from launch.measure import Run, joined, slices
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     document = width_report.document(bench, rows, steps, change_concurrency=CHANGE_CONCURRENCY, command=command)
     print(width_report.table(document))
     console.print(report.noise(document), style="bold yellow")
-    name = f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}-width.json"
+    name = report.file_name("width")
     path = options.output or RESULTS / name
     shown = report.write(document, path)
     from launch.plot_bench_width import plot  # needs matplotlib, which a server does not

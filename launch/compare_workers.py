@@ -15,13 +15,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from launch import law, machine, parameters, report, tiny
+from launch import law, parameters, report, tiny
 from launch.parameters import EXACT, PLAIN, QUESTIONS, SAMPLED, Case, Refusal, Reply
 from launch.progress import wait_ready
 from launch.server import Server, ServerError, end_on_sigterm, free_port
@@ -275,7 +274,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
             comparison.exact(servers, [*SEEDED, HIDDEN_STATES], UNSEEDED)
     command = shlex.join(["python", "-m", "launch.compare_workers", *arguments])
     print(table(comparison.rows))
-    name = f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}-workers.json"
+    name = report.file_name("workers")
     print(report.write(document(comparison.rows, options, command), options.output or RESULTS / name))
 
 

@@ -14,7 +14,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from launch import machine, report, tiny
+from launch import report, tiny
 from launch.bench_serve import RESULTS, held_out_questions, tokenize
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
@@ -73,9 +72,9 @@ def measure(name: str, window: int, n_conversations: int, console: Console) -> l
     steps: dict[tuple[str, str], Steps] = {}
     for first, other in track(list(zip(prompts[::2], prompts[1::2], strict=True)), name, console=console):
         answer, _ = models.answer(first, window=None)
+        if len(answer) < SHORTEST:
+            continue
         for kind, (prompt, n_found) in second_turns(first, answer, other).items():
-            if len(answer) < SHORTEST:
-                continue
             ways = {
                 "no window": models.answer(prompt, window=None),
                 "window": models.answer(prompt, window=window),
@@ -132,7 +131,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     rows = [row for name in options.pairs for row in measure(name, options.window, options.conversations, console)]
     console.print(table(rows))
     command = shlex.join(["python", "-m", "launch.measure_hits", *arguments])
-    name = f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}-hits.json"
+    name = report.file_name("hits")
     document = report.head("hits", command) | {"window": options.window, "rows": rows}
     print(report.write(document, options.output or RESULTS / name))
 

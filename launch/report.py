@@ -159,6 +159,12 @@ def write(document: dict[str, Any], path: Path) -> str:
     return str(path).removeprefix(f"{ROOT}/")
 
 
+def file_name(benchmark: str = "") -> str:
+    """Of a document under `launch/results/`: when, where and on which code it was measured, and what."""
+    parts = (f"{datetime.now(UTC):%Y-%m-%d}", machine.kind(), machine.commit(), benchmark)
+    return "-".join(part for part in parts if part) + ".json"
+
+
 def portable(text: str) -> str:
     """`text` with paths as seen from the repository; of a path outside it, the last part."""
     text = text.replace(sys.executable, "python").replace(f"{ROOT}/", "")

@@ -18,7 +18,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from sglang_dflash.flags import Worker
-from sglang_dflash.sizes import Attention, Recurrent, ring_slots, round_up
+from sglang_dflash.sizes import Attention, Recurrent, kept_window, ring_slots, round_up
 
 MIB, GIB = 2**20, 2**30
 
@@ -149,7 +149,7 @@ def capacity(target: Target, draft: Draft, serving: Serving, card_gib: float, wo
     per_token = target.attention.bytes_per_token(tp_size)
     draft_per_token = draft.attention.bytes_per_token(tp_size)
     ring_bytes = 0
-    window = min((tokens for tokens in (serving.window, draft.window) if tokens is not None), default=None)
+    window = kept_window(serving.window, draft.window)
     if window is not None and worker is Worker.PLUGIN:
         # SGLang's pools have a row for padding, and so do rings.
         ring_bytes = (n_requests + 1) * ring_slots(window, serving.block_size, serving.page_size) * draft_per_token
@@ -182,11 +182,16 @@ def capacity(target: Target, draft: Draft, serving: Serving, card_gib: float, wo
     )
 
 
-def _check(target: Target, draft: Draft, serving: Serving) -> None:
-    heads = {target.name: target.n_heads, draft.name: draft.n_heads}
+def heads(target: Target, draft: Draft) -> dict[str, int]:
+    """What tensor parallelism has to split evenly, by name."""
+    counts = {target.name: target.n_heads, draft.name: draft.n_heads}
     if target.recurrent:
-        heads[f"{target.name}'s recurrent layers"] = target.recurrent.n_key_heads
-    for name, n_heads in heads.items():
+        counts[f"{target.name}'s recurrent layers"] = target.recurrent.n_key_heads
+    return counts
+
+
+def _check(target: Target, draft: Draft, serving: Serving) -> None:
+    for name, n_heads in heads(target, draft).items():
         if n_heads % serving.tp_size:
             raise ValueError(f"{name}: {n_heads} heads cannot be split over --tp {serving.tp_size}; use a divisor")
     if serving.window is not None and serving.window < serving.block_size:

@@ -31,6 +31,7 @@ from sglang_dflash.capacity import (
     Target,
     capacity,
     default_mem_fraction,
+    heads,
 )
 from sglang_dflash.flags import Worker
 
@@ -139,15 +140,10 @@ def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
     if worker is Worker.PLUGIN and not now.ring_bytes:
         tried[f"--speculative-draft-window-size {WINDOW}"] = then(window=WINDOW)
     if not now.requests:
-        cards = (tp_size for tp_size in TP_SIZES if splits(report, tp_size))
+        counts = heads(report.target, report.draft).values()
+        cards = (tp_size for tp_size in TP_SIZES if not any(count % tp_size for count in counts))
         tried |= next(({f"--tp-size {n}": then(tp_size=n)} for n in cards if then(tp_size=n)), {})
     yield from ((flag, n) for flag, n in tried.items() if n > now.requests)
-
-
-def splits(report: Report, tp_size: int) -> bool:
-    recurrent = report.target.recurrent
-    heads = report.target.n_heads, report.draft.n_heads, recurrent.n_key_heads if recurrent else 0
-    return not any(n_heads % tp_size for n_heads in heads)
 
 
 # -- as text -------------------------------------------------------------------------------------------------------

@@ -52,6 +52,11 @@ class Checkpoint:
     vocab_size: int | None  # a draft borrows the target's embedding and head, so it need not say
     dtype: str
 
+    @property
+    def window(self) -> int | None:
+        """How far all layers look back; None if one of them sees the whole context."""
+        return self.sliding_window if all(layer.window is not None for layer in self.layers) else None
+
 
 def read(path: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Checkpoint:
     """Read and check the draft at `path`: a directory, or a Hugging Face repository id.

@@ -11,6 +11,7 @@ from sglang_dflash import backends, checkpoint
 from sglang_dflash.arguments import Arguments, Target, arguments_of, target_of
 from sglang_dflash.checkpoint import Checkpoint
 from sglang_dflash.errors import STOCK, NotSupported
+from sglang_dflash.sizes import kept_window
 
 
 @dataclass(frozen=True)
@@ -209,8 +210,7 @@ def _window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | N
             f"{draft.path}: sliding_window {draft.sliding_window} is smaller than block_size {draft.block_size}; "
             "mend config.json"
         )
-    slides = draft.sliding_window if all(layer.window is not None for layer in draft.layers) else None
-    return min((window for window in (arguments.draft_window, slides) if window is not None), default=None)
+    return kept_window(arguments.draft_window, draft.window)
 
 
 def _check_heads(arguments: Arguments, draft: Checkpoint) -> None:

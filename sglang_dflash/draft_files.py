@@ -28,13 +28,22 @@ def read_config(path: str, revision: str | None) -> dict[str, Any]:
         ValueError: there is no such draft, or the file is no JSON object.
     """
     file = _local_config(Path(path)) if Path(path).exists() else _hub_config(path, revision)
+    return read_object(file, "fetch the draft again")
+
+
+def read_object(file: Path, cure: str) -> dict[str, Any]:
+    """The JSON object in `file`.
+
+    Raises:
+        ValueError: it holds none; `cure` says what to do then.
+    """
     try:
-        config = json.loads(file.read_text())
+        found = json.loads(file.read_text())
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON ({error}); fetch the draft again") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}, not an object; fetch the draft again")
-    return config
+        raise ValueError(f"{file} is not JSON ({error}); {cure}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds a {type(found).__name__}, not an object; {cure}")
+    return found
 
 
 def tensor_shapes(path: str, revision: str | None) -> Shapes:

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dflash import checkpoint, models
+from sglang_dflash import checkpoint, draft_files, models
 from sglang_dflash.capacity import Draft, Target
 from sglang_dflash.sizes import Attention, Recurrent
 
@@ -122,13 +122,12 @@ def read_draft(model: str) -> Draft:
     draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # whichever it is, it takes no memory
     itemsize = Config(config | {"dtype": draft.dtype}, model).itemsize
     shapes = checkpoint.expected_shapes(draft, bias=bool(config.get("attention_bias", False)))
-    windows = [layer.window for layer in draft.layers if layer.window is not None]
     return Draft(
         name=model,
         attention=Attention(draft.n_layers, draft.n_kv_heads, draft.head_dim, itemsize),
         n_heads=draft.n_heads,
         weight_bytes=sum(map(prod, shapes.values())) * itemsize,
-        window=max(windows) if len(windows) == draft.n_layers else None,
+        window=draft.window,
         block_size=draft.block_size,
         source=source,
     )
@@ -141,12 +140,7 @@ def _find(model: str, known: Mapping[str, models.Model]) -> tuple[Path | None, d
     if not file.is_file():
         found = models.find(model, known)
         return None, dict(found.config), found.source
-    try:
-        config = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON ({error}); give a model's directory or its config.json") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}, not an object; give a model's config.json")
+    config = draft_files.read_object(file, "give a model's directory or its config.json")
     return file.parent, config, str(file)
 
 

@@ -16,6 +16,11 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def kept_window(asked: int | None, layers: int | None) -> int | None:
+    """Context tokens a draft keeps, by its flag and by how far all its layers look back; None: no limit, all."""
+    return min((window for window in (asked, layers) if window is not None), default=None)
+
+
 def ring_slots(window: int, block_size: int, page_size: int) -> int:
     """KV slots of a request's ring, when its draft looks back `window` tokens.
 
