@@ -27,6 +27,8 @@ HOST = "127.0.0.1"
 GRACE_S = 20.0
 # A step of a tiny model takes milliseconds; minutes mean that the server hangs.
 REQUEST_TIMEOUT_S = 300.0
+# The server closes a connection that has been idle for 5 s; one that is taken up at that moment is reset.
+KEEPALIVE_S = 2.0
 
 
 class ServerError(RuntimeError):
@@ -106,7 +108,12 @@ class Server:
         self.command = [*command, "--host", HOST, "--port", str(port)]
         self.url = f"http://{HOST}:{port}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False)
+        self._http = httpx.Client(
+            base_url=self.url,
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
+        )
 
     def __enter__(self) -> Self:
         self.start()
