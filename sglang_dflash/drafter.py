@@ -7,13 +7,17 @@ sees, is for `draft_slots.py` to say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
     enable_num_token_non_padded,
 )
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -27,6 +31,7 @@ class Drafter:
         self.runner = runner
         self.slots = slots
         self.block_info = block_info(block_size, CaptureHiddenMode.NULL, runner.device)
+        self.forward = through_runner(runner) if runner.decode_cuda_graph_runner else directly(runner)
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
         """What of the filled blocks is to be verified, int64 [B, width]: slot 0 the anchor, then drafts.
@@ -39,8 +44,26 @@ class Drafter:
         seen = self.slots.seen(plan, block)
         batch = block_forward(plan, block, seen, self.block_info, graphs=graphs)
         seen.kv.bind(batch, self.runner.kv_index_translator)
-        tokens_T = self.runner.forward(batch).logits_output.hidden_states
+        tokens_T = self.forward(batch).hidden_states
         return tokens_T.view(block.tokens_BN.shape)[:, : plan.width].contiguous()
+
+
+def through_runner(runner: ModelRunner) -> Callable[[ForwardBatch], LogitsProcessorOutput]:
+    """Replays a graph where one fits the batch."""
+    return lambda batch: runner.forward(batch).logits_output
+
+
+def directly(runner: ModelRunner) -> Callable[[ForwardBatch], LogitsProcessorOutput]:
+    """Without graphs: a dense model needs nothing of what SGLang's runner prepares for experts and data parallelism,
+    which is a few percent of a step where models are tiny."""
+
+    def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
+        backend = runner.attn_backend
+        backend.init_forward_metadata(batch)
+        with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
+            return runner.model(batch.input_ids, batch.positions, batch)
+
+    return forward
 
 
 def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:

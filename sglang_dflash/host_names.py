@@ -17,6 +17,7 @@ BASE_WORKER = "sglang.srt.speculative.base_spec_worker"
 CONTEXT = "sglang.srt.runtime_context"
 POOL = "sglang.srt.mem_cache.memory_pool"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
+FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info"
 
 
 class Name(NamedTuple):
@@ -217,21 +218,19 @@ NAMES = (
     Name("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool"),
     # the forward
     Name("sglang.srt.model_executor.cuda_graph_config", "Backend", "DISABLED"),
-    Name("sglang.srt.model_executor.forward_batch_info", "CaptureHiddenMode", "NULL FULL"),
+    Name(FORWARD_BATCH, "CaptureHiddenMode", "NULL FULL"),
     Name(
-        "sglang.srt.model_executor.forward_batch_info",
+        FORWARD_BATCH,
         "ForwardBatch",
         "forward_mode batch_size input_ids req_pool_indices seq_lens seq_lens_sum seq_lens_cpu out_cache_loc positions "
         "spec_algorithm spec_info capture_hidden_mode num_token_non_padded global_num_token_non_padded_cpu "
         "can_run_decode_cuda_graph mrope_positions mark_forward_metadata_ready",
     ),
-    Name("sglang.srt.model_executor.forward_batch_info", "ForwardMode", "TARGET_VERIFY"),
-    Name(
-        "sglang.srt.model_executor.forward_batch_info",
-        "compute_position",
-        "attn_backend extend_prefix_lens extend_seq_lens extend_seq_lens_sum",
-    ),
-    Name("sglang.srt.model_executor.forward_batch_info", "enable_num_token_non_padded"),
+    Name(FORWARD_BATCH, "ForwardMode", "TARGET_VERIFY"),
+    Name(FORWARD_BATCH, "compute_position", "attn_backend extend_prefix_lens extend_seq_lens extend_seq_lens_sum"),
+    Name(FORWARD_BATCH, "enable_num_token_non_padded"),
+    Name("sglang.srt.model_executor.forward_context", "ForwardContext", "attn_backend"),
+    Name("sglang.srt.model_executor.forward_context", "forward_context", "ctx forward_batch"),
     Name(
         "sglang.srt.model_executor.model_runner",
         "ModelRunner",
