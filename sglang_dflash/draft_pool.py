@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
-from sglang.srt.runtime_context import get_schedule
+from sglang.srt.runtime_context import get_exec, get_schedule
 
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.errors import NotSupported
@@ -31,6 +32,16 @@ def ring_pool(target: MemoryPoolConfig, ring: int) -> MemoryPoolConfig:
     """The draft's pool: a ring for each row of the request table, the padding row 0 included."""
     assert target.max_running_requests is not None, "SGLang decides it with the target's pool"
     return dataclasses.replace(target, max_total_num_tokens=(target.max_running_requests + 1) * ring)
+
+
+def ring_table(target: MemoryPoolConfig, ring: int, device: str) -> ReqToTokenPool:
+    """The draft's request table. A row lists what a block sees, at most its ring, whatever the context."""
+    return ReqToTokenPool(
+        size=target.max_running_requests,
+        max_context_len=ring,
+        device=device,
+        enable_memory_saver=get_exec().features.enable_memory_saver,
+    )
 
 
 def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, **draft: Any) -> int:

@@ -89,6 +89,7 @@ class RingSlots:
         self.translator = draft_runner.kv_index_translator
         n_rows, device = len(self.requests.req_to_token), self.table.device
         assert n_rows * size <= draft_runner.max_total_num_tokens, "a ring for every row"
+        assert self.table.shape == (n_rows, size), "a row for every ring"
         self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
         # On the host: which request's prompt was read into a row last (SGLang counts a row's requests), and how far.
         self.generation_R, self.end_R = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)

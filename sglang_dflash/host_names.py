@@ -213,7 +213,7 @@ NAMES = (
     Name("sglang.srt.mem_cache.allocator", "BaseTokenToKVPoolAllocator", "page_size"),
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan", "bind"),
     Name(POOL, "KVWriteLoc", "for_layer"),
-    Name(POOL, "ReqToTokenPool", "req_to_token req_generation"),
+    Name(POOL, "ReqToTokenPool", "size max_context_len device enable_memory_saver req_to_token req_generation"),
     Name(POOL, "MHATokenToKVPool", "get_kv_size_bytes"),
     Name("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool"),
     # the forward

@@ -48,7 +48,7 @@ from sglang_dflash.chooser import Chooser, Trace, candidates, make_policy
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_input import DraftInput
-from sglang_dflash.draft_pool import ring_of, ring_pool
+from sglang_dflash.draft_pool import ring_of, ring_pool, ring_table
 from sglang_dflash.draft_slots import DraftSlots, RingSlots, SharedSlots
 from sglang_dflash.drafter import Drafter
 from sglang_dflash.ends import target_ends
@@ -104,7 +104,9 @@ class DFlashWorker(BaseSpecWorker):
         """The draft's KV pool has the target's slots. With a window it has rings, and a request table of its own."""
         if self.config.draft_window is not None:
             assert memory_pool_config is not None, "the target's pools are made first"
-            memory_pool_config, req_to_token_pool = ring_pool(memory_pool_config, ring_of(self.config)), None
+            ring = ring_of(self.config)
+            req_to_token_pool = ring_table(memory_pool_config, ring, self.device)
+            memory_pool_config = ring_pool(memory_pool_config, ring)
         self._draft_worker.alloc_memory_pool(
             memory_pool_config=memory_pool_config,
             req_to_token_pool=req_to_token_pool,

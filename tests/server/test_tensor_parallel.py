@@ -24,10 +24,13 @@ MAX_NEW_TOKENS = 48
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module", params=["fixed", "auto"])
+@pytest.fixture(scope="module", params=["fixed", "auto", "window"])
 def two_ranks(request: pytest.FixtureRequest, server: Callable) -> Server:
-    """`auto`: the ranks time their steps each with a clock of its own, and must choose the same width."""
-    ranks = server(flags=TWO_RANKS["flags"], env=TWO_RANKS["env"] | {"SGLANG_DFLASH_WIDTHS": request.param})
+    """`auto`: the ranks time their steps each with a clock of its own, and must choose the same width. `window`: the
+    draft's K/V are a ring per request, which each rank keeps for its own heads."""
+    env = {"SGLANG_DFLASH_WIDTHS": "auto"} if request.param == "auto" else {}
+    window = ("--speculative-draft-window-size", "64") if request.param == "window" else ()
+    ranks = server(flags=[*TWO_RANKS["flags"], *window], env=TWO_RANKS["env"] | env)
     assert all(f"random numbers of its own: rank {rank}" in ranks.log_text() for rank in (0, 1))
     return ranks
 

@@ -8,7 +8,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 
 from sglang_dflash import draft_pool
-from sglang_dflash.draft_pool import leave_room, ring_pool, target_alone
+from sglang_dflash.draft_pool import leave_room, ring_pool, ring_table, target_alone
 from sglang_dflash.errors import NotSupported
 
 CONFIG: Any = SimpleNamespace(draft_window=64, block_size=16)
@@ -43,6 +43,13 @@ def test_the_pool_has_a_ring_per_row() -> None:
     draft = ring_pool(target, 80)
     assert (draft.max_total_num_tokens, draft.max_running_requests) == (9 * 80, 8)
     assert target.max_total_num_tokens == 100_000
+
+
+def test_the_table_has_a_row_per_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
+    monkeypatch.setattr(draft_pool, "get_exec", lambda: execution)
+    target = MemoryPoolConfig(max_total_num_tokens=100_000, max_running_requests=8, mem_fraction_static=0.8)
+    assert ring_table(target, 80, "cpu").req_to_token.shape == (9, 80)
 
 
 def test_a_token_takes_bytes_of_the_target_alone() -> None:

@@ -22,7 +22,7 @@ class World:
     def __init__(self, window: int, block: int, page: int, seed: int) -> None:
         self.window, self.block, self.page, self.random = window, block, page, Random(seed)
         size = ring_slots(window, block, page)
-        table = torch.zeros(N_ROWS, window + page + block, dtype=torch.int32)
+        table = torch.zeros(N_ROWS, size, dtype=torch.int32)
         self.pool = SimpleNamespace(
             req_to_token=torch.zeros(N_ROWS, LONGEST), req_generation=torch.zeros(N_ROWS).long()
         )
