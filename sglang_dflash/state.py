@@ -79,6 +79,10 @@ class FoldState:
     The records take the place of the states per token in SGLang's pool (`state_pool.py`), and our verify that of
     SGLang's in the attention backend, so the backend hands one to the other, eagerly and in captured graphs alike. The
     windows of the causal convolution are small and stay SGLang's.
+
+    Launches of a commit on a GPU, whatever the number of layers: one that folds, tracked states included; one of
+    SGLang's for the windows, or one per copy where they are not bf16; and on B numbers two elementwise ones, seven more
+    to find the tracked step.
     """
 
     def __init__(self, worker: TpModelWorker) -> None:
