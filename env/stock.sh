@@ -1,2 +1,2 @@
-# SGLang's built-in DFLASH worker in the same installation, for comparison: source env/stock.sh after another profile.
+# SGLang's built-in DFLASH worker in the same installation, for comparison: source env/stock.sh, before or after a profile.
 export SGLANG_DFLASH_WORKER=stock

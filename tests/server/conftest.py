@@ -23,7 +23,7 @@ import pytest
 
 from launch import parameters, tiny
 from launch.server import Server, ServerError, free_port
-from launch.tiny import Arm
+from launch.tiny import Arm, Pair
 
 FIRST_PORT = 31300
 MAX_LIVE = 5  # about 2.5 GiB each
@@ -41,6 +41,7 @@ class Key(NamedTuple):
 
     arm: Arm
     target: str
+    pair: Pair
     flags: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
 
@@ -60,6 +61,7 @@ class ServerPool:
         arm: str = "plugin",
         *,
         target: str = "hybrid",
+        pair: Pair | None = None,
         flags: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> Server:
@@ -67,7 +69,8 @@ class ServerPool:
 
         Args:
             arm: "off", "stock" or "plugin"; "off" is always the reference of `launch.parameters`.
-            target: "hybrid" or "dense".
+            target: "hybrid" or "dense"; or what to call `pair`.
+            pair: another target and draft than the tiny ones.
             flags: further server arguments; a flag given again replaces the tiny pair's.
             env: further environment variables.
         """
@@ -77,7 +80,7 @@ class ServerPool:
         if arm == Arm.OFF:
             flags = [*parameters.REFERENCE_FLAGS, *flags]
             env |= parameters.REFERENCE_ENV
-        key = Key(Arm(arm), target, tuple(flags), tuple(sorted(env.items())))
+        key = Key(Arm(arm), target, pair or PAIRS[target], tuple(flags), tuple(sorted(env.items())))
         server = self.live.pop(key, None) or self._start(key)
         self.live[key] = server  # most recently used: last
         server.flush_cache()
@@ -108,7 +111,7 @@ class ServerPool:
         while len(self.live) >= MAX_LIVE:
             self._drop(next(iter(self.live)))
         server = Server(
-            tiny.command(key.arm, PAIRS[key.target], *tiny.FLAGS, *KIND_FLAGS[key.target], *key.flags),
+            tiny.command(key.arm, key.pair, *tiny.FLAGS, *KIND_FLAGS.get(key.target, ()), *key.flags),
             port=free_port(FIRST_PORT),
             log=self.logs / f"{key.arm}-{key.target}-{abs(hash(key)):x}.log",
             env=tiny.ENV | STRICT | tiny.environment(key.arm) | dict(key.env),

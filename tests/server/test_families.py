@@ -1,0 +1,90 @@
+"""Every family of targets that SGLang's CPU route can run: with DFLASH, its answers are those without, in fp32.
+
+For each family a target of random weights and a draft that was taught its loops: what Transformers says, what the
+server says without speculation and what it says under our worker must be one text, and each decode step must accept
+what the plain-torch DFlash accepts, which reads the same features by other means. `launch/recipes/README.md` says which
+published models a family stands for, and which families are not proved here.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+
+from launch.server import Generation, Server
+from launch.tiny import Pair
+from sglang_dflash.model.draft import DraftModel
+from sglang_dflash.model.generate import Options, Step, spec_steps
+from tests.server.families import FAMILIES, Family, write_pair
+from tests.server.talk import steps
+
+pytestmark = pytest.mark.full
+
+N_PROMPTS, N_TOKENS = 8, 48
+N_AGAIN = 20  # tokens of an answer that its next prompt holds: found in the cache
+COMMITTED_PER_STEP = 2.0
+
+
+class Served(NamedTuple):
+    """A family, and the steps of the plain-torch DFlash for each prompt; the first of them is the prompt's own."""
+
+    family: Family
+    pair: Pair
+    prompts: list[list[int]]
+    expected: list[list[Step]]
+    name: str
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    family = FAMILIES[request.param]
+    pair, prompts = write_pair(family, tmp_path_factory.mktemp(request.param))
+    target = getattr(transformers, family.model).from_pretrained(pair.target, dtype=torch.float32).eval()
+    draft = DraftModel.from_pretrained(pair.draft, dtype=torch.float32)
+    options = Options(max_new_tokens=N_TOKENS)
+    expected = [list(spec_steps(draft, target, torch.tensor([p]), options)) for p in prompts[:N_PROMPTS]]
+    return Served(family, pair, prompts[:N_PROMPTS], expected, request.param)
+
+
+@pytest.fixture(scope="module", params=["off", "plugin"])
+def server(request: pytest.FixtureRequest, pool: Any, served: Served) -> Iterator[Server]:
+    running = pool.get(request.param, target=served.name, pair=served.pair, flags=served.family.flags)
+    yield running
+    pool.drop(running)
+
+
+def ask(server: Server, prompts: list[list[int]], n_tokens: int) -> list[Generation]:
+    return server.generate_many(prompts, concurrency=N_PROMPTS, max_new_tokens=n_tokens, ignore_eos=True)
+
+
+def texts(served: Served) -> list[list[int]]:
+    return [[token for step in generation for token in step.committed] for generation in served.expected]
+
+
+def test_same_tokens(server: Server, served: Served) -> None:
+    answers = ask(server, served.prompts, N_TOKENS)
+    assert [answer.token_ids for answer in answers] == texts(served)
+
+
+def test_same_tokens_after_a_cached_prefix(server: Server, served: Served) -> None:
+    ask(server, served.prompts, N_TOKENS)
+    longer = [prompt + text[:N_AGAIN] for prompt, text in zip(served.prompts, texts(served), strict=True)]
+    answers = ask(server, longer, N_TOKENS - N_AGAIN)
+    assert [answer.token_ids for answer in answers] == [text[N_AGAIN:] for text in texts(served)]
+
+
+@pytest.mark.parametrize("server", ["plugin"], indirect=True)
+def test_steps_are_those_of_plain_torch(server: Server, served: Served) -> None:
+    server.flush_cache()
+    answers = ask(server, served.prompts, N_TOKENS)
+    expected = [dict(Counter(step.n_accepted for step in generation[1:])) for generation in served.expected]
+    assert [steps(answer) for answer in answers] == expected
+    n_steps = sum(len(generation) - 1 for generation in served.expected)
+    assert N_PROMPTS * (N_TOKENS - 1) / n_steps > COMMITTED_PER_STEP, "hardly a draft was accepted: little was tested"
+
+
+def test_every_family_is_another_architecture() -> None:
+    assert len({family.model for family in FAMILIES.values()}) == len(FAMILIES)
