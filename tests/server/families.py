@@ -33,9 +33,10 @@ DENSE_MLP = {"intermediate_size": 96}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 GATED_DELTA_NET = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 MROPE = {
+    "partial_rotary_factor": 0.5,  # Transformers reads the other one, SGLang this
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
         "mrope_interleaved": True, "mrope_section": [2, 1, 1],
@@ -51,6 +52,11 @@ VISION = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "in_channels": 3, "patch_size": 16,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16, "out_hidden_size": HIDDEN,
 }  # fmt: skip
+
+
+IMAGES = {"image_token_id": 127, "video_token_id": 126, "vision_start_token_id": 125, "vision_end_token_id": 124}
+# SGLang warms up with English, which a vocabulary of 128 cannot spell, or with an image; the CPU route is for text.
+NO_WARMUP = ("--skip-server-warmup",)
 
 
 class Family(NamedTuple):
@@ -75,14 +81,18 @@ FAMILIES = {
         HYBRID_FLAGS,
     ),
     "qwen3.5": Family(
-        "Qwen3_5ForConditionalGeneration", "Qwen3_5Config", DENSE_MLP | GATED_DELTA_NET | MROPE, HYBRID_FLAGS, True
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5Config",
+        DENSE_MLP | GATED_DELTA_NET | MROPE,
+        HYBRID_FLAGS,
+        vision=True,
     ),
     "qwen3.5-moe": Family(
         "Qwen3_5MoeForConditionalGeneration",
         "Qwen3_5MoeConfig",
         EXPERTS | GATED_DELTA_NET | MROPE | {"shared_expert_intermediate_size": 32},
         HYBRID_FLAGS,
-        True,
+        vision=True,
     ),
 }
 
@@ -92,7 +102,12 @@ def make_target(family: Family) -> PreTrainedModel:
     torch.manual_seed(0)
     fields = COMMON | {"initializer_range": 0.08} | dict(family.fields)
     config_class = getattr(transformers, family.config)
-    config = config_class(text_config=fields, vision_config=VISION) if family.vision else config_class(**fields)
+    if family.vision:
+        fields = {"text_config": fields, "vision_config": VISION, **IMAGES}
+    config = config_class(**fields)
+    if "linear_conv_kernel_dim" in family.fields:
+        # SGLang reads the layer pattern from this field, which Transformers leaves out.
+        config.get_text_config().full_attention_interval = N_LAYERS
     return getattr(transformers, family.model)(config).eval()
 
 
@@ -101,7 +116,11 @@ def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
     pair = Pair(folder / "target", folder / "draft")
     target = make_target(family)
     target.save_pretrained(pair.target)
-    transformers.AutoTokenizer.from_pretrained(HYBRID.target).save_pretrained(pair.target)
+    reader = transformers.AutoTokenizer.from_pretrained(HYBRID.target)
+    if family.vision:
+        parts = transformers.Qwen2VLImageProcessor(), reader, transformers.Qwen3VLVideoProcessor()
+        reader = transformers.Qwen3VLProcessor(*parts)
+    reader.save_pretrained(pair.target)
     rows = texts(target)
     train_draft(target, draft_config(), lambda step: rows, RECIPE, held_out=rows, out=pair.draft, n_anchors=16)
     return pair, rows.ids_RL[:, :N_PROMPT].tolist()
@@ -110,7 +129,7 @@ def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
 def texts(target: PreTrainedModel) -> Rows:
     """What the target says after random prompts."""
     generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(MASK + 1, VOCABULARY, (N_TEXTS, N_PROMPT), generator=generator)
+    prompts = torch.randint(MASK + 1, VOCABULARY - len(IMAGES), (N_TEXTS, N_PROMPT), generator=generator)
     with torch.inference_mode():
         ids_RL = target.generate(
             prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=N_ANSWER,

@@ -18,7 +18,7 @@ from launch.server import Generation, Server
 from launch.tiny import Pair
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, Step, spec_steps
-from tests.server.families import FAMILIES, Family, write_pair
+from tests.server.families import FAMILIES, NO_WARMUP, Family, write_pair
 from tests.server.talk import steps
 
 pytestmark = pytest.mark.full
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.full
 N_PROMPTS, N_TOKENS = 8, 48
 N_AGAIN = 20  # tokens of an answer that its next prompt holds: found in the cache
 COMMITTED_PER_STEP = 2.0
+DIFFERENT_TOKENS = 8.0  # in an answer, on average
 
 
 class Served(NamedTuple):
@@ -51,7 +52,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=["off", "plugin"])
 def server(request: pytest.FixtureRequest, pool: Any, served: Served) -> Iterator[Server]:
-    running = pool.get(request.param, target=served.name, pair=served.pair, flags=served.family.flags)
+    running = pool.get(request.param, target=served.name, pair=served.pair, flags=(*served.family.flags, *NO_WARMUP))
     yield running
     pool.drop(running)
 
@@ -84,6 +85,7 @@ def test_steps_are_those_of_plain_torch(server: Server, served: Served) -> None:
     assert [steps(answer) for answer in answers] == expected
     n_steps = sum(len(generation) - 1 for generation in served.expected)
     assert N_PROMPTS * (N_TOKENS - 1) / n_steps > COMMITTED_PER_STEP, "hardly a draft was accepted: little was tested"
+    assert sum(len(set(text)) for text in texts(served)) / N_PROMPTS > DIFFERENT_TOKENS, "the texts are monotonous"
 
 
 def test_every_family_is_another_architecture() -> None:

@@ -29,6 +29,7 @@ from tests.server.families import FAMILIES
 SERVED = [recipe for recipe in RECIPES if recipe.stem != "minimax-m2.5"]
 DEVICES = {"h200": "sm90", "b200": "sm100"}
 DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}
+DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 8}  # over every --tp-size of the recipes
 PATHS = ("--model-path", "--speculative-draft-model-path")
 of_recipes = partial(pytest.mark.parametrize, "recipe", ids=lambda path: path.stem)
 
@@ -45,21 +46,23 @@ def test_a_recipe_is_short_and_can_be_run(recipe: Path) -> None:
 @pytest.mark.parametrize("gpu", GPUS)
 @of_recipes(SERVED)
 def test_a_recipe_parses_and_its_pair_is_accepted(
-    recipe: Path, gpu: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType, tmp_path: Path
+    recipe: Path, gpu: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType
 ) -> None:
     flags = recipe_table.launch(recipe, gpu).flags
     target, draft = (flags[path] for path in PATHS)
     assert target.split("/")[1].lower().startswith(recipe.stem)
     block_size = int(flags["--speculative-num-draft-tokens"])
-    local = pair["hybrid"], str(checkpoints.write_draft(tmp_path / "draft", block_size=block_size))
-    words = [word for flag in (flags | dict(zip(PATHS, local, strict=True))).items() for word in flag if word]
+    local = dict(zip(PATHS, (pair["hybrid"], pair["draft"]), strict=True))
+    words = [word for flag in (flags | local).items() for word in flag if word]
     ended = launch("parse", *words, env={"FIELDS": json.dumps(["tp_size", "speculative_algorithm"])})
     assert ended.code == 0, ended.err
     parsed = json.loads(ended.out.splitlines()[-1])
     assert parsed["fields"] == {"tp_size": int(flags.get("--tp-size", 1)), "speculative_algorithm": "DFLASH"}
     parsed["arguments"]["accept_thresholds"] = tuple(parsed["arguments"]["accept_thresholds"])
     arguments = replace(Arguments(**parsed["arguments"]), device=DEVICES[gpu])
-    config = combine(arguments, *published(target, draft) or tiny(local[1]))
+    tiny = Target("", "", 64, 128, 4, dtype="bfloat16", recurrent=False)
+    some_draft = checkpoint.parse(checkpoints.DRAFT | {"block_size": block_size} | DIVISIBLE, "draft")
+    config = combine(arguments, *published(target, draft) or (tiny, some_draft))
     assert (config.block_size, config.trained_block_size) == (block_size, block_size)
     assert config.draft_attention_backend == DRAFT_BACKENDS[gpu]
 
@@ -74,10 +77,6 @@ def published(target: str, draft: str) -> tuple[Target, checkpoint.Checkpoint] |
     recurrent = "linear_attention" in config.layer_kinds()
     read = checkpoint.parse({"mask_token_id": 0} | models.DRAFTS[draft].config, draft)
     return Target(target, "", *sizes, dtype="bfloat16", recurrent=recurrent), read
-
-
-def tiny(draft: str) -> tuple[Target, checkpoint.Checkpoint]:
-    return Target("target", "", 64, 128, 4, dtype="bfloat16", recurrent=False), checkpoint.read(draft)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
