@@ -47,6 +47,10 @@ class DraftSlots(Protocol):
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
         """The slots of the prompt tokens the target has just read."""
 
+    def is_cut(self, row: int, prefix_len: int) -> bool:
+        """Whether the request in `row` lacks context that a block after `prefix_len` tokens would see, for having found
+        a prefix in the radix cache. Asked on the host, of a request that is being decoded."""
+
 
 class SharedSlots:
     """The target's slots: every committed token is seen, through the target's own request table."""
@@ -64,6 +68,9 @@ class SharedSlots:
         form = "torch" if device.type == "cpu" else "triton"
         positions_T, _ = compute_position(form, prefix_B, new_B, sum(batch.extend_lens))
         return PromptRows(None, positions_T, batch.out_cache_loc)
+
+    def is_cut(self, row: int, prefix_len: int) -> bool:
+        return False
 
 
 class RingSlots:
@@ -91,7 +98,8 @@ class RingSlots:
         assert n_rows * size <= draft_runner.max_total_num_tokens, "a ring for every row"
         assert self.table.shape == (n_rows, size), "a row for every ring"
         self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
-        # On the host: which request's prompt was read into a row last (SGLang counts a row's requests), and how far.
+        # On the host: the same, which request's prompt was read into a row last (SGLang counts a row's), and how far.
+        self.first_R_cpu = np.zeros(n_rows, np.int64)
         self.generation_R, self.end_R = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
         self.columns = torch.arange(window + self.page - 1 + block_size, device=device)
 
@@ -133,6 +141,9 @@ class RingSlots:
         all_kept = len(rows_T) == last_B[-1]
         return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
 
+    def is_cut(self, row: int, prefix_len: int) -> bool:
+        return bool(self.first_R_cpu[row] > max(prefix_len - self.window, 0))
+
     def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:
         """A prompt that does not go on where its row's last one ended has nothing before its own first token."""
         generation_B = self.requests.req_generation[rows_B].numpy()
@@ -140,5 +151,6 @@ class RingSlots:
         self.generation_R[rows_B], self.end_R[rows_B] = generation_B, end_B
         if new_B.any():
             row_first_2B = np.stack([rows_B[new_B], prefix_B[new_B]])
+            self.first_R_cpu[row_first_2B[0]] = row_first_2B[1]
             row_B, first_B = async_h2d(row_first_2B, dtype=torch.int64, device=self.first_R.device)
             self.first_R[row_B] = first_B

@@ -101,7 +101,7 @@ NAMES = (
         BATCH,
         "Req",
         "sampling_params return_hidden_states return_sampling_mask kv origin_input_ids output_ids eos_token_ids "
-        "tokenizer finished finished_reason finished_len to_finish grammar _compute_max_prefix_len",
+        "tokenizer finished finished_reason finished_len to_finish is_retracted grammar _compute_max_prefix_len",
     ),
     Name(BATCH, "Req.update_finish_state", "new_accepted_len"),
     Name("sglang.srt.session.session_controller", "Session", "req_nodes"),
@@ -136,7 +136,7 @@ NAMES = (
         "sglang.srt.managers.utils",
         "GenerationBatchResult",
         "logits_output next_token_ids accept_lens can_run_cuda_graph speculative_num_draft_tokens new_seq_lens "
-        "next_draft_input extra_keep_alive_refs",
+        "next_draft_input extra_keep_alive_refs cap_lens num_correct_drafts_per_req_cpu",
     ),
     Name("sglang.srt.layers.logprob_processor", "compute_spec_logprobs", "batch logits_output predict chain_stride"),
     Name(
@@ -174,7 +174,7 @@ NAMES = (
     Name(
         POOL,
         "MambaPool",
-        "mamba_cache SpeculativeState _intermediate_conv_window_phys mem_usage memory_saver_adapter",
+        "mamba_cache SpeculativeState _intermediate_conv_window_phys mem_usage memory_saver_adapter size",
     ),
     Name(
         POOL,

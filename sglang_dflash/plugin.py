@@ -16,10 +16,15 @@ from typing import TYPE_CHECKING, Any
 from sglang_dflash import cli, flags, host
 from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Worker
+from sglang_dflash.host_names_metrics import METRICS
 
 if TYPE_CHECKING:
+    from sglang.srt.plugins.hook_registry import HookType
+
     from sglang_dflash.arguments import Target
     from sglang_dflash.config import DFlashConfig
+
+    Hooks = dict[str, tuple[Callable[..., Any], HookType]]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +43,13 @@ INTERNAL_STATE = (
 COUNT_STATES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache"
 KV_BYTES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
 KV_BYTES_PER_TOKEN = "sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash"
+REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+START_METRICS = f"{REPORTER}.__post_init__"
+IDLE = f"{REPORTER}._maybe_log_idle_metrics"
+OUTCOME = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+    "_resolve_spec_v2_tokens"
+)
 ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -83,7 +95,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
 def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
     """What only a scheduler that serves DFLASH needs; it has these modules loaded anyway."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.draft_input import row_headroom
     from sglang_dflash.draft_pool import leave_room, target_alone
@@ -94,13 +106,14 @@ def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
     from sglang_dflash.state_pool import count_records
     from sglang_dflash.weight_update import own_checkpoint_only
 
-    hooks = {
+    hooks: Hooks = {
         VALIDATE_REQUEST: (lambda stock, request, overlap: refusal(request), HookType.AFTER),
         ROW_HEADROOM: (row_headroom, HookType.AFTER),
         FINISH: (update_finish_state, HookType.AROUND),
         SESSION: (create_req, HookType.AROUND),
         UPDATE_FROM_DISK: (own_checkpoint_only(config), HookType.AROUND),
         INTERNAL_STATE: (add_dflash, HookType.AFTER),
+        START_METRICS: (start_metrics, HookType.AFTER),
         COUNT_STATES: (count_records, HookType.AROUND),
     }
     if config.draft_window is not None:
@@ -108,6 +121,25 @@ def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
         hooks[KV_BYTES_PER_TOKEN] = (target_alone, HookType.AROUND)
         if not target.recurrent:
             hooks[LONGEST_HIT] = (leave_the_end, HookType.AFTER)
+    set_hooks(hooks)
+
+
+def start_metrics(result: None, reporter: Any) -> None:
+    """AFTER `SchedulerMetricsReporter.__post_init__`: a scheduler that reports metrics reports ours from now on."""
+    if not reporter.current_scheduler_metrics_enabled:
+        return
+    host.check(METRICS)
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from sglang_dflash.metrics import Meter
+
+    meter = Meter.of(reporter)
+    set_hooks({OUTCOME: (meter.add, HookType.AFTER), IDLE: (meter.idle, HookType.AFTER)})
+
+
+def set_hooks(hooks: "Hooks") -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     for name, (hook, kind) in hooks.items():
         HookRegistry.register(name, hook, kind)
     HookRegistry.apply_hooks()

@@ -245,6 +245,7 @@ class DFlashWorker(BaseSpecWorker):
             logits_output=target.output,
             next_token_ids=tokens_T,
             accept_lens=accepted.n_committed_B,
+            cap_lens=torch.full((plan.n_requests,), plan.width),  # of each block, for the request's own counts
             can_run_cuda_graph=target.on_graph,
             speculative_num_draft_tokens=plan.width,
             new_seq_lens=accepted.next_prefix_len_B,

@@ -25,6 +25,7 @@ CHUNKED = ("--chunked-prefill-size", "64")
 TRACK = ("--mamba-track-interval", "64")
 PAGES = ("--page-size", "16")
 PROCESSORS = ("--enable-custom-logit-processor",)  # without it SGLang refuses a request that brings one
+METRICS = ("--enable-metrics",)
 RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
 RANDOM_WIDTHS = (("SGLANG_DFLASH_WIDTHS", "random"),)
 
@@ -43,7 +44,7 @@ VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED), full=True),
     "dense-pages-chunked-retract": Variant("dense", (*PAGES, *CHUNKED), RETRACT + RANDOM_WIDTHS, knows_steps=False),
     "hybrid-random-widths": Variant("hybrid", (*NO_OVERLAP, *TRACK), RANDOM_WIDTHS, knows_steps=False),
-    "hybrid": Variant("hybrid", (*TRACK, *PROCESSORS)),
+    "hybrid": Variant("hybrid", (*TRACK, *PROCESSORS, *METRICS)),
     "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
     "hybrid-lazy-chunked": Variant("hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK), full=True),
     "hybrid-pages-chunked": Variant("hybrid", (*PAGES, *CHUNKED, *TRACK), full=True),

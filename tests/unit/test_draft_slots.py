@@ -103,6 +103,7 @@ class World:
         ]
         assert n_seen >= min(self.window, request.end - request.first)
         assert n_seen <= self.window + self.page - 1
+        assert self.ring.is_cut(row, request.end) == (n_seen < min(self.window, request.end))
         assert n_seen + self.block <= bound
         assert slots[n_seen:] == block_slots
         assert not set(context) & set(block_slots), "the block overwrites what it sees"

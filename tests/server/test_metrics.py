@@ -1,0 +1,161 @@
+"""`/metrics` of real servers: what is counted there is what the requests say of themselves, exactly."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from launch.server import Generation, Server
+from sglang_dflash.metric_table import METRICS, PREFIX
+from sglang_dflash.stage_times import SAMPLE_EVERY, STAGES
+from tests.server.talk import as_prompt, conversation
+from tests.server.variants import METRICS as ENABLED
+from tests.server.variants import VARIANTS, window
+
+BLOCK = 16
+MAX_NEW_TOKENS = 48
+RING_WINDOW = 128  # longer than what is always read of a prompt, so that a hit leaves a gap
+
+
+class Scrape:
+    """What a server exports at one moment."""
+
+    def __init__(self, server: Server) -> None:
+        text = httpx.get(f"{server.url}/metrics", timeout=60.0).text
+        families = text_string_to_metric_families(text)
+        self.samples = [sample for family in families for sample in family.samples]
+
+    def total(self, name: str, **labels: object) -> float:
+        """Over all series with these labels."""
+        wanted = {key: str(value) for key, value in labels.items()}.items()
+        return sum(s.value for s in self.samples if s.name == f"sglang:{name}" and wanted <= s.labels.items())
+
+    def by(self, label: str, name: str) -> Counter[int]:
+        found = Counter[int]()
+        for sample in self.samples:
+            if sample.name == f"{PREFIX}{name}":
+                found[int(sample.labels[label])] += int(sample.value)
+        return found
+
+    def committed(self) -> Counter[int]:
+        """Blocks by committed tokens; Prometheus has them cumulated."""
+        up_to = [self.total("dflash_committed_tokens_bucket", le=f"{n}.0") for n in range(1, BLOCK + 1)]
+        return Counter({n: int(b - a) for n, (a, b) in enumerate(zip([0, *up_to], up_to, strict=False), start=1)})
+
+
+def scrape_with(server: Server, n_blocks: float) -> Scrape:
+    """Once so many blocks are counted: an answer may arrive before the scheduler comes to rest and writes."""
+    deadline = time.monotonic() + 20
+    while (scrape := Scrape(server)).total("dflash_committed_tokens_count") < n_blocks and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return scrape
+
+
+def histogram(answers: Sequence[Generation], field: str) -> Counter[int]:
+    """A histogram of theirs, summed."""
+    found = Counter[int]()
+    for answer in answers:
+        found.update(dict(enumerate(answer.meta[field])))
+    return found
+
+
+def summed(answers: Sequence[Generation], field: str) -> int:
+    return sum(answer.meta[field] for answer in answers)
+
+
+def require_same_counts(before: Scrape, after: Scrape, answers: Sequence[Generation]) -> None:
+    """Between two scrapes these requests were served and no others."""
+    accepted, widths = (histogram(answers, f) for f in ("spec_correct_drafts_histogram", "spec_cap_lens_histogram"))
+    n_blocks = summed(answers, "spec_verify_ct")
+
+    def grown(name: str) -> float:
+        return after.total(name) - before.total(name)
+
+    assert accepted.total() == widths.total() == n_blocks
+    assert grown("dflash_committed_tokens_count") == n_blocks == grown("spec_verify_calls_total")
+    assert grown("dflash_committed_tokens_sum") == n_blocks + summed(answers, "spec_num_correct_drafts")
+    assert after.committed() - before.committed() == +Counter({n + 1: count for n, count in accepted.items()})
+    for name, reached in (
+        ("verified_drafts_total", {p: sum(n for width, n in widths.items() if width > p) for p in range(1, BLOCK)}),
+        ("accepted_drafts_total", {p: sum(n for k, n in accepted.items() if k >= p) for p in range(1, BLOCK)}),
+    ):
+        assert after.by("position", name) - before.by("position", name) == +Counter(reached)
+
+
+def test_the_sums_are_those_of_the_requests(server: Callable, questions: Callable) -> None:
+    ours = server(flags=VARIANTS["hybrid"].flags)
+    for concurrency in (1, 4):
+        time.sleep(0.5)  # what ran before is written
+        before = Scrape(ours)
+        answers = ours.generate_many(questions(6, seed=3), concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
+        n_blocks = summed(answers, "spec_verify_ct")
+        after = scrape_with(ours, before.total("dflash_committed_tokens_count") + n_blocks)
+        require_same_counts(before, after, answers)
+        steps = after.by("width", "steps_total") - before.by("width", "steps_total")
+        assert set(steps) == {BLOCK}
+        assert n_blocks / concurrency <= steps[BLOCK] <= n_blocks
+        assert all(answer.meta["spec_cap_length"] == BLOCK for answer in answers)
+
+    n_timed = {stage: after.total("dflash_stage_seconds_count", stage=stage) for stage in STAGES}
+    assert len(set(n_timed.values())) == 1
+    assert n_timed["draft"] >= after.total("dflash_steps_total") // SAMPLE_EVERY > 0
+    assert all(after.total("dflash_stage_seconds_sum", stage=stage) > 0 for stage in STAGES)
+    assert after.total("dflash_pool_size", pool="states") == 64
+    assert after.total("dflash_pool_in_use", pool="states") == 0
+    assert after.total("dflash_cut_blocks_total") == 0
+
+
+def test_all_are_exported_with_sglang_s_labels(server: Callable, questions: Callable) -> None:
+    ours = server(flags=VARIANTS["hybrid"].flags)
+    ours.generate(questions(1)[0], max_new_tokens=MAX_NEW_TOKENS)
+    samples = Scrape(ours).samples
+    (sglang_s,) = [sample.labels for sample in samples if sample.name == "sglang:num_running_reqs"]
+    assert sglang_s["model_name"]
+    for metric in METRICS:
+        found = [sample for sample in samples if sample.name in metric.exported()]
+        assert {sample.name for sample in found} == metric.exported()
+        for sample in found:
+            own = {key: value for key, value in sample.labels.items() if key not in (*metric.labels, "le")}
+            assert own == sglang_s
+
+
+@pytest.mark.full
+def test_widths_and_cut_contexts_are_those_of_the_trace(pool: Any, tmp_path: Path) -> None:
+    """A prompt again: its prefix is in the target's cache and not in the draft's ring."""
+    ours = pool.get(
+        target="dense",
+        flags=(*window(RING_WINDOW), *ENABLED),
+        env={"SGLANG_DFLASH_WIDTHS": "random", "SGLANG_DFLASH_WIDTH_TRACE": str(tmp_path)},
+    )
+    prompts = [as_prompt(conversation(seed, 5), "dense") for seed in range(3)]
+    before = Scrape(ours)
+    answers = [ours.generate(prompt, max_new_tokens=120, ignore_eos=True) for prompt in (*prompts, *prompts)]
+    after = scrape_with(ours, before.total("dflash_committed_tokens_count") + summed(answers, "spec_verify_ct"))
+    require_same_counts(before, after, answers)
+    widths = histogram(answers, "spec_cap_lens_histogram")
+    assert after.by("width", "steps_total") - before.by("width", "steps_total") == +widths
+    assert len(+widths) > 3, "widths change"
+
+    steps = [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    n_cut = cut_committed = 0
+    for answer in answers:
+        committed = [1 + n for step in steps for rid, n in step["accepted"].items() if rid == answer.meta["id"]]
+        first, prefix_len = answer.meta["cached_tokens"], answer.meta["prompt_tokens"]
+        for n in committed[: answer.meta["spec_verify_ct"]]:
+            if first > max(prefix_len - RING_WINDOW, 0):
+                n_cut, cut_committed = n_cut + 1, cut_committed + n
+            prefix_len += n
+    assert 0 < n_cut < summed(answers, "spec_verify_ct")
+    assert after.total("dflash_cut_blocks_total") - before.total("dflash_cut_blocks_total") == n_cut
+    assert after.total("dflash_cut_committed_tokens_total") - before.total("dflash_cut_committed_tokens_total") == (
+        cut_committed
+    )
+    assert after.total("dflash_pool_size", pool="rings") == 8
+    assert after.total("dflash_pool_in_use", pool="rings") == 0
+    pool.drop(ours)

@@ -1,0 +1,91 @@
+"""The dashboard and the table against the names that are exported; SGLang's own against its source."""
+
+import importlib.util
+import json
+import re
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from launch.tiny import ROOT
+from sglang_dflash.metric_table import METRICS, PREFIX, table
+
+FOLDER = ROOT / "launch" / "grafana"
+DASHBOARD = json.loads((FOLDER / "dflash.json").read_text())
+NAME = re.compile(r"sglang:\w+")
+
+
+def panels() -> list[dict[str, Any]]:
+    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> list[str]:
+    return [target["expr"] for panel in panels() for target in panel["targets"]]
+
+
+def queries() -> list[str]:
+    variables = [v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
+    return expressions() + variables
+
+
+def used() -> set[str]:
+    return {name for query in queries() for name in NAME.findall(query)}
+
+
+def sglang() -> Path:
+    """Its source as installed; not imported: that takes seconds."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])
+
+
+def test_every_name_in_the_dashboard_is_exported() -> None:
+    ours = {name for metric in METRICS for name in metric.exported()}
+    assert {name for name in used() if name.startswith(PREFIX)} <= ours
+    source = (sglang() / "srt/observability/metrics_collector.py").read_text()
+    unknown = {name for name in used() - ours if f'name="{name}"' not in source}
+    assert not unknown
+
+
+def test_every_metric_is_in_the_dashboard() -> None:
+    assert [metric.name for metric in METRICS if not metric.exported() & used()] == []
+
+
+def test_labels_are_those_of_the_metric() -> None:
+    for query in expressions():
+        known = {
+            "le",
+            "model_name",
+            *(la for m in METRICS if m.exported() & set(NAME.findall(query)) for la in m.labels),
+        }
+        grouped = {label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")}
+        assert grouped <= known, query
+
+
+def test_queries_are_whole_and_ask_for_the_chosen_servers() -> None:
+    for query in expressions():
+        assert query.count("(") == query.count(")"), query
+        assert query.count('{model_name=~"$model_name",instance=~"$instance"}') == len(NAME.findall(query)), query
+
+
+def test_panels_are_told_apart_and_do_not_overlap() -> None:
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    assert all(panel["title"] and panel["description"] for panel in panels())
+    for a, b in combinations([panel["gridPos"] for panel in DASHBOARD["panels"]], 2):
+        assert (
+            a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
+            or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
+        )  # fmt: skip
+
+
+def test_flags_that_are_advised_exist() -> None:
+    fields = "".join(path.read_text() for path in (sglang() / "srt/arg_groups/fields").glob("*.py"))
+    flags = re.findall(r"`--([\w-]+)`", (FOLDER / "README.md").read_text())
+    assert "speculative-draft-window-size" in flags
+    assert [flag for flag in flags if not re.search(rf"^    {flag.replace('-', '_')}: A\[", fields, re.MULTILINE)] == []
+
+
+def test_the_readme_has_the_table() -> None:
+    assert table() in (FOLDER / "README.md").read_text(), "write sglang_dflash.metric_table.table() into it"

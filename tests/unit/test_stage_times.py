@@ -1,0 +1,89 @@
+"""Which steps are measured, and that reading them never waits."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_dflash import stage_times
+from sglang_dflash.stage_times import STAGES, DeviceClock, HostClock, StageTimes, time_stages
+
+
+class Device:
+    """A device's events: each is `reached` some time after it was recorded."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.events = 0.0, list[Any]()
+
+    def Event(self, *, enable_timing: bool) -> Any:
+        assert enable_timing
+        event = SimpleNamespace(at_ms=None, reached=False)
+
+        def record() -> None:
+            event.at_ms = self.now_ms
+            self.events.append(event)
+
+        event.record, event.query = record, lambda: event.reached
+        event.elapsed_time = lambda other: other.at_ms - event.at_ms
+        return event
+
+
+def worker(device: str, run: Any) -> Any:
+    return SimpleNamespace(
+        device=device,
+        drafter=SimpleNamespace(draft=lambda *args, **kwargs: run("draft", *args, **kwargs)),
+        verifier=SimpleNamespace(verify=lambda *args: run("verify", *args)),
+        choice=SimpleNamespace(choose=lambda *args: run("choose", *args)),
+        state=SimpleNamespace(commit=lambda *args: run("commit", *args)),
+        context_kv=SimpleNamespace(append=lambda *args: run("append", *args)),
+    )
+
+
+def step(worker: Any) -> list[Any]:
+    return [
+        worker.drafter.draft("plan", graphs=True),
+        worker.verifier.verify("plan"),
+        worker.choice.choose("plan"),
+        worker.state.commit("plan"),
+        worker.context_kv.append("plan"),
+    ]
+
+
+def test_one_step_in_so_many_is_measured_and_all_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(stage_times.torch, "get_device_module", lambda name: {"some": device}[name])
+    took_ms = dict(zip(STAGES, (1.0, 4.0, 0.5, 0.25, 0.125), strict=True))
+
+    def run(stage: str, plan: str, **kwargs: Any) -> tuple[str, Any]:
+        device.now_ms += took_ms[stage]
+        return stage, kwargs
+
+    timed = worker("some", run)
+    times = time_stages(timed)
+    for n_step in range(1, 2 * times.every + 2):
+        assert step(timed) == [(stage, {"graphs": True} if stage == "draft" else {}) for stage in STAGES]
+        assert len(device.events) == 2 * len(STAGES) * (n_step // times.every)
+
+    assert list(times.read()) == [], "nothing has been reached"
+    for event in device.events[:4]:
+        event.reached = True
+    assert list(times.read()) == [("draft", 1e-3), ("verify", 4e-3)]
+    assert list(times.read()) == [], "each is read once"
+    for event in device.events:
+        event.reached = True
+    rest = [*STAGES[2:], *STAGES]
+    assert list(times.read()) == [(stage, pytest.approx(took_ms[stage] / 1e3)) for stage in rest]
+
+
+def test_the_host_s_clock_knows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 10.5])
+    monkeypatch.setattr(stage_times.time, "perf_counter", lambda: next(now))
+    times = StageTimes(HostClock(), every=1)
+    assert times.timed("draft", lambda x: x + 1)(1) == 2
+    assert list(times.read()) == [("draft", 0.5)]
+
+
+def test_the_clock_is_the_device_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_times.torch, "get_device_module", lambda name: Device())
+    assert isinstance(time_stages(worker("cpu", None)).clock, HostClock)
+    assert isinstance(time_stages(worker("cuda", None)).clock, DeviceClock)
