@@ -58,7 +58,7 @@ def build_engines(worker: TpModelWorker, state: State, widths: Sequence[int], bl
     if missing := sorted(set(widths) - set(engines)):
         logger.warning(
             "widths %s are not verified: their graphs leave too little memory; lower --mem-fraction-static or "
-            "--cuda-graph-max-bs, or name fewer in SGLANG_DFLASH_WIDTHS",
+            "--cuda-graph-max-bs-decode, or name fewer in SGLANG_DFLASH_WIDTHS",
             missing,
         )
     return engines

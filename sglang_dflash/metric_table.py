@@ -86,7 +86,7 @@ METRICS = (
         "events that are read later; on a CPU the host's.",
         "Draft above a third of verify: a shorter draft window, or `--speculative-draft-attention-backend`. Choose in "
         "milliseconds: grammars or penalties. All high while the GPU idles: a slow host, or graphs that were not "
-        "captured (`--cuda-graph-max-bs`).",
+        "captured (`--cuda-graph-max-bs-decode`).",
     ),
     Metric(
         "cut_blocks_total",

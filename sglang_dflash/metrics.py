@@ -137,8 +137,6 @@ class Meter:
         ]
         self.tally.add(result.speculative_num_draft_tokens, [n for n, _ in counted], [cut for _, cut in counted])
         self.is_written = False
-        for stage, seconds in self.times.read():
-            self.exports.seconds[stage].observe(seconds)
         if self.tally.n_blocks.total() >= WRITE_EVERY:
             self.write()
         return tokens_B
@@ -150,5 +148,7 @@ class Meter:
 
     def write(self) -> None:
         self.exports.write(self.tally)
+        for stage, seconds in self.times.read():
+            self.exports.seconds[stage].observe(seconds)
         self.exports.write_pools(self.pools)
         self.tally, self.is_written = Tally(), True

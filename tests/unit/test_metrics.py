@@ -117,9 +117,10 @@ def test_counts_are_written_once_after_so_many_blocks_or_at_rest(meter: Meter, s
     assert scraped.by("width", "steps_total") == {"2": WRITE_EVERY + 1}
 
 
-def test_stages_are_observed_when_they_are_known(meter: Meter, scraped: Scraped) -> None:
+def test_stages_are_written_with_the_counts(meter: Meter, scraped: Scraped) -> None:
     meter.times.timed("verify", lambda: None)()
     add(meter, 2, (request(), 0))
+    meter.idle(None, None)
     assert scraped.by("stage", "stage_seconds_count") == {"verify": 1}
     assert scraped.value("stage_seconds_sum", stage="verify") == 0.25
 

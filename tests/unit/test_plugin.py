@@ -92,6 +92,13 @@ def test_the_running_sglang_is_compared_name_by_name(name: Name, sentence: str, 
     assert str(mismatch.value).startswith(f"sglang 0.5.24: {sentence}; sglang-dflash ")
 
 
+def test_metrics_are_started_where_sglang_reports_its_own(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:
+    monkeypatch.setattr(plugin, "METRICS", [Name("sglang.bag", "Bag", "given")])
+    plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=False))
+    with pytest.raises(HostMismatch, match="Bag has no member 'given'"):
+        plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
+
+
 def test_old_names_set_what_the_new_names_set() -> None:
     parser = ArgumentParser()
     parser.add_argument("--speculative-draft-window-size", type=int)
