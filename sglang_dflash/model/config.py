@@ -141,7 +141,8 @@ class DraftConfig:
             raise ValueError(f"{path}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
-        """The config.json that SGLang and `from_json` read."""
+        """The config.json that SGLang, vLLM and `from_json` read."""
+        theta = self.rope_parameters["rope_theta"]
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -157,6 +158,8 @@ class DraftConfig:
             "attention_bias": self.attention_bias,
             "max_position_embeddings": self.max_position_embeddings,
             "rope_parameters": dict(self.rope_parameters),
+            # Transformers 4 lets this field, 10,000 unless it is given, win over rope_parameters.
+            **({} if theta == 10_000 else {"rope_theta": theta}),
             "layer_types": list(self.layer_types),
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,

@@ -1,26 +1,34 @@
 """Command line of the trainer.
 
     python -m sglang_dflash.train draft --target PATH --data FILE --out DIR
+    torchrun --nproc-per-node 8 -m sglang_dflash.train draft --target PATH --data FILE --out DIR
+    python -m sglang_dflash.train chats --out FILE
     python -m sglang_dflash.train tiny [--kind hybrid|dense] [--out DIR]
 
 A run that was interrupted goes on where it stopped when the same command is given again.
 """
 
 import argparse
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.train.draft import draft_config_for, train_draft
+from sglang_dflash.train import corpus
+from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
+from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.loop import Recipe
+from sglang_dflash.train.ranks import joined
 from sglang_dflash.train.text import Batches, read_documents
 from sglang_dflash.train.tiny import DRAFT_RECIPES, load_pair, make_pair, measure
 from sglang_dflash.train.tiny_target import RECIPES, make_tokenizer
+from sglang_dflash.train.tokens import text_digest
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def layer_ids(text: str) -> tuple[int, ...]:
@@ -31,25 +39,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m sglang_dflash.train", description="Train DFlash drafts.")
     commands = parser.add_subparsers(dest="command", required=True)
     shows_defaults = argparse.ArgumentDefaultsHelpFormatter
+    add_draft_options(commands.add_parser("draft", help="train a draft for a target", formatter_class=shows_defaults))
 
-    draft = commands.add_parser("draft", help="train a draft for a target", formatter_class=shows_defaults)
-    draft.add_argument("--target", required=True, help="folder or hub name of the target, with its tokenizer")
-    draft.add_argument("--data", type=Path, required=True, help=".txt, or .jsonl of text, prompt/response or messages")
-    draft.add_argument("--out", type=Path, required=True, help="folder for the draft and the checkpoint of the run")
-    draft.add_argument("--layers", type=int, default=5, help="layers of the draft")
-    draft.add_argument("--block-size", type=int, default=16, help="tokens of a block, the anchor included")
-    draft.add_argument("--target-layer-ids", type=layer_ids, help="e.g. 1,9,17,25,33; default: spread evenly")
-    draft.add_argument("--mask-token-id", type=int, help="default: the tokenizer's mask token")
-    draft.add_argument("--steps", type=int, default=10_000)
-    draft.add_argument("--learning-rate", type=float, default=6e-4)
-    draft.add_argument("--warmup-steps", type=int, default=400)
-    draft.add_argument("--rows", type=int, default=4, help="documents per step")
-    draft.add_argument("--max-length", type=int, default=1024, help="tokens of a document; more are cut off")
-    draft.add_argument("--anchors", type=int, default=64, help="blocks per document")
-    draft.add_argument("--gamma", type=float, help="decay of the loss along the block; default: the paper's")
-    draft.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    draft.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the target and of the saved draft")
-    draft.add_argument("--seed", type=int, default=0)
+    chats = commands.add_parser(
+        "chats", help="write conversations of the kind the tiny pair knows", formatter_class=shows_defaults
+    )
+    chats.add_argument("--out", type=Path, required=True, help=".jsonl to write")
+    chats.add_argument("--lines", type=int, default=2000)
+    chats.add_argument("--seed", type=int, default=0)
 
     tiny = commands.add_parser("tiny", help="make the tiny pair from nothing", formatter_class=shows_defaults)
     tiny.add_argument("--out", type=Path, default=Path("tiny"), help="folder for target/ and draft/")
@@ -61,6 +58,39 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_draft_options(draft: argparse.ArgumentParser) -> None:
+    draft.add_argument("--target", required=True, help="folder or hub name of the target, with its tokenizer")
+    draft.add_argument("--data", type=Path, required=True, help=".txt, or .jsonl of text, prompt/response or messages")
+    draft.add_argument("--out", type=Path, required=True, help="folder for the draft, the checkpoint and the log")
+
+    shape = draft.add_argument_group("the draft")
+    shape.add_argument("--layers", type=int, default=5, help="layers of the draft")
+    shape.add_argument("--block-size", type=int, default=16, help="tokens of a block, the anchor included")
+    shape.add_argument("--target-layer-ids", type=layer_ids, help="e.g. 1,9,17,25,33; default: spread evenly")
+    shape.add_argument("--mask-token-id", type=int, help="default: the tokenizer's mask token")
+
+    course = draft.add_argument_group("the training")
+    course.add_argument("--steps", type=int, default=10_000)
+    course.add_argument("--learning-rate", type=float, default=6e-4)
+    course.add_argument("--warmup-steps", type=int, default=400)
+    course.add_argument("--rows", type=int, default=4, help="documents per step, shared among the processes")
+    course.add_argument("--max-length", type=int, default=1024, help="tokens of a document; a longer one is cut up")
+    course.add_argument("--anchors", type=int, default=64, help="blocks per document")
+    course.add_argument("--gamma", type=float, help="decay of the loss along the block; default: the paper's")
+    course.add_argument("--seed", type=int, default=0)
+    course.add_argument("--cache", type=Path, help="folder that keeps the target's features; default: none are kept")
+    course.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    course.add_argument(
+        "--dtype", choices=DTYPES, default="bf16", help="of the target, the forward and the saved draft; weights: fp32"
+    )
+
+    watch = draft.add_argument_group("what is written meanwhile")
+    watch.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+    watch.add_argument("--report-every", type=int, default=100, help="steps between evaluations")
+    watch.add_argument("--eval-prompts", type=int, default=8, help="held-out prompts that are answered")
+    watch.add_argument("--eval-tokens", type=int, default=64, help="tokens of each answer")
+
+
 def run_draft(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     mask_token_id = tokenizer.mask_token_id if args.mask_token_id is None else args.mask_token_id
@@ -69,27 +99,74 @@ def run_draft(args: argparse.Namespace) -> None:
     pad_id = mask_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     documents = read_documents(args.data, tokenizer, args.max_length)
     batches = Batches(documents, n_rows=args.rows, pad_id=pad_id, seed=args.seed)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype=DTYPES[args.dtype]).to(args.device)
-    config = draft_config_for(
-        target,
-        n_layers=args.layers,
-        block_size=args.block_size,
-        mask_token_id=mask_token_id,
-        target_layer_ids=args.target_layer_ids,
-    )
-    recipe = Recipe(steps=args.steps, learning_rate=args.learning_rate, warmup_steps=args.warmup_steps)
-    train_draft(
-        target,
-        config,
+    data = Data(
         batches.at,
-        recipe,
-        held_out=batches.held_out,
-        out=args.out,
-        n_anchors=args.anchors,
-        gamma=args.gamma,
-        seed=args.seed,
+        batches.held_out,
+        batches.prompts(args.eval_prompts),
+        facts={"text": text_digest(documents), "rows": args.rows},
     )
-    print(f"saved {args.out}")
+    with joined(args.device) as (ranks, device):
+        if args.rows % ranks.n:
+            raise ValueError(
+                f"--rows {args.rows} cannot be shared evenly by {ranks.n} processes; give a multiple of {ranks.n}"
+            )
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=DTYPES[args.dtype])
+        torch.nn.Module.to(target, device)
+        config = draft_config_for(
+            target,
+            n_layers=args.layers,
+            block_size=args.block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=args.target_layer_ids,
+        )
+        cache = FeatureCache(args.cache, documents, target, config.target_layer_ids) if args.cache else None
+        if ranks.is_first:
+            print(plan(args, batches))
+            if cache:
+                cache.prepare(say=print)
+        ranks.wait()
+        if cache:
+            cache.fill(ranks)
+        train_draft(
+            target,
+            config,
+            data,
+            recipe_of(args),
+            out=args.out,
+            settings=Settings(args.anchors, args.gamma, args.seed, args.eval_tokens),
+            read=cache.read if cache else None,
+            ranks=ranks,
+        )
+        if ranks.is_first:
+            print(f"saved {args.out}")
+
+
+def plan(args: argparse.Namespace, batches: Batches) -> str:
+    n_tokens = sum(len(document.ids) for document in batches.documents)
+    n_epochs = args.steps * args.rows / len(batches.trained_documents)
+    return (
+        f"{len(batches.documents):,} documents of {n_tokens:,} tokens, {len(batches.held_out_documents)} held out; "
+        f"{args.steps:,} steps of {args.rows} documents read the others {n_epochs:.1f} times"
+    )
+
+
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    return Recipe(
+        steps=args.steps,
+        learning_rate=args.learning_rate,
+        warmup_steps=args.warmup_steps,
+        save_every=args.save_every,
+        report_every=args.report_every,
+    )
+
+
+def run_chats(args: argparse.Namespace) -> None:
+    random = Random(args.seed)
+    with args.out.open("w") as file:
+        for _ in range(args.lines):
+            exchange = corpus.draw(random)
+            turns = (("user", exchange.prompt), ("assistant", exchange.answer))
+            file.write(json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]}) + "\n")
 
 
 def run_tiny(args: argparse.Namespace) -> None:
@@ -105,7 +182,7 @@ def run_tiny(args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     try:
-        {"draft": run_draft, "tiny": run_tiny}[args.command](args)
+        {"draft": run_draft, "chats": run_chats, "tiny": run_tiny}[args.command](args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

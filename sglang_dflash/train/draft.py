@@ -1,70 +1,148 @@
 """Train a DFlash draft for a target: the target reads, the draft learns to guess what it will say.
 
+In bf16 (a bf16 target) the forward computes in bf16 while weights, gradients and moments stay fp32, so that no step is
+too small to count; the draft is saved in the target's dtype.
+
 Knows neither where the rows come from nor what becomes of the draft.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from sglang_dflash.model.config import FULL, DraftConfig
 from sglang_dflash.model.draft import DraftModel
+from sglang_dflash.model.generate import Options
 from sglang_dflash.model.target import check_pair
-from sglang_dflash.train.loop import Recipe, train
+from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving, stop_token_ids
+from sglang_dflash.train.features import Read, read_rows, weights_digest
+from sglang_dflash.train.loop import Recipe, Report, train
 from sglang_dflash.train.objective import (
     Blocks,
     block_logits,
     block_loss,
     default_gamma,
     make_blocks,
-    mean_committed,
     random_anchors,
-    read_rows,
 )
+from sglang_dflash.train.ranks import ALONE, Ranks
 from sglang_dflash.train.tokens import Rows
 
 RowsAt = Callable[[int], Rows]  # the batch of a step; must depend on the step alone
 
 
+class Data(NamedTuple):
+    """What a draft learns from, and what it is checked with."""
+
+    rows_at: RowsAt
+    held_out: Sequence[Rows]
+    prompts: Sequence[torch.Tensor]  # int64 [1, tokens], from text that is held out too
+    facts: dict[str, Any]  # what the rows depend on
+
+
 @dataclass(frozen=True)
+class Settings:
+    """How a draft learns from its data."""
+
+    n_anchors: int = 32  # blocks per row
+    gamma: float | None = None  # decay of the weights along the block, in slots; None: the paper's for this block size
+    seed: int = 0
+    eval_tokens: int = 64  # of each answer in which acceptance is counted
+
+
+class BlockLogits(nn.Module):
+    """The draft's part of a training step as one forward, which is what DistributedDataParallel can wrap."""
+
+    def __init__(self, draft: DraftModel) -> None:
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        return block_logits(self.draft, target, features_RLC, blocks)
+
+
 class DraftRun:
     """One draft in training: everything but the data."""
 
-    draft: DraftModel
-    target: PreTrainedModel
-    n_anchors: int  # per row
-    gamma: float
-    seed: int
+    def __init__(
+        self, draft: DraftModel, target: PreTrainedModel, settings: Settings, *, read: Read, ranks: Ranks = ALONE
+    ) -> None:
+        self.draft = draft
+        self.target = target
+        self.settings = settings
+        self.gamma = settings.gamma or default_gamma(draft.config.block_size)
+        self.read = read
+        self.ranks = ranks
+        self.block_logits = BlockLogits(draft)
+        self.shared_logits = DistributedDataParallel(self.block_logits) if ranks.n > 1 else self.block_logits
 
-    def blocks(self, rows: Rows, anchor_seed: str) -> tuple[torch.Tensor, Blocks]:
-        """The target's features of the rows, [R, L, C], and random blocks to guess in them."""
+    def blocks(self, rows: Rows, anchor_RA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
+        """The target's choices and features of the rows, and the blocks to guess in them, on the target's device."""
+        rows = rows.to(self.target.device)
+        choices_RL, features_RLC = self.read(rows)
         config = self.draft.config
-        choices_RL, features_RLC = read_rows(self.target, rows, config.target_layer_ids)
-        generator = torch.Generator().manual_seed(Random(anchor_seed).getrandbits(63))
-        anchor_RA = random_anchors(rows.is_response_RL, self.n_anchors, generator)
-        block_size, mask = config.block_size, config.mask_token_id
-        return features_RLC, make_blocks(rows, choices_RL, anchor_RA, block_size=block_size, mask_token_id=mask)
+        blocks = make_blocks(
+            rows,
+            choices_RL,
+            anchor_RA.to(self.target.device),
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+        )
+        return choices_RL, features_RLC, blocks
 
-    def logits(self, features_RLC: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-        """The draft's logits at the valid labels; a bf16 target is answered in bf16, with fp32 weights kept."""
+    def anchors(self, rows: Rows, seed: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(Random(seed).getrandbits(63))
+        return random_anchors(rows.is_response_RL, self.settings.n_anchors, generator)
+
+    def autocast(self) -> torch.autocast:
+        """A bf16 target is answered in bf16."""
         half = self.target.dtype == torch.bfloat16
-        with torch.autocast(self.draft.device.type, torch.bfloat16, enabled=half):
-            return block_logits(self.draft, self.target, features_RLC, blocks)
+        return torch.autocast(self.draft.device.type, torch.bfloat16, enabled=half)
 
     def loss(self, rows: Rows, step: int) -> torch.Tensor:
-        features_RLC, blocks = self.blocks(rows, f"{self.seed}/{step}")
-        return block_loss(self.logits(features_RLC, blocks), blocks, self.gamma)
+        """This process's part of the loss of a whole batch: the mean over processes is the loss.
+
+        rows: the whole batch, on the CPU. Each process takes its share of it, and of the anchors drawn for all of it.
+        """
+        anchor_RA = self.anchors(rows, f"{self.settings.seed}/{step}")
+        rank, n = self.ranks.rank, self.ranks.n
+        _, features_RLC, blocks = self.blocks(rows.share(rank, n), anchor_RA[rank::n])
+        with self.autocast():
+            logits = self.shared_logits(self.target, features_RLC, blocks)
+            loss, weight = block_loss(logits, blocks, self.gamma)
+        return loss * n / self.ranks.total(weight).clamp(min=1e-9)
 
     @torch.no_grad()
-    def report(self, rows: Rows) -> str:
-        features_RLC, blocks = self.blocks(rows, "report")
-        logits = self.logits(features_RLC, blocks)
-        loss, committed = block_loss(logits, blocks, self.gamma), mean_committed(logits, blocks)
-        return f"held out: loss {loss:.4f}, committed per step {committed:.2f}"
+    def report(self, data: Data) -> Report:
+        """Loss and acceptance on text that is held out, each process reading its share of it."""
+        self.draft.eval()
+        device, mine = self.target.device, slice(self.ranks.rank, None, self.ranks.n)
+        sums, agreeing = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+        for rows in data.held_out[mine]:
+            choices_RL, features_RLC, blocks = self.blocks(rows, self.anchors(rows, "report"))
+            with self.autocast():
+                logits = self.block_logits(self.target, features_RLC, blocks)
+                sums += torch.stack(block_loss(logits, blocks, self.gamma))
+            agreeing += n_agreeing(rows.to(device), choices_RL)
+        options = Options(max_new_tokens=self.settings.eval_tokens, stop_token_ids=stop_token_ids(self.target))
+        counted = self.ranks.total(n_surviving(self.draft, self.target, data.prompts[mine], options))
+        loss, weight = self.ranks.total(sums).tolist()
+        agrees, asked = self.ranks.total(agreeing).tolist()
+        accepted = acceptance(counted)
+        return {
+            "held_out_loss": loss / max(weight, 1e-9),
+            "target_agrees": agrees / max(asked, 1),
+            "tokens_per_step": accepted.tokens_per_step,
+            "accepted_at_slot": accepted.at_slot,
+        }
 
 
 def draft_config_for(
@@ -78,6 +156,7 @@ def draft_config_for(
     """A draft shaped like the target's own layers, all of them full attention.
 
     target_layer_ids: None spreads one feature layer per draft layer over the target, the last layer left out.
+    Raises ValueError when the target has no such layers, or no such mask token.
     """
     text = target.config.get_text_config()
     fields = text.to_dict()
@@ -85,7 +164,7 @@ def draft_config_for(
     n_target = text.num_hidden_layers
     last = n_target - 2
     spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
-    return DraftConfig(
+    config = DraftConfig(
         hidden_size=text.hidden_size,
         num_hidden_layers=n_layers,
         num_attention_heads=text.num_attention_heads,
@@ -104,45 +183,61 @@ def draft_config_for(
         rms_norm_eps=text.rms_norm_eps,
         max_position_embeddings=text.max_position_embeddings,
     )
+    check_pair(config, target)
+    return config
 
 
 def train_draft(
     target: PreTrainedModel,
     config: DraftConfig,
-    rows_at: RowsAt,
+    data: Data,
     recipe: Recipe,
     *,
-    held_out: Rows,
     out: Path,
-    n_anchors: int = 32,
-    gamma: float | None = None,
-    seed: int = 0,
+    settings: Settings,
+    read: Read | None = None,
+    ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> DraftModel:
     """Train a draft, resuming what `out` holds, and save it there in the target's dtype; returns it in fp32.
 
-    gamma: decay of the weights along the block, in slots; None takes the paper's for this block size.
-    Raises ValueError when config and target do not fit.
+    read: where choices and features come from; None asks the target anew in every step.
+    Raises ValueError when `out` holds another run.
     """
-    check_pair(config, target)
-    torch.manual_seed(seed)
+    torch.manual_seed(settings.seed)
     target.requires_grad_(False).eval()
     draft = initialised(DraftModel(config)).to(target.device)
-    run = DraftRun(draft, target, n_anchors, gamma or default_gamma(config.block_size), seed)
+    run = DraftRun(
+        draft,
+        target,
+        settings,
+        read=read or partial(read_rows, target, layer_ids=config.target_layer_ids),
+        ranks=ranks,
+    )
     out.mkdir(parents=True, exist_ok=True)
-
-    def report() -> str:
-        draft.eval()
-        return run.report(held_out.to(target.device))
-
-    def loss_at(step: int) -> torch.Tensor:
-        return run.loss(rows_at(step).to(target.device), step)
-
-    checkpoint = out / "checkpoint.pt"
-    train(draft, loss_at, recipe, checkpoint=checkpoint, name="draft", report=report, stop_after=stop_after)
-    saved = DraftModel(config).to(target.dtype)
-    saved.load_state_dict(draft.state_dict())
-    saved.save_pretrained(out)
+    train(
+        draft,
+        lambda step: run.loss(data.rows_at(step), step),
+        recipe,
+        folder=out,
+        name="draft",
+        report=lambda: run.report(data),
+        facts=data.facts
+        | {
+            "target": weights_digest(target),
+            "draft": config.to_json(),
+            "n_anchors": settings.n_anchors,
+            "gamma": run.gamma,
+            "seed": settings.seed,
+        },
+        ranks=ranks,
+        stop_after=stop_after,
+    )
+    if ranks.is_first:
+        saved = DraftModel(config).to(target.dtype)
+        saved.load_state_dict(draft.state_dict())
+        saved.save_pretrained(out)
+    ranks.wait()
     return draft
 
 

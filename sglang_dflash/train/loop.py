@@ -1,21 +1,32 @@
 """One training loop for targets and drafts: AdamW, warm-up and cosine, checkpoints that resume exactly, a progress bar.
 
 Whatever is random at step s must be drawn from a generator seeded with (seed, s). The loop then keeps no generator
-state, and a run that was interrupted ends with the same weights as one that was not.
+state, and a run that was interrupted is, step for step, the one that was not: same weights, same log.
+
+Weights and moments are fp32, also where the forward computes in bf16. With several processes the caller's loss sees to
+the gradients (DistributedDataParallel); here only the first one writes and prints.
 
 Knows nothing of what is trained: it is given a module and a function from the step to its loss.
 """
 
+import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
+
+from sglang_dflash.train.ranks import ALONE, Ranks
+
+Report = Mapping[str, float | list[float]]
+
+CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,11 @@ class Recipe:
     def total_steps(self) -> int:
         return sum(steps for steps, _ in self.cycles)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the weights depend on."""
+        return {name: value for name, value in asdict(self).items() if name not in ("save_every", "report_every")}
+
 
 def learning_rate(recipe: Recipe, step: int) -> float:
     """Within a cycle, linear warm-up times a cosine from 1 to `final_rate`; `step` counts from 0."""
@@ -63,41 +79,61 @@ def adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
-class Checkpoint:
-    """The state of an interrupted run, in one file that is replaced whole."""
+@dataclass
+class Run:
+    """The state of a run between two steps; `step` is the next one."""
 
-    def __init__(self, path: Path, recipe: Recipe) -> None:
-        self.path = path
-        self.recipe = asdict(recipe)
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int
+    losses: list[float]  # since the last report
 
-    def save(self, step: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        partial = self.path.with_suffix(".partial")
+    def save(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Write one file, replaced whole."""
+        partial = path.with_suffix(".partial")
         state = {
-            "step": step,
-            "recipe": self.recipe,
-            "module": module.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "facts": dict(facts),
+            "step": self.step,
+            "losses": self.losses,
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
         }
         torch.save(state, partial)
-        os.replace(partial, self.path)
+        os.replace(partial, path)
 
-    def load(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Restore module and optimizer in place and return the next step: 0 where nothing was saved.
+    def load(self, path: Path, facts: Mapping[str, Any]) -> None:
+        """Take over what `path` holds, if it exists.
 
-        Raises ValueError when the file was written under another recipe.
+        Raises ValueError when it was written by a run with other facts.
         """
-        if not self.path.exists():
-            return 0
-        device = next(module.parameters()).device
-        state = torch.load(self.path, map_location=device, weights_only=True)
-        if state["recipe"] != self.recipe:
+        if not path.exists():
+            return
+        device = next(self.module.parameters()).device
+        state = torch.load(path, map_location=device, weights_only=True)
+        names = facts.keys() | state["facts"].keys()
+        found, wanted = ({name: of.get(name, "unset") for name in names} for of in (state["facts"], facts))
+        other = [f"{name} {found[name]}, now {wanted[name]}" for name in sorted(names) if found[name] != wanted[name]]
+        if other:
             raise ValueError(
-                f"{self.path} was written under another recipe ({state['recipe']}, now {self.recipe}); "
+                f"{path} was written by another run ({'; '.join(other)}); "
                 "repeat the old options to resume, or delete the file to start again"
             )
-        module.load_state_dict(state["module"])
-        optimizer.load_state_dict(state["optimizer"])
-        return state["step"]
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.losses = state["step"], state["losses"]
+
+
+class Log:
+    """One line of JSON per report; lines of steps that a resumed run will take again are dropped."""
+
+    def __init__(self, path: Path, n_steps_done: int) -> None:
+        self.path = path
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= n_steps_done))
+
+    def add(self, report: Mapping[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(report) + "\n")
 
 
 def train(
@@ -105,46 +141,66 @@ def train(
     loss_at: Callable[[int], torch.Tensor],
     recipe: Recipe,
     *,
-    checkpoint: Path,
+    folder: Path,
     name: str,
-    report: Callable[[], str] | None = None,
+    report: Callable[[], Report] = dict,
+    facts: Mapping[str, Any] | None = None,
+    ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> None:
-    """Train `module` in place by `recipe`, resuming from `checkpoint` when it exists.
+    """Train `module` in place by `recipe`, resuming from the checkpoint in `folder` when there is one.
 
     loss_at: step -> scalar loss whose gradient reaches the module; a pure function of the step and the weights.
-    report: called every `recipe.report_every` steps and at the end; its text is printed behind the loss.
+    report: called every `recipe.report_every` steps and at the end; its numbers are printed and logged.
+    facts: what else the run depends on, of plain types; a checkpoint made with others is refused.
+    ranks: each process has its loss; their mean is the batch's.
     stop_after: stop at this step, checkpoint written, as an interruption would (the schedule stays the recipe's).
     """
-    optimizer = adamw(module, recipe)
-    saved = Checkpoint(checkpoint, recipe)
-    first, last = saved.load(module, optimizer), min(recipe.total_steps, stop_after or recipe.total_steps)
-    console, losses = Console(highlight=False), []
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    run = Run(module, adamw(module, recipe), step=0, losses=[])
+    checkpoint, facts = folder / CHECKPOINT, recipe.facts | dict(facts or {})
+    run.load(checkpoint, facts)
+    ranks.wait()  # until all have read it
+    log = Log(folder / LOG, run.step) if ranks.is_first else None
+    last = min(recipe.total_steps, stop_after or recipe.total_steps)
+    console = Console(highlight=False, quiet=not ranks.is_first)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     module.train()
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(name, total=recipe.total_steps, completed=first)
-        for step in range(first, last):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(recipe, step)
-            loss = loss_at(step)
-            loss.backward()
-            nn.utils.clip_grad_norm_(module.parameters(), recipe.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            progress.update(bar, completed=step + 1)
-            if (step + 1) % recipe.save_every == 0 or step + 1 == last:
-                saved.save(step + 1, module, optimizer)
-            if (step + 1) % recipe.report_every == 0 or step + 1 == last:
-                shown = report() if report else ""
-                console.print(f"{name} step {step + 1} loss {sum(losses) / len(losses):.4f} {shown}")
-                losses.clear()
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as progress:
+        bar = progress.add_task(name, total=recipe.total_steps, completed=run.step)
+        while run.step < last:
+            run.losses.append(take_step(run, loss_at, recipe, ranks))
+            progress.update(bar, completed=run.step)
+            if run.step % recipe.report_every == 0 or run.step == recipe.total_steps:
+                numbers = {"step": run.step, "loss": sum(run.losses) / len(run.losses), **report()}
+                console.print(f"{name} {shown(numbers)}")
+                if log:
+                    log.add(numbers)
+                run.losses.clear()
                 module.train()
+            if ranks.is_first and (run.step % recipe.save_every == 0 or run.step == last):
+                run.save(checkpoint, facts)
     module.eval()
+
+
+def take_step(run: Run, loss_at: Callable[[int], torch.Tensor], recipe: Recipe, ranks: Ranks) -> float:
+    """One update of the weights; returns the loss of the whole batch."""
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(recipe, run.step)
+    loss = loss_at(run.step)
+    loss.backward()
+    nn.utils.clip_grad_norm_(run.module.parameters(), recipe.max_grad_norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.step += 1
+    return ranks.total(loss).item() / ranks.n
+
+
+def shown(report: Mapping[str, int | float | list[float]]) -> str:
+    """`step 100 · loss 1.2345 · accepted_at_slot .91 .80`"""
+    parts = []
+    for name, value in report.items():
+        if isinstance(value, list):
+            parts.append(f"{name} {' '.join(f'{v:.2f}'.removeprefix('0') for v in value)}")
+        else:
+            parts.append(f"{name} {value}" if isinstance(value, int) else f"{name} {value:.4f}")
+    return " · ".join(parts)

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import draft_logits
-from sglang_dflash.model.target import target_features
 from sglang_dflash.train.tokens import Rows
 
 
@@ -66,13 +65,6 @@ def make_blocks(
     return Blocks(anchor_RA, tokens_RAN, labels_RAD, is_valid_RAD)
 
 
-@torch.no_grad()
-def read_rows(target: PreTrainedModel, rows: Rows, layer_ids: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """One pass of the target: its choice after each token, int64 [R, L], and the features, [R, L, C]."""
-    out = target(input_ids=rows.ids_RL, use_cache=False, output_hidden_states=True)
-    return out.logits.argmax(-1), target_features(out.hidden_states, layer_ids)
-
-
 def block_logits(
     draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks
 ) -> torch.Tensor:
@@ -83,21 +75,13 @@ def block_logits(
     return draft_logits(hidden_RANH[:, :, 1:][blocks.is_valid_RAD], target)
 
 
-def block_loss(logits: torch.Tensor, blocks: Blocks, gamma: float) -> torch.Tensor:
-    """Cross entropy with the labels, averaged with weights that decay along the block. Scalar, fp32."""
+def block_loss(logits: torch.Tensor, blocks: Blocks, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy with the labels, weighed by slot and summed, and the sum of the weights. Scalars, fp32.
+
+    Their quotient is the loss; several processes add up both before they divide.
+    """
     D = blocks.labels_RAD.shape[-1]
     decay_D = torch.exp(-torch.arange(D, device=logits.device) / gamma)
     weight = decay_D.expand_as(blocks.labels_RAD)[blocks.is_valid_RAD]
     loss = F.cross_entropy(logits.float(), blocks.labels_RAD[blocks.is_valid_RAD], reduction="none")
-    return (loss * weight).sum() / weight.sum().clamp(min=1e-9)
-
-
-def mean_committed(logits: torch.Tensor, blocks: Blocks) -> float:
-    """Tokens a step would commit, averaged over the anchors that have a label: right guesses in a row, and one more.
-
-    Where the text ends or the target leaves it, guesses past the last valid label are counted as wrong.
-    """
-    is_right_RAD = torch.zeros_like(blocks.is_valid_RAD)
-    is_right_RAD[blocks.is_valid_RAD] = logits.argmax(-1) == blocks.labels_RAD[blocks.is_valid_RAD]
-    committed_RA = is_right_RAD.long().cumprod(-1).sum(-1) + 1
-    return committed_RA[blocks.is_valid_RAD[..., 0]].float().mean().item()
+    return (loss * weight).sum(), weight.sum()

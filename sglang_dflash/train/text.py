@@ -10,10 +10,12 @@ Knows tokenizers, not models.
 
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from sglang_dflash.train.tokens import Rows, Tokens, stacked
@@ -50,24 +52,38 @@ class Batches:
     """Batches of documents in an order that depends on the seed alone; some documents are kept for checking."""
 
     def __init__(self, documents: list[Tokens], *, n_rows: int, pad_id: int, seed: int) -> None:
-        shuffled = Random(seed).sample(documents, len(documents))
+        shuffled = Random(seed).sample(range(len(documents)), len(documents))
         n_held_out = max(1, min(32, len(documents) // 16))
-        self.held_out = padded(shuffled[:n_held_out], pad_id)
-        self.documents = shuffled[n_held_out:]
+        self.documents = documents
+        self.held_out_documents, self.trained_documents = shuffled[:n_held_out], shuffled[n_held_out:]
         self.n_rows = n_rows
         self.pad_id = pad_id
         self.seed = seed
+        self.order_of = lru_cache(maxsize=2)(self._order_of)  # a batch may reach into the next epoch
 
     def at(self, step: int) -> Rows:
         """The batch of a step; every epoch shows every document once, in a new order."""
-        first = step * self.n_rows
-        return padded([self._document(i) for i in range(first, first + self.n_rows)], self.pad_id)
+        first, n = step * self.n_rows, len(self.trained_documents)
+        return self._rows([self.order_of(i // n)[i % n] for i in range(first, first + self.n_rows)])
 
-    def _document(self, i: int) -> Tokens:
-        epoch, place = divmod(i, len(self.documents))
-        order = list(range(len(self.documents)))
+    @property
+    def held_out(self) -> list[Rows]:
+        """The documents that are not trained on, in batches like the others."""
+        every = range(0, len(self.held_out_documents), self.n_rows)
+        return [self._rows(self.held_out_documents[first : first + self.n_rows]) for first in every]
+
+    def prompts(self, n: int) -> list[torch.Tensor]:
+        """The prompts of up to `n` documents that are not trained on, int64 [1, tokens] each."""
+        return [torch.tensor([self.documents[i].prompt]) for i in self.held_out_documents[:n]]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        order = list(self.trained_documents)
         Random(f"{self.seed}/{epoch}").shuffle(order)
-        return self.documents[order[place]]
+        return order
+
+    def _rows(self, chosen: list[int]) -> Rows:
+        rows = padded([self.documents[i] for i in chosen], self.pad_id)
+        return rows._replace(document_R=torch.tensor(chosen))
 
 
 def padded(documents: list[Tokens], pad_id: int) -> Rows:

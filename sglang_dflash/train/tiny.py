@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.train import corpus
-from sglang_dflash.train.draft import draft_config_for, train_draft
+from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tiny_target import END, MASK, RECIPES, Kind, chat_rows, make_tokenizer, rows_at, train_target
 
@@ -53,15 +53,14 @@ def make_pair(
     config = draft_config_for(
         target, n_layers=N_DRAFT_LAYERS, block_size=BLOCK_SIZE, mask_token_id=MASK, target_layer_ids=TARGET_LAYER_IDS
     )
-    draft = train_draft(
-        target,
-        config,
-        lambda step: rows_at(tokenizer, seed + 1, step),
-        draft_recipe or DRAFT_RECIPES[kind],
-        held_out=chat_rows(tokenizer, "held out", (8, 256), held_out=True),
-        out=out / "draft",
-        seed=seed,
+    data = Data(
+        rows_at=lambda step: rows_at(tokenizer, seed + 1, step),
+        held_out=[chat_rows(tokenizer, "held out", (8, 256), held_out=True)],
+        prompts=[prompt for _, prompt in held_out_prompts(tokenizer, 1)],
+        facts={},
     )
+    recipe = draft_recipe or DRAFT_RECIPES[kind]
+    draft = train_draft(target, config, data, recipe, out=out / "draft", settings=Settings(seed=seed, eval_tokens=32))
     draft.to(torch.bfloat16).save_pretrained(out / "draft")
 
 

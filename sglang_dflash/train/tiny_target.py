@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from sglang_dflash.train import corpus
-from sglang_dflash.train.loop import Recipe, train
+from sglang_dflash.train.loop import Recipe, Report, train
 from sglang_dflash.train.tokens import Rows, Tokens, packed, stacked
 
 Kind = Literal["hybrid", "dense"]
@@ -153,18 +153,17 @@ def train_target(kind: Kind, out: Path, recipe: Recipe, seed: int = 0) -> None:
     }
 
     @torch.no_grad()
-    def report() -> str:
+    def report() -> Report:
         target.eval()
-        shown = []
+        numbers: dict[str, float] = {}
         for length, rows in held_out.items():
             loss_RL, right_RL = token_losses(target, rows)
             said_RL = rows.is_response_RL[:, 1:]
-            shown.append(
-                f"held out at {length}: {loss_RL[said_RL].mean():.4f}, top-1 {right_RL[said_RL].float().mean():.4f}"
-            )
-        return " | ".join(shown)
+            numbers[f"held_out_loss_{length}"] = loss_RL[said_RL].mean().item()
+            numbers[f"top_1_{length}"] = right_RL[said_RL].float().mean().item()
+        return numbers
 
-    train(target, loss_at, recipe, checkpoint=out / "checkpoint.pt", name=f"{kind} target", report=report)
+    train(target, loss_at, recipe, folder=out, name=f"{kind} target", report=report, facts={"seed": seed})
     save_target(target, tokenizer, out)
 
 

@@ -1,6 +1,7 @@
 """`python -m sglang_dflash.train`: a draft for a given target, and one clear error for each bad input."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 
 from sglang_dflash.model import DraftModel
 from sglang_dflash.train.__main__ import main
+from sglang_dflash.train.loop import LOG
 from sglang_dflash.train.tiny_target import make_tokenizer
 
 
@@ -39,8 +41,9 @@ def data(tmp_path):
 
 
 def command(target, data, out, *more) -> list[str]:
-    sizes = "--layers 1 --block-size 4 --rows 2 --anchors 4 --steps 4 --warmup-steps 1 --dtype float32 --device cpu"
-    return ["draft", "--target", str(target), "--data", str(data), "--out", str(out), *sizes.split(), *more]
+    sizes = "--layers 1 --block-size 4 --rows 2 --anchors 4 --steps 4 --warmup-steps 1 --eval-tokens 8"
+    where = ["--target", str(target), "--data", str(data), "--out", str(out)]
+    return ["draft", *where, *sizes.split(), "--dtype", "fp32", "--device", "cpu", *more]
 
 
 def test_a_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer):
@@ -56,14 +59,48 @@ def test_a_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer):
 def test_a_resumed_draft_is_the_uninterrupted_one(target, data, tmp_path, monkeypatch):
     from sglang_dflash.train import __main__ as cli
 
-    assert main(command(target, data, tmp_path / "whole")) == 0
+    assert main(command(target, data, tmp_path / "whole", "--report-every", "1")) == 0
     uncut = cli.train_draft
     monkeypatch.setattr(cli, "train_draft", lambda *args, **options: uncut(*args, **options, stop_after=2))
-    assert main(command(target, data, tmp_path / "cut")) == 0
+    assert main(command(target, data, tmp_path / "cut", "--report-every", "1")) == 0
     monkeypatch.undo()
-    assert main(command(target, data, tmp_path / "cut")) == 0
+    assert main(command(target, data, tmp_path / "cut", "--report-every", "1")) == 0
     whole, cut = (DraftModel.from_pretrained(tmp_path / name).state_dict() for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert (tmp_path / "whole" / LOG).read_text() == (tmp_path / "cut" / LOG).read_text()
+
+
+@pytest.mark.parametrize("more", [["--seed", "1"], ["--anchors", "3"], ["--rows", "1"], ["--max-length", "9"]])
+def test_other_options_do_not_resume(target, data, tmp_path, capsys, more):
+    assert main(command(target, data, tmp_path / "draft", "--steps", "1")) == 0
+    assert main(command(target, data, tmp_path / "draft", "--steps", "1", *more)) == 2
+    assert "was written by another run" in capsys.readouterr().err
+
+
+def test_what_is_watched(target, data, tmp_path, capsys):
+    assert main(command(target, data, tmp_path / "draft")) == 0
+    (line,) = [json.loads(line) for line in (tmp_path / "draft" / LOG).read_text().splitlines()]
+    assert line.keys() == {
+        "step", "loss", "held_out_loss", "target_agrees", "tokens_per_step", "accepted_at_slot",
+    }  # fmt: skip
+    assert line["tokens_per_step"] == pytest.approx(1 + sum(line["accepted_at_slot"]))
+    assert len(line["accepted_at_slot"]) == 3
+    assert "6 documents of " in capsys.readouterr().out
+
+
+def test_a_cache_is_announced_used_and_kept_from_strangers(target, data, tmp_path, tokenizer, capsys):
+    cached = ["--cache", str(tmp_path / "cache")]
+    assert main(command(target, data, tmp_path / "with", *cached)) == 0
+    text, _ = (part["content"] for part in json.loads(data.read_text().splitlines()[0])["messages"])
+    assert text == "Count."
+    said = capsys.readouterr().out
+    assert re.search(r"tokens x \(96 features x 4 bytes \+ 4\) = [\d.]+ kB; .* are free", said)
+    assert main(command(target, data, tmp_path / "without")) == 0
+    drafts = [DraftModel.from_pretrained(tmp_path / name).state_dict() for name in ("with", "without")]
+    for name in drafts[0]:
+        torch.testing.assert_close(drafts[0][name], drafts[1][name], atol=1e-5, rtol=0)
+    assert main(command(target, data, tmp_path / "other", *cached, "--target-layer-ids", "0")) == 2
+    assert "was made for something else (target_layer_ids [2], now [0])" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

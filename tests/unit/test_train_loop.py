@@ -1,10 +1,13 @@
-"""The loop: a run that was interrupted ends with the weights of one that was not."""
+"""The loop: a run that was interrupted is the one that was not."""
+
+import json
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.train.loop import Recipe, adamw, learning_rate, train
+from sglang_dflash.train.loop import CHECKPOINT, LOG, Recipe, adamw, learning_rate, train
 
 RECIPE = Recipe(steps=6, learning_rate=0.1, warmup_steps=2, save_every=2, report_every=3)
 
@@ -22,9 +25,10 @@ def loss_of(module):
     return loss_at
 
 
-def run(path, recipe=RECIPE, **options) -> nn.Module:
+def run(folder, recipe=RECIPE, **options) -> nn.Module:
+    folder.mkdir(exist_ok=True)
     module = make_module()
-    train(module, loss_of(module), recipe, checkpoint=path, name="toy", **options)
+    train(module, loss_of(module), recipe, folder=folder, name="toy", **options)
     return module
 
 
@@ -33,42 +37,65 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 5])
-def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path, stop_after):
-    run(tmp_path / "cut.pt", stop_after=stop_after)
-    assert equal(run(tmp_path / "cut.pt"), run(tmp_path / "whole.pt"))
+def test_an_interrupted_run_is_the_uninterrupted_one_step_for_step(tmp_path, stop_after):
+    """The weights, the optimizer's moments and every line of the log."""
+    run(tmp_path / "cut", stop_after=stop_after)
+    assert equal(run(tmp_path / "cut"), run(tmp_path / "whole"))
+    cut, whole = (torch.load(tmp_path / name / CHECKPOINT, weights_only=True) for name in ("cut", "whole"))
+    torch.testing.assert_close(cut["optimizer"], whole["optimizer"], rtol=0, atol=0)
+    assert (tmp_path / "cut" / LOG).read_text() == (tmp_path / "whole" / LOG).read_text()
 
 
 def test_the_optimizer_s_moments_are_resumed_too(tmp_path):
     """Weights alone are not enough: without the moments the run ends elsewhere."""
-    run(tmp_path / "cut.pt", stop_after=3)
-    state = torch.load(tmp_path / "cut.pt", weights_only=True)
+    run(tmp_path / "cut", stop_after=3)
+    state = torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)
     state["optimizer"]["state"] = {}
-    torch.save(state, tmp_path / "cut.pt")
-    assert not equal(run(tmp_path / "cut.pt"), run(tmp_path / "whole.pt"))
+    torch.save(state, tmp_path / "cut" / CHECKPOINT)
+    assert not equal(run(tmp_path / "cut"), run(tmp_path / "whole"))
+
+
+def test_a_run_killed_between_checkpoints_takes_its_steps_again_and_logs_them_once(tmp_path):
+    """The log is ahead of the checkpoint: its last line is of a step that is taken again."""
+    every = replace(RECIPE, save_every=4, report_every=1)
+    whole = run(tmp_path / "whole", every)
+    run(tmp_path / "cut", every, stop_after=4)
+    with (tmp_path / "cut" / LOG).open("a") as log:
+        log.write('{"step": 5, "loss": 7.0}\n')
+    assert equal(run(tmp_path / "cut", every), whole)
+    assert (tmp_path / "cut" / LOG).read_text() == (tmp_path / "whole" / LOG).read_text()
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
-    first = run(tmp_path / "run.pt")
-    written = (tmp_path / "run.pt").stat().st_mtime_ns
-    assert equal(run(tmp_path / "run.pt"), first)
-    assert (tmp_path / "run.pt").stat().st_mtime_ns == written
+    first = run(tmp_path / "run")
+    written = (tmp_path / "run" / CHECKPOINT).stat().st_mtime_ns
+    assert equal(run(tmp_path / "run"), first)
+    assert (tmp_path / "run" / CHECKPOINT).stat().st_mtime_ns == written
 
 
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
-    run(tmp_path / "run.pt")
-    with pytest.raises(ValueError, match="written under another recipe"):
-        run(tmp_path / "run.pt", Recipe(steps=7, learning_rate=0.1))
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    run(tmp_path / "run", facts={"text": "a"})
+    with pytest.raises(ValueError, match=r"written by another run \(steps 6, now 7; text a, now b\); repeat the old"):
+        run(tmp_path / "run", replace(RECIPE, steps=7), facts={"text": "b"})
+
+
+def test_how_often_it_saves_and_reports_may_change(tmp_path):
+    run(tmp_path / "cut", stop_after=3)
+    assert equal(run(tmp_path / "cut", replace(RECIPE, save_every=1, report_every=1)), run(tmp_path / "whole"))
 
 
 def test_no_partial_file_is_left(tmp_path):
-    run(tmp_path / "run.pt")
-    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+    run(tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [CHECKPOINT, LOG]
 
 
-def test_reports_come_every_so_often_and_at_the_end(tmp_path):
-    reports = []
-    run(tmp_path / "run.pt", Recipe(steps=5, learning_rate=0.1, report_every=2), report=lambda: reports.append(1) or "")
-    assert len(reports) == 3
+def test_reports_come_every_so_often_and_at_the_end(tmp_path, capsys):
+    numbers = {"tokens_per_step": 2.5, "accepted_at_slot": [0.9, 0.6]}
+    run(tmp_path, Recipe(steps=5, learning_rate=0.1, report_every=2), report=lambda: numbers)
+    lines = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    assert all(line.items() >= numbers.items() for line in lines)
+    assert "tokens_per_step 2.5000 · accepted_at_slot .90 .60" in capsys.readouterr().out
 
 
 def test_learning_rate_of_two_cycles():

@@ -10,15 +10,14 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
 from sglang_dflash.model.target import Target
 from sglang_dflash.train.draft import draft_config_for, initialised
+from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.objective import (
     Blocks,
     block_logits,
     block_loss,
     default_gamma,
     make_blocks,
-    mean_committed,
     random_anchors,
-    read_rows,
 )
 from sglang_dflash.train.tokens import Rows
 
@@ -49,7 +48,8 @@ def make_pair(make_target):
 
 def rows(text: str, said: str) -> Rows:
     """Letters are tokens (a = 0); a dot under a letter is a prompt, a bar a response."""
-    return Rows(torch.tensor([[ord(c) - ord("a") for c in text]]), torch.tensor([[c == "|" for c in said]]))
+    ids, is_response = [[ord(c) - ord("a") for c in text]], [[c == "|" for c in said]]
+    return Rows(torch.tensor(ids), torch.tensor(is_response), torch.tensor([-1]))
 
 
 def tokens(text: str) -> list[int]:
@@ -61,7 +61,7 @@ def test_training_sees_what_inference_sees(make_target):
     """Many blocks from one pass over whole rows equal, each, one drafting step after reading only what came before."""
     draft, target = make_pair(make_target)
     draft, target = draft.double(), target.double()
-    batch = Rows(torch.randint(0, MASK, (2, 24)), torch.ones(2, 24, dtype=torch.bool))
+    batch = Rows(torch.randint(0, MASK, (2, 24)), torch.ones(2, 24, dtype=torch.bool), torch.tensor([-1, -1]))
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     anchor_RA = random_anchors(batch.is_response_RL, 6, torch.Generator().manual_seed(0))
     blocks = make_blocks(batch, choices_RL, anchor_RA, block_size=5, mask_token_id=MASK)
@@ -124,31 +124,27 @@ def one_block(n_valid: int) -> Blocks:
 
 
 def test_loss_by_hand():
-    """Right with probability 1/2, 1/4 and 1/8: the average of the log losses, weighed 1, e^-1/2 and e^-1."""
+    """Right with probability 1/2, 1/4 and 1/8: the log losses, weighed 1, e^-1/2 and e^-1, and summed."""
     logits = torch.full((3, 4), float("-inf"))
     for slot, (label, p) in enumerate(((1, 1 / 2), (2, 1 / 4), (3, 1 / 8))):
         logits[slot, label], logits[slot, 0] = math.log(p), math.log(1 - p)
     weights = [1.0, math.exp(-0.5), math.exp(-1.0)]
-    want = sum(w * k for w, k in zip(weights, (1, 2, 3), strict=True)) * math.log(2) / sum(weights)
-    assert block_loss(logits, one_block(3), gamma=2.0).item() == pytest.approx(want, rel=1e-6)
-    assert block_loss(logits[:1], one_block(1), gamma=2.0).item() == pytest.approx(math.log(2), rel=1e-6)
+    want = sum(w * k for w, k in zip(weights, (1, 2, 3), strict=True)) * math.log(2)
+    loss, weight = block_loss(logits, one_block(3), gamma=2.0)
+    assert (loss.item(), weight.item()) == (pytest.approx(want, rel=1e-6), pytest.approx(sum(weights), rel=1e-6))
+    loss, weight = block_loss(logits[:1], one_block(1), gamma=2.0)
+    assert (loss.item(), weight.item()) == (pytest.approx(math.log(2), rel=1e-6), 1)
 
 
 def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient():
     draft, target = make_pair(dense)
-    batch = Rows(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.bool))
+    batch = rows("aaaaaaaa", "........")
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     blocks = make_blocks(batch, choices_RL, torch.tensor([[2]]), block_size=5, mask_token_id=MASK)
-    loss = block_loss(block_logits(draft, target, features_RLC, blocks), blocks, 2.0)
+    loss, weight = block_loss(block_logits(draft, target, features_RLC, blocks), blocks, 2.0)
     loss.backward()
-    assert loss.item() == 0
+    assert (loss.item(), weight.item()) == (0, 0)
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
-
-
-@pytest.mark.parametrize(("guesses", "committed"), [([1, 2, 3], 4), ([1, 2, 0], 3), ([0, 2, 3], 1), ([1, 0, 3], 2)])
-def test_committed_counts_the_right_guesses_in_a_row_and_the_bonus(guesses, committed):
-    logits = torch.nn.functional.one_hot(torch.tensor(guesses), 4).float()
-    assert mean_committed(logits, one_block(3)) == committed
 
 
 def test_the_paper_s_decay():

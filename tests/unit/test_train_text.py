@@ -6,7 +6,7 @@ import pytest
 
 from sglang_dflash.train.text import Batches, padded, read_documents
 from sglang_dflash.train.tiny_target import CHAT_TEMPLATE
-from sglang_dflash.train.tokens import Tokens, packed
+from sglang_dflash.train.tokens import Tokens, packed, text_digest
 
 
 class Letters:
@@ -104,8 +104,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
 def test_every_epoch_shows_every_document_once_in_a_new_order():
     documents = [Tokens([i, i], [True, True]) for i in range(9)]
     batches = Batches(documents, n_rows=2, pad_id=99, seed=1)
-    assert batches.held_out.ids_RL.shape == (1, 2)
-    held_out = batches.held_out.ids_RL[0, 0].item()
+    (kept,) = batches.held_out
+    assert kept.ids_RL.shape == (1, 2)
+    held_out = kept.ids_RL[0, 0].item()
     seen = [i for step in range(8) for i in batches.at(step).ids_RL[:, 0].tolist()]
     first, second = seen[:8], seen[8:]
     assert sorted(first) == sorted(second) == [i for i in range(9) if i != held_out]
@@ -118,6 +119,41 @@ def test_a_batch_depends_on_its_step_alone():
     for step in range(5):
         early.at(step)
     assert early.at(5).ids_RL.tolist() == late.at(5).ids_RL.tolist()
+
+
+def test_a_row_says_which_document_it_is():
+    documents = [Tokens([10 * i] * 2, [True] * 2) for i in range(9)]
+    batches = Batches(documents, n_rows=4, pad_id=99, seed=1)
+    for rows in [*batches.held_out, batches.at(0), batches.at(1)]:
+        assert rows.ids_RL[:, 0].tolist() == [10 * i for i in rows.document_R.tolist()]
+
+
+def test_everything_held_out_is_read_in_batches_as_large_as_the_others():
+    batches = Batches([Tokens([i, i], [True, True]) for i in range(100)], n_rows=4, pad_id=0, seed=1)
+    assert [len(rows.document_R) for rows in batches.held_out] == [4, 2]
+    trained = {i for step in range(24) for i in batches.at(step).document_R.tolist()}
+    assert not trained & {i for rows in batches.held_out for i in rows.document_R.tolist()}
+
+
+def test_a_prompt_ends_where_the_response_begins():
+    assert Tokens([1, 2, 3, 4], [False, False, True, True]).prompt == [1, 2]
+    assert Tokens([1, 2, 3, 4], [True] * 4).prompt == [1, 2]
+    assert Tokens([1, 2, 3], [True] * 3).prompt == [1, 2]
+    batches = Batches([Tokens([i, i, i], [False, True, True]) for i in range(9)], n_rows=2, pad_id=0, seed=1)
+    (prompt,) = batches.prompts(8)
+    assert prompt.tolist() == [[batches.held_out[0].ids_RL[0, 0].item()]]
+
+
+def test_shares_are_disjoint_and_whole():
+    rows = padded([Tokens([i], [True]) for i in range(6)], pad_id=0)
+    assert [rows.share(rank, 3).ids_RL[:, 0].tolist() for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_a_text_s_digest_tells_tokens_responses_and_order():
+    a, b = Tokens([1, 23], [True, True]), Tokens([12, 3], [True, True])
+    texts = [[a], [b], [a, b], [b, a], [a, Tokens([12, 3], [False, True])]]
+    assert len({text_digest(text) for text in texts}) == len(texts)
+    assert text_digest([a, b]) == text_digest([a, b])
 
 
 def test_padding_stands_behind_and_is_no_response():

@@ -1,0 +1,161 @@
+"""What the target says of the training text: its choice after each token, and its features. Computed, or kept on disk.
+
+A cache holds both for every document of a text, so that the target reads each of them once and never again. It
+remembers what it was made from and refuses to serve anything else. An interrupted filling goes on where it stopped.
+
+Knows targets and documents, not drafts.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from hashlib import sha256
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import nn
+from transformers import PreTrainedModel
+
+from sglang_dflash.model.target import target_features
+from sglang_dflash.train.ranks import Ranks
+from sglang_dflash.train.tokens import Rows, Tokens, stacked, text_digest
+
+Reading = tuple[torch.Tensor, torch.Tensor]  # int64 [R, L], the target's choice after each token; features [R, L, C]
+Read = Callable[[Rows], Reading]
+
+FACTS, FEATURES, CHOICES, DONE = "cache.json", "features.bin", "choices.bin", "done.bin"
+
+
+@torch.no_grad()
+def read_rows(target: PreTrainedModel, rows: Rows, layer_ids: Sequence[int]) -> Reading:
+    """One pass of the target over rows on its device."""
+    out = target(input_ids=rows.ids_RL, use_cache=False, output_hidden_states=True)
+    return out.logits.argmax(-1), target_features(out.hidden_states, layer_ids)
+
+
+def weights_digest(module: nn.Module) -> str:
+    """16 hex digits that tell one set of weights from another, from about a thousand values of every tensor."""
+    digest = sha256()
+    for name, parameter in sorted(module.named_parameters()):
+        flat = parameter.detach().flatten()
+        sample = flat[:: max(1, flat.numel() // 1024)].contiguous().cpu()
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class FeatureCache:
+    """Choices and features of documents, in files of `folder` that are mapped, not read, into memory."""
+
+    def __init__(
+        self, folder: Path, documents: Sequence[Tokens], target: PreTrainedModel, layer_ids: Sequence[int]
+    ) -> None:
+        self.folder = folder
+        self.documents = documents
+        self.target = target
+        self.layer_ids = tuple(layer_ids)
+        self.first_of = [0, *accumulate(len(document.ids) for document in documents)]
+        self.feature_size = len(self.layer_ids) * target.config.get_text_config().hidden_size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        n_tokens = self.first_of[-1]
+        return {
+            FEATURES: n_tokens * self.feature_size * self.target.dtype.itemsize,
+            CHOICES: n_tokens * torch.int32.itemsize,
+            DONE: len(self.documents),
+        }
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the contents depend on."""
+        return {
+            "target": weights_digest(self.target),
+            "text": text_digest(self.documents),
+            "target_layer_ids": list(self.layer_ids),
+            "dtype": str(self.target.dtype).removeprefix("torch."),
+        }
+
+    def prepare(self, say: Callable[[str], None]) -> None:
+        """Create the files, or check that those found belong to this target, text and layers.
+
+        Raises ValueError when they do not, or when the disk has no room.
+        """
+        n_bytes, facts = sum(self.sizes.values()), self.facts
+        if (self.folder / FACTS).exists():
+            _check_facts(self.folder, json.loads((self.folder / FACTS).read_text()), facts)
+            say(f"cache {self.folder}: found, {shown_bytes(n_bytes)}")
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        say(
+            f"cache {self.folder}: {self.first_of[-1]:,} tokens x ({self.feature_size:,} features x "
+            f"{self.target.dtype.itemsize} bytes + 4) = {shown_bytes(n_bytes)}; {shown_bytes(free)} are free"
+        )
+        if n_bytes > free:
+            raise ValueError(
+                f"cache {self.folder} needs {shown_bytes(n_bytes)} and {shown_bytes(free)} are free; "
+                "give less text or fewer --target-layer-ids, or train without --cache"
+            )
+        for name, size in self.sizes.items():
+            with (self.folder / name).open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # now, not by a signal in the middle of the filling
+        (self.folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+
+    def fill(self, ranks: Ranks) -> None:
+        """Read the documents that are still missing, each process its share."""
+        features_TC, choices_T, done = self._mapped
+        missing = [i for i in range(ranks.rank, len(self.documents), ranks.n) if not done[i]]
+        for i in track(missing, "target reads", disable=not (ranks.is_first and missing)):
+            rows = stacked([self.documents[i]]).to(self.target.device)
+            choices_1L, features_1LC = read_rows(self.target, rows, self.layer_ids)
+            span = slice(self.first_of[i], self.first_of[i + 1])
+            features_TC[span] = features_1LC[0].cpu()
+            choices_T[span] = choices_1L[0].cpu()
+            done[i] = 1
+        ranks.wait()
+
+    def read(self, rows: Rows) -> Reading:
+        """As `read_rows`, for rows that are whole documents; zeros stand where a row is padded."""
+        features_TC, choices_T, _ = self._mapped
+        features_RLC = torch.zeros(*rows.ids_RL.shape, self.feature_size, dtype=self.target.dtype)
+        choices_RL = torch.zeros(rows.ids_RL.shape, dtype=torch.int64)
+        for r, document in enumerate(rows.document_R.tolist()):
+            span = slice(self.first_of[document], self.first_of[document + 1])
+            features_RLC[r, : span.stop - span.start] = features_TC[span]
+            choices_RL[r, : span.stop - span.start] = choices_T[span]
+        return choices_RL.to(rows.ids_RL.device), features_RLC.to(rows.ids_RL.device)
+
+    @cached_property
+    def _mapped(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        dtypes = {FEATURES: self.target.dtype, CHOICES: torch.int32, DONE: torch.uint8}
+        features, choices, done = (
+            torch.from_file(str(self.folder / name), shared=True, size=self.sizes[name] // dtype.itemsize, dtype=dtype)
+            for name, dtype in dtypes.items()
+        )
+        return features.view(-1, self.feature_size), choices, done
+
+
+def shown_bytes(n: int) -> str:
+    """`12.3 GB`, of 1,000,000,000 bytes."""
+    value, unit = float(n), "bytes"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.1f} {unit}" if unit != "bytes" else f"{n} bytes"
+
+
+def _check_facts(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    other = [f"{name} {found.get(name)}, now {value}" for name, value in wanted.items() if found.get(name) != value]
+    if other:
+        raise ValueError(
+            f"cache {folder} was made for something else ({'; '.join(other)}); "
+            "repeat the old options, or give another folder, or delete this one"
+        )

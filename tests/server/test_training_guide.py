@@ -1,0 +1,56 @@
+"""The guide to training, followed to the letter: train a draft on the CPU, serve it, ask it something."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import tiny
+from launch.server import Server, free_port
+from sglang_dflash.train.loop import LOG
+
+spec = importlib.util.spec_from_file_location("guide", Path(__file__).parents[1] / "fixtures" / "guide.py")
+guide = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(guide)
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, list[list[str]]]:
+    """A folder where the guide's first two commands were given, and the commands that come next."""
+    folder = tmp_path_factory.mktemp("guide")
+    (folder / "sglang_dflash").symlink_to(guide.ROOT / "sglang_dflash")  # the guide's paths begin here
+    chats, draft, *rest = guide.commands(guide.DOCS / "training.md")
+    for command in (chats, draft):
+        assert command[:3] == ["python", "-m", "sglang_dflash.train"]
+        run = subprocess.run([sys.executable, *command[1:]], cwd=folder, env=os.environ | tiny.ENV, check=False)
+        assert run.returncode == 0
+    return folder, rest
+
+
+def test_the_draft_that_is_trained_guesses(trained):
+    folder, _ = trained
+    last = json.loads((folder / "my-draft" / LOG).read_text().splitlines()[-1])
+    assert last["step"] == 300
+    assert last["tokens_per_step"] > 2
+
+
+@pytest.mark.parametrize("arm", [tiny.Arm.PLUGIN, tiny.Arm.STOCK])
+def test_both_workers_serve_it(trained, arm):
+    folder, (serve, curl, *_) = trained
+    port = serve.index("--port")
+    assert serve[:3] == ["python", "-m", "sglang.launch_server"]
+    command = [sys.executable, *serve[1:port]]
+    command[command.index("--model-path") + 1] = str(tiny.DENSE.target)
+    command[command.index("--speculative-draft-model-path") + 1] = str(folder / "my-draft")
+    env, log = tiny.ENV | tiny.environment(arm), folder / f"{arm}.log"
+    with Server(command, port=free_port(31900), log=log, env=env, name=str(arm)) as server:
+        tiny.require_worker(arm, server)
+        ask = [word.replace("http://127.0.0.1:30000", server.url) for word in curl]
+        answer = json.loads(subprocess.run(ask, capture_output=True, text=True, check=True).stdout)
+    assert answer["meta_info"]["spec_accept_length"] > 2

@@ -1,0 +1,155 @@
+"""Training in bf16, and checkpoints that SGLang, stock or ours, and vLLM take."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+
+import sglang_dflash
+from sglang_dflash import checkpoint
+from sglang_dflash.model import DraftConfig, DraftModel
+from sglang_dflash.train.draft import Data, DraftRun, Settings, draft_config_for, initialised, train_draft
+from sglang_dflash.train.features import read_rows
+from sglang_dflash.train.loop import CHECKPOINT, Recipe
+from sglang_dflash.train.text import padded
+from sglang_dflash.train.tokens import Tokens
+
+ASSETS = Path(sglang_dflash.__file__).parent / "assets"
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+
+
+def make_target(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES)).to(dtype).eval().requires_grad_(False)
+
+
+def config_for(target) -> DraftConfig:
+    return draft_config_for(target, n_layers=2, block_size=8, mask_token_id=63)
+
+
+def some_rows():
+    torch.manual_seed(1)
+    return padded([Tokens(torch.randint(0, 63, (32,)).tolist(), [True] * 32) for _ in range(2)], pad_id=0)
+
+
+def loss_of(dtype) -> tuple[DraftModel, torch.Tensor]:
+    target = make_target(dtype)
+    config = config_for(target)
+    draft = initialised(DraftModel(config), std=0.3)
+    read = partial(read_rows, target, layer_ids=config.target_layer_ids)
+    return draft, DraftRun(draft, target, Settings(n_anchors=16), read=read).loss(some_rows(), step=0)
+
+
+def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32():
+    (draft, half), (_, full) = loss_of(torch.bfloat16), loss_of(torch.float32)
+    half.backward()
+    assert half.dtype == torch.float32
+    assert {p.dtype for p in draft.parameters()} == {p.grad.dtype for p in draft.parameters()} == {torch.float32}
+    # bf16 has 8 bits: were the forward in fp32, the losses would agree; were it wrong, they would not be close.
+    assert 1e-5 < abs(half.item() - full.item()) < 0.1
+
+
+def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
+    """What is saved for serving has not moved; the checkpoint has, and so the next steps add up."""
+    target = make_target(torch.bfloat16)
+    config = config_for(target)
+    recipe = Recipe(steps=3, learning_rate=1e-7, warmup_steps=0, weight_decay=0.0)
+    data = Data(lambda step: some_rows(), held_out=[some_rows()], prompts=[], facts={})
+    train_draft(target, config, data, recipe, out=tmp_path, settings=Settings(eval_tokens=4))
+    torch.manual_seed(0)
+    start = initialised(DraftModel(config)).state_dict()["norm.weight"]
+    master = torch.load(tmp_path / CHECKPOINT, weights_only=True)["module"]["norm.weight"]
+    saved = DraftModel.from_pretrained(tmp_path).state_dict()["norm.weight"]
+    assert master.dtype == torch.float32
+    assert not torch.equal(master, start)
+    assert saved.dtype == torch.bfloat16
+    assert torch.equal(saved, start.bfloat16())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A draft as training saves it, for a target with a rotary base of its own."""
+    folder = tmp_path_factory.mktemp("saved")
+    target = make_target()
+    initialised(DraftModel(config_for(target))).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def test_our_worker_takes_it(saved):
+    draft = checkpoint.read(str(saved))  # config.json and the headers of the tensors
+    assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 63, (2, 4))
+    assert (draft.n_layers, draft.n_target_layers, draft.rope["rope_theta"]) == (2, 6, 1_000_000.0)
+    assert draft.window is None
+
+
+def test_stock_sglang_takes_it(saved):
+    from sglang.srt.speculative import dflash_utils as stock
+
+    hf_config = AutoConfig.from_pretrained(saved)
+    read = stock.parse_dflash_draft_config(draft_hf_config=hf_config)
+    assert (read.block_size, read.mask_token_id, read.num_target_layers) == (8, 63, 6)
+    assert read.require_num_layers() == 2
+    assert read.resolve_target_layer_ids(target_num_layers=6) == [2, 4]
+    assert stock.get_dflash_attention_sliding_window_size(hf_config) is None
+    assert not read.is_domino
+    assert (read.conv_kernel_size, read.selector_rank, read.output_multiplier) == (0, 0, 1.0)
+    assert hf_config.architectures == ["DFlashDraftModel"]
+    assert hf_config.rope_parameters["rope_theta"] == 1_000_000.0
+
+
+def test_vllm_s_fields_are_where_it_reads_them(saved):
+    """vLLM reads z-lab's layout as it is (vllm-project/vllm, `main` of 2026; "its own" names the speculators format).
+
+    config/speculative.py: DFlashDraftModel selects the method; v1/spec_decode/llm_base_proposer.py:
+    dflash_config.mask_token_id; v1/worker/gpu/spec_decode/eagle/eagle3_utils.py: dflash_config.target_layer_ids, plus
+    one; model_executor/models/qwen3_dflash.py: the rest, and tensors without `model.`, embedding and head.
+    """
+    hf_config = AutoConfig.from_pretrained(saved)
+    assert hf_config.model_type == "qwen3"
+    assert hf_config.architectures == ["DFlashDraftModel"]
+    assert hf_config.dflash_config["mask_token_id"] == 63
+    assert [layer + 1 for layer in hf_config.dflash_config["target_layer_ids"]] == [3, 5]
+    assert hf_config.block_size - 1 == 7  # num_speculative_tokens, which the user gives
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    assert [getattr(hf_config, name) for name in sizes] == [32, 2, 4, 2, 16, 64]
+    assert (hf_config.hidden_act, hf_config.rms_norm_eps, hf_config.max_position_embeddings) == ("silu", 1e-6, 2048)
+    assert hf_config.layer_types == ["full_attention"] * 2  # hence not causal, and without a window
+    assert not hasattr(hf_config, "is_causal")
+    assert not hasattr(hf_config, "eagle_aux_hidden_state_layer_ids")  # it would win over target_layer_ids
+    names = set(DraftModel.from_pretrained(saved).state_dict())
+    assert {name.split(".")[0] for name in names} == {"fc", "hidden_norm", "layers", "norm"}
+
+
+def test_transformers_4_finds_the_rotary_base(saved):
+    """It knows no rope_parameters and would take 10,000."""
+    assert checkpoint.draft_files.read_config(str(saved), None)["rope_theta"] == 1_000_000.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_tiny_pair_s_config_is_unchanged(dtype):
+    """What is written for the shipped targets is what is shipped."""
+    for pair in ("tiny", "tiny_dense"):
+        target = AutoModelForCausalLM.from_pretrained(ASSETS / pair / "target", dtype=dtype)
+        config = draft_config_for(target, n_layers=2, block_size=16, mask_token_id=3, target_layer_ids=(0, 1, 2))
+        assert config == DraftConfig.from_folder(ASSETS / pair / "draft")
+
+
+def test_a_target_that_lacks_the_layers_is_refused():
+    with pytest.raises(ValueError, match="must lie below 5"):
+        draft_config_for(make_target(), n_layers=1, block_size=8, mask_token_id=63, target_layer_ids=(5,))
+
+
+def test_qwen3_5_is_a_target_too():
+    """Its rotary base is taken, its partial and multi-axis rotation is not: a draft turns whole heads."""
+    config = Qwen3_5TextConfig(**(SIZES | {"rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0],
+    }}))  # fmt: skip
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(config)
+    assert config_for(target).rope_parameters == {"rope_type": "default", "rope_theta": 1e7}

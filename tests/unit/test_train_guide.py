@@ -1,0 +1,84 @@
+"""The guide to training: its commands are ones the programs take. Those that need no GPU are run by tests/server."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.train.__main__ import make_parser
+
+spec = importlib.util.spec_from_file_location("guide", Path(__file__).parents[1] / "fixtures" / "guide.py")
+guide = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(guide)
+
+GUIDE = guide.DOCS / "training.md"
+COMMANDS = guide.commands(GUIDE)
+TRAINER = ["-m", "sglang_dflash.train"]
+SERVER = ["python", "-m", "sglang.launch_server"]
+
+
+def test_every_command_is_of_a_kind_that_is_checked():
+    starts = [" ".join(command[:2]) for command in COMMANDS]
+    assert sorted(set(starts)) == [
+        "curl http://127.0.0.1:30000/generate",
+        "python -m",
+        "torchrun --nproc-per-node",
+        "vllm serve",
+    ]
+    assert len(COMMANDS) == 9
+
+
+def test_the_trainer_takes_its_commands():
+    trained = [command for command in COMMANDS if TRAINER[1] in command]
+    assert len(trained) == 5
+    for command in trained:
+        make_parser().parse_args(command[command.index(TRAINER[1]) + 1 :])
+
+
+def test_torchrun_takes_its_command():
+    from torch.distributed.run import get_args_parser
+
+    (command,) = (command for command in COMMANDS if command[0] == "torchrun")
+    parsed = get_args_parser().parse_args(command[1:])
+    assert (parsed.nproc_per_node, parsed.module, parsed.training_script) == ("8", True, TRAINER[1])
+    options = make_parser().parse_args(parsed.training_script_args)
+    assert options.rows % 8 == 0
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c[:3] == SERVER], ids=lambda c: c[c.index("--model-path") + 1]
+)
+def test_sglang_takes_its_commands(launch, command):
+    parsed = launch("parse", *command[3:])
+    assert parsed.code == 0, parsed.err
+
+
+def test_vllm_is_given_the_method_and_the_block_less_the_anchor():
+    (command,) = (command for command in COMMANDS if command[0] == "vllm")
+    config = json.loads(command[command.index("--speculative-config") + 1])
+    block_size = make_parser().parse_args(["draft", "--target", "t", "--data", "d", "--out", "o"]).block_size
+    assert config == {"method": "dflash", "model": "my-draft", "num_speculative_tokens": block_size - 1}
+
+
+def test_options_in_the_prose_exist():
+    text = re.sub(r"^```sh\n.*?^```", "", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`(--[a-z-]+)", text))
+    draft = next(a for a in make_parser()._actions if a.dest == "command").choices["draft"]
+    assert named
+    assert named <= set(draft._option_string_actions)
+
+
+def test_what_a_step_computes():
+    """Qwen3-8B: 8.2 billion parameters, hidden 4096, 32 + 2 x 8 heads of 128, inner 12,288, vocabulary 151,936."""
+    R, L, A, N, H, layers = 4, 1024, 64, 16, 4096, 5
+    layer = H * 128 * (32 + 8 + 8 + 32) + 3 * H * 12288
+    context = layers * H * H + layers * H * 128 * 16  # fc, and every layer's K and V
+    parts = [2 * 8.2e9 * R * L, 6 * (layers * layer * R * A * N + context * R * L), 4 * 151_936 * H * R * A * (N - 1)]
+    target, draft, head = (round(part / 1e12) for part in parts)
+    assert (
+        f"{target} + {draft} + {head} = {target + draft + head} TFLOP, of which a cache saves {target}"
+        in GUIDE.read_text()
+    )
+    assert f"{(layers * H * 2 + 4) / 1e3:.0f} kB a token" in GUIDE.read_text()

@@ -1,0 +1,95 @@
+"""Two processes train as one does with the whole batch: same gradients, same drafts."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sglang_dflash.model import DraftModel
+from sglang_dflash.train.__main__ import main
+from sglang_dflash.train.loop import LOG
+from sglang_dflash.train.ranks import ALONE, joined
+from sglang_dflash.train.tiny_target import make_target, make_tokenizer
+
+SCRIPT = Path(__file__).parents[1] / "fixtures" / "two_ranks.py"
+
+
+def torchrun(*arguments) -> None:
+    """Two processes over gloo; each is asked for the threads of one."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A target of random weights and a text, and what two processes made of them: gradients/, two/ and its cache/."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.manual_seed(0)
+    make_target("dense").save_pretrained(folder / "target")
+    make_tokenizer().save_pretrained(folder / "target")
+    words = ["Count.", "Spell the words anchor and basket.", "What is 12 + 30?", "Add 1 and 2.", "Sort these."]
+    rows = [{"prompt": word, "response": " ".join(words)} for word in words * 3]
+    (folder / "data.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    torchrun(SCRIPT, folder, *trainer(folder, "two"), "--cache", folder / "cache")
+    return folder
+
+
+def trainer(folder: Path, out: str, *more: str) -> list[str]:
+    sizes = "--layers 1 --block-size 4 --rows 4 --anchors 8 --steps 4 --warmup-steps 1 --report-every 2 --eval-tokens 6"
+    where = ["--target", folder / "target", "--data", folder / "data.jsonl", "--out", folder / out]
+    return ["draft", *map(str, where), *sizes.split(), "--dtype", "fp32", "--device", "cpu", *more]
+
+
+def test_the_gradients_are_those_of_one_process_with_the_whole_batch(folder):
+    spec = importlib.util.spec_from_file_location("two_ranks", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    want = module.gradients(ALONE)
+    for rank in range(2):
+        found = torch.load(folder / f"gradients-{rank}.pt", weights_only=True)
+        assert found.keys() == want.keys()
+        for name, gradient in want.items():
+            assert gradient.abs().max() > 1e-6
+            torch.testing.assert_close(found[name], gradient, atol=1e-12, rtol=1e-9)
+
+
+def test_the_run_is_that_of_one_process(folder):
+    """fp32, and sums in another order: the weights differ in their last bits, and what is counted does not."""
+    assert main(trainer(folder, "one")) == 0
+    one, two = (DraftModel.from_pretrained(folder / name).state_dict() for name in ("one", "two"))
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], atol=1e-4, rtol=0)
+    logs = [[json.loads(line) for line in (folder / name / LOG).read_text().splitlines()] for name in ("one", "two")]
+    assert [line["step"] for line in logs[1]] == [2, 4]
+    for a, b in zip(*logs, strict=True):
+        assert b.pop("accepted_at_slot") == a.pop("accepted_at_slot")
+        assert b == pytest.approx(a, rel=1e-4)
+
+
+def test_rows_must_be_shared_evenly(folder, monkeypatch, capsys):
+    class Three:
+        def __enter__(self):
+            return type(ALONE)(0, 3), torch.device("cpu")
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr("sglang_dflash.train.__main__.joined", lambda device: Three())
+    assert main(trainer(folder, "three")) == 2
+    assert "--rows 4 cannot be shared evenly by 3 processes; give a multiple of 3" in capsys.readouterr().err
+
+
+def test_a_gpu_for_every_process_or_none(monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    cure = "4 processes share 2 GPUs; start one each: torchrun --nproc-per-node 2"
+    with pytest.raises(ValueError, match=cure), joined("cuda"):
+        pass
