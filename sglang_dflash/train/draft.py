@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sglang_dflash.model.config import FULL, DraftConfig
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options
-from sglang_dflash.model.target import check_pair
+from sglang_dflash.model.target import Target, check_pair
 from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving, stop_token_ids
 from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Recipe, Report, train
@@ -132,17 +132,17 @@ class DraftRun:
                 logits = self.block_logits(self.target, features_RLC, blocks)
                 sums += torch.stack(block_loss(logits, blocks, self.gamma))
             agreeing += n_agreeing(rows.to(device), choices_RL)
-        options = Options(max_new_tokens=self.settings.eval_tokens, stop_token_ids=stop_token_ids(self.target))
-        counted = self.ranks.total(n_surviving(self.draft, self.target, data.prompts[mine], options))
         loss, weight = self.ranks.total(sums).tolist()
         agrees, asked = self.ranks.total(agreeing).tolist()
-        accepted = acceptance(counted)
-        return {
-            "held_out_loss": loss / max(weight, 1e-9),
-            "target_agrees": agrees / max(asked, 1),
-            "tokens_per_step": accepted.tokens_per_step,
-            "accepted_at_slot": accepted.at_slot,
-        }
+        on_text: Report = {"held_out_loss": loss / max(weight, 1e-9), "target_agrees": agrees / max(asked, 1)}
+        return on_text | (self.acceptance(data.prompts) if data.prompts else {})
+
+    def acceptance(self, prompts: Sequence[torch.Tensor]) -> Report:
+        """What the target accepts while it answers, each process asking its share of the prompts."""
+        options = Options(max_new_tokens=self.settings.eval_tokens, stop_token_ids=stop_token_ids(self.target))
+        counted = n_surviving(self.draft, self.target, prompts[self.ranks.rank :: self.ranks.n], options)
+        accepted = acceptance(self.ranks.total(counted))
+        return {"tokens_per_step": accepted.tokens_per_step, "accepted_at_slot": accepted.at_slot}
 
 
 def draft_config_for(
@@ -202,8 +202,10 @@ def train_draft(
     """Train a draft, resuming what `out` holds, and save it there in the target's dtype; returns it in fp32.
 
     read: where choices and features come from; None asks the target anew in every step.
-    Raises ValueError when `out` holds another run.
+    Raises ValueError when `out` holds another run, or when the target cannot answer the prompts speculatively.
     """
+    if data.prompts:
+        require_undo(target, config)
     torch.manual_seed(settings.seed)
     target.requires_grad_(False).eval()
     draft = initialised(DraftModel(config)).to(target.device)
@@ -239,6 +241,14 @@ def train_draft(
         saved.save_pretrained(out)
     ranks.wait()
     return draft
+
+
+def require_undo(target: PreTrainedModel, config: DraftConfig) -> None:
+    """Raise ValueError, before the training, for a target that could not take back what it rejects."""
+    try:
+        Target(target, config.target_layer_ids)
+    except ValueError as error:
+        raise ValueError(f"{error}; train without measuring acceptance: --eval-prompts 0") from error
 
 
 def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:

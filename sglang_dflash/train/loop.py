@@ -24,7 +24,7 @@ from torch import nn
 
 from sglang_dflash.train.ranks import ALONE, Ranks
 
-Report = Mapping[str, float | list[float]]
+Report = dict[str, float | list[float]]
 
 CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 

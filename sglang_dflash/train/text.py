@@ -68,9 +68,8 @@ class Batches:
 
     @property
     def held_out(self) -> list[Rows]:
-        """The documents that are not trained on, in batches like the others."""
-        every = range(0, len(self.held_out_documents), self.n_rows)
-        return [self._rows(self.held_out_documents[first : first + self.n_rows]) for first in every]
+        """The documents that are not trained on, one by one: as many processes as there are may share them."""
+        return [self._rows([i]) for i in self.held_out_documents]
 
     def prompts(self, n: int) -> list[torch.Tensor]:
         """The prompts of up to `n` documents that are not trained on, int64 [1, tokens] each."""

@@ -155,7 +155,7 @@ def train_target(kind: Kind, out: Path, recipe: Recipe, seed: int = 0) -> None:
     @torch.no_grad()
     def report() -> Report:
         target.eval()
-        numbers: dict[str, float] = {}
+        numbers: Report = {}
         for length, rows in held_out.items():
             loss_RL, right_RL = token_losses(target, rows)
             said_RL = rows.is_response_RL[:, 1:]

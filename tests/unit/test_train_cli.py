@@ -88,13 +88,25 @@ def test_what_is_watched(target, data, tmp_path, capsys):
     assert "6 documents of " in capsys.readouterr().out
 
 
+def test_without_prompts_no_acceptance_is_claimed(target, data, tmp_path):
+    assert main(command(target, data, tmp_path / "draft", "--eval-prompts", "0", "--steps", "1")) == 0
+    line = json.loads((tmp_path / "draft" / LOG).read_text())
+    assert line.keys() == {"step", "loss", "held_out_loss", "target_agrees"}
+
+
+def test_a_target_that_cannot_unread_is_refused_before_the_training(target, data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sglang_dflash.model.target.DynamicLayer", type("OtherLayer", (), {}))
+    assert main(command(target, data, tmp_path / "draft")) == 2
+    error = capsys.readouterr().err
+    assert "keeps its past in ['DynamicLayer']" in error
+    assert "--eval-prompts 0" in error
+
+
 def test_a_cache_is_announced_used_and_kept_from_strangers(target, data, tmp_path, tokenizer, capsys):
     cached = ["--cache", str(tmp_path / "cache")]
     assert main(command(target, data, tmp_path / "with", *cached)) == 0
-    text, _ = (part["content"] for part in json.loads(data.read_text().splitlines()[0])["messages"])
-    assert text == "Count."
     said = capsys.readouterr().out
-    assert re.search(r"tokens x \(96 features x 4 bytes \+ 4\) = [\d.]+ kB; .* are free", said)
+    assert re.search(r"tokens x \(32 features x 4 bytes \+ 4\) = [\d.]+ kB; .* are free", said)
     assert main(command(target, data, tmp_path / "without")) == 0
     drafts = [DraftModel.from_pretrained(tmp_path / name).state_dict() for name in ("with", "without")]
     for name in drafts[0]:
