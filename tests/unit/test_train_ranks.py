@@ -19,12 +19,23 @@ from sglang_dflash.train.tiny_target import make_target, make_tokenizer
 SCRIPT = Path(__file__).parents[1] / "fixtures" / "two_ranks.py"
 
 
-def torchrun(*arguments) -> None:
-    """Two processes over gloo; each is asked for the threads of one."""
+def torchrun(*arguments: str | Path) -> None:
+    """Two processes over gloo, each with one thread; none is left behind if they hang."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
-    run = subprocess.run([*command, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    with subprocess.Popen(
+        [*command, *map(str, arguments)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as run:
+        try:
+            said, _ = run.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            run.terminate()  # torchrun ends its processes, which are in sessions of their own, and then itself
+            raise
+    assert run.returncode == 0, said
 
 
 @pytest.fixture(scope="module")
