@@ -126,14 +126,17 @@ class Run:
 class Log:
     """One line of JSON per report; lines of steps that a resumed run will take again are dropped."""
 
-    def __init__(self, path: Path, n_steps_done: int) -> None:
+    def __init__(self, path: Path, run: Run, ranks: Ranks) -> None:
         self.path = path
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(line for line in lines if json.loads(line)["step"] <= n_steps_done))
+        self.writes = ranks.is_first
+        if self.writes:
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            path.write_text("".join(line for line in lines if json.loads(line)["step"] <= run.step))
 
     def add(self, report: Mapping[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(report) + "\n")
+        if self.writes:
+            with self.path.open("a") as file:
+                file.write(json.dumps(report) + "\n")
 
 
 def train(
@@ -160,7 +163,7 @@ def train(
     checkpoint, facts = folder / CHECKPOINT, recipe.facts | dict(facts or {})
     run.load(checkpoint, facts)
     ranks.wait()  # until all have read it
-    log = Log(folder / LOG, run.step) if ranks.is_first else None
+    log = Log(folder / LOG, run, ranks)
     last = min(recipe.total_steps, stop_after or recipe.total_steps)
     console = Console(highlight=False, quiet=not ranks.is_first)
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -172,9 +175,8 @@ def train(
             progress.update(bar, completed=run.step)
             if run.step % recipe.report_every == 0 or run.step == recipe.total_steps:
                 numbers = {"step": run.step, "loss": sum(run.losses) / len(run.losses), **report()}
-                console.print(f"{name} {shown(numbers)}")
-                if log:
-                    log.add(numbers)
+                console.print(f"{name} {shown(numbers)}", soft_wrap=True)
+                log.add(numbers)
                 run.losses.clear()
                 module.train()
             if ranks.is_first and (run.step % recipe.save_every == 0 or run.step == last):

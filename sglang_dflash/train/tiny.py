@@ -56,7 +56,7 @@ def make_pair(
     data = Data(
         rows_at=lambda step: rows_at(tokenizer, seed + 1, step),
         held_out=[chat_rows(tokenizer, "held out", (8, 256), held_out=True)],
-        prompts=[prompt for _, prompt in held_out_prompts(tokenizer, 1)],
+        prompts=[prompt for _, prompt in held_out_prompts(tokenizer, 1)[::3]],
         facts={},
     )
     recipe = draft_recipe or DRAFT_RECIPES[kind]
