@@ -13,10 +13,15 @@ import torch
 from sglang_dflash.model import DraftModel
 from sglang_dflash.train.__main__ import main
 from sglang_dflash.train.loop import LOG
-from sglang_dflash.train.ranks import ALONE, joined
+from sglang_dflash.train.ranks import ALONE, Ranks, joined
 from sglang_dflash.train.tiny_target import make_target, make_tokenizer
 
 SCRIPT = Path(__file__).parents[1] / "fixtures" / "two_ranks.py"
+
+
+spec = importlib.util.spec_from_file_location("two_ranks", SCRIPT)
+two_ranks = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(two_ranks)
 
 
 def torchrun(*arguments: str | Path) -> None:
@@ -39,8 +44,8 @@ def torchrun(*arguments: str | Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A target of random weights and a text, and what two processes made of them: gradients/, two/ and its cache/."""
+def inputs(tmp_path_factory) -> Path:
+    """A folder with a target of random weights and a text."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.manual_seed(0)
     make_target("dense").save_pretrained(folder / "target")
@@ -48,8 +53,14 @@ def folder(tmp_path_factory):
     words = ["Count.", "Spell the words anchor and basket.", "What is 12 + 30?", "Add 1 and 2.", "Sort these."]
     rows = [{"prompt": word, "response": " ".join(words)} for word in words * 3]
     (folder / "data.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
-    torchrun(SCRIPT, folder, *trainer(folder, "two"), "--cache", folder / "cache")
     return folder
+
+
+@pytest.fixture(scope="module")
+def folder(inputs) -> Path:
+    """What two processes made of the inputs: gradients-0.pt, gradients-1.pt, and the draft two/ through a cache."""
+    torchrun(SCRIPT, inputs, *trainer(inputs, "two"), "--cache", inputs / "cache")
+    return inputs
 
 
 def trainer(folder: Path, out: str, *more: str) -> list[str]:
@@ -58,11 +69,26 @@ def trainer(folder: Path, out: str, *more: str) -> list[str]:
     return ["draft", *map(str, where), *sizes.split(), "--dtype", "fp32", "--device", "cpu", *more]
 
 
+def test_shares_of_a_batch_add_up_to_it(monkeypatch):
+    """What each of two processes would compute, one after the other: their mean gradient is the whole batch's."""
+    weights = []
+    monkeypatch.setattr("sglang_dflash.train.draft.DistributedDataParallel", lambda module: module)
+    monkeypatch.setattr(Ranks, "total", lambda self, weight: weights.append(weight) or weight)
+    want = two_ranks.gradients(ALONE)
+    for rank in range(2):
+        two_ranks.gradients(Ranks(rank, 2))
+    whole, *shares = weights
+    assert shares[0] != shares[1]
+    torch.testing.assert_close(shares[0] + shares[1], whole)
+    monkeypatch.setattr(Ranks, "total", lambda self, weight: whole)
+    parts = [two_ranks.gradients(Ranks(rank, 2)) for rank in range(2)]
+    for name, gradient in want.items():
+        torch.testing.assert_close((parts[0][name] + parts[1][name]) / 2, gradient, atol=1e-12, rtol=1e-9)
+
+
+@pytest.mark.full
 def test_the_gradients_are_those_of_one_process_with_the_whole_batch(folder):
-    spec = importlib.util.spec_from_file_location("two_ranks", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    want = module.gradients(ALONE)
+    want = two_ranks.gradients(ALONE)
     for rank in range(2):
         found = torch.load(folder / f"gradients-{rank}.pt", weights_only=True)
         assert found.keys() == want.keys()
@@ -71,6 +97,7 @@ def test_the_gradients_are_those_of_one_process_with_the_whole_batch(folder):
             torch.testing.assert_close(found[name], gradient, atol=1e-12, rtol=1e-9)
 
 
+@pytest.mark.full
 def test_the_run_is_that_of_one_process(folder):
     """fp32, and sums in another order: the weights differ in their last bits, and what is counted does not."""
     assert main(trainer(folder, "one")) == 0
@@ -84,16 +111,16 @@ def test_the_run_is_that_of_one_process(folder):
         assert b == pytest.approx(a, rel=1e-4)
 
 
-def test_rows_must_be_shared_evenly(folder, monkeypatch, capsys):
+def test_rows_must_be_shared_evenly(inputs, monkeypatch, capsys):
     class Three:
         def __enter__(self):
-            return type(ALONE)(0, 3), torch.device("cpu")
+            return Ranks(0, 3), torch.device("cpu")
 
         def __exit__(self, *_):
             return None
 
     monkeypatch.setattr("sglang_dflash.train.__main__.joined", lambda device: Three())
-    assert main(trainer(folder, "three")) == 2
+    assert main(trainer(inputs, "three")) == 2
     assert "--rows 4 cannot be shared evenly by 3 processes; give a multiple of 3" in capsys.readouterr().err
 
 
