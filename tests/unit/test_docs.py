@@ -1,0 +1,302 @@
+"""What the pages say: links lead somewhere, commands parse, every flag, variable, metric and field exists.
+
+The table of memory in tuning.md and the floors in kernels/README.md are computed here again.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import json
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from sglang_dflash_kernels.record import record_width
+
+from sglang_dflash import capacity_report, cli, flags
+from sglang_dflash.chooser import Chooser, Fixed
+from sglang_dflash.flags import Worker
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "fixtures" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+guide = load("guide")
+ROOT, DOCS = guide.ROOT, guide.DOCS
+PAGES = sorted(DOCS.glob("*.md"))
+READMES = [ROOT / "README.md", ROOT / "kernels" / "README.md"]
+LINKING = [*PAGES, *READMES, ROOT / "LOG.md", ROOT / "env" / "README.md", *(ROOT / "launch").rglob("*.md")]
+# Written by others and on their way: a link to one of them may lead nowhere, and commands of `bench` are not parsed.
+COMING = {DOCS / "training.md", ROOT / "launch/recipes/README.md", ROOT / "launch/grafana/README.md"}
+# The commands and fields of the training guide have a test of their own.
+CHECKED = [page for page in [*PAGES, ROOT / "README.md"] if page.name != "training.md"]
+of_pages = pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.name)
+
+
+def code(page: Path) -> list[str]:
+    """Code spans and fenced blocks."""
+    text = page.read_text()
+    fenced = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return fenced + re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def source_of_sglang(path: str) -> str:
+    """Of one file, or of all in a folder; not imported: that takes seconds."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    found = Path(spec.origin).parent / path
+    return "".join(file.read_text() for file in (sorted(found.glob("*.py")) if found.is_dir() else [found]))
+
+
+# -- links ---------------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if re.match(r"https?:", link) or (target in COMING and not target.exists()):
+            continue
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            lost.append(link)
+    assert not lost
+
+
+def test_the_index_has_every_page_and_the_readme_has_the_index() -> None:
+    index = (DOCS / "README.md").read_text()
+    assert not [page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index]
+    assert "(sglang_dflash/docs/README.md)" in (ROOT / "README.md").read_text()
+
+
+def test_an_installation_has_the_pages() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    assert "docs/*" in tool["setuptools"]["package-data"]["sglang_dflash"]
+
+
+def test_the_diagram_is_for_light_and_dark() -> None:
+    text = (DOCS / "how-it-works.svg").read_text()
+    named = {element.tag.split("}")[1] for element in ElementTree.fromstring(text)}
+    assert {"title", "desc", "style"} <= named
+    colours = re.findall(r"svg \{(.*?)\}", text, re.DOTALL)
+    light, dark = (set(re.findall(r"(--[\w-]+): #", block)) for block in colours)
+    assert light == dark == set(re.findall(r"var\((--[\w-]+)\)", text))
+    assert not re.search(r'(fill|stroke)="#', text), "a colour that does not change with the scheme"
+
+
+# -- commands ------------------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Those of ```sh blocks, and code spans that begin with `python` or `make`; without comments and variables."""
+    found = guide.commands(page)
+    found += [shlex.split(span) for span in code(page) if re.match(r"(python|make) ", span) and "\n" not in span]
+    cut = [words[: words.index("#")] if "#" in words else words for words in found]
+    return [words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :] for words in cut]
+
+
+COMMANDS = list(dict.fromkeys(tuple(words) for page in CHECKED for words in commands(page)))
+MODULES = [words for words in COMMANDS if words[0].endswith("python") and words[1] == "-m"]
+FOR_SERVERS = "--model-path", "--speculative-algorithm"
+
+
+class Parsed(Exception):
+    """The command line was taken."""
+
+
+def for_sglang(words: tuple[str, ...]) -> bool:
+    return words[2] == "sglang.launch_server" or (words[2] == "sglang_dflash.check" and FOR_SERVERS[0] in words)
+
+
+def test_every_command_is_of_a_kind_that_is_checked() -> None:
+    others = [words for words in COMMANDS if words not in MODULES]
+    targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None
+    for words in others:
+        match words:
+            case ("make", target, *_):
+                assert target in targets[1].split(), words
+            case ("python", script, *_):
+                assert (ROOT / script).is_file(), words
+            case _:
+                assert words in {("pip", "install", "sglang-dflash"), ("export", "SGLANG_DFLASH_WORKER=stock")}, words
+
+
+@pytest.mark.parametrize("words", [words for words in MODULES if not for_sglang(words)], ids=" ".join)
+def test_our_programs_take_their_commands(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    module, argv = words[2], list(words[3:])
+    if module == "sglang_dflash.bench" and importlib.util.find_spec(module) is None:
+        pytest.skip("the benchmark is not here yet")
+    if module == "pytest":
+        assert all((ROOT / path).exists() for path in argv)
+        return
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    is_pattern = any(re.search(r"^\[|^\.\.\.$|^[A-Z]+$", word) for word in argv)
+    if is_pattern or argv[:1] == ["--server"] or not argv:
+        return
+    take = argparse.ArgumentParser.parse_args
+
+    def take_and_stop(*args: Any, **kwargs: Any) -> None:
+        take(*args, **kwargs)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", take_and_stop)
+    monkeypatch.setattr(sys, "argv", [module, *argv])
+    main = importlib.import_module(f"{module}.__main__" if spec.submodule_search_locations else module).main
+    with pytest.raises(Parsed):
+        main(*([argv] if inspect.signature(main).parameters else []))
+
+
+@pytest.mark.parametrize("words", [words for words in MODULES if for_sglang(words)], ids=" ".join)
+def test_sglang_takes_its_commands(words: tuple[str, ...], launch: Any) -> None:
+    ended = launch("parse", *words[3:])
+    assert ended.code == 0, ended.err
+
+
+def test_the_servers_of_a_benchmark_take_their_flags(launch: Any) -> None:
+    for words in MODULES:
+        if "--" in words and "..." not in words:
+            ended = launch("parse", *words[words.index("--") + 1 :])
+            assert ended.code == 0, ended.err
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+@of_pages
+def test_variables_exist(page: Path) -> None:
+    ours = {flag.name for flag in flags.FLAGS} | set(flags.STOCK_ONLY)
+    theirs = set(re.findall(r"^    (SGLANG_\w+) = Env", source_of_sglang("srt/environ.py"), re.MULTILINE))
+    named = set(re.findall(r"\bSGLANG_[A-Z0-9_]*[A-Z0-9]\b", page.read_text()))
+    assert not named - ours - theirs
+
+
+OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "launch").glob("*.py")]
+# Read without argparse, or of a program that is neither SGLang's nor ours.
+OTHERS = {"--json", "--server", "--help", "--nproc-per-node"}
+
+
+@of_pages
+def test_options_exist(page: Path) -> None:
+    fields = re.findall(r"^    (\w+): A\[", source_of_sglang("srt/arg_groups/fields"), re.MULTILINE)
+    known = {"--" + field.replace("_", "-") for field in fields} | set(cli.OLD_NAMES) | OTHERS
+    for path in OURS:
+        for names in re.findall(r"add(?:_argument)?\(\s*((?:\"--[a-z-]+\",?\s*)+)", path.read_text()):
+            known |= set(re.findall(r"--[a-z-]+", names))
+    named = {
+        name for span in code(page) for name in re.findall(r"(?<![\w…-])--[a-z][a-z0-9-]*[a-z0-9](?![\w…-])", span)
+    }
+    if importlib.util.find_spec("sglang_dflash.bench") is None:
+        named -= {"--serve", "--dataset", "--base-url", "--data", "--backend", "--one-at-a-time", "--model", "--arms"}
+        named -= {"--draft-model", "--temperature"}
+    assert not named - known
+
+
+@of_pages
+def test_metrics_exist(page: Path) -> None:
+    named = set(re.findall(r"sglang:dflash_\w+", page.read_text()))
+    if importlib.util.find_spec("sglang_dflash.metric_table") is None:
+        pytest.skip("the metrics are not here yet")
+    from sglang_dflash.metric_table import METRICS, PREFIX
+
+    assert named <= {name for metric in METRICS for name in (PREFIX + metric.name, *metric.exported())}
+
+
+@of_pages
+def test_fields_of_server_info_exist(page: Path) -> None:
+    """`dflash.a.b` in the pages is `internal_states[0]["dflash"]["a"]["b"]`."""
+    worker = (ROOT / "sglang_dflash" / "worker.py").read_text()
+    known = set(re.findall(r'^            "(\w+)": ', worker[worker.index("def describe") :], re.MULTILINE))
+    known |= {f"width.{name}" for name in Chooser(Fixed(1)).describe()}
+    assert {"draft_kv_bytes", "width.regret"} <= known
+    assert set(re.findall(r"`dflash\.([\w.]+)`", page.read_text())) <= known
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+def test_every_result_can_be_reproduced() -> None:
+    """Each document is linked, beside the command it was made with."""
+    page = (DOCS / "reproducing.md").read_text()
+    for path in sorted((ROOT / "launch" / "results").glob("*.json")):
+        lines = [line for line in page.splitlines() if f"results/{path.name})" in line]
+        assert lines, path.name
+        assert any(f"`{json.loads(path.read_text())['command']}`" in line for line in lines), path.name
+
+
+AS_CHECKED = {
+    "--mem-fraction-static": "--mem-fraction",
+    "--speculative-num-draft-tokens": "--block",
+    "--speculative-draft-window-size": "--window",
+}
+
+
+def test_the_table_of_memory() -> None:
+    rows = re.findall(r"^\| (?:none|`(--.*?)`) \| (\d+) \| (\d+) \|", (DOCS / "tuning.md").read_text(), re.MULTILINE)
+    assert len(rows) == 8
+    for flag, states, tokens in rows:
+        name, *value = flag.split() or [""]
+        argv = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4", *filter(None, [AS_CHECKED.get(name, name)]), *value]
+        report = capacity_report.answer(capacity_report.arguments().parse_args(argv))
+        limits = {str(bound): n for bound, n in report.results[Worker.PLUGIN].limits.items()}
+        assert (limits["recurrent state"], limits["KV tokens"]) == (int(states), int(tokens)), flag
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen27B:
+    """The shapes of kernels/README.md: recurrent layers, draft, vocabulary."""
+
+    L: int = 48
+    H: int = 48
+    G: int = 16
+    V: int = 128
+    K: int = 128
+    vocabulary: int = 248_320
+
+
+def test_the_floors_of_the_kernels() -> None:
+    """Bytes at B = 8 and N = 16, over an H200's 4.8 TB/s."""
+    s, B, N = Qwen27B(), 8, 16
+    row = 5 * 2 * 8 * 128 * (2 + 2) + 4 * 128 + 16
+    state = 4 * s.H * s.V * s.K
+    record = 4 * record_width(s.H, s.V, s.G, s.K)
+    inputs = 2 * (2 * s.G * s.K + 2 * s.H * s.V + 2 * s.H)
+    n_bytes = {
+        "plan_block": 24 * B + 28 * B * N,
+        "penalise": (8 * N + 4) * B * s.vocabulary,
+        "accept": 32 * B + 24 * B * N,
+        "append_context": B * N * row,
+        "gdn_verify": s.L * B * (state + N * (record + inputs)),
+        "gdn_fold": s.L * B * (2 * state + N * record),
+    }
+    page = (ROOT / "kernels" / "README.md").read_text()
+    for op, n in n_bytes.items():
+        assert f"| `{op}` | {shown(n)} | {n / 4.8e6:.3g} us |" in page, (op, shown(n), f"{n / 4.8e6:.3g}")
+
+
+def shown(n_bytes: float) -> str:
+    unit, size = next((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if n_bytes >= size)
+    return f"{n_bytes / size:.3g} {unit}"

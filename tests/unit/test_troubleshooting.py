@@ -1,0 +1,75 @@
+"""The page on messages: each of ours has its entry, and each entry is a message of ours."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "messages.py"
+spec = importlib.util.spec_from_file_location("messages", FIXTURE)
+assert spec is not None
+assert spec.loader is not None
+said = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(said)
+
+PAGE = (said.PACKAGE / "docs" / "troubleshooting.md").read_text()
+SECTIONS = {text.splitlines()[0]: text for text in PAGE.split("\n## ")[1:]}
+# Sections written for code that is on its way, and the file that shows it has come; they bind from then on.
+WITH = {"Benchmark": "bench/options.py", "Training": "train/ranks.py"}
+HERE = {name: text for name, text in SECTIONS.items() if name not in WITH or (said.PACKAGE / WITH[name]).exists()}
+MESSAGES = [message for message in said.messages() if "Training" in HERE or not message.where.startswith("train/")]
+
+
+def entries(text: str) -> list[str]:
+    """The code in the first column of its tables: heads of messages, `…` for what is filled in."""
+    cells = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    return [a or b for cell in cells for a, b in re.findall(r"``(.+?) ?``|`([^`]+)`", cell)]
+
+
+def test_every_message_has_an_entry() -> None:
+    known = {entry for text in HERE.values() for entry in entries(text)}
+    missing = [f"{message.where}: {message.head}" for message in MESSAGES if message.head not in known]
+    assert not missing, "write what brings it about and its cure into sglang_dflash/docs/troubleshooting.md"
+
+
+def test_every_entry_is_a_message() -> None:
+    heads = {message.head for message in said.messages()}
+    assert not [entry for text in HERE.values() for entry in entries(text) if entry not in heads]
+
+
+def test_every_flag_that_is_refused_is_named() -> None:
+    """`config.py` refuses several flags by one message, which says `{flag}`."""
+    strings = (node.value for node in ast.walk(ast.parse((said.PACKAGE / "config.py").read_text()))
+               if isinstance(node, ast.Constant) and isinstance(node.value, str))  # fmt: skip
+    refused = {string for string in strings if re.fullmatch(r"--[a-z-]*[a-z]", string)}
+    assert len(refused) == 10
+    assert not [flag for flag in refused if f"`{flag}`" not in PAGE]
+
+
+SAYS = """
+WAY_OUT = "or leave it"
+def f(path, n):
+    raise ValueError(f"{path}: {n} is odd; {WAY_OUT}")
+def g(error):
+    raise OSError(f"{error}") from error
+def h():
+    logger.warning("slow: %d of %.1f", 1, 2)
+    print("one URL", file=sys.stderr)
+    print("fine")
+def why_not(name):
+    return f"no {name} {WAY_OUT}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "heads"),
+    [
+        ("a.py", ["…: … is odd", "slow: … of …", "one URL"]),
+        ("backends.py", ["…: … is odd", "slow: … of …", "one URL", "no … or leave it"]),
+    ],
+)
+def test_messages_are_found(tmp_path: Path, file: str, heads: list[str]) -> None:
+    (tmp_path / file).write_text(SAYS)
+    assert [message.head for message in said.messages(tmp_path)] == heads
