@@ -52,7 +52,11 @@ def environment() -> str:
 
 
 def found_by_sglang() -> str:
-    """The entry points that SGLang looks up, as this Python finds them."""
+    """The entry points that SGLang looks up, as this Python finds them.
+
+    Raises:
+        RuntimeError: one is missing, or another package's.
+    """
     for group, (name, value) in ENTRY_POINTS.items():
         found = [point.value for point in entry_points(group=group) if point.name == name]
         if found != [value]:
@@ -61,7 +65,12 @@ def found_by_sglang() -> str:
 
 
 def live() -> str:
-    """Load plugins as SGLang does, and see whether our hooks are where they should be."""
+    """Load plugins as SGLang does, and see whether our hooks are where they should be.
+
+    Raises:
+        RuntimeError: the plugin ended the process, as it does under another SGLang.
+        HostMismatch: see `plugin.require_live`.
+    """
     from sglang.srt.plugins import load_plugins
 
     try:
@@ -86,7 +95,11 @@ def machine() -> str:
 
 
 def launch(argv: Sequence[str]) -> str:
-    """Resolve the arguments of a launch, which checks target, draft and flags against each other."""
+    """Resolve the arguments of a launch, which checks target, draft and flags against each other.
+
+    Raises:
+        ValueError: they do not ask for DFLASH, or it is refused; see `DFlashConfig.from_server_args`.
+    """
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_dflash.config import DFlashConfig
@@ -102,6 +115,7 @@ def launch(argv: Sequence[str]) -> str:
 
 
 def find(name: str, check: Callable[[], str]) -> Finding:
+    """What `check` says; one that raises one of `REFUSALS` has said no."""
     try:
         return Finding(name, True, check())
     except REFUSALS as refusal:
@@ -109,6 +123,7 @@ def find(name: str, check: Callable[[], str]) -> Finding:
 
 
 def report(argv: Sequence[str]) -> list[Finding]:
+    """All checks, in the order in which a launch meets them; `argv`: its flags, none for the installation alone."""
     checks: dict[str, Callable[[], str]] = {
         "versions": versions,
         "environment": environment,

@@ -79,7 +79,13 @@ def read(path: str, revision: str | None = None, overrides: Mapping[str, Any] | 
 
 
 def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
-    """The fields of `config`, typed and checked against each other."""
+    """The fields of `config`, typed and checked against each other.
+
+    Args:
+        path: what the config is called in messages.
+    Raises:
+        ValueError, NotSupported: see `read`.
+    """
     refuse_variants(config, path)
     fields = Fields(config, path)
     layer_types = _layer_types(fields)
@@ -113,7 +119,10 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
 
 
 class Fields:
-    """Typed look-up in a draft config: `dflash_config` first, then the top level, as z-lab's configs have both."""
+    """Typed look-up in a draft config: `dflash_config` first, then the top level, as z-lab's configs have both.
+
+    A field that is missing, or is not what is asked for, is a ValueError.
+    """
 
     def __init__(self, config: Mapping[str, Any], path: str) -> None:
         self.config = config
@@ -124,12 +133,14 @@ class Fields:
         return self._find(name) is not None
 
     def get(self, name: str) -> Any:
+        """What is there."""
         value = self._find(name)
         if value is None:
             raise ValueError(f"{self.path}: config.json has no {name}; the draft cannot be served without it, add it")
         return value
 
     def count(self, name: str, least: int = 1) -> int:
+        """An integer of at least `least`."""
         value = self.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{self.path}: {name} is {value!r}, not an integer of at least {least}; mend config.json")
@@ -227,7 +238,15 @@ def expected_shapes(checkpoint: Checkpoint, *, bias: bool) -> dict[str, tuple[in
 
 
 def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]], *, bias: bool) -> None:
-    """Compare the tensors found with those the config implies: none missing, none extra, every shape right."""
+    """Compare the tensors found with those the config implies: none missing, none extra, every shape right.
+
+    Args:
+        found: shapes by name, as in the safetensors headers.
+        bias: q, k, v and o projections have one.
+    Raises:
+        ValueError: a tensor is missing or has another shape.
+        NotSupported: there is one that DFlash v1 does not have.
+    """
     path, expected = checkpoint.path, expected_shapes(checkpoint, bias=bias)
     # A rotary table is derived from the config; some exporters save it all the same.
     present = {

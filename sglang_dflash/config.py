@@ -83,7 +83,12 @@ def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashCo
 
 
 def check_arguments(arguments: Arguments) -> None:
-    """Refuse flags that have no exact meaning for a DFlash chain, where SGLang would warn or say nothing."""
+    """Refuse flags that have no exact meaning for a DFlash chain, where SGLang would warn or say nothing.
+
+    Raises:
+        ValueError: a flag contradicts DFLASH, or there is no draft.
+        NotSupported: a flag asks for something this version does not do exactly.
+    """
     arguments.require_draft_path()
     if arguments.num_steps not in (None, 1):
         raise ValueError(
@@ -152,7 +157,12 @@ def _check_sessions(arguments: Arguments, target: Target, draft_window: int | No
 
 
 def check_pair(draft: Checkpoint, target: Target) -> None:
-    """The draft was trained on this target's features, vocabulary and layers, or one that looks the same."""
+    """The draft was trained on this target's features, vocabulary and layers, or one that looks the same.
+
+    Raises:
+        ValueError: it was not.
+        NotSupported: its layers mask a block in another way than DFlash v1.
+    """
     other = "give the draft that was trained for this target"
     if draft.hidden_size != target.hidden_size:
         raise ValueError(

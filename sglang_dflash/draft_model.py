@@ -85,13 +85,17 @@ class DraftAttention(nn.Module):
         )
 
     def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H]: the slots of all blocks, over the context K/V of `batch` and themselves, whose K/V are written."""
         qkv, _ = self.qkv_proj(hidden_TH)
         q, k, v = self.norm_rotate(qkv, positions_T)
         out, _ = self.o_proj(self.attn(q, k, v, batch))
         return out
 
     def norm_rotate_in_one(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """q and k normalised and rotated, and v: one launch, in place."""
+        """q and k normalised and rotated, and v, of qkv [T, (q + 2 kv) E]: one launch, in place.
+
+        Three views, [T, q E], [T, kv E], [T, kv E]; heads are a rank's.
+        """
         table_qk_norm_rope_(
             qkv,
             positions_T,
@@ -113,6 +117,8 @@ class DraftAttention(nn.Module):
 
 
 class DraftMLP(nn.Module):
+    """down(silu(gate x) * up x), [T, H] -> [T, H]."""
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias=False)
@@ -126,6 +132,8 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
+    """A pre-norm layer. The residual travels beside the hidden states, for SGLang's norms add it themselves."""
+
     def __init__(self, config: Any, layer_id: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -136,6 +144,7 @@ class DraftLayer(nn.Module):
     def forward(
         self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, residual_TH: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and residual, both [T, H]; `residual_TH` is None in the first layer."""
         if residual_TH is None:
             residual_TH, hidden_TH = hidden_TH, self.input_layernorm(hidden_TH)
         else:
@@ -171,7 +180,10 @@ class DFlashDraftModel(nn.Module):
         self.loaded: set[str] = set()
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The target's embedding. By this name SGLang's graph runner knows that we embed token ids ourselves."""
+        """The target's embedding, [T] -> [T, H].
+
+        By this name SGLang's graph runner knows that we embed token ids ourselves.
+        """
         return self.ends.embed(input_ids)
 
     def get_attention_sliding_window_size(self) -> int | None:

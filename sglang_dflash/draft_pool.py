@@ -50,7 +50,10 @@ def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, 
 
 
 def leave_room(config: DFlashConfig) -> Callable[[Callable[[Any, float], int], Any, float], int]:
-    """AROUND `KVCacheConfigurator._profile_available_bytes`: what is left beside the rings."""
+    """AROUND `KVCacheConfigurator._profile_available_bytes`: bytes that are left beside the rings, on this rank.
+
+    What it returns raises NotSupported where SGLang does not know the bytes of a slot.
+    """
 
     def available_bytes(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:
         available = stock(configurator, pre_model_load_memory)

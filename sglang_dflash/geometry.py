@@ -37,29 +37,36 @@ FAMILIES = {
 
 
 class Config:
-    """Look-up in a config.json, its `text_config` first, with errors that say what is missing where."""
+    """Look-up in a config.json, its `text_config` first.
+
+    A field that memory cannot be computed from is a ValueError, which says which one and where.
+    """
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         self.whole, self.name = config, name
         self.text = config | config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
     def get(self, field: str, default: Any = None) -> Any:
+        """What is there; null counts as missing."""
         value = self.text.get(field)
         return default if value is None else value
 
     def count(self, field: str, default: int | None = None) -> int:
+        """An integer of at least 0."""
         value = self.get(field, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{self.name}: {field} is {value!r}, not a number; its memory cannot be computed, add it")
         return value
 
     def choice(self, field: str, value: Any, choices: Mapping[str, Any]) -> Any:
+        """What `choices` has for the field's `value`."""
         if value not in choices:
             raise ValueError(f"{self.name}: {field} is {value!r}, and only {', '.join(choices)} can be computed")
         return choices[value]
 
     @property
     def itemsize(self) -> int:
+        """Bytes of a weight."""
         return self.choice("dtype", self.get("dtype", self.get("torch_dtype")), ITEMSIZES)
 
     @property

@@ -53,7 +53,11 @@ def require_hooks(*targets: str) -> None:
 
 
 def check(names: Iterable[Name]) -> None:
-    """Compare names with the running SGLang."""
+    """Compare names with the running SGLang.
+
+    Raises:
+        HostMismatch: a module, a name or a member is not there; the first that is found.
+    """
     for name in names:
         found = _resolve(name)
         known = _members(found)

@@ -119,7 +119,10 @@ class FoldState:
 
 
 class RecordingVerify:
-    """What SGLang's GDN backend calls for a block of drafts; `intermediate_states_buffer` is a layer's record."""
+    """What SGLang's GDN backend calls for a block of drafts; `intermediate_states_buffer` is a layer's record.
+
+    States [S, H, V, K] at `cache_indices`, int [B], are read and not written.
+    """
 
     supports_strided_target_verify_qkv = True
 

@@ -58,7 +58,12 @@ TOP_LEVEL = {
 
 
 def refuse_variants(config: Mapping[str, Any], path: str) -> None:
-    """Refuse, by name, drafts whose arithmetic is not DFlash v1's."""
+    """Refuse, by name, drafts whose arithmetic is not DFlash v1's.
+
+    Raises:
+        NotSupported: `config` is another drafter's, or asks for something that v1 does not have.
+        ValueError: it is no DFlash draft's.
+    """
     architectures = config.get("architectures") or []
     if architectures != [ARCHITECTURE]:
         raise NotSupported(

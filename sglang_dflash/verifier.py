@@ -37,6 +37,11 @@ class Verifier:
         runner.decode_cuda_graph_runner = engine.graphs
 
     def verify(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
+        """Logits and features of every slot; the target's K/V of the block are written.
+
+        Args:
+            tokens_BN: int64, what is verified: N is the plan's width, slot 0 the anchor.
+        """
         self.use(plan.width)
         # The copy of the drafts to the host must be on its way before the target runs, to hide behind it.
         tree = GrammarTree.from_linear_chain(tokens_BN) if batch.has_grammar else None

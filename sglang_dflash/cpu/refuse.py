@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 
 def refuse(op: str, arguments: Mapping[str, object]) -> None:
-    """Raise for the first argument that asks for something, that is, is neither None nor False."""
+    """Raise NotImplementedError for the first argument that asks for something: is neither None nor False."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"{op}: {name} is not defined on the CPU platform; run this model on a GPU")

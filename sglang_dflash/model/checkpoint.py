@@ -17,7 +17,10 @@ FILES = ["config.json", "*.safetensors"]
 
 
 def local_folder(source: str | Path) -> Path:
-    """The folder itself, or the downloaded files of a repository on the hub; its code is never among them."""
+    """The folder itself, or the downloaded files of a repository on the hub; its code is never among them.
+
+    Raises FileNotFoundError when `source` is neither.
+    """
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -56,6 +59,7 @@ def read_tensors(folder: Path, shapes: Mapping[str, torch.Size]) -> dict[str, to
 
 
 def write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """A checkpoint of one safetensors file; the folder is made."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

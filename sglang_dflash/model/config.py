@@ -132,6 +132,12 @@ class DraftConfig:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "DraftConfig":
+        """The config.json of a checkpoint's folder.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: it contradicts itself, or asks for something that is not DFlash v1.
+        """
         path = folder / "config.json"
         if not path.exists():
             raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a DFlash checkpoint")

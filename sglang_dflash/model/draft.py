@@ -67,7 +67,7 @@ class Attention(nn.Module):
         context_RGTE: tuple[torch.Tensor, torch.Tensor],
         visible_RANK: torch.Tensor,
     ) -> torch.Tensor:
-        """visible_RANK: which of the K = T + N keys each slot sees, first the context, then the block."""
+        """[R, A, N, H]; visible_RANK: which of the K = T + N keys each slot sees, first the context, then the block."""
         R, A, _, _ = hidden_RANH.shape
         query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation)
         key, value = (
@@ -80,6 +80,8 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
+    """down(silu(gate x) * up x), [..., H] -> [..., H]."""
+
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -91,6 +93,8 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
+    """A pre-norm layer, [R, A, N, H] -> [R, A, N, H]; arguments as for `Attention`."""
+
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -41,7 +41,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "kernels" / "README.md"]
 LINKING = [*PAGES, *READMES, ROOT / "LOG.md", ROOT / "env" / "README.md", *(ROOT / "launch").rglob("*.md")]
 # Written by others and on their way: a link to one of them may lead nowhere, and commands of `bench` are not parsed.
-COMING = {DOCS / "training.md", ROOT / "launch/recipes/README.md", ROOT / "launch/grafana/README.md"}
+COMING = {DOCS / "training.md", ROOT / "launch/grafana/README.md"}
 # The commands and fields of the training guide have a test of their own.
 CHECKED = [page for page in [*PAGES, ROOT / "README.md"] if page.name != "training.md"]
 of_pages = pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.name)
