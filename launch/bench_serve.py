@@ -16,32 +16,30 @@ Everything after `--` goes to all three servers alike. The order of things:
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import psutil
 from rich.console import Console
 from rich.progress import track
 
 from launch import measure, report, tiny
-from launch.gate import Difference, differences, is_near_tie
-from launch.measure import Run, joined, slices
-from launch.progress import wait_ready
-from launch.server import Server, ServerError, end_on_sigterm, free_port
+from launch.gate import is_near_tie
 from launch.tiny import Arm, Pair, require_worker
+from sglang_dflash.bench.compare import Difference, differences
+from sglang_dflash.bench.measure import EVERYTHING, Run, joined, slices
+from sglang_dflash.bench.prompts import Conversation, held_out, read
+from sglang_dflash.bench.rows import noise, write
+from sglang_dflash.bench.served import start_together
+from sglang_dflash.bench.server import Server, ServerError, end_on_sigterm, free_port
 
 RESULTS = tiny.ROOT / "launch" / "results"
-GIB_PER_SERVER = 3  # host memory of one serving process group, importing SGLang and torch
 TABLE_WIDTH = 108
 N_WARM_UP = 2  # unmeasured prompts after an arm gets the CPU back
-EVERYTHING = slice(None)
 
 
 class GateError(RuntimeError):
@@ -117,45 +115,30 @@ class Bench:
             return is_near_tie(difference, [*self.prompts[difference.prompt], *agreed], off, self.options.tie_gap)
 
 
-def held_out_questions(n: int, seed: int = 42) -> list[str]:
-    """`n` different questions that the tiny pair was not trained on."""
-    from sglang_dflash.train.corpus import draw
-
-    random, questions = Random(seed), dict[str, None]()
-    while len(questions) < n:
-        questions[draw(random, held_out=True).prompt] = None
-    return list(questions)
-
-
-def read_questions(path: Path, n: int) -> list[str]:
-    """The first `n` of a JSONL file with a `prompt` in every line.
-
-    Raises:
-        SystemExit: a line is not such an object, or there are fewer than `n`.
-    """
-    questions = []
-    for number, line in enumerate(path.read_text().splitlines()[:n], start=1):
-        try:
-            questions.append(str(json.loads(line)["prompt"]))
-        except (json.JSONDecodeError, KeyError, TypeError):
-            sys.exit(f'{path}:{number}: not an object with a "prompt"; write one such JSON object per line')
-    if len(questions) < n:
-        sys.exit(f"{path}: {len(questions)} prompts, but --num-prompts is {n}; lower it")
-    return questions
-
-
-def tokenize(questions: Sequence[str], target: Path, thinking: bool) -> list[list[int]]:
+def tokenize(conversations: Sequence[Conversation], target: Path, thinking: bool) -> list[list[int]]:
     """Chat prompts as token ids: the same bytes for every arm, whatever a server's template code does."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     return [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}],
-            add_generation_prompt=True, enable_thinking=thinking, return_dict=False,
+            conversation, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
         )
-        for question in questions
-    ]  # fmt: skip
+        for conversation in conversations
+    ]
+
+
+def conversations(options: argparse.Namespace) -> Sequence[Conversation]:
+    """
+    Raises:
+        ValueError: the file has fewer than are asked for, or a line that is no prompt.
+    """
+    if not options.data:
+        return held_out(options.num_prompts)
+    found = read(options.data, options.num_prompts).conversations
+    if len(found) < options.num_prompts:
+        raise ValueError(f"{options.data}: {len(found)} prompts, but --num-prompts is {options.num_prompts}; lower it")
+    return found
 
 
 def make_servers(options: argparse.Namespace) -> dict[Arm, Server]:
@@ -180,15 +163,7 @@ def start_all(servers: dict[Arm, Server], console: Console) -> None:
     Raises:
         ServerError: too little memory for all of them, or one does not start or is not what it should be.
     """
-    free_gib = psutil.virtual_memory().available / 2**30
-    if free_gib < GIB_PER_SERVER * len(servers):
-        raise ServerError(
-            f"{len(servers)} servers need about {GIB_PER_SERVER * len(servers)} GiB of host memory and {free_gib:.0f} "
-            "are free; use --one-at-a-time, or fewer --arms"
-        )
-    for server in servers.values():
-        server.start()
-    wait_ready(list(servers.values()), console)
+    start_together(list(servers.values()), console)
     for arm, server in servers.items():
         require_worker(arm, server)
         server.pause()
@@ -246,6 +221,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for path in (options.target, options.draft):
         if not (path / "config.json").is_file():
             parser.error(f"{path} holds no config.json; name a checkpoint directory with --target and --draft")
+    try:
+        options.conversations = conversations(options)
+    except ValueError as error:
+        parser.error(str(error))
     options.env = {}
     if not options.server_flags:  # the tiny pair's, which need no accelerator
         options.server_flags, options.env = [*tiny.FLAGS, *tiny.HYBRID_FLAGS], tiny.ENV
@@ -262,9 +241,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
             stack.callback(server.stop)
         if not options.one_at_a_time:
             start_all(servers, console)
-        questions = read_questions(options.data, options.num_prompts) if options.data else None
-        questions = questions or held_out_questions(options.num_prompts)
-        prompts = tokenize(questions, options.target, thinking=not options.no_thinking)
+        prompts = tokenize(options.conversations, options.target, thinking=not options.no_thinking)
         bench = Bench(servers, prompts, options)
         with console.status("comparing answers"):
             bench.gate()
@@ -272,9 +249,9 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
         rows = measure_all(bench, console)
     document = report.document(bench, rows, command=shlex.join(["python", "-m", "launch.bench_serve", *arguments]))
     Console(width=max(console.width, TABLE_WIDTH)).print(report.table(document))
-    console.print(report.noise(document), style="bold yellow")
+    console.print(noise(document), style="bold yellow")
     name = report.file_name()
-    print(report.write(document, options.output or RESULTS / name))
+    print(write(document, options.output or RESULTS / name))
 
 
 if __name__ == "__main__":

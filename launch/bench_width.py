@@ -36,14 +36,15 @@ import psutil
 from rich.console import Console
 
 from launch import measure, report, tiny, width_report
-from launch.bench_serve import EVERYTHING, N_WARM_UP, RESULTS, GateError
-from launch.gate import differences
-from launch.measure import Run, joined, slices
-from launch.progress import wait_ready
-from launch.server import Server, ServerError, end_on_sigterm, free_port
+from launch.bench_serve import N_WARM_UP, RESULTS, GateError
 from launch.tiny import Arm, require_worker
 from launch.width_report import AUTO, OFF, STATIC, Step
 from launch.width_workloads import ABOUT, ASKED, PER_PLACE, Workload, make_workloads
+from sglang_dflash.bench.compare import differences
+from sglang_dflash.bench.measure import EVERYTHING, Run, joined, slices
+from sglang_dflash.bench.progress import wait_ready
+from sglang_dflash.bench.rows import noise, write
+from sglang_dflash.bench.server import Server, ServerError, end_on_sigterm, free_port
 
 ARMS = (OFF, *STATIC, AUTO)
 GIB_PER_SERVER = 2.6  # host memory of one serving process group
@@ -242,10 +243,10 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     command = shlex.join(["python", "-m", "launch.bench_width", *arguments])
     document = width_report.document(bench, rows, steps, change_concurrency=CHANGE_CONCURRENCY, command=command)
     print(width_report.table(document))
-    console.print(report.noise(document), style="bold yellow")
+    console.print(noise(document), style="bold yellow")
     name = report.file_name("width")
     path = options.output or RESULTS / name
-    shown = report.write(document, path)
+    shown = write(document, path)
     from launch.plot_bench_width import plot  # needs matplotlib, which a server does not
 
     plot(document, path.with_suffix(".png"))

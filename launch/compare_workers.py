@@ -22,9 +22,10 @@ from rich.console import Console
 
 from launch import law, parameters, report, tiny
 from launch.parameters import EXACT, PLAIN, QUESTIONS, SAMPLED, Case, Refusal, Reply
-from launch.progress import wait_ready
-from launch.server import Server, ServerError, end_on_sigterm, free_port
 from launch.tiny import Arm, require_worker
+from sglang_dflash.bench.progress import wait_ready
+from sglang_dflash.bench.rows import head, write
+from sglang_dflash.bench.server import Server, ServerError, end_on_sigterm, free_port
 
 RESULTS = tiny.ROOT / "launch" / "results"
 WORKERS = (Arm.STOCK, Arm.PLUGIN)
@@ -235,7 +236,7 @@ def draws_cell(verdicts: Sequence[Verdict]) -> str:
 
 def document(rows: list[dict[str, Any]], options: argparse.Namespace, command: str) -> dict[str, Any]:
     return {
-        **report.head("compare_workers", command),
+        **head("compare_workers", command),
         "method": METHOD,
         "questions": list(QUESTIONS),
         "draws": options.draws,
@@ -275,7 +276,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     command = shlex.join(["python", "-m", "launch.compare_workers", *arguments])
     print(table(comparison.rows))
     name = report.file_name("workers")
-    print(report.write(document(comparison.rows, options, command), options.output or RESULTS / name))
+    print(write(document(comparison.rows, options, command), options.output or RESULTS / name))
 
 
 if __name__ == "__main__":

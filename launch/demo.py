@@ -26,9 +26,9 @@ from rich.text import Text
 from tokenizers import Tokenizer
 
 from launch import tiny
-from launch.progress import wait_ready
-from launch.server import Server, ServerError, end_on_sigterm, free_port
 from launch.tiny import Arm, Pair, require_worker
+from sglang_dflash.bench.progress import wait_ready
+from sglang_dflash.bench.server import Server, ServerError, end_on_sigterm, free_port
 
 TASKS = ("times_table", "json_record", "python_function", "story")
 MAX_TOKENS = 160

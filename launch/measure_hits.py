@@ -26,7 +26,9 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from launch import report, tiny
-from launch.bench_serve import RESULTS, held_out_questions, tokenize
+from launch.bench_serve import RESULTS, tokenize
+from sglang_dflash.bench.prompts import held_out
+from sglang_dflash.bench.rows import head, write
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 
@@ -68,7 +70,7 @@ def measure(name: str, window: int, n_conversations: int, console: Console) -> l
     pair = PAIRS[name]
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     models = Models(target, DraftModel.from_pretrained(pair.draft, dtype=torch.float32))
-    prompts = tokenize(held_out_questions(2 * n_conversations, seed=11), pair.target, thinking=False)
+    prompts = tokenize(held_out(2 * n_conversations, seed=11), pair.target, thinking=False)
     steps: dict[tuple[str, str], Steps] = {}
     for first, other in track(list(zip(prompts[::2], prompts[1::2], strict=True)), name, console=console):
         answer, _ = models.answer(first, window=None)
@@ -132,8 +134,8 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     console.print(table(rows))
     command = shlex.join(["python", "-m", "launch.measure_hits", *arguments])
     name = report.file_name("hits")
-    document = report.head("hits", command) | {"window": options.window, "rows": rows}
-    print(report.write(document, options.output or RESULTS / name))
+    document = head("hits", command) | {"window": options.window, "rows": rows}
+    print(write(document, options.output or RESULTS / name))
 
 
 if __name__ == "__main__":

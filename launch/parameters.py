@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from launch import law
-from launch.server import REQUEST_TIMEOUT_S, Server, ServerError
 from launch.tiny import HYBRID
+from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Server, ServerError
 
 # Some are what the tiny pair was trained on, and drafts are accepted; in others it is unsure, and parameters bite.
 QUESTIONS = (

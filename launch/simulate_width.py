@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from launch import machine, plot_width, report, tiny
+from launch import plot_width, tiny
 from launch.published import (
     BLOCK,
     CARDS,
@@ -35,6 +35,8 @@ from launch.published import (
 )  # fmt: skip
 from launch.replay_width import NEAR, SETTLED, WIDTHS, Replay, Text, followed, histogram, pooled, replay, static
 from sglang_dflash import width as policy
+from sglang_dflash.bench import machine
+from sglang_dflash.bench.rows import portable, write
 from sglang_dflash.width import StepCost
 
 RESULTS = tiny.ROOT / "launch" / "results"
@@ -226,7 +228,7 @@ def document(options: argparse.Namespace, command: str) -> dict[str, Any]:
         "level": "P: computed",
         "when": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
         "commit": machine.commit(),
-        "command": report.portable(command),
+        "command": portable(command),
         "assumptions": list(ASSUMPTIONS),
         "policy": {"widths": WIDTHS, "explore": policy.EXPLORE, "memory": policy.MEMORY, "prior": policy.PRIOR},
         "steps": steps,
@@ -290,7 +292,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     computed = document(options, shlex.join(["python", "-m", "launch.simulate_width", *arguments]))
     path = options.output or RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-computed-width.json"
     print(tables(computed))
-    written = report.write(computed, path)
+    written = write(computed, path)
     plot_width.plot(computed, path.with_suffix(".png"))
     print(written)
 

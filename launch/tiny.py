@@ -8,7 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from launch.server import Server, ServerError
+from sglang_dflash.bench import arms
+from sglang_dflash.bench.server import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 ASSETS = ROOT / "sglang_dflash" / "assets"
@@ -24,10 +25,6 @@ class Pair(NamedTuple):
 
 HYBRID = Pair(ASSETS / "tiny" / "target", ASSETS / "tiny" / "draft")  # Qwen3.5-style: GatedDeltaNet + full attention
 DENSE = Pair(ASSETS / "tiny_dense" / "target", ASSETS / "tiny_dense" / "draft")  # Qwen3-style: full attention only
-
-
-# In the log of every server whose DFLASH worker is ours, and of no other.
-ANNOUNCEMENT = " serves DFLASH: "
 
 
 class Arm(StrEnum):
@@ -81,14 +78,9 @@ def environment(arm: Arm) -> dict[str, str]:
 
 
 def require_worker(arm: Arm, server: Server) -> None:
-    """The arm measures what its name says: our worker announces itself in the log, and only ours does.
+    """The arm measures what its name says.
 
     Raises:
         ServerError: it does not.
     """
-    ours = ANNOUNCEMENT in server.log_text()
-    if ours != (arm is Arm.PLUGIN):
-        raise ServerError(
-            f"{arm}: our worker {'serves' if ours else 'does not serve'} here; is sglang-dflash installed for "
-            f"{sys.executable}, and SGLANG_PLUGINS unset? ({server.log})"
-        )
+    arms.require_worker(server, ours=arm is Arm.PLUGIN)

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from launch.measure import Run, Spread, ratios, spread
-from launch.report import head, inherited, portable
+from sglang_dflash.bench.measure import Run, ratios, spread
+from sglang_dflash.bench.rows import head, inherited, portable, rounded, shown
 
 if TYPE_CHECKING:
     from launch.bench_width import Bench
@@ -73,13 +73,13 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {
                 "workload": workload,
                 "concurrency": concurrency,
-                "tokens_per_s": {arm: _rounded(spread(values)) for arm, values in speeds.items()},
+                "tokens_per_s": {arm: rounded(spread(values)) for arm, values in speeds.items()},
                 "committed_per_step": {
                     arm: round(statistics.median(_of(mine, arm, "committed_per_step")), 3) for arm in speeds
                 },
                 "best_static": best,
-                "auto_over_best": _rounded(ratios(speeds[AUTO], speeds[best])),
-                "auto_over_off": _rounded(ratios(speeds[AUTO], speeds[OFF])),
+                "auto_over_best": rounded(ratios(speeds[AUTO], speeds[best])),
+                "auto_over_off": rounded(ratios(speeds[AUTO], speeds[OFF])),
                 "widths": {width: round(n / widths.total(), 3) for width, n in sorted(widths.items())},
                 "other_cores_max": max(row["other_cores"] for row in mine),
             }
@@ -204,8 +204,8 @@ def _speeds(document: dict[str, Any]) -> Iterator[str]:
     yield _line(head)
     yield "|---|" + "---:|" * (len(head) - 2) + "---|"
     for line in document["summary"]:
-        speeds = [_shown(line["tokens_per_s"][arm], 0) for arm in arms]
-        over = _shown(line["auto_over_best"], 3), _shown(line["auto_over_off"], 2)
+        speeds = [shown(line["tokens_per_s"][arm], 0) for arm in arms]
+        over = shown(line["auto_over_best"], 3), shown(line["auto_over_off"], 2)
         widths = ", ".join(f"{width}: {share:.0%}" for width, share in line["widths"].items() if share >= 0.005)
         yield _line([line["workload"], str(line["concurrency"]), *speeds, *over, widths])
     mean = document["means"]
@@ -235,17 +235,9 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _shown(value: dict[str, float], digits: int) -> str:
-    return f"{value['median']:.{digits}f} ({value['low']:.{digits}f}–{value['high']:.{digits}f})"
-
-
 def _of(rows: Sequence[dict[str, Any]], arm: str, name: str) -> list[float]:
     """By repeat."""
     return [row[name] for row in sorted(rows, key=lambda row: row["repeat"]) if row["arm"] == arm]
-
-
-def _rounded(value: Spread) -> dict[str, float]:
-    return {name: round(number, 4) for name, number in value._asdict().items()}
 
 
 def _portable_env(env: dict[str, str]) -> dict[str, str]:

@@ -6,7 +6,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 from launch import tiny
-from launch.bench_serve import held_out_questions, tokenize
+from launch.bench_serve import tokenize
+from sglang_dflash.bench.prompts import asked, held_out
 
 HARD_CONCURRENCY = (1, 8)
 # Prompts of a run: enough that its requests' starts and ends, when few run, weigh little.
@@ -52,8 +53,8 @@ def hopeless_prompts(n: int, seed: int = 42) -> list[list[int]]:
 
 def make_workloads(options: argparse.Namespace) -> list[Workload]:
     n = options.num_prompts
-    easy = tokenize(held_out_questions(n), tiny.HYBRID.target, thinking=True)
-    hard = tokenize(hard_questions(n), tiny.HYBRID.target, thinking=True)
+    easy = tokenize(held_out(n), tiny.HYBRID.target, thinking=True)
+    hard = tokenize([asked(question) for question in hard_questions(n)], tiny.HYBRID.target, thinking=True)
     answer = {"max_new_tokens": options.max_new_tokens}
     return [
         Workload("easy", "held-out questions of the tiny corpus", easy, answer, options.concurrency),

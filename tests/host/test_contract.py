@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import host_names
+from sglang_dflash.bench.chat import HTTP_NAMES
 from sglang_dflash.host_names import NAMES, SEAMS, Name
 from sglang_dflash.host_names_metrics import METRICS
 
@@ -151,7 +152,7 @@ def lazy(module: str) -> set[str]:
     return {n.value for n in ast.walk(function) if isinstance(n, ast.Constant)} if function else set()
 
 
-@pytest.mark.parametrize("name", [*SEAMS, *NAMES, *METRICS], ids=lambda name: name.qualname)
+@pytest.mark.parametrize("name", [*SEAMS, *NAMES, *METRICS, *HTTP_NAMES], ids=lambda name: name.qualname)
 def test_the_installed_sglang_has_it(name: Name) -> None:
     assert problem(name) == ""
 

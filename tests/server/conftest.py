@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from launch import parameters, tiny
-from launch.server import Server, ServerError, free_port
 from launch.tiny import Arm, Pair
+from sglang_dflash.bench.server import Server, ServerError, free_port
 
 FIRST_PORT = 31300
 MAX_LIVE = 5  # about 2.5 GiB each

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from launch.server import Server
+from sglang_dflash.bench.server import Server
 from tests.server.bad_requests import SAMPLING
 from tests.server.talk import as_prompt, as_text, conversation, post, steps, stream
 

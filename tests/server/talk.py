@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from launch.server import Generation, Server
 from launch.tiny import DENSE, HYBRID
+from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.train.corpus import draw
 
 Message = dict[str, str]

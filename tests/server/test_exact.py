@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from launch.server import Server
+from sglang_dflash.bench.server import Server
 from tests.server.oracle import oracle
 from tests.server.talk import steps
 from tests.server.variants import VARIANTS, Variant

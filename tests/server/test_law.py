@@ -13,7 +13,7 @@ import pytest
 from launch import law, parameters
 from launch.law import Draw
 from launch.parameters import SAMPLED, Case
-from launch.server import Server
+from sglang_dflash.bench.server import Server
 from tests.server.variants import VARIANTS
 
 FLAGS = VARIANTS["hybrid"].flags

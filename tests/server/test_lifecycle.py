@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.server import Generation, Server
 from launch.tiny import HYBRID
+from sglang_dflash.bench.server import Generation, Server
 from tests.server.talk import as_prompt, as_text, conversation, post, steps, stream
 from tests.server.variants import TRACK, VARIANTS
 

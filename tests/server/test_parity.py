@@ -14,7 +14,7 @@ import pytest
 
 from launch import parameters
 from launch.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
-from launch.server import Server
+from sglang_dflash.bench.server import Server
 from tests.server.variants import VARIANTS
 
 FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, parameters.PROCESSOR_FLAG)}

@@ -16,8 +16,8 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import DeepseekOCRNoRepeatNGramLogitProcessor
 from transformers import AutoModelForCausalLM
 
-from launch.server import Server
 from launch.tiny import DENSE, HYBRID
+from sglang_dflash.bench.server import Server
 from tests.fixtures.sequential import penalised
 from tests.server.variants import NO_OVERLAP, RETRACT, VARIANTS
 

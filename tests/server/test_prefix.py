@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.server import Generation, Server
+from sglang_dflash.bench.server import Generation, Server
 from tests.server.oracle import oracle
 from tests.server.talk import as_prompt, as_text, conversation, steps, stream
 from tests.server.variants import VARIANTS, Variant

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from launch.server import Server, ServerError
+from sglang_dflash.bench.server import Server, ServerError
 from tests.server.conftest import PAIRS
 from tests.server.talk import post
 from tests.server.variants import VARIANTS

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from launch.server import Server
+from sglang_dflash.bench.server import Server
 from tests.server.bad_requests import KINDS, PROMPT, Bad
 from tests.server.variants import VARIANTS
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from launch.server import Server
+from sglang_dflash.bench.server import Server
 from tests.server.conftest import require_nothing_lost
 from tests.server.soak import Entry, Report, Soak, complaints, write_book
 from tests.server.test_lifecycle import TIGHT

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from launch import parameters
-from launch.server import Server
 from launch.tiny import HYBRID
+from sglang_dflash.bench.server import Server
 
 UNLIKE = parameters.path_with(Path(__file__).parent / "unlike_ranks")
 # SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.

@@ -10,8 +10,8 @@ import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.server import Server
 from launch.tiny import HYBRID
+from sglang_dflash.bench.server import Server
 from tests.server.oracle import Oracle
 from tests.server.talk import post, steps
 from tests.server.variants import VARIANTS

@@ -10,10 +10,11 @@ import pytest
 from launch import bench_width, tiny, width_report, width_workloads
 from launch.bench_serve import GateError
 from launch.bench_width import ARMS
-from launch.measure import Answer, Run
-from launch.server import ServerError, free_port
 from launch.tiny import Arm
 from launch.width_report import Step, claims, followed_after, means, phases, row, summarise, usual_widths
+from sglang_dflash.bench import arms
+from sglang_dflash.bench.measure import Answer, Run, Steps
+from sglang_dflash.bench.server import ServerError, free_port
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 
@@ -22,7 +23,7 @@ FAKE = Path(__file__).parent / "launch_fake_server.py"
 
 
 def measured(arm: str, workload: str, concurrency: int, repeat: int, speed: int) -> dict:
-    run = Run([Answer((1,) * speed, 4, 8, 0.0, 0.0)], wall_s=1.0, other_cores=0.1)
+    run = Run([Answer(speed, steps=Steps(4, 8))], wall_s=1.0, other_cores=0.1)
     steps = [Step(0.0, 4, {"a": 1}), Step(0.0, 16, {"a": 9}), Step(0.0, 4, {"a": 0})] if arm == "auto" else []
     return row(arm, workload, concurrency, repeat, run, steps)
 
@@ -167,8 +168,8 @@ def test_servers_are_gone_afterwards(main) -> None:
 
 
 def test_an_arm_that_is_not_what_it_says_is_refused(main, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "ANNOUNCEMENT", "never logged")
-    with pytest.raises(ServerError, match="plugin: our worker does not serve here"):
+    monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
+    with pytest.raises(ServerError, match="width auto: our worker does not serve here"):
         main()
 
 

@@ -1,8 +1,8 @@
-"""The serving benchmark: its arithmetic by hand, and the whole program against stand-in servers."""
+"""The serving benchmark: its summary by hand, and the whole program against stand-in servers."""
 
 import json
-import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,70 +10,21 @@ import psutil
 import pytest
 from rich.console import Console
 
-from launch import bench_serve, report, tiny
+from launch import bench_serve, tiny
 from launch.bench_serve import GateError
-from launch.gate import Difference, differences
-from launch.measure import Answer, Run, joined, percentile, ratios, slices, spread
 from launch.report import row, summarise
-from launch.server import ServerError, free_port
 from launch.tiny import Arm
+from sglang_dflash.bench import arms, served
+from sglang_dflash.bench.measure import Answer, Run, Steps
+from sglang_dflash.bench.rows import noise, portable
+from sglang_dflash.bench.server import ServerError, free_port
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 
 
-# ------------------------------------------------------------------------------------------------------ arithmetic
-
-
-def test_differences_name_the_first_token_that_differs() -> None:
-    reference = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3]]
-    answers = [[1, 2, 3], [1, 9, 8], [1, 2, 3], [1, 2]]
-    assert differences(reference, answers) == [
-        Difference(prompt=1, position=1, expected=2, found=9),
-        Difference(prompt=2, position=2, expected=None, found=3),
-        Difference(prompt=3, position=2, expected=3, found=None),
-    ]
-
-
-def test_a_run_counts_tokens_and_steps() -> None:
-    # 2 steps accept 3 drafts between them, 1 step accepts none: (3 + 0 + 3 bonus) / 3 steps
-    answers = [Answer((1,) * 6, 2, 3, 0.0, 0.0), Answer((1,) * 2, 1, 0, 0.0, 0.0)]
-    run = Run(answers, wall_s=4.0, other_cores=0.0)
-    assert (run.tokens_per_s, run.committed_per_step) == (2.0, 2.0)
-
-
-def test_ratios_are_taken_repeat_by_repeat() -> None:
-    # The second repeat ran on a machine half as fast: no ratio shows it, though the medians' ratio would.
-    assert ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
-    assert spread([3, 1, 2]) == (2, 1, 3)
-
-
-def test_parts_of_a_run_are_short_and_complete() -> None:
-    prompts = list(range(18))
-    parts = [prompts[part] for part in slices(len(prompts), concurrency=1)]
-    assert [len(part) for part in parts] == [4, 4, 4, 4, 2]
-    assert [prompt for part in parts for prompt in part] == prompts
-    assert [len(prompts[part]) for part in slices(len(prompts), concurrency=8)] == [16, 2]
-
-
-def test_parts_are_joined() -> None:
-    """Half of 3 s and none of 1 s are other processes'."""
-    one, other = (
-        Run([Answer((1,) * n, 1, n - 1, 0.0, 0.0)], wall_s, cores) for n, wall_s, cores in ((5, 3.0, 0.5), (3, 1.0, 0))
-    )
-    run = joined([one, other])
-    assert (run.n_tokens, run.tokens_per_s, run.committed_per_step, run.other_cores) == (8, 2.0, 4.0, 0.375)
-
-
-def test_percentiles_are_values_that_occurred() -> None:
-    values = [float(i) for i in range(1, 101)]
-    assert [percentile(values, p) for p in (50, 99, 100)] == [50, 99, 100]
-    assert percentile([5.0, float("nan"), 7.0], 50) == 5.0
-    assert math.isnan(percentile([], 50))
-
-
 def test_the_summary_compares_with_off_and_stock_per_concurrency() -> None:
     def run(arm: Arm, concurrency: int, repeat: int, speed: int) -> dict:
-        one = Run([Answer((1,) * speed, 4, 8, 0.01, 0.002)], wall_s=1.0, other_cores=0.1)
+        one = Run([Answer(speed, steps=Steps(4, 8), ttft_s=0.01, tpot_s=0.002)], wall_s=1.0, other_cores=0.1)
         return row(arm, concurrency, repeat, one, one)
 
     speeds = {Arm.PLUGIN: (300, 360), Arm.OFF: (100, 90), Arm.STOCK: (150, 120)}
@@ -114,7 +65,7 @@ def main(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> object:
 
     monkeypatch.setattr(tiny, "command", command)
     monkeypatch.setattr(tiny, "RUN_DIR", checkpoint / "logs")
-    monkeypatch.setattr(bench_serve, "GIB_PER_SERVER", 0)  # stand-ins are small, and real servers may run beside them
+    monkeypatch.setattr(served, "GIB_PER_SERVER", 0)  # stand-ins are small, and real servers may run beside them
     monkeypatch.setattr(bench_serve, "tokenize", lambda questions, *_, **__: [[i + 10] for i in range(len(questions))])
     return run
 
@@ -152,7 +103,7 @@ def test_servers_are_gone_afterwards(main) -> None:
 
 
 def test_an_arm_that_is_not_what_it_says_is_refused(main, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "ANNOUNCEMENT", "never logged")
+    monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
     with pytest.raises(ServerError, match="plugin: our worker does not serve here"):
         main()
 
@@ -173,36 +124,31 @@ def test_bad_options_are_one_line(
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_bad_line_of_questions_is_named(tmp_path: Path) -> None:
+def test_a_bad_file_of_questions_is_one_line(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "q.jsonl"
+    parse = partial(bench_serve.parse, ["--target", str(checkpoint), "--draft", str(checkpoint), "--data", str(data)])
     data.write_text('{"prompt": "one"}\n{"question": "two"}\n')
-    assert bench_serve.read_questions(data, 1) == ["one"]
-    with pytest.raises(SystemExit, match=r'q\.jsonl:2: not an object with a "prompt"'):
-        bench_serve.read_questions(data, 2)
+    with pytest.raises(SystemExit, match="2"):
+        parse()
+    assert "q.jsonl:2: no object with a" in capsys.readouterr().err.splitlines()[-1]
     data.write_text('{"prompt": "one"}\n' * 2)
-    with pytest.raises(SystemExit, match="2 prompts, but --num-prompts is 5"):
-        bench_serve.read_questions(data, 5)
-
-
-def test_default_questions_are_held_out_and_different() -> None:
-    from sglang_dflash.train.corpus import is_held_out
-
-    questions = bench_serve.held_out_questions(16)
-    assert len(set(questions)) == 16
-    assert all(map(is_held_out, questions))
-    assert questions == bench_serve.held_out_questions(16)
+    with pytest.raises(SystemExit, match="2"):
+        parse()
+    assert "2 prompts, but --num-prompts is 32; lower it" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_busy_machine_is_told_apart_from_a_quiet_one() -> None:
     document = {"machine": {"cores": 2}, "rows": [{"other_cores": 0.02}, {"other_cores": 0.09}]}
-    assert report.noise(document) == ""
+    assert noise(document) == ""
     document["rows"].append({"other_cores": 0.5})
-    assert "up to 0.5 of 2 cores busy" in report.noise(document)
+    assert "up to 0.5 of 2 cores busy" in noise(document)
 
 
 def test_documents_do_not_name_this_machine() -> None:
     command = f"{sys.executable} -m x --target {tiny.HYBRID.target} --draft=/models/mine/draft-1 --port 3"
-    assert report.portable(command) == "python -m x --target sglang_dflash/assets/tiny/target --draft=draft-1 --port 3"
+    assert portable(command) == "python -m x --target sglang_dflash/assets/tiny/target --draft=draft-1 --port 3"
 
 
 def test_an_interrupted_run_keeps_its_whole_repeats(monkeypatch: pytest.MonkeyPatch) -> None:

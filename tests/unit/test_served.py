@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from launch.server import free_port
 from sglang_dflash import check, served
+from sglang_dflash.bench.server import free_port
 
 DFLASH = {
     "version": "0.1.0",

@@ -1,8 +1,6 @@
 """One SGLang server as a child process: start it, wait until it answers, talk to it, stop it without leftovers.
 
-Shared by the demo, the serving benchmark and the tests, so that a server means the same thing in all three. It knows
-processes, ports and HTTP; which model is served, and by which worker, is in the command line it is given
-(`launch/tiny.py`).
+Shared by benchmarks, demo and tests. Knows processes, ports and HTTP; what is served is in the command it is given.
 """
 
 import os
@@ -14,13 +12,15 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import httpx
-import openai
 import psutil
 
-from launch.progress import START_TIMEOUT_S, stage_of
+from sglang_dflash.bench.progress import START_TIMEOUT_S, stage_of
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 HOST = "127.0.0.1"
 # SGLang ends by itself within about five seconds of SIGTERM.
@@ -189,7 +189,7 @@ class Server:
             return False
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Block until the server answers; `launch.progress.wait_ready` does the same for people, with a display.
+        """Block until the server answers; `progress.wait_ready` does the same for people, with a display.
 
         Raises:
             ServerError: the process ended, or the time is over.
@@ -285,8 +285,10 @@ class Server:
         """The scheduler's own account: running and waiting requests, KV slots in use."""
         return self._get("/v1/loads")["loads"][0]
 
-    def openai(self) -> openai.OpenAI:
+    def openai(self) -> "OpenAI":
         """A client of the OpenAI API; it needs no key."""
+        import openai  # a second that only its users wait for
+
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
 
     def _get(self, path: str) -> dict[str, Any]:

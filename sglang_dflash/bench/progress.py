@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from launch.server import Server
+    from sglang_dflash.bench.server import Server
 
 
 # Against hangs only: a start is a minute of CPU, and a process that ends is noticed at once.

@@ -6,12 +6,12 @@ import platform
 import re
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import psutil
 
-from launch.tiny import ROOT
-
+CHECKOUT = Path(__file__).parents[2]  # where the package is not installed into site-packages
 PACKAGES = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "sglang-kernel", "sglang-dflash")
 
 
@@ -59,8 +59,10 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The short commit, with `-dirty` when tracked files differ from it; `unknown` outside a git checkout."""
+    if not (CHECKOUT / ".git").exists():  # an installed package may lie inside somebody else's repository
+        return "unknown"
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
+        cwd=CHECKOUT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return described.stdout.strip() if described.returncode == 0 else "unknown"

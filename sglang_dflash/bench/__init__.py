@@ -1,0 +1,16 @@
+"""The benchmark: what speculation is worth on a person's own model, prompts and machine.
+
+    python -m sglang_dflash.bench --help
+
+    prompts.py    what is asked: data sets, a file, or the bundled questions
+    arms.py       what is compared: launch flags without speculation, with SGLang's worker, with ours
+    engine.py     who answers: a server that runs somewhere; served.py: one that is started; in_torch.py: no server
+    chat.py       one request of the OpenAI API, streamed or not, as an answer with its counts and times
+    measure.py    one timed run, and the statistics of several
+    compare.py    are the answers the same?
+    schedule.py   who answers what when: arms take turns
+    rows.py       measurements as a document's rows, and their summary
+    report.py     the document, and its tables; page.py: the same as one HTML page
+
+`launch/` measures the repository's own tiny pair with the same parts.
+"""

@@ -1,0 +1,151 @@
+"""Measure what speculation is worth: `python -m sglang_dflash.bench --help`.
+
+A table for people, and under --output a JSON document and an HTML page; the last lines of stdout are their paths.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from sglang_dflash.bench import page, report
+from sglang_dflash.bench.arms import OFF, OURS
+from sglang_dflash.bench.chat import Kind, Sampling
+from sglang_dflash.bench.engine import Engine, HttpEngine
+from sglang_dflash.bench.options import TRANSFORMERS, parse
+from sglang_dflash.bench.prompts import Conversation, Task, complete, is_complete
+from sglang_dflash.bench.rows import Row, noise, write
+from sglang_dflash.bench.schedule import Bench, Plan, Turn
+from sglang_dflash.bench.served import ServedEngine, kept_in_memory
+from sglang_dflash.bench.server import ServerError, end_on_sigterm
+
+WIDEST = 1000
+
+
+@contextmanager
+def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequence[Engine]]:
+    """The arms, ready to run.
+
+    Raises:
+        ServerError: one cannot be reached or started.
+        OSError, ValueError: a checkpoint of the Transformers backend cannot be loaded.
+    """
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, thinking=options.enable_thinking
+    )
+    if options.backend == TRANSFORMERS:
+        from sglang_dflash.bench import in_torch  # torch and transformers take seconds to import
+
+        models = in_torch.load(options.model, options.draft_model)
+        yield [in_torch.TorchEngine(name, models, sampling) for name in (OFF, OURS)]
+    elif options.serve:
+        served, port = list[ServedEngine](), options.port
+        for launch in options.launches:
+            log = with_suffix(options.output, f"-{launch.name}.log")
+            served.append(ServedEngine(launch, sampling=sampling, log=log, port=port, console=console))
+            port = served[-1].server.port + 1
+        if options.one_at_a_time:
+            yield served
+        else:
+            with kept_in_memory(served, console):
+                yield served
+    else:
+        remote = [
+            HttpEngine(name, url, sampling=sampling, model=options.model or "", api_key=options.api_key)
+            for name, url in options.base_url.items()
+        ]
+        for engine in remote:
+            engine.meet(Kind(options.backend) if options.backend else None)
+        yield remote
+
+
+def completed(tasks: Sequence[Task], first: Engine, concurrency: int) -> list[Task]:
+    """Conversations of several turns with the first arm's answers between them."""
+    if all(map(is_complete, tasks)):
+        return list(tasks)
+
+    def answer(conversations: Sequence[Conversation]) -> list[str]:
+        return [read().text for read in pool.map(partial(first.ask, stream=False), conversations)]
+
+    with first.running(), ThreadPoolExecutor(max_workers=concurrency) as pool:
+        return [complete(task, answer) for task in tasks]
+
+
+def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Console) -> tuple[Bench, list[Row]]:
+    """Every repeat. Ctrl-C, or SIGINT at a time limit, ends it with the repeats that are whole; the first must be."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    rows: list[Row] = []
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+
+        def answered(turn: Turn, engine: Engine) -> None:
+            what = f"{bench.tasks[turn.task].name}, {turn.concurrency} in flight: {engine.name}"
+            progress.update(shown, advance=1, description=f"repeat {turn.repeat + 1}/{options.repeats}, {what}")
+
+        plan = Plan(
+            concurrency=options.concurrency,
+            repeats=options.repeats,
+            together=not options.serve or not options.one_at_a_time,
+            short_turns=options.serve or options.backend == TRANSFORMERS,
+            latency=not options.no_latency,
+        )
+        tasks = completed(options.tasks, engines[0], max(options.concurrency))
+        bench = Bench(engines, tasks, plan, compares=options.temperature == 0, answered=answered)
+        shown = progress.add_task("warming up", total=bench.n_asked())
+        try:
+            for repeat in range(options.repeats):
+                rows += bench.repeat(repeat)
+                if not console.is_terminal:
+                    console.print(f"repeat {repeat + 1} of {options.repeats} is measured")
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+    return bench, rows
+
+
+def with_suffix(path: Path, suffix: str) -> Path:
+    """`with_suffix` for names that have dots of their own, such as a model's."""
+    return path.with_name(path.name + suffix)
+
+
+def without_key(arguments: Sequence[str]) -> list[str]:
+    """A command line that may be published."""
+    shown, hiding = [], False
+    for word in arguments:
+        shown.append("KEY" if hiding else "--api-key=KEY" if word.startswith("--api-key=") else word)
+        hiding = word == "--api-key"
+    return shown
+
+
+def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
+    options = parse(arguments)
+    end_on_sigterm()
+    console = Console()
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with engines_of(options, console) as engines:
+        bench, rows = measure(engines, options, console)
+    command = shlex.join(["python", "-m", "sglang_dflash.bench", *without_key(arguments)])
+    document = report.document(bench, rows, options, command=command)
+    table = report.table(document)
+    natural = Console(width=WIDEST).measure(table).maximum  # a narrower terminal wraps lines rather than lose columns
+    Console(width=max(console.width, natural)).print(table)
+    console.print(report.markdown(document), markup=False, highlight=False)
+    for line in filter(None, (*report.warnings(document), noise(document))):
+        console.print(line, style="bold yellow", markup=False)
+    print(write(document, with_suffix(options.output, ".json")))
+    html = with_suffix(options.output, ".html")
+    html.write_text(page.render(document))
+    print(html)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ServerError as error:
+        sys.exit(f"bench: {error}")

@@ -1,0 +1,125 @@
+"""The arms that are launched: one set of server flags, decoded without speculation, by SGLang's worker, and by ours.
+
+Flags are those of `python -m sglang.launch_server` as a model card gives them. Whatever does not begin with
+`--speculative-` goes to all arms alike.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from sglang_dflash.bench.server import Server, ServerError
+from sglang_dflash.draft_files import read_object
+from sglang_dflash.flags import Worker
+
+# In the log of every server whose DFLASH worker is ours, and of no other.
+ANNOUNCEMENT = " serves DFLASH: "
+OFF, MTP, STOCK, OURS = ARMS = ("off", "mtp", "stock", "ours")
+SERVE = (sys.executable, "-m", "sglang.launch_server")
+SPECULATIVE = "--speculative-"
+# What a target's own drafter is called in config.json.
+MTP_FIELDS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
+
+
+class Launch(NamedTuple):
+    name: str
+    command: tuple[str, ...]  # without host and port
+    env: Mapping[str, str]  # on top of this process's own
+    ours: bool  # our worker has to serve it
+
+
+def launches(names: Sequence[str], flags: Sequence[str], *, mtp_steps: int) -> list[Launch]:
+    """The arms, in the order they are compared in; without names all the model has.
+
+    Raises:
+        ValueError: flags that do not describe a DFLASH server, or an arm the model does not have.
+    """
+    model = value_of("--model-path", flags) or value_of("--model", flags)
+    if model is None:
+        raise ValueError("--serve needs the server's flags after --, and there is no --model-path; add them")
+    if (value_of("--speculative-algorithm", flags) or "").upper() != "DFLASH":
+        raise ValueError("the flags after -- do not say --speculative-algorithm DFLASH; give those of the model card")
+    has_mtp = mtp_layers(model) > 0 if not names or MTP in names else False
+    if MTP in names and not has_mtp:
+        raise ValueError(f"--arms {MTP}: {model} has no MTP layers (config.json: {' or '.join(MTP_FIELDS)}); drop it")
+    chosen = names or [name for name in ARMS if has_mtp or name != MTP]
+    return [launch(name, flags, mtp_steps=mtp_steps) for name in ARMS if name in chosen]
+
+
+def launch(name: str, flags: Sequence[str], *, mtp_steps: int) -> Launch:
+    plain = without_speculation(flags)
+    if name == OFF:
+        return Launch(name, (*SERVE, *plain), {}, ours=False)
+    if name == MTP:
+        return Launch(name, (*SERVE, *plain, *mtp_flags(mtp_steps)), {}, ours=False)
+    worker = Worker.PLUGIN if name == OURS else Worker.STOCK
+    return Launch(name, (*SERVE, *flags), {"SGLANG_DFLASH_WORKER": str(worker)}, ours=name == OURS)
+
+
+def mtp_flags(n_steps: int) -> tuple[str, ...]:
+    """A chain of `n_steps` drafts, and the bonus."""
+    return (
+        *("--speculative-algorithm", "NEXTN"),
+        *("--speculative-num-steps", str(n_steps)),
+        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(n_steps + 1)),
+    )
+
+
+def without_speculation(flags: Sequence[str]) -> list[str]:
+    kept, dropping = [], False
+    for word in flags:
+        if word.startswith("--"):
+            dropping = word.startswith(SPECULATIVE)
+        if not dropping:
+            kept.append(word)
+    return kept
+
+
+def value_of(flag: str, flags: Sequence[str]) -> str | None:
+    """Of `--flag value` or `--flag=value`; the last one counts."""
+    found = None
+    for i, word in enumerate(flags):
+        if word == flag and i + 1 < len(flags):
+            found = flags[i + 1]
+        elif word.startswith(f"{flag}="):
+            found = word.split("=", 1)[1]
+    return found
+
+
+def mtp_layers(model: str) -> int:
+    """Of a directory or a repository id.
+
+    Raises:
+        ValueError: its config.json cannot be had.
+    """
+    file = Path(model) / "config.json"
+    try:
+        file = file if Path(model).exists() else Path(hf_hub_download(model, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise ValueError(
+            f"--model-path {model} is no directory and cannot be fetched ({type(error).__name__})"
+        ) from None
+    if not file.is_file():
+        raise ValueError(f"--model-path {model} holds no config.json; name a checkpoint directory")
+    config: dict[str, Any] = read_object(file, "fetch the model again")
+    text = config.get("text_config", {})
+    return max(int(part.get(field) or 0) for part in (config, text) for field in MTP_FIELDS)
+
+
+def require_worker(server: Server, *, ours: bool) -> None:
+    """The arm measures what its name says: our worker announces itself in the log, and only ours does.
+
+    Raises:
+        ServerError: it does not.
+    """
+    serves = ANNOUNCEMENT in server.log_text()
+    if serves != ours:
+        raise ServerError(
+            f"{server.name}: our worker {'serves' if serves else 'does not serve'} here; is sglang-dflash installed "
+            f"for {sys.executable}, and SGLANG_PLUGINS unset? ({server.log})"
+        )

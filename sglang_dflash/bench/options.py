@@ -1,0 +1,222 @@
+"""The command line: which arms, asked what, how often."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.bench import arms, prompts
+from sglang_dflash.bench.chat import Kind
+from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
+
+CONCURRENCY = (1, 8, 16, 32)
+TRANSFORMERS = "transformers"
+EXAMPLES = """
+examples:
+  a server that runs, as the DFlash guides spell it
+    python -m sglang_dflash.bench --backend sglang --base-url http://127.0.0.1:30000 --model Qwen/Qwen3.5-27B \\
+        --dataset gsm8k --num-prompts 128 --concurrency 1 --enable-thinking
+  several that run, compared with the first
+    python -m sglang_dflash.bench --base-url off=http://127.0.0.1:30000 ours=http://127.0.0.1:30001 --dataset math500
+  off, SGLang's own worker and ours, started here: a model card's flags come after --
+    python -m sglang_dflash.bench --serve --dataset gsm8k humaneval -- --model-path Qwen/Qwen3.5-27B \\
+        --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --attention-backend fa3
+  no server
+    python -m sglang_dflash.bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
+"""
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """
+    Returns:
+        The options, with `server_flags` (what follows `--`) and `tasks`.
+
+    Raises:
+        SystemExit: a bad option; one line says which, and what to do.
+    """
+    parser = _parser()
+    own, server_flags = _split(list(arguments))
+    options = parser.parse_args(own)
+    options.server_flags = server_flags
+    try:
+        _check(options)
+        options.tasks = _tasks(options)
+        options.launches = (
+            arms.launches(options.arms or (), server_flags, mtp_steps=options.mtp_steps) if options.serve else []
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_dflash.bench",
+        usage="%(prog)s (--base-url [NAME=]URL ... | --serve | --backend transformers) [options] [-- SERVER FLAGS]",
+        description="End-to-end tokens per second, latencies and acceptance, with and without speculation.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    number: dict[str, Any] = {"type": _positive, "metavar": "N"}
+    who = parser.add_argument_group("who answers (one of)")
+    add = who.add_argument
+    add("--base-url", nargs="+", action="extend", metavar="[NAME=]URL", help="OpenAI-compatible servers that run")
+    add("--serve", action="store_true", help="start the arms here, with the server flags that follow --")
+    add("--backend", choices=[*Kind, TRANSFORMERS], help="whose servers (asked of them); transformers: none")
+    add(
+        "--model",
+        metavar="NAME",
+        help="the model (the first the server lists); with transformers the target",
+    )
+    add("--draft-model", metavar="NAME", help="the DFlash draft, with transformers")
+    add(
+        "--arms",
+        nargs="+",
+        choices=arms.ARMS,
+        metavar="ARM",
+        help="off, mtp, stock, ours of --serve (all the model has; mtp: its own MTP layers)",
+    )
+    add("--mtp-steps", **number, default=3, help="drafts a step of the arm mtp, the target's own MTP layers (3)")
+    add(
+        "--one-at-a-time",
+        action=argparse.BooleanOptionalAction,
+        help="never two servers of --serve in memory (default: unless they are served by CPU cores)",
+    )
+    add(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY", "none"),
+        metavar="KEY",
+        help="of the servers (OPENAI_API_KEY)",
+    )
+    what = parser.add_argument_group("what is asked")
+    add = what.add_argument
+    add(
+        "--dataset",
+        nargs="+",
+        action="extend",
+        choices=prompts.NAMES,
+        metavar="NAME",
+        help=f"{', '.join(prompts.DATA_SETS)}, or {SYNTHETIC}, the bundled one ({SYNTHETIC})",
+    )
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        nargs="+",
+        action="extend",
+        help='JSONL: a "prompt" or chat "messages" in every line',
+    )
+    add(
+        "--num-prompts",
+        "--max-samples",
+        type=_positive,
+        metavar="N",
+        default=N_PROMPTS,
+        help=f"of each set at most ({N_PROMPTS})",
+    )
+    add(
+        "--max-new-tokens",
+        "--max-tokens",
+        type=_positive,
+        metavar="N",
+        default=4096,
+        help="of an answer at most (4096)",
+    )
+    add("--temperature", type=float, metavar="T", default=0.0, help="(0: greedy, and answers are compared)")
+    add("--enable-thinking", action=argparse.BooleanOptionalAction, default=False, help="told the chat template (no)")
+    how = parser.add_argument_group("how it is measured")
+    add = how.add_argument
+    add(
+        "--concurrency",
+        type=_counts,
+        metavar="N",
+        nargs="+",
+        help="in flight (1 8 16 32; transformers: 1)",
+    )
+    add("--repeats", **number, default=3, help="of everything, interleaved (3)")
+    add("--no-latency", action="store_true", help="leave out the streamed runs that TTFT and TPOT come from")
+    add("--port", **number, default=31000, help="look for free ports from here on (31000)")
+    add(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help=".json, .html and logs are added (dflash-bench-<time>)",
+    )
+    return parser
+
+
+def _check(options: argparse.Namespace) -> None:
+    in_torch = options.backend == TRANSFORMERS
+    ways = {"--base-url": bool(options.base_url), "--serve": options.serve, f"--backend {TRANSFORMERS}": in_torch}
+    given = [way for way, is_given in ways.items() if is_given]
+    if len(given) != 1:
+        raise ValueError(f"{' and '.join(given) or 'nobody to ask'}; give one of {', '.join(ways)}")
+    options.base_url = named_urls(options.base_url or ())
+    if options.server_flags and not options.serve:
+        raise ValueError(f"-- {options.server_flags[0]} ... are flags of servers to start; add --serve, or drop them")
+    if options.serve and options.backend not in (None, Kind.SGLANG):
+        raise ValueError(f"--serve starts SGLang, not {options.backend}; drop --backend")
+    if in_torch and not (options.model and options.draft_model):
+        raise ValueError(f"--backend {TRANSFORMERS} needs --model and --draft-model; name both checkpoints")
+    if in_torch and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("one process measures; start it with python instead of torchrun")
+    if options.temperature < 0:
+        raise ValueError(f"--temperature {options.temperature} is below 0; give 0 (greedy) or more")
+    counts = [n for several in options.concurrency or () for n in several]
+    options.concurrency = list(dict.fromkeys(counts)) or ([1] if in_torch else list(CONCURRENCY))
+    if in_torch and options.concurrency != [1]:
+        raise ValueError(f"--backend {TRANSFORMERS} answers one request at a time; drop --concurrency")
+    if options.one_at_a_time is None:
+        options.one_at_a_time = arms.value_of("--device", options.server_flags) != "cpu"
+    output = options.output or Path(f"dflash-bench-{datetime.now():%Y%m%d-%H%M%S}")
+    options.output = output.with_suffix("") if output.suffix in (".json", ".html") else output
+
+
+def _tasks(options: argparse.Namespace) -> list[Task]:
+    names = options.dataset or ([] if options.data else [SYNTHETIC])
+    tasks = [prompts.load(name, options.num_prompts) for name in dict.fromkeys(names)]
+    tasks += [prompts.read(path, options.num_prompts) for path in options.data or ()]
+    titles = [task.name for task in tasks]
+    if len(set(titles)) < len(titles):
+        raise ValueError(f"two sets are called the same ({', '.join(titles)}); rename a --data file")
+    return tasks
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What is ours, and what follows `--`."""
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    """`8`, or `1,8,16`."""
+    return [_positive(part) for part in text.split(",")]
+
+
+def named_urls(given: Sequence[str]) -> dict[str, str]:
+    """By arm. A single URL needs no name.
+
+    Raises:
+        ValueError: two arms of one name, several URLs without, or no URL.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, separator, url = text.partition("=") if not text.startswith("http") else ("", "", text)
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"--base-url {text} is no [NAME=]URL; write it like ours=http://127.0.0.1:30000")
+        if len(given) > 1 and not separator:
+            raise ValueError(f"--base-url {text} has no name; with several servers write NAME=URL for each")
+        if name in found:
+            raise ValueError(f"--base-url {text}: there are two arms called {name}; give each its own name")
+        found[name or "server"] = url
+    return found

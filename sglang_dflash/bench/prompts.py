@@ -1,0 +1,179 @@
+"""What is asked: published data sets, a file of one's own, or the bundled questions. Every arm is asked the same bytes.
+
+A conversation is a list of chat messages that ends with the user's. Where two of the user's follow each other, as in
+MT-Bench, the answer between them is still missing: `complete` puts in the first arm's, so that all arms go on from the
+same text.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from sglang_dflash.bench.chat import Message
+from sglang_dflash.train.corpus import draw
+
+Conversation = list[Message]
+SEED = 42
+N_PROMPTS = 128  # as many as the model cards ask
+SYNTHETIC = "synthetic"
+BUNDLED = "held-out questions of the tiny corpus"
+BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
+COMPLETE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+
+
+class DataSet(NamedTuple):
+    """Where a published set is, and how a row of it becomes questions, one per turn."""
+
+    title: str
+    path: str
+    config: str | None
+    split: str
+    turns: Callable[[Mapping[str, Any]], Sequence[str]]
+
+
+DATA_SETS = {
+    "gsm8k": DataSet("GSM8K", "openai/gsm8k", "main", "test", lambda row: [BOXED.format(row["question"])]),
+    "math500": DataSet(
+        "Math500", "HuggingFaceH4/MATH-500", None, "test", lambda row: [BOXED.format(row["problem"])]
+    ),
+    "humaneval": DataSet(
+        "HumanEval", "openai/openai_humaneval", None, "test", lambda row: [COMPLETE.format(row["prompt"])]
+    ),
+    "mbpp": DataSet(
+        "MBPP", "google-research-datasets/mbpp", "sanitized", "test", lambda row: [_with_tests(row)]
+    ),
+    "mt-bench": DataSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
+    "alpaca": DataSet("Alpaca", "tatsu-lab/alpaca", None, "train", lambda row: [_with_input(row)]),
+}  # fmt: skip
+NAMES = (*DATA_SETS, SYNTHETIC)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A set of conversations under the name that tables show."""
+
+    name: str
+    source: str
+    conversations: Sequence[Conversation]
+
+    def describe(self) -> dict[str, Any]:
+        text = json.dumps(list(self.conversations), ensure_ascii=False, sort_keys=True)
+        return {
+            "task": self.name,
+            "source": self.source,
+            "n": len(self.conversations),
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "first": self.conversations[0],
+        }
+
+
+def asked(*turns: str) -> Conversation:
+    return [{"role": "user", "content": turn} for turn in turns]
+
+
+def load(name: str, n: int) -> Task:
+    """At most `n` prompts of a set that is known by name.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    if name == SYNTHETIC:
+        return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", held_out(n))
+    data = DATA_SETS[name]
+    rows = _download(data)
+    chosen = Random(SEED).sample(range(len(rows)), min(n, len(rows)))
+    source = f"{data.path}{f' ({data.config})' if data.config else ''}, {data.split}, {len(chosen)} rows of seed {SEED}"
+    return Task(data.title, source, [asked(*data.turns(rows[i])) for i in chosen])
+
+
+def read(path: Path, n: int) -> Task:
+    """At most the first `n` lines of a JSONL file: objects with chat `messages`, or with a `prompt`.
+
+    Raises:
+        ValueError: there is no such file, a line is not such an object, or there is none.
+    """
+    if not path.is_file():
+        raise ValueError(f"--data {path} is no file; name a JSONL file with a prompt or chat messages in every line")
+    lines = [(i, line) for i, line in enumerate(path.read_text().splitlines(), start=1) if line.strip()]
+    conversations = [_conversation(line, f"{path}:{i}") for i, line in lines[:n]]
+    if not conversations:
+        raise ValueError(f"{path} holds no line; write one JSON object with a prompt or chat messages per line")
+    return Task(path.stem, path.name, conversations)
+
+
+def held_out(n: int, seed: int = SEED) -> list[Conversation]:
+    """`n` different questions that the tiny pair was not trained on."""
+    random, questions = Random(seed), dict[str, None]()
+    while len(questions) < n:
+        questions[draw(random, held_out=True).prompt] = None
+    return [asked(question) for question in questions]
+
+
+def complete(task: Task, answer: Callable[[Sequence[Conversation]], Sequence[str]]) -> Task:
+    """Each turn a prompt of its own, with the answers to the turns before it.
+
+    Args:
+        answer: the texts that answer some prompts.
+    """
+    turns = [_turns(conversation) for conversation in task.conversations]
+    prompts = [[first] for first, *_ in turns]
+    for n in range(1, max(map(len, turns))):
+        going = [i for i, its_turns in enumerate(turns) if len(its_turns) > n]
+        for i, text in zip(going, answer([prompts[i][-1] for i in going]), strict=True):
+            said: Message = {"role": "assistant", "content": _without_thoughts(text)}
+            prompts[i].append([*prompts[i][-1], said, *turns[i][n]])
+    return Task(task.name, task.source, [prompt for its_prompts in prompts for prompt in its_prompts])
+
+
+def is_complete(task: Task) -> bool:
+    return all(len(_turns(conversation)) == 1 for conversation in task.conversations)
+
+
+def _turns(conversation: Conversation) -> list[Conversation]:
+    """Cut where an answer is missing: between two messages of the user's."""
+    cuts = [i for i, (a, b) in enumerate(pairwise(conversation), start=1) if a["role"] == b["role"] == "user"]
+    return [conversation[start:end] for start, end in pairwise([0, *cuts, len(conversation)])]
+
+
+def _conversation(line: str, where: str) -> Conversation:
+    try:
+        row = json.loads(line)
+        messages = row["messages"] if "messages" in row else asked(str(row["prompt"]))
+        messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(
+            f'{where}: no object with a "prompt", nor one with "messages" of a role and a content; write one per line'
+        ) from None
+    if not messages or messages[-1]["role"] != "user":
+        raise ValueError(f"{where}: the last message is not the user's; leave out the answer")
+    return messages
+
+
+def _download(data: DataSet) -> Any:
+    instead = f"use --data FILE.jsonl, or the bundled --dataset {SYNTHETIC}"
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(f"{data.title} needs the `datasets` package; pip install datasets, or {instead}") from None
+    try:
+        return load_dataset(data.path, data.config, split=data.split)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{data.title} ({data.path}) cannot be had here ({type(error).__name__}); {instead}") from None
+
+
+def _with_tests(row: Mapping[str, Any]) -> str:
+    return f"{row['prompt']}\nYour code should pass these tests:\n" + "\n".join(row["test_list"])
+
+
+def _with_input(row: Mapping[str, Any]) -> str:
+    return f"{row['instruction']}\n\n{row['input']}" if row["input"] else row["instruction"]
+
+
+def _without_thoughts(text: str) -> str:
+    """What a chat template would keep of an answer."""
+    return text.rpartition("</think>")[2].strip()

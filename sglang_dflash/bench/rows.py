@@ -1,0 +1,151 @@
+"""Measurements as rows of a document, their summary, and what every measured document says of itself.
+
+Every number of a summary can be recomputed from the rows. Paths of this machine are left out, and what is not known is
+null.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.bench import machine
+from sglang_dflash.bench.measure import Run, Spread, percentile, ratios, spread
+
+# Other processes' share of the machine up to which a measurement counts as undisturbed.
+QUIET = 0.05
+
+Row = dict[str, Any]
+
+
+def row(place: Mapping[str, Any], speed: Run, latency: Run | None) -> Row:
+    """One repeat of one arm at one place.
+
+    Args:
+        place: arm, concurrency, repeat and whatever else tells this row from others.
+        latency: a streamed run; None where there was none.
+    """
+    streamed = latency.answers if latency else []
+    return dict(place) | {
+        "wall_s": round(speed.wall_s, 4),
+        "n_tokens": speed.n_tokens,
+        "tokens_per_s": round(speed.tokens_per_s, 2),
+        "committed_per_step": known(speed.committed_per_step, 4),
+        "other_cores": known(speed.other_cores, 3),
+        "ttft_ms": [round(answer.ttft_s * 1e3, 2) for answer in streamed if answer.ttft_s == answer.ttft_s],
+        "tpot_ms": [round(answer.tpot_s * 1e3, 3) for answer in streamed if answer.tpot_s == answer.tpot_s],
+    }
+
+
+def summarise(rows: Sequence[Row], *, place: Sequence[str], arms: Sequence[str], over: Sequence[str]) -> list[Row]:
+    """One line per place and arm; places in ascending order of concurrency, arms in the given one.
+
+    Args:
+        place: the fields that tell places apart, concurrency last.
+        over: arms that the others' speed is divided by, repeat by repeat; the first arm's is not.
+    """
+    lines = []
+    for where in dict.fromkeys(tuple(row[field] for field in place) for row in rows):
+        here = [row for row in rows if tuple(row[field] for field in place) == where]
+        for arm in dict.fromkeys(row["arm"] for row in here):
+            lines.append(dict(zip(place, where, strict=True)) | _line(here, arm, over, first=arms[0]))
+    first_seen = list(dict.fromkeys(tuple(line[field] for field in place[:-1]) for line in lines))
+    return sorted(
+        lines,
+        key=lambda line: (
+            first_seen.index(tuple(line[field] for field in place[:-1])),
+            line[place[-1]],
+            list(arms).index(line["arm"]),
+        ),
+    )
+
+
+def _line(here: Sequence[Row], arm: str, over: Sequence[str], first: str) -> Row:
+    mine = [row for row in here if row["arm"] == arm]
+    latencies = {kind: [value for row in mine for value in row[kind]] for kind in ("ttft_ms", "tpot_ms")}
+    line = {
+        "arm": arm,
+        "tokens_per_s": rounded(spread(_speeds(here, arm))),
+        "committed_per_step": _middle([row["committed_per_step"] for row in mine]),
+        **{
+            kind: {f"p{p}": known(percentile(values, p), 3) for p in (50, 99)} for kind, values in latencies.items()
+        },
+        "other_cores_max": max((row["other_cores"] for row in mine if row["other_cores"] is not None), default=None),
+    }  # fmt: skip
+    for other in over:
+        theirs = _speeds(here, other)
+        if theirs and arm not in (other, first):
+            line[f"over_{other}"] = rounded(ratios(_speeds(here, arm), theirs))
+    return line
+
+
+def head(benchmark: str, command: str) -> dict[str, Any]:
+    """What every measured document begins with: what it is, how far it proves something, and where it was seen."""
+    gpus = machine.gpus()
+    return {
+        "benchmark": benchmark,
+        "level": f"G: seen on {gpus[0].split(',')[0]}" if gpus else "C: seen on CPU",
+        "when": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
+        "commit": machine.commit(),
+        "command": portable(command),
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+    }
+
+
+def noise(document: Mapping[str, Any]) -> str:
+    """One sentence when other processes were busy while arms were measured, else nothing."""
+    told = [row["other_cores"] for row in document["rows"] if row["other_cores"] is not None]
+    busiest, cores = max(told, default=0.0), document["machine"]["cores"]
+    if busiest <= QUIET * cores:
+        return ""
+    return f"Not a quiet machine: others kept up to {busiest:.1f} of {cores} cores busy, so do not quote these numbers."
+
+
+def write(document: Mapping[str, Any], path: Path) -> str:
+    """Save the document; returns the path as people write it from the repository."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
+    return str(path).removeprefix(f"{machine.CHECKOUT}/")
+
+
+def portable(text: str) -> str:
+    """`text` with paths as seen from the repository; of a path outside it, the last part."""
+    text = text.replace(sys.executable, "python").replace(f"{machine.CHECKOUT}/", "")
+    return re.sub(r"(?<![\w./])(?:/[\w.@+-]+)*/([\w.@+-]+)", r"\1", text)
+
+
+def inherited() -> dict[str, str]:
+    """What this program's own environment tells a server."""
+    return {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "OMP_", "CUDA_VISIBLE_DEVICES"))}
+
+
+def known(value: float, digits: int) -> float | None:
+    """Rounded; None for nan, which JSON has not."""
+    return round(value, digits) if value == value else None
+
+
+def rounded(value: Spread) -> dict[str, float]:
+    return {name: round(number, 3) for name, number in value._asdict().items()}
+
+
+def shown(value: Mapping[str, float] | None, digits: int) -> str:
+    """`median (low–high)`, the median alone of one repeat, nothing of None."""
+    if value is None:
+        return ""
+    median, low, high = (f"{value[name]:.{digits}f}" for name in ("median", "low", "high"))
+    return median if low == high else f"{median} ({low}–{high})"
+
+
+def _speeds(rows: Sequence[Row], arm: str) -> list[float]:
+    """Tokens per second by repeat."""
+    return [row["tokens_per_s"] for row in sorted(rows, key=lambda row: row["repeat"]) if row["arm"] == arm]
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    told = [value for value in values if value is not None]
+    return round(spread(told).median, 3) if told else None

@@ -1,0 +1,38 @@
+"""The public benchmark against real servers: it counts what they count, and finds their answers equal."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.bench.__main__ import main
+from tests.server.variants import VARIANTS
+
+pytestmark = pytest.mark.full
+MAX_NEW_TOKENS = 32
+
+
+def test_it_reports_what_the_servers_did(server: Callable, tmp_path: Path) -> None:
+    off, ours = server("off"), server(flags=VARIANTS["hybrid"].flags)
+    arms = [f"off={off.url}", f"ours={ours.url}"]
+    asked = ["--num-prompts", "4", "--max-new-tokens", str(MAX_NEW_TOKENS), "--concurrency", "1", "4", "--repeats", "2"]
+    main(["--base-url", *arms, *asked, "--output", str(tmp_path / "out")])
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert [document["arms"][name]["kind"] for name in ("off", "ours")] == ["sglang", "sglang"]
+    for off_line, line in zip(document["summary"][::2], document["summary"][1::2], strict=True):
+        assert (off_line["n_equal"], line["n_equal"]) == (4, 4)
+        assert off_line["committed_per_step"] == 1.0
+        assert line["committed_per_step"] > 1.5
+        shares = line["acceptance_by_position"]
+        assert shares == sorted(shares, reverse=True)
+        # Each accepted draft is one position reached.
+        assert line["committed_per_step"] == pytest.approx(1 + sum(shares), abs=0.01)
+        assert line["ttft_ms"]["p50"] > 0
+        assert line["tpot_ms"]["p50"] > 0
+    of_off, of_ours = ([row for row in document["rows"] if row["arm"] == arm] for arm in ("off", "ours"))
+    assert [row["n_tokens"] for row in of_off] == [row["n_tokens"] for row in of_ours]
+    assert len({row["n_prompt_tokens"] for row in document["rows"]}) == 1
+    # Verified whole in these tests.
+    assert {width for turn in document["widths"] for width in turn["n_steps"]} == {"16"}
+    assert (tmp_path / "out.html").read_text().count("<svg") == 4

@@ -1,0 +1,239 @@
+"""`python -m sglang_dflash.bench`, the whole program, against stand-in servers."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from sglang_dflash.bench import arms, report, served
+from sglang_dflash.bench.__main__ import main
+from sglang_dflash.bench.server import Server, ServerError, free_port
+
+FAKE = Path(__file__).parent / "launch_fake_server.py"
+SMALL = ("--num-prompts", "5", "--repeats", "2", "--concurrency", "1,2")
+FLAGS = ("--model-path", "{model}", "--device", "cpu", "--speculative-algorithm", "DFLASH")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """`fake(*flags)`: the URL of a stand-in that runs."""
+    with ExitStack() as stack:
+
+        def start(*flags: str) -> str:
+            port = free_port(31950)
+            while any(server.port == port for server in started):
+                port = free_port(port + 1)
+            server = Server(
+                [sys.executable, str(FAKE), *flags], port=port, log=tmp_path / str(port), env={}, name="fake"
+            )
+            started.append(server)
+            return stack.enter_context(server).url
+
+        started: list[Server] = []
+        yield start
+
+
+@pytest.fixture
+def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+    """`bench(*arguments)`: what the program printed and wrote."""
+
+    def run(*arguments: str) -> SimpleNamespace:
+        own, separator, server_flags = list(arguments), [], []
+        if "--" in own:
+            at = own.index("--")
+            own, separator, server_flags = own[:at], ["--"], own[at + 1 :]
+        main([*own, "--output", str(tmp_path / "out.json"), *separator, *server_flags])
+        out = capsys.readouterr().out
+        assert out.splitlines()[-2:] == [str(tmp_path / "out.json"), str(tmp_path / "out.html")]
+        document = json.loads((tmp_path / "out.json").read_text())
+        return SimpleNamespace(out=out, document=document, page=(tmp_path / "out.html").read_text())
+
+    return run
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The arguments after which servers of a model without MTP are started, as stand-ins."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(arms, "SERVE", (sys.executable, str(FAKE)))
+    monkeypatch.setattr(served, "GIB_PER_SERVER", 0)  # stand-ins are small, and real servers may run beside them
+    return ["--serve", "--port", "31980", "--", *(flag.format(model=tmp_path) for flag in FLAGS)]
+
+
+def lines_of(document: dict[str, Any], **wanted: object) -> list[dict[str, Any]]:
+    return [line for line in document["summary"] if wanted.items() <= line.items()]
+
+
+# ------------------------------------------------------------------------------------------------ servers that run
+
+
+def test_the_spelling_of_the_guides(
+    fake: Callable[..., str], bench: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked of a server that is not ours, as the published guides have it."""
+    asked = []
+
+    def load_dataset(path: str, config: str | None, *, split: str) -> list[dict[str, str]]:
+        asked.append((path, config, split))
+        return [{"question": f"{i} + {i}?"} for i in range(1000)]
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    arguments = f"--backend sglang --base-url {fake()} --model fake-model --dataset gsm8k --num-prompts 128"
+    ran = bench(*arguments.split(), "--concurrency", "1", "--enable-thinking")
+    assert asked == [("openai/gsm8k", "main", "test")]
+    document = ran.document
+    assert [(row["task"], row["concurrency"], row["n_answers"]) for row in document["rows"]] == [("GSM8K", 1, 128)] * 3
+    assert document["thinking"] is True
+    assert document["tasks"][0]["first"][0]["content"].endswith("put your final answer within \\boxed{}.")
+    assert document["arms"]["server"]["prefix_cache"] == "emptied before every turn"
+    assert lines_of(document)[0]["committed_per_step"] == 1.0  # no counters: a token a step
+    assert "| GSM8K | 1 |" in ran.out
+
+
+def test_servers_are_compared_with_the_first(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
+    same, other = fake("--announce"), fake("--offset", "1")
+    ran = bench("--base-url", f"off={fake()}", f"same={same}/v1", f"other={other}", *SMALL)
+    document = ran.document
+    assert list(document["arms"]) == ["off", "same", "other"]
+    for concurrency in (1, 2):
+        off, same_line, other_line = lines_of(document, concurrency=concurrency)
+        assert "over_off" not in off
+        assert same_line["over_off"]["median"] > 0
+        assert [line["n_equal"] for line in (off, same_line, other_line)] == [5, 5, 0]
+        assert (same_line["committed_per_step"], same_line["acceptance_by_position"]) == (1.5, [0.5])
+        assert other_line["first_differences"][0].startswith("prompt 0, token 0: expected ")
+        assert off["ttft_ms"]["p50"] > 0
+    streamed = [row for row in document["rows"] if row["ttft_ms"]]
+    assert {row["repeat"] for row in streamed} == {0}
+    assert all(len(row["ttft_ms"]) == len(row["tpot_ms"]) == 5 for row in streamed)
+    assert "other: answers that are not off's at the first concurrency: synthetic at 1, 5 of 5; synthetic at 2, 5" in (
+        re.sub(r"\s+", " ", ran.out)
+    )
+    # What only a server of ours tells, turn by turn: two steps an answer.
+    turns = [turn for turn in document["widths"] if turn["concurrency"] == 1]
+    assert {turn["arm"] for turn in turns} == {"same"}
+    assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # two repeats, and the streamed one
+
+
+def test_vllm_tells_its_steps_in_its_metrics(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
+    ran = bench("--backend", "vllm", "--base-url", fake("--kind", "vllm"), *SMALL)
+    assert ran.document["arms"]["server"] | {"url": "", "model": ""} == {
+        "url": "", "kind": "vllm", "model": "", "version": "1.0",
+        "prefix_cache": report.KEPT,
+    }  # fmt: skip
+    assert all(row["committed_per_step"] == 1.5 for row in ran.document["rows"])
+    assert all(row["acceptance_by_position"] == [0.5] for row in ran.document["rows"])
+    assert "not emptied" in ran.out
+
+
+def test_of_another_server_it_is_said_what_is_not_known(
+    fake: Callable[..., str], bench: Callable[..., SimpleNamespace]
+) -> None:
+    ran = bench("--base-url", fake("--kind", "openai"), "--temperature", "0.7", *SMALL)
+    row = ran.document["rows"][0]
+    assert (row["committed_per_step"], row["n_equal"], row["other_cores"]) == (None, None, None)
+    assert "not known here" in ran.document["level"]
+    assert "No server told it: SGLang does with every answer" in ran.page
+
+
+@pytest.mark.parametrize(
+    ("flags", "arguments", "message"),
+    [
+        (["--kind", "openai"], ["--backend", "sglang"], "is no sglang server"),
+        ([], ["--model", "theirs"], "serves fake-model, not theirs"),
+        (["--stingy"], [], "add --no-latency"),
+    ],
+)
+def test_a_server_that_will_not_do_is_named(
+    fake: Callable[..., str],
+    bench: Callable[..., SimpleNamespace],
+    flags: list[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    with pytest.raises(ServerError, match=message):
+        bench("--base-url", fake(*flags), *SMALL, *arguments)
+
+
+def test_a_refused_prompt_ends_the_program(
+    fake: Callable[..., str], bench: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"prompt": "please refuse"}\n')
+    with pytest.raises(ServerError, match=r"/v1/chat/completions answered 400: .*too long"):
+        bench("--base-url", fake(), "--data", str(data))
+
+
+def test_where_nobody_answers() -> None:
+    with pytest.raises(ServerError, match=r"nobody answers at http://127\.0\.0\.1:9"):
+        main(["--base-url", "http://127.0.0.1:9"])
+
+
+def test_a_key_is_not_published(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
+    ran = bench("--base-url", fake(), "--api-key", "secret-1", *SMALL, "--no-latency")
+    again = bench("--base-url", fake(), "--api-key=secret-2", *SMALL, "--no-latency")
+    assert "secret" not in ran.page + again.page + json.dumps([ran.document, again.document])
+    assert ran.document["summary"][0]["ttft_ms"] == {"p50": None, "p99": None}
+
+
+# -------------------------------------------------------------------------------------------- servers started here
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_arms_are_started_measured_and_stopped(
+    bench: Callable[..., SimpleNamespace], serve: list[str], together: bool, tmp_path: Path
+) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    ran = bench(*SMALL, *([] if together else ["--one-at-a-time"]), *serve)
+    document = ran.document
+    assert list(document["arms"]) == ["off", "stock", "ours"]
+    assert "--speculative" not in document["arms"]["off"]["command"]
+    assert document["arms"]["ours"]["env"] == {"SGLANG_DFLASH_WORKER": "plugin"}
+    assert all(line["n_equal"] == 5 for line in document["summary"])
+    assert set(lines_of(document, arm="ours")[0]) >= {"over_off", "over_stock"}
+    order = [row["arm"] for row in document["rows"] if row["concurrency"] == 1]
+    assert order == ["off", "stock", "ours", "stock", "ours", "off"]
+    assert str(tmp_path) not in json.dumps(document)
+    left = [
+        p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and str(FAKE) in (p.info["cmdline"] or [])
+    ]
+    assert left == []
+    assert (tmp_path / "out-ours.log").exists()
+
+
+def test_an_arm_that_is_not_what_it_says_is_refused(
+    bench: Callable[..., SimpleNamespace], serve: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
+    with pytest.raises(ServerError, match="ours: our worker does not serve here"):
+        bench(*SMALL, *serve)
+
+
+# ------------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_needs_nothing_else(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
+    page = bench("--base-url", f"off={fake()}", f"ours={fake('--announce')}", *SMALL).page
+    assert re.findall(r"<(?:script|link|img|iframe|object|embed)\b|\b(?:src|href)=|url\(|@import", page) == []
+    assert page.count("<svg") == 4  # speed, speedup, acceptance, width
+    for heading in ("Tokens per second", "Speed over concurrency", "Acceptance by position", "Width over time", "Arms"):
+        assert f"<h2>{heading}" in page
+    assert "nan" not in re.sub(r"<pre>.*?</pre>", "", page, flags=re.DOTALL).lower()
+
+
+def test_what_people_wrote_is_text_in_the_page(
+    fake: Callable[..., str], bench: Callable[..., SimpleNamespace], tmp_path: Path
+) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text('{"prompt": "<script>alert(1)</script>"}\n')
+    page = bench("--base-url", f"<b>={fake()}", "--data", str(data), "--concurrency", "1").page
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert "&lt;script&gt;alert(1)" in page

@@ -1,0 +1,198 @@
+"""What the benchmark is asked to do: bad options, sets of prompts, and launch flags of the arms."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dflash.bench import arms, prompts
+from sglang_dflash.bench.options import parse
+from sglang_dflash.bench.prompts import Task, asked, complete, is_complete
+from sglang_dflash.bench.schedule import Plan, turns
+from sglang_dflash.train.corpus import is_held_out
+
+URL = ("--base-url", "http://127.0.0.1:30000")
+DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "draft")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The last line of what the program says to bad options."""
+    with pytest.raises(SystemExit, match="2"):
+        parse(arguments)
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "nobody to ask; give one of --base-url, --serve, --backend transformers"),
+        ((*URL, "--serve"), "--base-url and --serve; give one of"),
+        (("--base-url", "off"), "--base-url off is no [NAME=]URL"),
+        ((*URL, "http://127.0.0.1:1"), "with several servers write NAME=URL for each"),
+        (("--base-url", "a=http://x", "a=http://y"), "there are two arms called a"),
+        ((*URL, "--", "--tp", "2"), "flags of servers to start; add --serve"),
+        ((*URL, "--temperature", "-1"), "--temperature -1.0 is below 0"),
+        ((*URL, "--concurrency", "1,0"), "'0' is not a whole number above 0"),
+        ((*URL, "--dataset", "gsm9k"), "invalid choice: 'gsm9k'"),
+        ((*URL, "--data", "/nowhere.jsonl"), "--data /nowhere.jsonl is no file"),
+        (("--serve",), "--serve needs the server's flags after --"),
+        (("--serve", "--", "--model-path", "x"), "do not say --speculative-algorithm DFLASH"),
+        (("--serve", "--", "--model-path", "/nowhere/x", *DFLASH), "/nowhere/x is no directory and cannot be fetched"),
+        (("--serve", "--backend", "vllm", "--", *DFLASH), "--serve starts SGLang, not vllm"),
+        (("--backend", "transformers", "--model", "x"), "needs --model and --draft-model"),
+        (
+            ("--backend", "transformers", "--model", "x", "--draft-model", "y", "--concurrency", "8"),
+            "answers one request at a time",
+        ),
+    ],
+)
+def test_bad_options_are_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert message in refused(capsys, *arguments)
+
+
+def test_defaults_are_those_of_the_model_cards() -> None:
+    options = parse(URL)
+    assert options.concurrency == [1, 8, 16, 32]
+    assert (options.max_new_tokens, options.temperature, options.enable_thinking) == (4096, 0.0, False)
+    assert [(task.name, len(task.conversations)) for task in options.tasks] == [("synthetic", 128)]
+    assert parse([*URL, "--concurrency", "1", "4,8", "1"]).concurrency == [1, 4, 8]
+    assert parse([*URL, "--output", "qwen3.5.json"]).output == Path("qwen3.5")
+    assert parse([*URL, "--output", "qwen3.5"]).output == Path("qwen3.5")
+
+
+def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    message = refused(capsys, "--backend", "transformers", "--model", "x", "--draft-model", "y")
+    assert "with python instead of torchrun" in message
+
+
+# -------------------------------------------------------------------------------------------------------- prompts
+
+
+def test_bundled_questions_are_held_out_and_different() -> None:
+    questions = [conversation[0]["content"] for conversation in prompts.held_out(16)]
+    assert len(set(questions)) == 16
+    assert all(map(is_held_out, questions))
+    assert prompts.held_out(16) == prompts.held_out(16)
+
+
+def test_a_file_holds_prompts_or_chats(tmp_path: Path) -> None:
+    data = tmp_path / "mine.jsonl"
+    system = {"role": "system", "content": "Be brief."}
+    rows = [{"prompt": "one"}, {"messages": [system, *asked("two")]}, {"prompt": "three"}]
+    data.write_text("\n\n".join(map(json.dumps, rows)))
+    assert prompts.read(data, 2) == Task("mine", "mine.jsonl", [asked("one"), [system, *asked("two")]])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "holds no line"),
+        ("not json", "mine.jsonl:1: no object"),
+        ('{"question": "two"}', "mine.jsonl:1: no object"),
+        ('{"messages": [{"role": "user"}]}', "mine.jsonl:1: no object"),
+        ('{"messages": []}', "the last message is not the user's"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "the last message is not the user's"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    data = tmp_path / "mine.jsonl"
+    data.write_text(line)
+    with pytest.raises(ValueError, match=message):
+        prompts.read(data, 5)
+
+
+ROWS = {
+    "gsm8k": ({"question": "1 + 1?"}, "1 + 1?\nPlease reason"),
+    "math500": ({"problem": "x?"}, "x?\nPlease reason"),
+    "humaneval": ({"prompt": "def f():"}, "Write a solution"),
+    "mbpp": ({"prompt": "Sort.", "test_list": ["assert 1", "assert 2"]}, "Sort.\nYour code should pass"),
+    "mt-bench": ({"prompt": ["First.", "Then."]}, "First."),
+    "alpaca": ({"instruction": "Translate.", "input": "Haus"}, "Translate.\n\nHaus"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", prompts.DATA_SETS)
+def test_rows_of_published_sets_become_questions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, begins = ROWS[name]
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: [row] * 3))
+    task = prompts.load(name, 128)
+    assert len(task.conversations) == 3  # all there are
+    assert task.conversations[0][0]["content"].startswith(begins)
+
+
+@pytest.mark.parametrize("absent", [True, False], ids=["not installed", "no network"])
+def test_a_set_that_cannot_be_had_names_the_ways_out(monkeypatch: pytest.MonkeyPatch, absent: bool) -> None:
+    def load_dataset(*_: object, **__: object) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setitem(sys.modules, "datasets", None if absent else SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match=r"GSM8K .*use --data FILE.jsonl, or the bundled --dataset synthetic"):
+        prompts.load("gsm8k", 1)
+
+
+def test_a_second_turn_follows_the_first_arms_answer() -> None:
+    task = Task("mt", "", [asked("First.", "Then."), asked("Only.")])
+    assert not is_complete(task)
+    done = complete(task, lambda prompts: [f"<think>hm</think>\n{prompt[-1]['content']}!" for prompt in prompts])
+    assert done.conversations == [
+        asked("First."),
+        [*asked("First."), {"role": "assistant", "content": "First.!"}, *asked("Then.")],
+        asked("Only."),
+    ]
+    assert is_complete(done)
+
+
+# ----------------------------------------------------------------------------------------------------------- arms
+
+
+def test_every_arm_gets_the_same_flags_but_for_speculation() -> None:
+    flags = ["--model-path", "m", *DFLASH, "--tp", "2", "--speculative-num-draft-tokens=8", "--trust-remote-code"]
+    shared = ["--model-path", "m", "--tp", "2", "--trust-remote-code"]
+    off, mtp, stock, ours = (arms.launch(name, flags, mtp_steps=3) for name in arms.ARMS)
+    n = len(arms.SERVE)
+    assert list(off.command[n:]) == shared
+    assert list(mtp.command[n:]) == [*shared, *arms.mtp_flags(3)]
+    assert list(stock.command[n:]) == list(ours.command[n:]) == flags
+    assert (stock.env, ours.env) == ({"SGLANG_DFLASH_WORKER": "stock"}, {"SGLANG_DFLASH_WORKER": "plugin"})
+    assert [one.ours for one in (off, mtp, stock, ours)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("config", "n_layers"),
+    [({}, 0), ({"num_nextn_predict_layers": 1}, 1), ({"text_config": {"mtp_num_hidden_layers": 1}}, 1)],
+)
+def test_mtp_is_an_arm_where_the_model_has_it(tmp_path: Path, config: dict, n_layers: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--model-path", str(tmp_path), *DFLASH]
+    names = [one.name for one in arms.launches((), flags, mtp_steps=3)]
+    assert names == (["off", "mtp", "stock", "ours"] if n_layers else ["off", "stock", "ours"])
+    if not n_layers:
+        with pytest.raises(ValueError, match=r"--arms mtp: .* has no MTP layers"):
+            arms.launches(["off", "mtp"], flags, mtp_steps=3)
+
+
+# ------------------------------------------------------------------------------------------------------- schedule
+
+
+def test_arms_take_turns() -> None:
+    plan = Plan(concurrency=[1], repeats=2, together=True, short_turns=True, latency=True)
+    order = [(turn.arm, turn.part.start, turn.stream) for turn in turns(plan, 0, n_prompts=[8], n_arms=2)]
+    first = [(0, 0, False), (0, 0, True), (1, 0, False), (1, 0, True)]
+    second = [(1, 4, False), (1, 4, True), (0, 4, False), (0, 4, True)]
+    assert order == first + second
+    assert [(turn.arm, turn.part.start, turn.stream) for turn in turns(plan, 1, n_prompts=[8], n_arms=2)] == [
+        (1, 0, False), (0, 0, False), (0, 4, False), (1, 4, False),
+    ]  # fmt: skip
+
+
+def test_one_at_a_time_an_arm_starts_once_a_repeat() -> None:
+    plan = Plan(concurrency=[1, 8], repeats=2, together=False, short_turns=True, latency=False)
+    order = [(turn.arm, turn.task, turn.concurrency) for turn in turns(plan, 1, n_prompts=[8, 8], n_arms=2)]
+    places = [(task, concurrency) for task in (0, 1) for concurrency in (1, 8)]
+    assert order == [(arm, *place) for arm in (1, 0) for place in places]
