@@ -1,0 +1,35 @@
+"""The benchmark without a server: the tiny dense pair in plain torch."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.bench.__main__ import main
+from sglang_dflash.bench.server import ServerError
+
+TINY = Path(__file__).parents[2] / "sglang_dflash" / "assets" / "tiny_dense"
+ASKED = ("--num-prompts", "2", "--max-new-tokens", "24", "--repeats", "1")
+
+
+def test_spec_generate_is_compared_with_the_target_alone(tmp_path: Path) -> None:
+    pair = ("--model", str(TINY / "target"), "--draft-model", str(TINY / "draft"))
+    main(["--backend", "transformers", *pair, *ASKED, "--output", str(tmp_path / "out")])
+    document = json.loads((tmp_path / "out.json").read_text())
+    off, ours = document["summary"]
+    assert (off["arm"], ours["arm"], off["concurrency"]) == ("off", "ours", 1)
+    assert (off["n_equal"], ours["n_equal"]) == (2, 2)
+    assert (off["committed_per_step"], off["acceptance_by_position"]) == (1.0, [])
+    assert ours["committed_per_step"] == pytest.approx(1 + sum(ours["acceptance_by_position"]), abs=0.01)
+    assert ours["committed_per_step"] > 1.5
+    assert ours["ttft_ms"]["p50"] > 0
+    assert document["arms"]["ours"] | {"device": ""} == {
+        "kind": "transformers", "device": "", "dtype": "float32", "block_size": 16, "model": "",
+        "prefix_cache": "emptied before every turn",
+    }  # fmt: skip
+
+
+def test_what_does_not_belong_together_is_one_line(tmp_path: Path) -> None:
+    pair = ("--model", str(TINY / "target"), "--draft-model", str(tmp_path))
+    with pytest.raises(ServerError, match=r"--model .*target, --draft-model .*: "):
+        main(["--backend", "transformers", *pair, *ASKED, "--output", str(tmp_path / "out")])
