@@ -31,11 +31,13 @@ from launch import measure, report, tiny
 from launch.gate import is_near_tie
 from launch.tiny import Arm, Pair, require_worker
 from sglang_dflash.bench.compare import Difference, differences
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import EVERYTHING, Run, joined, slices
+from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.prompts import Conversation, held_out, read
 from sglang_dflash.bench.rows import noise, write
 from sglang_dflash.bench.served import start_together
-from sglang_dflash.bench.server import Server, ServerError, end_on_sigterm, free_port
+from sglang_dflash.bench.server import Server, end_on_sigterm
 
 RESULTS = tiny.ROOT / "launch" / "results"
 TABLE_WIDTH = 108

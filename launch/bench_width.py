@@ -41,10 +41,12 @@ from launch.tiny import Arm, require_worker
 from launch.width_report import AUTO, OFF, STATIC, Step
 from launch.width_workloads import ABOUT, ASKED, PER_PLACE, Workload, make_workloads
 from sglang_dflash.bench.compare import differences
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import EVERYTHING, Run, joined, slices
+from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.progress import wait_ready
 from sglang_dflash.bench.rows import noise, write
-from sglang_dflash.bench.server import Server, ServerError, end_on_sigterm, free_port
+from sglang_dflash.bench.server import Server, end_on_sigterm
 
 ARMS = (OFF, *STATIC, AUTO)
 GIB_PER_SERVER = 2.6  # host memory of one serving process group

@@ -23,9 +23,11 @@ from rich.console import Console
 from launch import law, parameters, report, tiny
 from launch.parameters import EXACT, PLAIN, QUESTIONS, SAMPLED, Case, Refusal, Reply
 from launch.tiny import Arm, require_worker
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.progress import wait_ready
 from sglang_dflash.bench.rows import head, write
-from sglang_dflash.bench.server import Server, ServerError, end_on_sigterm, free_port
+from sglang_dflash.bench.server import Server, end_on_sigterm
 
 RESULTS = tiny.ROOT / "launch" / "results"
 WORKERS = (Arm.STOCK, Arm.PLUGIN)

@@ -27,8 +27,10 @@ from tokenizers import Tokenizer
 
 from launch import tiny
 from launch.tiny import Arm, Pair, require_worker
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.progress import wait_ready
-from sglang_dflash.bench.server import Server, ServerError, end_on_sigterm, free_port
+from sglang_dflash.bench.server import Server, end_on_sigterm
 
 TASKS = ("times_table", "json_record", "python_function", "story")
 MAX_TOKENS = 160

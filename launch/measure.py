@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 
 from sglang_dflash.bench.chat import steps_of
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Run, timed
-from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Server, ServerError
+from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Server
 
 
 def run(

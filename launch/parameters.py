@@ -17,7 +17,8 @@ import httpx
 
 from launch import law
 from launch.tiny import HYBRID
-from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Server, ServerError
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Server
 
 # Some are what the tiny pair was trained on, and drafts are accepted; in others it is unsure, and parameters bite.
 QUESTIONS = (

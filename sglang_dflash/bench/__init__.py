@@ -5,6 +5,7 @@
     prompts.py    what is asked: data sets, a file, or the bundled questions
     arms.py       what is compared: launch flags without speculation, with SGLang's worker, with ours
     engine.py     who answers: a server that runs somewhere; served.py: one that is started; in_torch.py: no server
+    server.py     a server as a child process; ports.py, progress.py: where it listens, how its start is shown
     chat.py       one request of the OpenAI API, streamed or not, as an answer with its counts and times
     measure.py    one timed run, and the statistics of several
     compare.py    are the answers the same?

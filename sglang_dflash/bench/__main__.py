@@ -19,12 +19,13 @@ from sglang_dflash.bench import page, report
 from sglang_dflash.bench.arms import OFF, OURS
 from sglang_dflash.bench.chat import Kind, Sampling
 from sglang_dflash.bench.engine import Engine, HttpEngine
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.options import TRANSFORMERS, parse
 from sglang_dflash.bench.prompts import Conversation, Task, complete, is_complete
 from sglang_dflash.bench.rows import Row, noise, write
 from sglang_dflash.bench.schedule import Bench, Plan, Turn
 from sglang_dflash.bench.served import ServedEngine, kept_in_memory
-from sglang_dflash.bench.server import ServerError, end_on_sigterm
+from sglang_dflash.bench.server import end_on_sigterm
 
 WIDEST = 1000
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from sglang_dflash.bench.server import Server, ServerError
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.server import Server
 from sglang_dflash.draft_files import read_object
 from sglang_dflash.flags import Worker
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Steps
-from sglang_dflash.bench.server import ServerError
 from sglang_dflash.host_names import Name
 
 Message = dict[str, str]

@@ -10,8 +10,9 @@ import httpx
 import psutil
 
 from sglang_dflash.bench.chat import Kind, Message, Sampling, ask, ask_streamed, refusal
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import Answer, Steps
-from sglang_dflash.bench.server import ServerError
+from sglang_dflash.bench.server import LIMITS
 
 # An answer of thousands of tokens from a server that is full takes minutes; an hour means that it hangs.
 TIMEOUT_S = 3600.0
@@ -65,7 +66,7 @@ class HttpEngine:
             timeout=TIMEOUT_S,
             trust_env=False,
             headers={"Authorization": f"Bearer {api_key}"},
-            limits=httpx.Limits(max_connections=None),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=LIMITS.keepalive_expiry),
         )
 
     @property

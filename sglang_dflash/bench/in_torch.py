@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 from sglang_dflash.bench.arms import OFF, OURS
 from sglang_dflash.bench.chat import Message, Sampling
 from sglang_dflash.bench.engine import Processes
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Steps
-from sglang_dflash.bench.server import ServerError
 from sglang_dflash.model import DraftModel, Step
 from sglang_dflash.model.generate import Options, choose, spec_steps
 from sglang_dflash.model.target import check_pair

@@ -11,8 +11,10 @@ from rich.console import Console
 from sglang_dflash.bench.arms import Launch, require_worker
 from sglang_dflash.bench.chat import Kind, Sampling
 from sglang_dflash.bench.engine import HttpEngine, Processes
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.progress import wait_ready
-from sglang_dflash.bench.server import Server, ServerError, free_port
+from sglang_dflash.bench.server import Server
 
 GIB_PER_SERVER = 3  # host memory of one serving process group, importing SGLang and torch
 

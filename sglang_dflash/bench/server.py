@@ -5,7 +5,6 @@ Shared by benchmarks, demo and tests. Knows processes, ports and HTTP; what is s
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,22 +16,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import httpx
 import psutil
 
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import HOST, port_is_free
 from sglang_dflash.bench.progress import START_TIMEOUT_S, stage_of
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-HOST = "127.0.0.1"
 # SGLang ends by itself within about five seconds of SIGTERM.
 GRACE_S = 20.0
 # A step of a tiny model takes milliseconds; minutes mean that the server hangs.
 REQUEST_TIMEOUT_S = 300.0
 # The server closes a connection that has been idle for 5 s; one that is taken up at that moment is reset.
-KEEPALIVE_S = 2.0
-
-
-class ServerError(RuntimeError):
-    """The server could not be started, died, or answered with an error."""
+LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
 
 class Generation(NamedTuple):
@@ -41,47 +37,6 @@ class Generation(NamedTuple):
     token_ids: list[int]
     text: str
     meta: dict[str, Any]  # SGLang's meta_info: counts, finish reason, speculative counters
-
-
-def port_is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        # Connections of an earlier server in TIME_WAIT do not block a new one, and must not here.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
-
-
-# A server listens only seconds after its port was chosen. Meanwhile the UDP port of the same number, which nothing here
-# uses, shows that somebody has chosen it. It is given back when the process ends, however it ends.
-CLAIMS: dict[int, socket.socket] = {}
-
-
-def claim(port: int) -> bool:
-    """Whether this process, and no other, may start a server on `port`."""
-    if port not in CLAIMS:
-        udp = socket.socket(type=socket.SOCK_DGRAM)
-        try:
-            udp.bind((HOST, port))
-        except OSError:
-            udp.close()
-            return False
-        CLAIMS[port] = udp
-    return True
-
-
-def free_port(start: int) -> int:
-    """The first free port from `start` on, claimed: while this process lives, no other one gets it here.
-
-    Raises:
-        ServerError: none of the next hundred is free.
-    """
-    for port in range(start, start + 100):
-        if claim(port) and port_is_free(port):
-            return port
-    raise ServerError(f"no free port in {start}-{start + 99}; stop what listens there")
 
 
 def end_on_sigterm() -> None:
@@ -108,12 +63,7 @@ class Server:
         self.command = [*command, "--host", HOST, "--port", str(port)]
         self.url = f"http://{HOST}:{port}"
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(
-            base_url=self.url,
-            timeout=REQUEST_TIMEOUT_S,
-            trust_env=False,
-            limits=httpx.Limits(keepalive_expiry=KEEPALIVE_S),
-        )
+        self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=LIMITS)
 
     def __enter__(self) -> Self:
         self.start()

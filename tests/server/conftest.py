@@ -23,7 +23,9 @@ import pytest
 
 from launch import parameters, tiny
 from launch.tiny import Arm, Pair
-from sglang_dflash.bench.server import Server, ServerError, free_port
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.server import Server
 
 FIRST_PORT = 31300
 MAX_LIVE = 5  # about 2.5 GiB each

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.bench.server import Server, ServerError
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.server import Server
 from tests.server.conftest import PAIRS
 from tests.server.talk import post
 from tests.server.variants import VARIANTS

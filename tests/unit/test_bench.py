@@ -14,7 +14,9 @@ import pytest
 
 from sglang_dflash.bench import arms, report, served
 from sglang_dflash.bench.__main__ import main
-from sglang_dflash.bench.server import Server, ServerError, free_port
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.server import Server
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 SMALL = ("--num-prompts", "5", "--repeats", "2", "--concurrency", "1,2")

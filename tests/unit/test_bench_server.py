@@ -13,8 +13,10 @@ import pytest
 from rich.console import Console
 
 from sglang_dflash.bench import server as server_module
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import HOST, free_port, port_is_free
 from sglang_dflash.bench.progress import stage_of, wait_ready
-from sglang_dflash.bench.server import HOST, Server, ServerError, free_port, port_is_free
+from sglang_dflash.bench.server import Server
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).parent / "launch_fake_server.py"
@@ -70,7 +72,7 @@ def test_a_taken_port_is_refused_by_its_number(fake: MakeServer) -> None:
 
 def test_two_processes_never_choose_the_same_port() -> None:
     """Even before either has started a server there; a process that is gone holds none."""
-    choose = "from sglang_dflash.bench.server import free_port; print(free_port(31950), flush=True); input()"
+    choose = "from sglang_dflash.bench.ports import free_port; print(free_port(31950), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", choose], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

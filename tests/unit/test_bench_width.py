@@ -13,8 +13,9 @@ from launch.bench_width import ARMS
 from launch.tiny import Arm
 from launch.width_report import Step, claims, followed_after, means, phases, row, summarise, usual_widths
 from sglang_dflash.bench import arms
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import Answer, Run, Steps
-from sglang_dflash.bench.server import ServerError, free_port
+from sglang_dflash.bench.ports import free_port
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 

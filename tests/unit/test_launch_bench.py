@@ -15,9 +15,10 @@ from launch.bench_serve import GateError
 from launch.report import row, summarise
 from launch.tiny import Arm
 from sglang_dflash.bench import arms, served
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import Answer, Run, Steps
+from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.rows import noise, portable
-from sglang_dflash.bench.server import ServerError, free_port
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 

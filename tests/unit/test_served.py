@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash import check, served
-from sglang_dflash.bench.server import free_port
+from sglang_dflash.bench.ports import free_port
 
 DFLASH = {
     "version": "0.1.0",

@@ -1,0 +1,5 @@
+"""What ends a benchmark: one sentence for the person who started it."""
+
+
+class ServerError(RuntimeError):
+    """The server could not be started, died, or answered with an error."""

@@ -1,0 +1,48 @@
+"""Free ports, of which no two processes of this package choose the same."""
+
+import socket
+
+from sglang_dflash.bench.errors import ServerError
+
+HOST = "127.0.0.1"
+
+
+def port_is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # Connections of an earlier server in TIME_WAIT do not block a new one, and must not here.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+# A server listens only seconds after its port was chosen. Meanwhile the UDP port of the same number, which nothing here
+# uses, shows that somebody has chosen it. It is given back when the process ends, however it ends.
+CLAIMS: dict[int, socket.socket] = {}
+
+
+def claim(port: int) -> bool:
+    """Whether this process, and no other, may start a server on `port`."""
+    if port not in CLAIMS:
+        udp = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            udp.bind((HOST, port))
+        except OSError:
+            udp.close()
+            return False
+        CLAIMS[port] = udp
+    return True
+
+
+def free_port(start: int) -> int:
+    """The first free port from `start` on, claimed: while this process lives, no other one gets it here.
+
+    Raises:
+        ServerError: none of the next hundred is free.
+    """
+    for port in range(start, start + 100):
+        if claim(port) and port_is_free(port):
+            return port
+    raise ServerError(f"no free port in {start}-{start + 99}; stop what listens there")
