@@ -2,8 +2,10 @@
 
 import math
 
+from sglang_dflash.bench.chat import steps_of
 from sglang_dflash.bench.compare import Difference, differences
-from sglang_dflash.bench.measure import Answer, Run, Steps, joined, percentile, ratios, slices, spread
+from sglang_dflash.bench.measure import Answer, Run, Steps, joined, percentile, ratios, slices, spread, total
+from sglang_dflash.bench.report import markdown
 
 
 def test_differences_name_the_first_token_that_differs() -> None:
@@ -51,3 +53,43 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert [percentile(values, p) for p in (50, 99, 100)] == [50, 99, 100]
     assert percentile([5.0, float("nan"), 7.0], 50) == 5.0
     assert math.isnan(percentile([], 50))
+
+
+def test_steps_by_position_come_from_the_histogram() -> None:
+    # Of 10 steps 4 accepted no draft, 3 one, 1 two, 2 three: 6 reached the first, 3 the second, 2 the third.
+    meta = {"spec_verify_ct": 10, "spec_num_correct_drafts": 11, "spec_correct_drafts_histogram": [4, 3, 1, 2]}
+    steps = steps_of(meta, n_tokens=22)
+    assert steps == Steps(10, 11, (6, 3, 2))
+    assert (steps.committed_per_step, steps.acceptance_by_position) == (2.1, [0.6, 0.3, 0.2])
+    assert steps_of({}, n_tokens=5) == Steps(4, 0)  # no speculation: a token a step, after the prefill's
+    assert steps_of({}, n_tokens=1) == Steps(0, 0)
+
+
+def test_steps_of_several_answers_are_summed() -> None:
+    whole = total([Steps(4, 3, (2, 1)), Steps(1, 0), Steps(2, 3, (1, 1, 1))])
+    assert whole == Steps(7, 6, (3, 2, 1))
+    assert whole.since(Steps(4, 3, (2, 1, 0))) == Steps(3, 3, (1, 1, 1))
+
+
+def test_a_run_has_steps_only_if_every_answer_tells() -> None:
+    told, untold = Answer(2, steps=Steps(1, 0)), Answer(2)
+    assert Run([told, untold], 1.0, 0.0).steps is None
+    assert math.isnan(Run([told, untold], 1.0, 0.0).committed_per_step)
+    assert Run([untold, untold], 1.0, 0.0, counted=Steps(2, 2)).committed_per_step == 2.0
+
+
+def test_tables_have_the_model_cards_layout() -> None:
+    def line(arm: str, concurrency: int, speed: float, ratio: float | None, committed: float | None) -> dict:
+        over = {} if ratio is None else {"over_off": {"median": ratio}}
+        place = {"task": "GSM8K", "concurrency": concurrency, "arm": arm}
+        return place | {"tokens_per_s": {"median": speed}, "committed_per_step": committed} | over
+
+    summary = [line("off", 1, 84.2, None, 1.0), line("ours", 1, 396.6, 4.71, 7.0)]
+    summary += [line("off", 8, 625.0, None, 1.0), line("ours", 8, 2270.4, 3.63, 8.0)]
+    assert markdown({"arms": {"off": {}, "ours": {}}, "summary": summary}).split("\n\n") == [
+        "Tokens/sec (speedup over off, medians)",
+        "| Task | Concurrency | off | ours |\n|---|---:|---:|---:|\n"
+        "| GSM8K | 1 | 84 | 397 (4.7x) |\n|  | 8 | 625 | 2270 (3.6x) |",
+        "Committed tokens per step (mean over concurrencies)",
+        "| Task | ours |\n|---|---:|\n| GSM8K | 7.50 |",
+    ]
