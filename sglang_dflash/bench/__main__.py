@@ -35,8 +35,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
     """The arms, ready to run.
 
     Raises:
-        ServerError: one cannot be reached or started.
-        OSError, ValueError: a checkpoint of the Transformers backend cannot be loaded.
+        ServerError: one cannot be reached, started or loaded.
     """
     sampling = Sampling(
         max_new_tokens=options.max_new_tokens, temperature=options.temperature, thinking=options.enable_thinking
@@ -80,34 +79,39 @@ def completed(tasks: Sequence[Task], first: Engine, concurrency: int) -> list[Ta
 
 
 def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Console) -> tuple[Bench, list[Row]]:
-    """Every repeat. Ctrl-C, or SIGINT at a time limit, ends it with the repeats that are whole; the first must be."""
+    """All that was asked for, with a bar that shows how far it has come."""
+    plan = Plan(
+        concurrency=options.concurrency,
+        repeats=options.repeats,
+        together=not options.serve or not options.one_at_a_time,
+        short_turns=options.serve or options.backend == TRANSFORMERS,
+        latency=not options.no_latency,
+    )
+    tasks = completed(options.tasks, engines[0], max(options.concurrency))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    rows: list[Row] = []
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
 
         def answered(turn: Turn, engine: Engine) -> None:
-            what = f"{bench.tasks[turn.task].name}, {turn.concurrency} in flight: {engine.name}"
+            what = f"{tasks[turn.task].name}, {turn.concurrency} in flight: {engine.name}"
             progress.update(shown, advance=1, description=f"repeat {turn.repeat + 1}/{options.repeats}, {what}")
 
-        plan = Plan(
-            concurrency=options.concurrency,
-            repeats=options.repeats,
-            together=not options.serve or not options.one_at_a_time,
-            short_turns=options.serve or options.backend == TRANSFORMERS,
-            latency=not options.no_latency,
-        )
-        tasks = completed(options.tasks, engines[0], max(options.concurrency))
         bench = Bench(engines, tasks, plan, compares=options.temperature == 0, answered=answered)
         shown = progress.add_task("warming up", total=bench.n_asked())
-        try:
-            for repeat in range(options.repeats):
-                rows += bench.repeat(repeat)
-                if not console.is_terminal:
-                    console.print(f"repeat {repeat + 1} of {options.repeats} is measured")
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-    return bench, rows
+        return bench, every_repeat(bench, console)
+
+
+def every_repeat(bench: Bench, console: Console) -> list[Row]:
+    """Ctrl-C, or SIGINT at a time limit, ends it with the repeats that are whole; the first must be."""
+    rows: list[Row] = []
+    try:
+        for repeat in range(bench.plan.repeats):
+            rows += bench.repeat(repeat)
+            if not console.is_terminal:
+                console.print(f"repeat {repeat + 1} of {bench.plan.repeats} is measured")
+    except KeyboardInterrupt:
+        if not rows:
+            raise
+    return rows
 
 
 def with_suffix(path: Path, suffix: str) -> Path:

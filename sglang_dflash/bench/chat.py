@@ -73,7 +73,7 @@ def ask(http: httpx.Client, kind: Kind, body: dict[str, Any]) -> Callable[[], An
     try:
         response = http.post(PATH, json=body | ASK_FOR[kind])
     except httpx.TransportError as error:
-        raise ServerError(f"{http.base_url} stopped answering ({type(error).__name__}); look at its log") from error
+        raise ServerError(gone(http, error)) from error
     if response.status_code != 200:
         raise ServerError(refusal(http, response))
     return lambda: _unstreamed(response.json())
@@ -85,18 +85,25 @@ def ask_streamed(http: httpx.Client, body: dict[str, Any]) -> Callable[[], Answe
     Raises:
         ServerError: the server refused the request, or is gone.
     """
-    events, sent = [], time.perf_counter()
+    sent = time.perf_counter()
     try:
-        with http.stream("POST", PATH, json=body | STREAMED) as reply:
-            if reply.status_code != 200:
-                reply.read()
-                raise ServerError(refusal(http, reply))
-            for line in reply.iter_lines():
-                if line.startswith("data: {"):
-                    events.append((time.perf_counter(), line))
+        events = _events(http, body | STREAMED)
     except httpx.TransportError as error:
-        raise ServerError(f"{http.base_url} stopped answering ({type(error).__name__}); look at its log") from error
+        raise ServerError(gone(http, error)) from error
     return lambda: _streamed(sent, events)
+
+
+def _events(http: httpx.Client, body: dict[str, Any]) -> list[tuple[float, str]]:
+    """When each came, and its line; nothing is parsed while the clock runs."""
+    with http.stream("POST", PATH, json=body) as reply:
+        if reply.status_code != 200:
+            reply.read()
+            raise ServerError(refusal(http, reply))
+        return [(time.perf_counter(), line) for line in reply.iter_lines() if line.startswith("data: {")]
+
+
+def gone(http: httpx.Client, error: httpx.TransportError) -> str:
+    return f"{http.base_url} stopped answering ({type(error).__name__}); look at its log"
 
 
 def refusal(http: httpx.Client, response: httpx.Response) -> str:

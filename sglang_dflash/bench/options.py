@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,21 @@ examples:
   no server
     python -m sglang_dflash.bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
 """
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    """`8`, or `1,8,16`."""
+    return [_positive(part) for part in text.split(",")]
+
+
+NUMBER: dict[str, Any] = {"type": _positive, "metavar": "N"}
+SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend"}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -59,92 +74,46 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    number: dict[str, Any] = {"type": _positive, "metavar": "N"}
-    who = parser.add_argument_group("who answers (one of)")
-    add = who.add_argument
-    add("--base-url", nargs="+", action="extend", metavar="[NAME=]URL", help="OpenAI-compatible servers that run")
+    _add_who(parser.add_argument_group("who answers (one of)").add_argument)
+    _add_what(parser.add_argument_group("what is asked").add_argument)
+    _add_how(parser.add_argument_group("how it is measured").add_argument)
+    return parser
+
+
+Add = Callable[..., argparse.Action]
+
+
+def _add_who(add: Add) -> None:
+    add("--base-url", **SEVERAL, metavar="[NAME=]URL", help="OpenAI-compatible servers that run")
     add("--serve", action="store_true", help="start the arms here, with the server flags that follow --")
     add("--backend", choices=[*Kind, TRANSFORMERS], help="whose servers (asked of them); transformers: none")
-    add(
-        "--model",
-        metavar="NAME",
-        help="the model (the first the server lists); with transformers the target",
-    )
+    add("--model", metavar="NAME", help="the model (the first the server lists); with transformers the target")
     add("--draft-model", metavar="NAME", help="the DFlash draft, with transformers")
-    add(
-        "--arms",
-        nargs="+",
-        choices=arms.ARMS,
-        metavar="ARM",
-        help="off, mtp, stock, ours of --serve (all the model has; mtp: its own MTP layers)",
-    )
-    add("--mtp-steps", **number, default=3, help="drafts a step of the arm mtp, the target's own MTP layers (3)")
-    add(
-        "--one-at-a-time",
-        action=argparse.BooleanOptionalAction,
-        help="never two servers of --serve in memory (default: unless they are served by CPU cores)",
-    )
-    add(
-        "--api-key",
-        default=os.environ.get("OPENAI_API_KEY", "none"),
-        metavar="KEY",
-        help="of the servers (OPENAI_API_KEY)",
-    )
-    what = parser.add_argument_group("what is asked")
-    add = what.add_argument
-    add(
-        "--dataset",
-        nargs="+",
-        action="extend",
-        choices=prompts.NAMES,
-        metavar="NAME",
-        help=f"{', '.join(prompts.DATA_SETS)}, or {SYNTHETIC}, the bundled one ({SYNTHETIC})",
-    )
-    add(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        nargs="+",
-        action="extend",
-        help='JSONL: a "prompt" or chat "messages" in every line',
-    )
-    add(
-        "--num-prompts",
-        "--max-samples",
-        type=_positive,
-        metavar="N",
-        default=N_PROMPTS,
-        help=f"of each set at most ({N_PROMPTS})",
-    )
-    add(
-        "--max-new-tokens",
-        "--max-tokens",
-        type=_positive,
-        metavar="N",
-        default=4096,
-        help="of an answer at most (4096)",
-    )
+    add("--arms", nargs="+", choices=arms.ARMS, metavar="ARM", help=f"of --serve: {', '.join(arms.ARMS)} (all it has)")
+    add("--mtp-steps", **NUMBER, default=3, help="drafts a step of the arm mtp, the target's own MTP layers (3)")
+    memory = "never two servers of --serve in memory (default: unless they are served by CPU cores)"
+    add("--one-at-a-time", action=argparse.BooleanOptionalAction, help=memory)
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    add("--api-key", default=key, metavar="KEY", help="of the servers (OPENAI_API_KEY)")
+
+
+def _add_what(add: Add) -> None:
+    names = f"{', '.join(prompts.DATA_SETS)}, or {SYNTHETIC}, the bundled one ({SYNTHETIC})"
+    add("--dataset", **SEVERAL, choices=prompts.NAMES, metavar="NAME", help=names)
+    lines = 'JSONL: a "prompt" or chat "messages" in every line'
+    add("--data", **SEVERAL, type=Path, metavar="FILE", help=lines)
+    add("--num-prompts", "--max-samples", **NUMBER, default=N_PROMPTS, help=f"of each set at most ({N_PROMPTS})")
+    add("--max-new-tokens", "--max-tokens", **NUMBER, default=4096, help="of an answer at most (4096)")
     add("--temperature", type=float, metavar="T", default=0.0, help="(0: greedy, and answers are compared)")
     add("--enable-thinking", action=argparse.BooleanOptionalAction, default=False, help="told the chat template (no)")
-    how = parser.add_argument_group("how it is measured")
-    add = how.add_argument
-    add(
-        "--concurrency",
-        type=_counts,
-        metavar="N",
-        nargs="+",
-        help="in flight (1 8 16 32; transformers: 1)",
-    )
-    add("--repeats", **number, default=3, help="of everything, interleaved (3)")
+
+
+def _add_how(add: Add) -> None:
+    add("--concurrency", type=_counts, nargs="+", metavar="N", help="in flight (1 8 16 32; transformers: 1)")
+    add("--repeats", **NUMBER, default=3, help="of everything, interleaved (3)")
     add("--no-latency", action="store_true", help="leave out the streamed runs that TTFT and TPOT come from")
-    add("--port", **number, default=31000, help="look for free ports from here on (31000)")
-    add(
-        "--output",
-        type=Path,
-        metavar="PATH",
-        help=".json, .html and logs are added (dflash-bench-<time>)",
-    )
-    return parser
+    add("--port", **NUMBER, default=31000, help="look for free ports from here on (31000)")
+    add("--output", type=Path, metavar="PATH", help=".json, .html and logs are added (dflash-bench-<time>)")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -158,6 +127,12 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"-- {options.server_flags[0]} ... are flags of servers to start; add --serve, or drop them")
     if options.serve and options.backend not in (None, Kind.SGLANG):
         raise ValueError(f"--serve starts SGLang, not {options.backend}; drop --backend")
+    if options.serve and options.model:
+        raise ValueError("--serve takes the model from the flags after --; drop --model")
+    if options.arms and not options.serve:
+        raise ValueError("--arms are those of --serve; add it, or drop them")
+    if options.draft_model and not in_torch:
+        raise ValueError(f"--draft-model is for --backend {TRANSFORMERS}; servers have theirs: drop it")
     if in_torch and not (options.model and options.draft_model):
         raise ValueError(f"--backend {TRANSFORMERS} needs --model and --draft-model; name both checkpoints")
     if in_torch and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -190,17 +165,6 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
         return arguments, []
     at = arguments.index("--")
     return arguments[:at], arguments[at + 1 :]
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _counts(text: str) -> list[int]:
-    """`8`, or `1,8,16`."""
-    return [_positive(part) for part in text.split(",")]
 
 
 def named_urls(given: Sequence[str]) -> dict[str, str]:

@@ -6,7 +6,7 @@ display one stage behind and nothing else.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -61,18 +61,26 @@ def wait_ready(servers: Sequence["Server"], console: Console, timeout_s: float =
         tasks = {server: display.add_task(server.name, total=None, stage="") for server in servers}
         shown = dict.fromkeys(servers, "")
         while tasks:
-            elapsed = time.monotonic() - began
-            if elapsed > timeout_s:
+            elapsed_s = time.monotonic() - began
+            if elapsed_s > timeout_s:
                 next(iter(tasks)).wait_ready(timeout_s=0)  # raises, with the end of that server's log
-            for server in tuple(tasks):
-                if server.is_ready():
-                    display.remove_task(tasks.pop(server))
-                    console.print(f"[green]✔[/] {server.name}: ready on port {server.port} after {elapsed:.0f} s")
-                    continue
-                stage = server.stage()
+            for server in [server for server in tasks if server.is_ready()]:
+                display.remove_task(tasks.pop(server))
+                console.print(f"[green]✔[/] {server.name}: ready on port {server.port} after {elapsed_s:.0f} s")
+            stages = {server: server.stage() for server in tasks}
+            for server, stage in stages.items():
                 display.update(tasks[server], stage=stage)
-                if not console.is_terminal and stage != shown[server]:
-                    console.print(f"  {elapsed:4.0f} s  {server.name}: {stage}")
-                shown[server] = stage
+            if not console.is_terminal:
+                _print_changes(stages, shown, elapsed_s, console)
             time.sleep(0.5)
     return time.monotonic() - began
+
+
+def _print_changes(
+    stages: Mapping["Server", str], shown: dict["Server", str], elapsed_s: float, console: Console
+) -> None:
+    """A line for each stage that is not the one `shown` last."""
+    for server, stage in stages.items():
+        if stage != shown[server]:
+            console.print(f"  {elapsed_s:4.0f} s  {server.name}: {stage}")
+            shown[server] = stage

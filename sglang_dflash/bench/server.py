@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -66,12 +67,11 @@ class Server:
         self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=LIMITS)
 
     def __enter__(self) -> Self:
-        self.start()
-        try:
+        with ExitStack() as stack:
+            stack.callback(self.stop)
+            self.start()
             self.wait_ready()
-        except BaseException:
-            self.stop()
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:

@@ -41,6 +41,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--serve", "--", "--model-path", "x"), "do not say --speculative-algorithm DFLASH"),
         (("--serve", "--", "--model-path", "/nowhere/x", *DFLASH), "/nowhere/x is no directory and cannot be fetched"),
         (("--serve", "--backend", "vllm", "--", *DFLASH), "--serve starts SGLang, not vllm"),
+        (("--serve", "--model", "x", "--", *DFLASH), "takes the model from the flags after --; drop --model"),
+        ((*URL, "--arms", "off"), "--arms are those of --serve"),
+        ((*URL, "--draft-model", "x"), "--draft-model is for --backend transformers"),
         (("--backend", "transformers", "--model", "x"), "needs --model and --draft-model"),
         (
             ("--backend", "transformers", "--model", "x", "--draft-model", "y", "--concurrency", "8"),
