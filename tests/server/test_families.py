@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from launch.server import Generation, Server
 from launch.tiny import Pair
+from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, Step, spec_steps
 from tests.server.families import FAMILIES, NO_WARMUP, Family, write_pair
