@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from launch.server import Generation, Server
+from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.metric_table import METRICS, PREFIX
 from sglang_dflash.stage_times import SAMPLE_EVERY, STAGES
 from tests.server.talk import as_prompt, conversation

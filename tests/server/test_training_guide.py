@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch import tiny
-from launch.server import Server, free_port
+from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.server import Server
 from sglang_dflash.train.loop import LOG
 
 spec = importlib.util.spec_from_file_location("guide", Path(__file__).parents[1] / "fixtures" / "guide.py")
