@@ -128,7 +128,8 @@ def test_what_is_called_proved_has_a_tiny_checkpoint() -> None:
 SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rms_norm_eps": 1e-6}
 GPU_ONLY: Mapping[str, Mapping[str, Any]] = {
     "GptOssForCausalLM": {"model_type": "gpt_oss"},
-    "Gemma4ForCausalLM": {"model_type": "gemma4_text"},
+    # As wide as the others: SGLang reads one width for all layers before it comes to attention.
+    "Gemma4ForCausalLM": {"model_type": "gemma4_text", "global_head_dim": 16},
 }
 
 
