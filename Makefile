@@ -45,7 +45,7 @@ demo: $(READY)
 	@$(RUN) -m launch.demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
 
 # The kernels' tests need Triton imported as an interpreter, so they run in processes of their own, first. Of the others
-# one process runs those that share servers; that one often waits for a server, so two more run the rest.
+# one process runs those that share servers, another the rest.
 test: $(READY)
 	@$(call pytest,-m "not full")
 
@@ -54,7 +54,7 @@ test-full: $(READY)
 
 pytest = status=0; \
 	$(RUN) -m pytest -n 2 $(1) tests/kernels || status=1; \
-	$(RUN) -m pytest -n 3 $(1) --ignore=tests/kernels || status=1; \
+	$(RUN) -m pytest -n 2 $(1) --ignore=tests/kernels || status=1; \
 	exit $$status
 
 soak: $(READY)

@@ -3,7 +3,8 @@
     python -m launch.bench_serve                                  # the tiny pair on this CPU
     python -m launch.bench_serve --target DIR --draft DIR -- --attention-backend fa3 --mem-fraction-static 0.25
 
-Everything after `--` goes to all three servers alike. The order of things:
+Everything after `--` goes to all servers alike; `--arms off plugin snapshot` compares our two ways to keep recurrent
+states instead. The order of things:
 
 1. All servers start. From then on at most one runs: the others are paused (SIGSTOP). Where the memory does not hold
    them together, `--one-at-a-time` starts and stops them in turn instead, which takes a start per run.
@@ -49,7 +50,7 @@ class GateError(RuntimeError):
 
 
 class Bench:
-    """Three servers, of which one at a time may run, and the prompts they are asked."""
+    """Servers, of which one at a time may run, and the prompts they are asked."""
 
     def __init__(self, servers: dict[Arm, Server], prompts: list[list[int]], options: argparse.Namespace) -> None:
         self.servers, self.prompts, self.options = servers, prompts, options
@@ -196,8 +197,11 @@ def measure_repeat(bench: Bench, repeat: int) -> list[dict[str, Any]]:
         for turn, part in enumerate(parts, start=repeat):
             for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
                 speeds[arm].append(bench.run(arm, concurrency, part))
-                latencies[arm].append(bench.run(arm, concurrency, part, stream=True))
-        rows += [report.row(arm, concurrency, repeat, joined(speeds[arm]), joined(latencies[arm])) for arm in speeds]
+                if not bench.options.no_latency:
+                    latencies[arm].append(bench.run(arm, concurrency, part, stream=True))
+        for arm, runs in speeds.items():
+            latency = joined(latencies[arm]) if latencies[arm] else None
+            rows.append(report.row(arm, concurrency, repeat, joined(runs), latency))
     return rows
 
 
@@ -205,12 +209,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m launch.bench_serve", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--target", type=Path, default=tiny.HYBRID.target, help="target checkpoint (the tiny hybrid)")
     parser.add_argument("--draft", type=Path, default=tiny.HYBRID.draft, help="its DFlash draft")
-    parser.add_argument("--arms", type=Arm, nargs="+", default=list(Arm), help="off, stock, plugin (all)")
+    arms = f"of {', '.join(Arm)} ({', '.join(tiny.ARMS)})"
+    parser.add_argument("--arms", type=Arm, nargs="+", default=list(tiny.ARMS), help=arms)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--repeats", type=int, default=5, help="interleaved repeats (5)")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--data", type=Path, help='JSONL with "prompt" (held-out questions of the tiny corpus)')
+    parser.add_argument("--no-latency", action="store_true", help="no streamed runs, which TTFT and TPOT come from")
     parser.add_argument("--no-thinking", action="store_true", help="ask the chat template for no thinking")
     parser.add_argument("--tie-gap", type=float, default=0.0, help="forgive differences between near-ties (0: none)")
     parser.add_argument("--one-at-a-time", action="store_true", help="never two servers in memory")

@@ -75,7 +75,7 @@ def serving(
     """One server per arm, side by side."""
     servers, port = {}, options.port
     with ExitStack() as stack:
-        for arm in Arm:
+        for arm in tiny.ARMS:
             port = free_port(port)
             is_reference = arm is Arm.OFF
             own = parameters.REFERENCE_FLAGS if is_reference else (parameters.PROCESSOR_FLAG,)

@@ -17,6 +17,7 @@ from sglang_dflash.bench.rows import head, inherited, portable
 if TYPE_CHECKING:
     from launch.bench_serve import Bench
 
+OVER = (Arm.OFF, Arm.STOCK, Arm.SNAPSHOT)
 METHOD = (
     "Greedy. tokens_per_s: generated tokens over the time from the first request sent to the last answer received, "
     "unstreamed, prefill included. ttft and tpot: from separate streamed runs, percentiles over all requests of all "
@@ -28,13 +29,13 @@ METHOD = (
 )
 
 
-def row(arm: Arm, concurrency: int, repeat: int, speed: Run, latency: Run) -> rows.Row:
+def row(arm: Arm, concurrency: int, repeat: int, speed: Run, latency: Run | None) -> rows.Row:
     """One repeat of one arm at one concurrency."""
     return rows.row({"arm": str(arm), "concurrency": concurrency, "repeat": repeat}, speed, latency)
 
 
 def summarise(measured: Sequence[rows.Row]) -> list[rows.Row]:
-    return rows.summarise(measured, place=["concurrency"], arms=list(Arm), over=[Arm.OFF, Arm.STOCK])
+    return rows.summarise(measured, place=["concurrency"], arms=list(Arm), over=OVER)
 
 
 def document(bench: "Bench", measured: Sequence[rows.Row], *, command: str) -> dict[str, Any]:
@@ -68,7 +69,7 @@ def table(document: dict[str, Any]) -> Table:
     repeats = 1 + max(row["repeat"] for row in document["rows"])
     return lines_table(
         document["summary"],
-        over=[Arm.OFF, Arm.STOCK],
+        over=[arm for arm in OVER if any(f"over_{arm}" in line for line in document["summary"])],
         title=f"{device}, {where['cores']} cores, SGLang {document['versions']['sglang']}, commit {document['commit']}",
         caption=f"{what['n']} prompts, up to {what['max_new_tokens']} new tokens, greedy; median (min–max) of "
         f"{repeats} interleaved repeats; prefix cache flushed before every run; answers equal in all arms.",

@@ -33,6 +33,10 @@ class Arm(StrEnum):
     OFF = "off"  # one token a step
     STOCK = "stock"  # SGLang's built-in DFLASH worker
     PLUGIN = "plugin"  # ours
+    SNAPSHOT = "snapshot"  # ours, keeping a recurrent state per drafted token, as SGLang's worker does
+
+
+ARMS = (Arm.OFF, Arm.STOCK, Arm.PLUGIN)  # what is compared unless said otherwise
 
 
 # Exactness is only decidable in fp32: in bf16 a tiny model has near-ties. The pools are sized by hand because SGLang
@@ -74,7 +78,8 @@ def command(arm: Arm, pair: Pair, *flags: str) -> list[str]:
 
 def environment(arm: Arm) -> dict[str, str]:
     """What selects the worker of `arm`; the same for any model."""
-    return {} if arm is Arm.OFF else {"SGLANG_DFLASH_WORKER": str(arm)}
+    snapshot = {"SGLANG_DFLASH_WORKER": "plugin", "SGLANG_DFLASH_GDN_STATE": "snapshot"}
+    return {Arm.OFF: {}, Arm.SNAPSHOT: snapshot}.get(arm, {"SGLANG_DFLASH_WORKER": str(arm)})
 
 
 def require_worker(arm: Arm, server: Server) -> None:
@@ -83,4 +88,4 @@ def require_worker(arm: Arm, server: Server) -> None:
     Raises:
         ServerError: it does not.
     """
-    arms.require_worker(server, ours=arm is Arm.PLUGIN)
+    arms.require_worker(server, ours=arm in (Arm.PLUGIN, Arm.SNAPSHOT))

@@ -82,7 +82,7 @@ def test_every_known_model_can_be_read(name: str) -> None:
         assert target.source
         assert read_draft(models.draft_of(name.split("/")[-1])).n_heads % 8 == 0
     else:
-        assert read_draft(name).block_size == 16
+        assert read_draft(name).block_size == (10 if "LLaMA3.1" in name else 16)
 
 
 def test_the_index_counts_where_there_are_no_files(tmp_path: Path) -> None:

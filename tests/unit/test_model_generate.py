@@ -1,6 +1,7 @@
 """Speculative generation says what the target alone would: dense, sliding, recurrent targets, any temperature."""
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -254,9 +255,9 @@ def test_a_draft_of_another_target_is_refused(change, said):
 
 def test_features_of_the_last_layer_are_refused():
     target = qwen3()
-    config = draft_config_for(target, n_layers=1, block_size=4, mask_token_id=0, target_layer_ids=(3,))
+    config = draft_config_for(target, n_layers=1, block_size=4, mask_token_id=0, target_layer_ids=(2,))
     with pytest.raises(ValueError, match="must lie below 3"):
-        DraftModel(config).spec_generate(prompt(), target, 3)
+        DraftModel(replace(config, target_layer_ids=(3,))).spec_generate(prompt(), target, 3)
 
 
 def test_a_target_that_cannot_be_unread_is_refused():
