@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from sglang_dflash.bench import arms, report, served
@@ -17,6 +16,7 @@ from sglang_dflash.bench.__main__ import main
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.server import Server
+from tests.fixtures.processes import running
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 SMALL = ("--num-prompts", "5", "--repeats", "2", "--concurrency", "1,2")
@@ -192,7 +192,6 @@ def test_a_key_is_not_published(fake: Callable[..., str], bench: Callable[..., S
 def test_the_arms_are_started_measured_and_stopped(
     bench: Callable[..., SimpleNamespace], serve: list[str], together: bool, tmp_path: Path
 ) -> None:
-    before = {process.pid for process in psutil.process_iter()}
     ran = bench(*SMALL, *([] if together else ["--one-at-a-time"]), *serve)
     document = ran.document
     assert list(document["arms"]) == ["off", "stock", "ours"]
@@ -203,10 +202,7 @@ def test_the_arms_are_started_measured_and_stopped(
     order = [row["arm"] for row in document["rows"] if row["concurrency"] == 1]
     assert order == ["off", "stock", "ours", "stock", "ours", "off"]
     assert str(tmp_path) not in json.dumps(document)
-    left = [
-        p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and str(FAKE) in (p.info["cmdline"] or [])
-    ]
-    assert left == []
+    assert running(FAKE) == []
     assert (tmp_path / "out-ours.log").exists()
 
 

@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from launch import bench_width, tiny, width_report, width_workloads
@@ -16,6 +15,7 @@ from sglang_dflash.bench import arms
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import Answer, Run, Steps
 from sglang_dflash.bench.ports import free_port
+from tests.fixtures.processes import running
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 
@@ -160,12 +160,9 @@ def test_no_speed_is_shown_when_an_answer_differs(main, tmp_path: Path, capsys: 
 
 
 def test_servers_are_gone_afterwards(main) -> None:
-    before = {process.pid for process in psutil.process_iter()}
     with pytest.raises(GateError):
         main("--quick", offset=1)
-    new = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    left = [process for process in new if str(FAKE) in (process.info["cmdline"] or [])]
-    assert left == []
+    assert running(FAKE) == []
 
 
 def test_an_arm_that_is_not_what_it_says_is_refused(main, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,19 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from rich.console import Console
 
 from launch import bench_serve, tiny
 from launch.bench_serve import GateError
 from launch.report import row, summarise
-from launch.tiny import Arm
+from launch.tiny import ARMS, Arm
 from sglang_dflash.bench import arms, served
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import Answer, Run, Steps
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.rows import noise, portable
+from tests.fixtures.processes import running
 
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 
@@ -28,7 +28,7 @@ def test_the_summary_compares_with_off_and_stock_per_concurrency() -> None:
         one = Run([Answer(speed, steps=Steps(4, 8), ttft_s=0.01, tpot_s=0.002)], wall_s=1.0, other_cores=0.1)
         return row(arm, concurrency, repeat, one, one)
 
-    speeds = {Arm.PLUGIN: (300, 360), Arm.OFF: (100, 90), Arm.STOCK: (150, 120)}
+    speeds = {Arm.PLUGIN: (300, 360), Arm.OFF: (100, 90), Arm.STOCK: (150, 120), Arm.SNAPSHOT: (250, 240)}
     rows = [run(arm, c, repeat, speeds[arm][repeat] * c) for c in (8, 1) for repeat in (0, 1) for arm in speeds]
     lines = summarise(rows)
     assert [(line["concurrency"], line["arm"]) for line in lines] == [(c, arm) for c in (1, 8) for arm in Arm]
@@ -36,6 +36,7 @@ def test_the_summary_compares_with_off_and_stock_per_concurrency() -> None:
     assert ours["tokens_per_s"] == {"median": 330, "low": 300, "high": 360}
     assert ours["over_off"] == {"median": 3.5, "low": 3, "high": 4}
     assert ours["over_stock"] == {"median": 2.5, "low": 2, "high": 3}
+    assert ours["over_snapshot"] == {"median": 1.35, "low": 1.2, "high": 1.5}
     assert ours["committed_per_step"] == 3
     assert "over_off" not in lines[0]
     assert lines[0]["ttft_ms"]["p50"] == 10
@@ -79,7 +80,7 @@ def test_equal_answers_are_measured_and_written(
     out = capsys.readouterr().out
     assert out.splitlines()[-1] == str(checkpoint / "out.json")
     document = json.loads((checkpoint / "out.json").read_text())
-    assert len(document["rows"]) == 2 * 2 * len(Arm)  # repeats, concurrencies, arms
+    assert len(document["rows"]) == 2 * 2 * len(ARMS)  # repeats, concurrencies, arms
     assert {line["committed_per_step"] for line in document["summary"]} == {1.5}
     assert all(r["n_tokens"] == 9 and len(r["ttft_ms"]) == len(r["tpot_ms"]) == 3 for r in document["rows"])
     order = [r["arm"] for r in document["rows"] if r["concurrency"] == 1]
@@ -95,12 +96,9 @@ def test_no_speed_is_shown_when_an_answer_differs(main, checkpoint: Path, capsys
 
 
 def test_servers_are_gone_afterwards(main) -> None:
-    before = {process.pid for process in psutil.process_iter()}
     with pytest.raises(GateError):
         main(offset=1)
-    new = [process for process in psutil.process_iter(["cmdline"]) if process.pid not in before]
-    left = [process for process in new if str(FAKE) in (process.info["cmdline"] or [])]
-    assert left == []
+    assert running(FAKE) == []
 
 
 def test_an_arm_that_is_not_what_it_says_is_refused(main, monkeypatch: pytest.MonkeyPatch) -> None:
