@@ -43,13 +43,13 @@ def test_the_draft_that_is_trained_guesses(trained):
 
 @pytest.mark.parametrize("arm", [tiny.Arm.PLUGIN, tiny.Arm.STOCK])
 def test_both_workers_serve_it(trained, arm):
-    folder, (serve, curl, *_) = trained
+    folder, (export, serve, curl, *_) = trained
     port = serve.index("--port")
-    assert serve[:3] == ["python", "-m", "sglang.launch_server"]
+    assert (export[0], serve[:3]) == ("export", ["python", "-m", "sglang.launch_server"])
     command = [sys.executable, *serve[1:port]]
     command[command.index("--model-path") + 1] = str(tiny.DENSE.target)
     command[command.index("--speculative-draft-model-path") + 1] = str(folder / "my-draft")
-    env, log = tiny.ENV | tiny.environment(arm), folder / f"{arm}.log"
+    env, log = tiny.ENV | tiny.environment(arm) | dict([export[1].split("=")]), folder / f"{arm}.log"
     with Server(command, port=free_port(31900), log=log, env=env, name=str(arm)) as server:
         tiny.require_worker(arm, server)
         ask = [word.replace("http://127.0.0.1:30000", server.url) for word in curl]

@@ -23,11 +23,12 @@ def test_every_command_is_of_a_kind_that_is_checked():
     starts = [" ".join(command[:2]) for command in COMMANDS]
     assert sorted(set(starts)) == [
         "curl http://127.0.0.1:30000/generate",
+        "export SGLANG_DFLASH_WIDTHS=fixed",
         "python -m",
         "torchrun --nproc-per-node",
         "vllm serve",
     ]
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
 
 
 def test_the_trainer_takes_its_commands():
@@ -51,7 +52,8 @@ def test_torchrun_takes_its_command():
     "command", [c for c in COMMANDS if c[:3] == SERVER], ids=lambda c: c[c.index("--model-path") + 1]
 )
 def test_sglang_takes_its_commands(launch, command):
-    parsed = launch("parse", *command[3:])
+    (variable,) = (command[1] for command in COMMANDS if command[0] == "export")
+    parsed = launch("parse", *command[3:], env=dict([variable.split("=")]))
     assert parsed.code == 0, parsed.err
 
 
