@@ -23,6 +23,7 @@ from sglang_dflash_kernels.accept import accept, accept_ref
 from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context, append_context_ref
 from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref
 from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify, gdn_verify_ref
+from sglang_dflash_kernels.penalise import Asked, penalise_, penalise_ref
 from sglang_dflash_kernels.plan_block import plan_block, plan_block_ref
 from sglang_dflash_kernels.record import record_width
 
@@ -94,6 +95,27 @@ def accept_case(B: int, N: int, device: str) -> Case:
         assert_equal(launch(), accept_ref(*args))
 
     return Case("accept", f"B={B} N={N}", B * (8 + 24) + B * N * 24, launch, check)
+
+
+def penalise_case(B: int, N: int, V: int, device: str) -> Case:
+    """All B requests ask for every penalty; launches go on from the last one's logits, which costs the same."""
+    logits_BNV, index_B = torch.randn(B, N, V, device=device), torch.arange(B, device=device)
+    tokens_BN, stop_BE = torch.randint(V, (B, N), device=device), torch.randint(V, (B, 2), device=device)
+    counts_BV = (torch.rand(B, V, device=device) < 1e-3).int()
+    rates = (torch.full((B,), rate, device=device) for rate in (0.1, 0.2, 1.1))
+    asked = Asked(index_B, index_B, *rates, min_new_P=index_B % 20, stop_PE=stop_BE)
+    args = tokens_BN, index_B, counts_BV, asked
+
+    def launch() -> None:
+        penalise_(logits_BNV, *args)
+
+    def check() -> None:
+        got, want = logits_BNV.clone(), logits_BNV.clone()
+        penalise_(got, *args)
+        penalise_ref(want, *args)
+        assert_close(*(logits.nan_to_num(neginf=-1e2) for logits in (got, want)), within=ROUNDING)
+
+    return Case("penalise", f"B={B} N={N}", (8 * N + 4) * B * V, launch, check)
 
 
 def append_context_case(n_rows: int, caches: ContextCaches, *, B: int | None = None) -> Case:
@@ -205,6 +227,7 @@ def make_cases(device: str) -> list[Case]:
         launch_case(device),
         *(plan_block_case(B, N, device) for B, N in sizes),
         *(accept_case(B, N, device) for B, N in sizes),
+        *(penalise_case(B, N, N_VOCAB, device) for B, N in sizes),
         *(append_context_case(B * N, caches, B=B) for B, N in sizes),
         *(append_context_case(T, caches) for T in PREFILLS),
         *(case for B, N in sizes for case in gdn_cases(B, N, states, QWEN_27B)),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from launch import bench_kernels
-from launch.bench_kernels import Recurrent, gdn_cases
+from launch.bench_kernels import Recurrent, gdn_cases, penalise_case
 
 SMALL = Recurrent(L=2, H=4, G=2, V=8, K=16)
 
@@ -21,6 +21,14 @@ def test_recurrent_cases_agree_with_the_definition_and_count_their_bytes() -> No
     assert verify.n_bytes == 3 * 4 * SMALL.H * SMALL.V * SMALL.K + 24 * 4 * values + inputs_and_outputs
     n_kept = int(fold.shape.split("kept=")[1])
     assert fold.n_bytes == SMALL.L * (3 * 8 * SMALL.H * SMALL.V * SMALL.K + n_kept * 4 * values)
+
+
+def test_the_penalty_case_agrees_with_the_definition_and_counts_its_bytes() -> None:
+    torch.manual_seed(0)
+    case = penalise_case(3, 8, 50, "cpu")
+    case.check()
+    case.launch()
+    assert case.n_bytes == 3 * 50 * (8 * 8 + 4)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
