@@ -24,6 +24,7 @@ from sglang_dflash_kernels.record import record_width
 from sglang_dflash import capacity_report, cli, flags
 from sglang_dflash.chooser import Chooser, Fixed
 from sglang_dflash.flags import Worker
+from sglang_dflash.metric_table import METRICS, PREFIX
 
 
 def load(name: str) -> ModuleType:
@@ -40,8 +41,6 @@ ROOT, DOCS = guide.ROOT, guide.DOCS
 PAGES = sorted(DOCS.glob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "kernels" / "README.md"]
 LINKING = [*PAGES, *READMES, ROOT / "LOG.md", ROOT / "env" / "README.md", *(ROOT / "launch").rglob("*.md")]
-# Written by others and on their way: a link to one of them may lead nowhere, and commands of `bench` are not parsed.
-COMING = {DOCS / "training.md", ROOT / "launch/grafana/README.md"}
 # The commands and fields of the training guide have a test of their own.
 CHECKED = [page for page in [*PAGES, ROOT / "README.md"] if page.name != "training.md"]
 of_pages = pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.name)
@@ -78,7 +77,7 @@ def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        if re.match(r"https?:", link) or (target in COMING and not target.exists()):
+        if re.match(r"https?:", link):
             continue
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             lost.append(link)
@@ -147,8 +146,6 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
 @pytest.mark.parametrize("words", [words for words in MODULES if not for_sglang(words)], ids=" ".join)
 def test_our_programs_take_their_commands(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     module, argv = words[2], list(words[3:])
-    if module == "sglang_dflash.bench" and importlib.util.find_spec(module) is None:
-        pytest.skip("the benchmark is not here yet")
     if module == "pytest":
         assert all((ROOT / path).exists() for path in argv)
         return
@@ -209,19 +206,12 @@ def test_options_exist(page: Path) -> None:
     named = {
         name for span in code(page) for name in re.findall(r"(?<![\w…-])--[a-z][a-z0-9-]*[a-z0-9](?![\w…-])", span)
     }
-    if importlib.util.find_spec("sglang_dflash.bench") is None:
-        named -= {"--serve", "--dataset", "--base-url", "--data", "--backend", "--one-at-a-time", "--model", "--arms"}
-        named -= {"--draft-model", "--temperature"}
     assert not named - known
 
 
 @of_pages
 def test_metrics_exist(page: Path) -> None:
     named = set(re.findall(r"sglang:dflash_\w+", page.read_text()))
-    if importlib.util.find_spec("sglang_dflash.metric_table") is None:
-        pytest.skip("the metrics are not here yet")
-    from sglang_dflash.metric_table import METRICS, PREFIX
-
     assert named <= {name for metric in METRICS for name in (PREFIX + metric.name, *metric.exported())}
 
 

@@ -15,11 +15,7 @@ said = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(said)
 
 PAGE = (said.PACKAGE / "docs" / "troubleshooting.md").read_text()
-SECTIONS = {text.splitlines()[0]: text for text in PAGE.split("\n## ")[1:]}
-# Sections written for code that is on its way, and the file that shows it has come; they bind from then on.
-WITH = {"Benchmark": "bench/options.py", "Training": "train/ranks.py"}
-HERE = {name: text for name, text in SECTIONS.items() if name not in WITH or (said.PACKAGE / WITH[name]).exists()}
-MESSAGES = [message for message in said.messages() if "Training" in HERE or not message.where.startswith("train/")]
+MESSAGES = said.messages()
 
 
 def entries(text: str) -> list[str]:
@@ -29,14 +25,14 @@ def entries(text: str) -> list[str]:
 
 
 def test_every_message_has_an_entry() -> None:
-    known = {entry for text in HERE.values() for entry in entries(text)}
+    known = set(entries(PAGE))
     missing = [f"{message.where}: {message.head}" for message in MESSAGES if message.head not in known]
     assert not missing, "write what brings it about and its cure into sglang_dflash/docs/troubleshooting.md"
 
 
 def test_every_entry_is_a_message() -> None:
-    heads = {message.head for message in said.messages()}
-    assert not [entry for text in HERE.values() for entry in entries(text) if entry not in heads]
+    heads = {message.head for message in MESSAGES}
+    assert not [entry for entry in entries(PAGE) if entry not in heads]
 
 
 def test_every_flag_that_is_refused_is_named() -> None:
