@@ -52,8 +52,7 @@ VISION = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "in_channels": 3, "patch_size": 16,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16, "out_hidden_size": HIDDEN,
 }  # fmt: skip
-
-
+# Inside the vocabulary; no prompt holds one.
 IMAGES = {"image_token_id": 127, "video_token_id": 126, "vision_start_token_id": 125, "vision_end_token_id": 124}
 # SGLang warms up with English, which a vocabulary of 128 cannot spell, or with an image; the CPU route is for text.
 NO_WARMUP = ("--skip-server-warmup",)
