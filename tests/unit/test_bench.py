@@ -188,7 +188,7 @@ def test_a_key_is_not_published(fake: Callable[..., str], bench: Callable[..., S
 # -------------------------------------------------------------------------------------------- servers started here
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_the_arms_are_started_measured_and_stopped(
     bench: Callable[..., SimpleNamespace], serve: list[str], together: bool, tmp_path: Path
 ) -> None:
