@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from launch.tiny import HYBRID, HYBRID_FLAGS, Pair
 from sglang_dflash.model.config import FULL, DraftConfig
-from sglang_dflash.train.draft import train_draft
+from sglang_dflash.train.draft import Data, Settings, train_draft
+from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tokens import Rows
 
@@ -121,7 +122,10 @@ def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
         reader = transformers.Qwen3VLProcessor(*parts)
     reader.save_pretrained(pair.target)
     rows = texts(target)
-    train_draft(target, draft_config(), lambda step: rows, RECIPE, held_out=rows, out=pair.draft, n_anchors=16)
+    data = Data(rows_at=lambda step: rows, held_out=[rows], prompts=[], facts={})
+    reading = read_rows(target, rows, FEATURE_LAYERS)  # once: every step trains on the same rows
+    settings = Settings(n_anchors=16)
+    train_draft(target, draft_config(), data, RECIPE, out=pair.draft, settings=settings, read=lambda rows: reading)
     return pair, rows.ids_RL[:, :N_PROMPT].tolist()
 
 
@@ -136,7 +140,7 @@ def texts(target: PreTrainedModel) -> Rows:
         )  # fmt: skip
     ids_RL = ids_RL.clone()  # out of inference mode
     is_response_RL = torch.arange(ids_RL.shape[1]).expand_as(ids_RL) >= N_PROMPT
-    return Rows(ids_RL, is_response_RL)
+    return Rows(ids_RL, is_response_RL, torch.full((N_TEXTS,), -1))
 
 
 def draft_config() -> DraftConfig:
