@@ -33,7 +33,7 @@ from launch.gate import is_near_tie
 from launch.tiny import Arm, Pair, require_worker
 from sglang_dflash.bench.compare import Difference, differences
 from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.measure import EVERYTHING, Run, joined, slices
+from sglang_dflash.bench.measure import EVERYTHING, Run, joined, rotated, slices
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.prompts import Conversation, held_out, read
 from sglang_dflash.bench.rows import noise, write
@@ -195,7 +195,7 @@ def measure_repeat(bench: Bench, repeat: int) -> list[dict[str, Any]]:
         parts = slices(len(bench.prompts), concurrency) if not bench.options.one_at_a_time else [EVERYTHING]
         speeds, latencies = defaultdict[Arm, list[Run]](list), defaultdict[Arm, list[Run]](list)
         for turn, part in enumerate(parts, start=repeat):
-            for arm in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+            for arm in rotated(arms, turn):
                 speeds[arm].append(bench.run(arm, concurrency, part))
                 if not bench.options.no_latency:
                     latencies[arm].append(bench.run(arm, concurrency, part, stream=True))

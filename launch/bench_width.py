@@ -32,7 +32,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.console import Console
 
 from launch import measure, report, tiny, width_report
@@ -42,10 +41,11 @@ from launch.width_report import AUTO, OFF, STATIC, Step
 from launch.width_workloads import ABOUT, ASKED, PER_PLACE, Workload, make_workloads
 from sglang_dflash.bench.compare import differences
 from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.measure import EVERYTHING, Run, joined, slices
+from sglang_dflash.bench.measure import EVERYTHING, Run, joined, rotated, slices
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.progress import wait_ready
 from sglang_dflash.bench.rows import noise, write
+from sglang_dflash.bench.served import require_memory
 from sglang_dflash.bench.server import Server, end_on_sigterm
 
 ARMS = (OFF, *STATIC, AUTO)
@@ -167,12 +167,7 @@ def start_all(servers: dict[str, Server], console: Console) -> None:
     Raises:
         ServerError: too little memory for all of them, or one does not start or is not what it should be.
     """
-    needed_gib, free_gib = GIB_PER_SERVER * len(servers), psutil.virtual_memory().available / 2**30
-    if free_gib < needed_gib:
-        raise ServerError(
-            f"{len(servers)} servers need about {needed_gib:.0f} GiB of host memory and {free_gib:.0f} are free; "
-            "end what else runs"
-        )
+    require_memory(len(servers), GIB_PER_SERVER, "end what else runs")
     for arms in ((AUTO,), (OFF, *STATIC)):
         for arm in arms:
             servers[arm].start()
@@ -191,8 +186,7 @@ def measure_all(bench: Bench, repeats: int, console: Console) -> list[dict[str, 
             for concurrency in workload.concurrency:
                 runs, steps = defaultdict[str, list[Run]](list), defaultdict[str, list[Step]](list)
                 for turn, part in enumerate(slices(len(workload.at(concurrency)), concurrency), start=repeat * 2):
-                    first = turn % len(ARMS)
-                    for arm in ARMS[first:] + ARMS[:first]:
+                    for arm in rotated(ARMS, turn):
                         run, its_steps = bench.run(arm, workload, concurrency, part)
                         runs[arm].append(run)
                         steps[arm] += its_steps

@@ -10,7 +10,7 @@ import httpx
 from sglang_dflash.bench.chat import steps_of
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Run, timed
-from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Server
+from sglang_dflash.bench.server import LIMITS, REQUEST_TIMEOUT_S, Server
 
 
 def run(
@@ -22,7 +22,7 @@ def run(
     """
     server.flush_cache()
     send = _streamed if stream else _unstreamed
-    with httpx.Client(base_url=server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as http:
+    with httpx.Client(base_url=server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=LIMITS) as http:
 
         def ask(prompt: list[int]) -> Callable[[], Answer]:
             body = {"input_ids": prompt, "sampling_params": {"temperature": 0.0} | sampling, "stream": stream}

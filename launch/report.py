@@ -64,13 +64,11 @@ def document(bench: "Bench", measured: Sequence[rows.Row], *, command: str) -> d
 
 
 def table(document: dict[str, Any]) -> Table:
-    where, what = document["machine"], document["prompts"]
-    device = " + ".join(where["gpus"]) or where["cpu"]
+    what = document["prompts"]
     repeats = 1 + max(row["repeat"] for row in document["rows"])
     return lines_table(
-        document["summary"],
-        over=[arm for arm in OVER if any(f"over_{arm}" in line for line in document["summary"])],
-        title=f"{device}, {where['cores']} cores, SGLang {document['versions']['sglang']}, commit {document['commit']}",
+        document,
+        over=OVER,
         caption=f"{what['n']} prompts, up to {what['max_new_tokens']} new tokens, greedy; median (min–max) of "
         f"{repeats} interleaved repeats; prefix cache flushed before every run; answers equal in all arms.",
     )

@@ -66,7 +66,7 @@ class HttpEngine:
             timeout=TIMEOUT_S,
             trust_env=False,
             headers={"Authorization": f"Bearer {api_key}"},
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=LIMITS.keepalive_expiry),
+            limits=LIMITS,
         )
 
     @property

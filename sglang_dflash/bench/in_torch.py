@@ -18,7 +18,7 @@ from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Steps
 from sglang_dflash.model import DraftModel, Step
 from sglang_dflash.model.generate import Options, choose, spec_steps
-from sglang_dflash.model.target import check_pair
+from sglang_dflash.model.target import check_pair, stop_token_ids
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,7 @@ class Models:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        config = self.target.generation_config
-        ids = config.eos_token_id if config is not None else None
-        ids = self.tokenizer.eos_token_id if ids is None else ids
-        return tuple(ids) if isinstance(ids, list) else (ids,)
+        return stop_token_ids(self.target) or (self.tokenizer.eos_token_id,)
 
 
 def load(target: str, draft: str) -> Models:

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeVar
 import psutil
 
 Prompt = TypeVar("Prompt")
+Arm = TypeVar("Arm")
 NAN = float("nan")
 LEAST, TURNOVER = 4, 2  # prompts of a part of a run: at least, and per request in flight
 EVERYTHING = slice(None)
@@ -104,6 +105,12 @@ def slices(n_prompts: int, concurrency: int) -> list[slice]:
     """
     size = max(LEAST, TURNOVER * concurrency)
     return [slice(start, start + size) for start in range(0, n_prompts, size)]
+
+
+def rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
+    """The same arms, beginning `by` places later: nobody is always first."""
+    first = by % len(arms)
+    return [*arms[first:], *arms[:first]]
 
 
 class Spread(NamedTuple):

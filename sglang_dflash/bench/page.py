@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_dflash.bench.plots import Bar, Line, Point, key, line_plot, shades, share_plot
 from sglang_dflash.bench.report import cards, number, percentiles, warnings
-from sglang_dflash.bench.rows import Row, noise, shown
+from sglang_dflash.bench.rows import Row, compared_with, noise, shown
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --dim: #667080; --rule: #d9dee5; --paper: #ffffff; --note: #fff6dd;
@@ -163,7 +163,7 @@ def _width_plots(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _details(document: Mapping[str, Any]) -> list[list[str]]:
-    over = [name for name in document["arms"] if any(f"over_{name}" in line for line in document["summary"])]
+    over = compared_with(document["summary"], document["arms"])
     head = ["task", "arm", "in flight", "tok/s", *(f"x {name}" for name in over), "committed per step"]
     rows = [[*head, "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "answers equal"]]
     for line in document["summary"]:

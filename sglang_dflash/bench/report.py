@@ -7,7 +7,7 @@ over the first arm, and committed tokens per step as the cards average them, ove
 import argparse
 import shlex
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich import box
 from rich.table import Table
 
 from sglang_dflash.bench.arms import STOCK
-from sglang_dflash.bench.rows import Row, head, inherited, portable, shown, summarise
+from sglang_dflash.bench.rows import Row, compared_with, head, inherited, portable, shown, summarise
 from sglang_dflash.bench.schedule import Bench
 
 METHOD = (
@@ -82,21 +82,20 @@ def warnings(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(document: Mapping[str, Any]) -> Table:
-    where, first = document["machine"], next(iter(document["arms"]))
-    device = " + ".join(where["gpus"]) or where["cpu"]
-    over = [other for other in dict.fromkeys((first, STOCK)) if any(f"over_{other}" in x for x in document["summary"])]
     return lines_table(
-        document["summary"],
-        over=over,
-        title=f"{device}, {where['cores']} cores, SGLang {document['versions']['sglang']}, commit {document['commit']}",
+        document,
+        over=document["arms"],
         caption=f"up to {document['max_new_tokens']} new tokens, temperature {document['temperature']:g}, thinking "
         f"{'on' if document['thinking'] else 'off'}; median (min–max) of {document['repeats']} interleaved repeats",
     )
 
 
-def lines_table(summary: Sequence[Row], *, over: Sequence[str], title: str, caption: str) -> Table:
-    """The lines of `rows.summarise` for a terminal; `over`: the arms whose ratios are shown."""
-    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption)
+def lines_table(document: Mapping[str, Any], *, over: Iterable[str], caption: str) -> Table:
+    """The summary of a measured document for a terminal; `over`: arms whose ratios are shown where there are any."""
+    where, summary = document["machine"], document["summary"]
+    device = " + ".join(where["gpus"]) or where["cpu"]
+    title = f"{device}, {where['cores']} cores, SGLang {document['versions']['sglang']}, commit {document['commit']}"
+    table, over = Table(box=box.SIMPLE_HEAD, title=title, caption=caption), compared_with(summary, over)
     with_tasks, with_equal = "task" in summary[0], summary[0].get("n_equal") is not None
     latencies = "TTFT ms\np50 / p99", "TPOT ms\np50 / p99"
     names = ("c", "arm", "tok/s", *(f"x {name}" for name in over), "committed\nper step", *latencies)

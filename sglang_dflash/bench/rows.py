@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,11 @@ def _line(here: Sequence[Row], arm: str, over: Sequence[str], first: str) -> Row
         if theirs and arm not in (other, first):
             line[f"over_{other}"] = rounded(ratios(_speeds(here, arm), theirs))
     return line
+
+
+def compared_with(summary: Sequence[Row], arms: Iterable[str]) -> list[str]:
+    """Those of `arms` that lines of `summarise` have a ratio to."""
+    return [arm for arm in arms if any(f"over_{arm}" in line for line in summary)]
 
 
 def head(benchmark: str, command: str) -> dict[str, Any]:

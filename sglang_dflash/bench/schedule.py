@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.bench.chat import Message
 from sglang_dflash.bench.compare import Difference, differences
 from sglang_dflash.bench.engine import Engine
-from sglang_dflash.bench.measure import EVERYTHING, Answer, Run, joined, slices, timed
+from sglang_dflash.bench.measure import EVERYTHING, Answer, Run, joined, rotated, slices, timed
 from sglang_dflash.bench.prompts import Task
 from sglang_dflash.bench.rows import Row, row
 
@@ -55,19 +55,15 @@ def turns(plan: Plan, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> 
     kinds = (False, True) if plan.latency and repeat == 0 else (False,)
     places = [(task, concurrency) for task in range(len(n_prompts)) for concurrency in plan.concurrency]
     if not plan.together:
-        for arm in _rotated(n_arms, repeat):
+        for arm in rotated(range(n_arms), repeat):
             for task, concurrency in places:
                 yield from (Turn(repeat, task, concurrency, EVERYTHING, arm, stream) for stream in kinds)
         return
     for task, concurrency in places:
         parts = slices(n_prompts[task], concurrency) if plan.short_turns else [EVERYTHING]
         for n, part in enumerate(parts, start=repeat):
-            for arm in _rotated(n_arms, n):
+            for arm in rotated(range(n_arms), n):
                 yield from (Turn(repeat, task, concurrency, part, arm, stream) for stream in kinds)
-
-
-def _rotated(n: int, by: int) -> list[int]:
-    return [(i + by) % n for i in range(n)]
 
 
 @dataclass

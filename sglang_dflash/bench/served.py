@@ -61,18 +61,25 @@ class ServedEngine(HttpEngine):
         self.meet(Kind.SGLANG)
 
 
+def require_memory(n_servers: int, gib_per_server: float, instead: str) -> None:
+    """
+    Raises:
+        ServerError: less host memory is free; `instead` says what to do then.
+    """
+    free_gib, needed_gib = psutil.virtual_memory().available / 2**30, gib_per_server * n_servers
+    if free_gib < needed_gib:
+        raise ServerError(
+            f"{n_servers} servers need about {needed_gib:.0f} GiB of host memory and {free_gib:.0f} are free; {instead}"
+        )
+
+
 def start_together(servers: Sequence[Server], console: Console) -> None:
     """Start them side by side, and wait until all answer.
 
     Raises:
         ServerError: too little memory for all of them, or one does not start.
     """
-    free_gib, needed_gib = psutil.virtual_memory().available / 2**30, GIB_PER_SERVER * len(servers)
-    if free_gib < needed_gib:
-        raise ServerError(
-            f"{len(servers)} servers need about {needed_gib} GiB of host memory and {free_gib:.0f} are free; use "
-            "--one-at-a-time, or fewer --arms"
-        )
+    require_memory(len(servers), GIB_PER_SERVER, "use --one-at-a-time, or fewer --arms")
     for server in servers:
         server.start()
     wait_ready(servers, console)

@@ -120,3 +120,12 @@ class Target:
         """Drop the last `n` keys and values; zero still lets sliding layers drop what they no longer see."""
         for layer in self.attending:
             layer.crop(-n)
+
+
+def stop_token_ids(target: PreTrainedModel) -> tuple[int, ...]:
+    """Where the target's answers end, as its generation config says."""
+    config = target.generation_config
+    ids = config.eos_token_id if config is not None else None
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else tuple(ids)

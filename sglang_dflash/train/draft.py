@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from sglang_dflash.model.config import FULL, DraftConfig
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options
-from sglang_dflash.model.target import Target, check_pair
-from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving, stop_token_ids
+from sglang_dflash.model.target import Target, check_pair, stop_token_ids
+from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving
 from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Recipe, Report, train
 from sglang_dflash.train.objective import (

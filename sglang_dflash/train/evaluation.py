@@ -54,12 +54,3 @@ def n_agreeing(rows: Rows, choices_RL: torch.Tensor) -> torch.Tensor:
     asked_RL = rows.is_response_RL[:, 1:]
     agrees_RL = (choices_RL[:, :-1] == rows.ids_RL[:, 1:]) & asked_RL
     return torch.stack([agrees_RL.sum(), asked_RL.sum()])
-
-
-def stop_token_ids(target: PreTrainedModel) -> tuple[int, ...]:
-    """Where the target's answers end, as its generation config says."""
-    config = target.generation_config
-    ids = config.eos_token_id if config is not None else None
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)

@@ -9,7 +9,7 @@ Knows targets and documents, not drafts.
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate
@@ -22,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sglang_dflash.model.target import target_features
+from sglang_dflash.train.facts import differing
 from sglang_dflash.train.ranks import Ranks
 from sglang_dflash.train.tokens import Rows, Tokens, stacked, text_digest
 
@@ -89,7 +90,11 @@ class FeatureCache:
         """
         n_bytes, facts = sum(self.sizes.values()), self.facts
         if (self.folder / FACTS).exists():
-            _check_facts(self.folder, json.loads((self.folder / FACTS).read_text()), facts)
+            if other := differing(json.loads((self.folder / FACTS).read_text()), facts):
+                raise ValueError(
+                    f"cache {self.folder} was made for something else ({other}); "
+                    "repeat the old options, or give another folder, or delete this one"
+                )
             say(f"cache {self.folder}: found, {shown_bytes(n_bytes)}")
             return
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -150,12 +155,3 @@ def shown_bytes(n: int) -> str:
             break
         value, unit = value / 1000, larger
     return f"{value:.1f} {unit}" if unit != "bytes" else f"{n} bytes"
-
-
-def _check_facts(folder: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    other = [f"{name} {found.get(name)}, now {value}" for name, value in wanted.items() if found.get(name) != value]
-    if other:
-        raise ValueError(
-            f"cache {folder} was made for something else ({'; '.join(other)}); "
-            "repeat the old options, or give another folder, or delete this one"
-        )

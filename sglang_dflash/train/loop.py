@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
+from sglang_dflash.train.facts import differing
 from sglang_dflash.train.ranks import ALONE, Ranks
 
 Report = dict[str, float | list[float]]
@@ -110,12 +111,9 @@ class Run:
             return
         device = next(self.module.parameters()).device
         state = torch.load(path, map_location=device, weights_only=True)
-        names = facts.keys() | state["facts"].keys()
-        found, wanted = ({name: of.get(name, "unset") for name in names} for of in (state["facts"], facts))
-        other = [f"{name} {found[name]}, now {wanted[name]}" for name in sorted(names) if found[name] != wanted[name]]
-        if other:
+        if other := differing(state["facts"], facts):
             raise ValueError(
-                f"{path} was written by another run ({'; '.join(other)}); "
+                f"{path} was written by another run ({other}); "
                 "repeat the old options to resume, or delete the file to start again"
             )
         self.module.load_state_dict(state["module"])

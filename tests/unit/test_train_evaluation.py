@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 import sglang_dflash
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
-from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving, stop_token_ids
+from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving
 from sglang_dflash.train.tiny import held_out_prompts
 from sglang_dflash.train.tiny_target import END, make_tokenizer
 from sglang_dflash.train.tokens import Rows
