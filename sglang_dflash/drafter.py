@@ -31,7 +31,9 @@ class Drafter:
         self.runner = runner
         self.slots = slots
         self.block_info = block_info(block_size, CaptureHiddenMode.NULL, runner.device)
-        self.forward = through_runner(runner) if runner.decode_cuda_graph_runner else directly(runner)
+        # SGLang puts the eager runner where a draft's graphs would be.
+        captured = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
+        self.forward = through_runner(runner) if captured else directly(runner)
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
         """What of the filled blocks is to be verified, int64 [B, width]: slot 0 the anchor, then drafts.

@@ -235,7 +235,7 @@ NAMES = (
         "sglang.srt.model_executor.model_runner",
         "ModelRunner",
         "model model_config sampler attn_backend token_to_kv_pool req_to_token_pool kv_index_translator page_size "
-        "device gpu_id forward max_running_requests max_total_num_tokens decode_cuda_graph_runner "
+        "device gpu_id forward max_running_requests max_total_num_tokens decode_cuda_graph_runner eager_runner "
         "_get_attention_backend _extend_forward_kwargs",
     ),
     Name("sglang.srt.model_executor.pool_configurator", "MemoryPoolConfig"),
