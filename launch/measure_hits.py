@@ -2,10 +2,11 @@
 
     python -m launch.measure_hits [--window 64] [--conversations 60]      # the tiny pairs, in plain torch on a CPU
 
-The second turn of a conversation is drafted twice, with the window as a full prefill leaves it, and with nothing of
-the first turn in it. That is what a server does (tests/server/test_exact.py compares their steps). The text is the same
-either way; what differs is the tokens committed per step. Second turns: another question, or the rest of an answer, cut
-in its middle, where the hit ends a number of tokens before the cut: those are read again, and the draft sees them.
+The next turn of a conversation is drafted three times: without a window, with the window as a full prefill leaves it,
+and with nothing of the earlier turns in it. The last is what a server does (tests/server/test_exact.py compares their
+steps). The text is the same every time; what differs is the tokens committed per step. Next turns: another question, or
+the rest of an answer, cut in its middle, where the hit ends a number of tokens before the cut: those are read again,
+and the draft sees them. What a window costs by itself is seen where a conversation is longer: `--turns`.
 
 A table for people; a JSON document, whose path is the last line of stdout.
 """
@@ -58,7 +59,16 @@ class Models(NamedTuple):
         return [token for tokens in committed for token in tokens], steps
 
 
-def second_turns(first: list[int], answer: list[int], other: list[int]) -> dict[str, tuple[list[int], int]]:
+def conversation(models: Models, questions: Sequence[list[int]]) -> tuple[list[int], list[int]]:
+    """All that was said up to the last question, and the answer to it."""
+    text, answer = list[int](), list[int]()
+    for question in questions:
+        text = text + answer + question
+        answer, _ = models.answer(text, window=None)
+    return text, answer
+
+
+def next_turns(first: list[int], answer: list[int], other: list[int]) -> dict[str, tuple[list[int], int]]:
     """Kinds of prompt, and how much of each is found in the cache."""
     cut = first + answer[: len(answer) // 2]
     return {"another question": (first + answer + other, len(first) + len(answer))} | {
@@ -66,17 +76,19 @@ def second_turns(first: list[int], answer: list[int], other: list[int]) -> dict[
     }
 
 
-def measure(name: str, window: int, n_conversations: int, console: Console) -> list[dict[str, Any]]:
+def measure(name: str, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
     pair = PAIRS[name]
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
     models = Models(target, DraftModel.from_pretrained(pair.draft, dtype=torch.float32))
-    prompts = tokenize(held_out(2 * n_conversations, seed=11), pair.target, thinking=False)
+    n_questions, window = options.turns + 1, options.window
+    prompts = tokenize(held_out(n_questions * options.conversations, seed=11), pair.target, thinking=False)
+    conversations = [prompts[i : i + n_questions] for i in range(0, len(prompts), n_questions)]
     steps: dict[tuple[str, str], Steps] = {}
-    for first, other in track(list(zip(prompts[::2], prompts[1::2], strict=True)), name, console=console):
-        answer, _ = models.answer(first, window=None)
+    for *before, other in track(conversations, name, console=console):
+        first, answer = conversation(models, before)
         if len(answer) < SHORTEST:
             continue
-        for kind, (prompt, n_found) in second_turns(first, answer, other).items():
+        for kind, (prompt, n_found) in next_turns(first, answer, other).items():
             ways = {
                 "no window": models.answer(prompt, window=None),
                 "window": models.answer(prompt, window=window),
@@ -87,7 +99,7 @@ def measure(name: str, window: int, n_conversations: int, console: Console) -> l
                 steps.setdefault((kind, way), []).extend(its_steps)
     return [
         {
-            "pair": name, "second_turn": kind, "draft_sees": way, "n_steps": len(its_steps),
+            "pair": name, "next_turn": kind, "draft_sees": way, "n_steps": len(its_steps),
             "committed_per_step": fmean(n for _, n in its_steps), "by_tokens_answered": by_stretch(its_steps),
         }
         for (kind, way), its_steps in steps.items()
@@ -107,14 +119,14 @@ def by_stretch(steps: Steps) -> dict[str, float]:
 def table(rows: list[dict[str, Any]]) -> Table:
     stretches = list(rows[0]["by_tokens_answered"])
     shown = Table(title="tokens committed per step, by tokens of the answer before the step")
-    for name in ("pair", "second turn", "the draft sees"):
+    for name in ("pair", "next turn", "the draft sees"):
         shown.add_column(name)
     for name in (*stretches, "all", "steps"):
         shown.add_column(name, justify="right")
     for row in rows:
         curve = (f"{row['by_tokens_answered'].get(stretch, float('nan')):.2f}" for stretch in stretches)
         shown.add_row(
-            row["pair"], row["second_turn"], row["draft_sees"], *curve, f"{row['committed_per_step']:.2f}",
+            row["pair"], row["next_turn"], row["draft_sees"], *curve, f"{row['committed_per_step']:.2f}",
             str(row["n_steps"]),
         )  # fmt: skip
     return shown
@@ -124,13 +136,14 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     parser = argparse.ArgumentParser(prog="python -m launch.measure_hits", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--window", type=int, default=64)
     parser.add_argument("--conversations", type=int, default=60)
+    parser.add_argument("--turns", type=int, default=1, help="questions answered before the drafts are compared (1)")
     parser.add_argument("--pairs", nargs="+", choices=list(PAIRS), default=list(PAIRS))
     parser.add_argument(
         "--output", type=Path, help="the JSON file (launch/results/<date>-<machine>-<commit>-hits.json)"
     )
     options = parser.parse_args(arguments)
     console = Console(width=140)
-    rows = [row for name in options.pairs for row in measure(name, options.window, options.conversations, console)]
+    rows = [row for name in options.pairs for row in measure(name, options, console)]
     console.print(table(rows))
     command = shlex.join(["python", "-m", "launch.measure_hits", *arguments])
     name = report.file_name("hits")

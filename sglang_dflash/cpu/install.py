@@ -35,6 +35,7 @@ def at_import() -> dict[str, Any]:
         ),
         _KERNELS + "attention.fla.layernorm_gated.rms_norm_gated": norm.rms_norm_gated,
         _KERNELS + "elementwise.elementwise.fused_sigmoid_mul": norm.fused_sigmoid_mul,
+        _KERNELS + "elementwise.elementwise.fused_gate_sigmoid_mul_add": norm.fused_gate_sigmoid_mul_add,
         _KERNELS + "attention.table_qk_norm_rope.table_qk_norm_rope_": norm.table_qk_norm_rope_,
         _KERNELS + "mamba.causal_conv1d_triton.causal_conv1d_fn": conv.causal_conv1d_fn,
         _KERNELS + "mamba.causal_conv1d_triton.causal_conv1d_update": conv.causal_conv1d_update,

@@ -70,6 +70,17 @@ def fused_sigmoid_mul(
     return torch.mul(attn_output, gate_TF, out=out) if out.dtype == torch.float32 else out.copy_(attn_output * gate_TF)
 
 
+def fused_gate_sigmoid_mul_add(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> None:
+    """final += sigmoid(hidden . gate) * shared, per row in fp32: a shared expert's part; in place, all [T, F]."""
+    gate_T1 = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+    final_hidden_states.copy_(torch.addcmul(final_hidden_states.float(), gate_T1, shared_output.float()))
+
+
 def table_qk_norm_rope_(
     qkv: torch.Tensor,
     positions: torch.Tensor,

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM
 
-from launch.tiny import DENSE, HYBRID, Pair
+from launch.tiny import Pair
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 
@@ -34,5 +34,5 @@ class Oracle:
 
 
 @cache
-def oracle(target: str, block_size: int | None, draft_window: int | None) -> Oracle:
-    return Oracle({"hybrid": HYBRID, "dense": DENSE}[target], block_size, draft_window)
+def oracle(pair: Pair, block_size: int | None, draft_window: int | None) -> Oracle:
+    return Oracle(pair, block_size, draft_window)

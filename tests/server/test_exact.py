@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
+from launch.tiny import Pair
 from sglang_dflash.bench.server import Server
+from tests.server.conftest import PAIRS
 from tests.server.oracle import oracle
+from tests.server.sliding import with_layers
 from tests.server.talk import steps
 from tests.server.variants import VARIANTS, Variant
 
@@ -25,6 +28,7 @@ MAX_NEW_TOKENS = 80
 class Serving(NamedTuple):
     server: Server
     variant: Variant
+    pair: Pair
     prompts: list[list[int]]
     expected: list[list[int]]  # Transformers' continuations
 
@@ -33,12 +37,21 @@ class Serving(NamedTuple):
     scope="module",
     params=[pytest.param(v, id=name, marks=pytest.mark.full if v.full else ()) for name, v in VARIANTS.items()],
 )
-def serving(request: pytest.FixtureRequest, pool: Any, questions: Callable, reference: Callable) -> Iterator[Serving]:
+def serving(
+    request: pytest.FixtureRequest,
+    pool: Any,
+    questions: Callable,
+    reference: Callable,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Serving]:
     variant: Variant = request.param
+    pair = PAIRS[variant.target]
+    if variant.draft_layers:
+        pair = with_layers(pair, variant.draft_layers, tmp_path_factory.mktemp("draft"))
     prompts = questions(N_PROMPTS, variant.target)
     expected = [reference(prompt, MAX_NEW_TOKENS, variant.target) for prompt in prompts]
-    running = pool.get(target=variant.target, flags=variant.flags, env=dict(variant.env))
-    yield Serving(running, variant, prompts, expected)
+    running = pool.get(target=variant.target, pair=pair, flags=variant.flags, env=dict(variant.env))
+    yield Serving(running, variant, pair, prompts, expected)
     if variant is not VARIANTS["hybrid"]:  # other test modules use that one
         pool.drop(running)
 
@@ -64,7 +77,7 @@ def test_each_step_accepts_what_the_plain_torch_draft_accepts(serving: Serving) 
     variant = serving.variant
     if not variant.knows_steps:
         pytest.skip("the oracle cannot know how steps go here, see variants.py")
-    expert = oracle(variant.target, variant.block_size, variant.draft_window)
+    expert = oracle(serving.pair, variant.block_size, variant.draft_window)
     for prompt in serving.prompts[:6]:
         answer = serving.server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
         assert steps(answer) == expert.accepted_histogram(prompt, MAX_NEW_TOKENS)
@@ -110,7 +123,7 @@ def test_after_a_hit_a_window_fills_up_again(serving: Serving, questions: Callab
     variant = serving.variant
     if not variant.knows_steps:
         pytest.skip("the oracle cannot know how steps go here, see variants.py")
-    expert = oracle(variant.target, variant.block_size, variant.draft_window)
+    expert = oracle(serving.pair, variant.block_size, variant.draft_window)
     text = [token for prompt in questions(8, variant.target, seed=6) for token in prompt][:300]
     for n_first, n_second in ((150, 151), (150, 180), (210, 300)):
         serving.server.flush_cache()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from sglang_dflash.bench.server import Generation, Server
+from tests.server.conftest import PAIRS
 from tests.server.oracle import oracle
 from tests.server.talk import as_prompt, as_text, conversation, steps, stream
 from tests.server.variants import VARIANTS, Variant
@@ -43,7 +44,7 @@ class Serving(NamedTuple):
         window = self.variant.draft_window
         if window is None:
             return steps(cold)
-        expert = oracle(self.target, self.variant.block_size, window)
+        expert = oracle(PAIRS[self.target], self.variant.block_size, window)
         return expert.accepted_histogram(prompt, MAX_NEW_TOKENS, n_unseen=hit.meta["cached_tokens"])
 
 

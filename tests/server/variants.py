@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from tests.server.sliding import FULL, SLIDING, WINDOW
+
 
 class Variant(NamedTuple):
     target: str
@@ -11,6 +13,7 @@ class Variant(NamedTuple):
     # What the oracle is told, and whether it can know how steps go.
     block_size: int | None = None
     draft_window: int | None = None
+    draft_layers: tuple[str, ...] = ()  # layer types of the draft; (): as it was trained
     # Not under retraction, which repeats steps, nor with a window rounded up to pages, nor where widths change.
     knows_steps: bool = True
 
@@ -55,6 +58,11 @@ VARIANTS = {
     "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
     "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
     "dense-window-pages": Variant("dense", (*window(64), *PAGES), RANDOM_WIDTHS, full=True, knows_steps=False),
+    "hybrid-all-sliding": Variant("hybrid", TRACK, full=True, draft_layers=(SLIDING, SLIDING), draft_window=WINDOW),
+    "dense-all-sliding": Variant(
+        "dense", (*NO_OVERLAP, *CHUNKED), full=True, draft_layers=(SLIDING, SLIDING), draft_window=WINDOW
+    ),
+    "dense-some-sliding": Variant("dense", full=True, draft_layers=(SLIDING, FULL)),
     "hybrid-chosen-widths": Variant(
         "hybrid", (*NO_OVERLAP, *TRACK), (("SGLANG_DFLASH_WIDTHS", "auto"),), full=True, knows_steps=False
     ),

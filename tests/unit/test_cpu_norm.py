@@ -69,6 +69,16 @@ def test_output_gate(inplace: bool, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shared_expert_is_gated_row_by_row(dtype: torch.dtype):
+    hidden, shared, routed = torch.randn(3, 5, 8).to(dtype)
+    weight = torch.randn(8).to(dtype)
+    gate = [torch.dot(row.double(), weight.double()).sigmoid() for row in hidden]
+    want = torch.stack([r.double() + g * s.double() for r, g, s in zip(routed, gate, shared, strict=True)]).to(dtype)
+    norm.fused_gate_sigmoid_mul_add(hidden, weight, shared, routed)
+    torch.testing.assert_close(routed, want, atol=1e-6, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_and_rotation_of_queries_and_keys(dtype: torch.dtype):
     """Head by head: normalise, round, then turn the pairs (i, i + E/2) by the angle of the position."""
     T, n_q, n_k, E, eps = 4, 3, 2, 8, 1e-6

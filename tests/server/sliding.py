@@ -1,0 +1,21 @@
+"""The tiny drafts with other layer types than they were trained with: worse drafts, whose steps are as well defined."""
+
+import json
+import shutil
+from pathlib import Path
+
+from launch.tiny import Pair
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = 64
+
+
+def with_layers(pair: Pair, layer_types: tuple[str, ...], folder: Path) -> Pair:
+    """`pair` with a copy of its draft in `folder`, whose sliding layers look back 64 tokens, their own included."""
+    draft = folder / "draft"
+    shutil.copytree(pair.draft, draft)
+    config = json.loads((draft / "config.json").read_text())
+    assert len(layer_types) == config["num_hidden_layers"]
+    config |= {"layer_types": list(layer_types), "sliding_window": WINDOW, "use_sliding_window": True}
+    (draft / "config.json").write_text(json.dumps(config))
+    return pair._replace(draft=draft)
