@@ -32,6 +32,7 @@ from sglang_dflash.bench.prompts import held_out
 from sglang_dflash.bench.rows import head, write
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
+from sglang_dflash.model.target import stop_token_ids
 
 ANSWER, SHORTEST = 128, 32  # tokens of an answer
 STRETCHES = (0, 8, 16, 32, 64)  # of the answer's tokens: where a step begins
@@ -48,7 +49,7 @@ class Models(NamedTuple):
     def answer(self, prompt: list[int], *, window: int | None, n_unseen: int = 0) -> tuple[list[int], Steps]:
         options = Options(
             max_new_tokens=ANSWER,
-            stop_token_ids=(self.target.generation_config.eos_token_id,),
+            stop_token_ids=stop_token_ids(self.target),
             draft_window=window,
             n_unseen=n_unseen,
         )

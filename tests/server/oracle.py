@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from launch.tiny import Pair
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
+from sglang_dflash.model.target import stop_token_ids
 
 
 class Oracle:
@@ -24,7 +25,7 @@ class Oracle:
         """How many decode steps accepted 0, 1, 2, ... drafts; the prompt's own step is not one of them."""
         options = Options(
             max_new_tokens=max_new_tokens,
-            stop_token_ids=(self.target.generation_config.eos_token_id,),
+            stop_token_ids=stop_token_ids(self.target),
             block_size=self.block_size,
             draft_window=self.draft_window,
             n_unseen=n_unseen,

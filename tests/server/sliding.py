@@ -6,7 +6,6 @@ from pathlib import Path
 
 from launch.tiny import Pair
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW = 64
 
 

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from tests.server.sliding import FULL, SLIDING, WINDOW
+from sglang_dflash.model.config import FULL, SLIDING
+from tests.server.sliding import WINDOW
 
 
 class Variant(NamedTuple):
