@@ -36,7 +36,8 @@ class ContextKV:
     def append(self, plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
         """Write the context K/V of the first `n_kept` rows of every block (the anchor and the accepted drafts)."""
         block = plan.verified
-        self._write(features_TC, block.positions_BN.view(-1), self.slots.of_block(plan, block), n_kept_B)
+        some = n_kept_B if plan.width > 1 else None  # the anchor is always kept
+        self._write(features_TC, block.positions_BN.view(-1), self.slots.of_block(plan, block), some)
 
     @torch.inference_mode()
     def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:

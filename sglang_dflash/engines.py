@@ -1,4 +1,4 @@
-"""What of the target is made once per width: attention backend, captured graphs, and what a step costs.
+"""What of the target is made once per width: attention backend, recurrent state, captured graphs; what a step costs.
 
 SGLang's backends and graph runners read the number of tokens per request from its configuration when they are made.
 So each further width gets its own, made under that width; weights and memory pools are shared.
@@ -35,17 +35,19 @@ ROUNDS = 5
 KEPT_FREE = 0.5  # of the memory that is free before further widths' graphs are captured
 
 
-def build_engines(worker: TpModelWorker, state: State, widths: Sequence[int], block_size: int) -> dict[int, Engine]:
-    """An engine for each width, that of the whole block being what SGLang has made.
+def build_engines(
+    worker: TpModelWorker, state: State, state_for: Callable[[int], State], widths: Sequence[int], block_size: int
+) -> dict[int, Engine]:
+    """An engine for each width, that of the whole block being what SGLang has made, with `state` attached.
 
     Captured graphs take memory that SGLang has not counted. Half of what it left free stays free, for the activations
     of prompts; widths whose graphs would not fit beside that are not chosen from.
     """
     runner, tp_group = worker.model_runner, get_parallel().tp_group
-    whole = Engine(runner.attn_backend, runner.decode_cuda_graph_runner)
+    whole = Engine(runner.attn_backend, runner.decode_cuda_graph_runner, state)
 
     def build(width: int) -> Engine:
-        return whole if width == block_size else _build_engine(runner, state, width, captured=whole.graphs)
+        return whole if width == block_size else _build_engine(runner, state_for(width), width, captured=whole.graphs)
 
     def free_gib() -> float:
         if whole.graphs is None:
@@ -96,7 +98,7 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
         graphs = None
         if captured is not None:
             graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
-    return Engine(backend, graphs)
+    return Engine(backend, graphs, state)
 
 
 def from_first_rank(group: GroupCoordinator) -> Callable[[np.ndarray], None]:
@@ -111,7 +113,7 @@ def from_first_rank(group: GroupCoordinator) -> Callable[[np.ndarray], None]:
 
 class Timer:
     """Times a step of requests that are nobody's: their rows of the request table are empty, so they read and write
-    the KV pools' padding slot (or rings that nobody has yet), and nothing is committed."""
+    the padding slots of the pools (or rings that nobody has yet), and nothing is committed."""
 
     def __init__(self, planner: Planner, drafter: Drafter, verifier: Verifier) -> None:
         self.planner, self.drafter, self.verifier = planner, drafter, verifier

@@ -13,6 +13,8 @@ VERIFY = "sglang.srt.speculative.dflash_info"
 DFLASH = "sglang.srt.speculative.dflash_utils"
 BATCH = "sglang.srt.managers.schedule_batch"
 GDN = "sglang.srt.layers.attention.linear.gdn_backend"
+MAMBA_COPY = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
+RADIX = "sglang.srt.layers.radix_attention"
 BASE_WORKER = "sglang.srt.speculative.base_spec_worker"
 CONTEXT = "sglang.srt.runtime_context"
 POOL = "sglang.srt.mem_cache.memory_pool"
@@ -197,12 +199,14 @@ NAMES = (
     Name("sglang.srt.configs.mamba_utils", "Mamba2StateShape", "conv temporal conv_kernel num_k_heads_per_tp"),
     Name("sglang.srt.constants", "GPU_MEMORY_TYPE_KV_CACHE"),
     Name(
-        "sglang.kernels.ops.mamba.mamba_state_scatter_triton",
+        MAMBA_COPY,
         "scatter_mamba_states_after_mtp_verify",
         "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices mamba_steps_to_track",
     ),
+    Name(MAMBA_COPY, "track_mamba_states_all_layers", "cache_indices mamba_track_mask mamba_track_indices batch_size"),
     Name("sglang.srt.layers.attention.hybrid_linear_attn_backend", "HybridLinearAttnBackend", "linear_attn_backend"),
-    Name(GDN, "GDNAttnBackend", "kernel_dispatcher forward_metadata _translate_mamba_indices"),
+    Name(GDN, "GDNAttnBackend", "kernel_dispatcher forward_metadata _translate_mamba_indices forward_extend"),
+    Name(GDN, "GDNAttnBackend.forward_decode", "layer forward_batch mixed_qkv a b"),
     Name(GDN, "GDNKernelDispatcher.target_verify", "A_log dt_bias q k v a b ssm_states cache_indices query_start_loc"),
     Name(GDN, "GDNKernelDispatcher", "verify_kernel"),
     Name(SPEC_UTILS, "SIMULATE_ACC_LEN"),
@@ -265,12 +269,8 @@ NAMES = (
     Name("sglang.srt.layers.linear", "RowParallelLinear", "input_size output_size bias"),
     Name("sglang.srt.layers.logits_processor", "LogitsProcessorOutput", "next_token_logits hidden_states"),
     Name("sglang.srt.layers.quantization.unquant", "UnquantizedEmbeddingMethod"),
-    Name("sglang.srt.layers.radix_attention", "AttentionType", "DECODER ENCODER_ONLY"),
-    Name(
-        "sglang.srt.layers.radix_attention",
-        "RadixAttention",
-        "num_heads head_dim scaling num_kv_heads layer_id sliding_window_size attn_type",
-    ),
+    Name(RADIX, "AttentionType", "DECODER ENCODER_ONLY"),
+    Name(RADIX, "RadixAttention", "num_heads head_dim scaling num_kv_heads layer_id sliding_window_size attn_type"),
     Name("sglang.srt.layers.rotary_embedding", "get_rope", "head_size rotary_dim max_position base rope_scaling"),
     Name("sglang.srt.model_loader.weight_utils", "default_weight_loader", "param loaded_weight"),
     Name(

@@ -97,6 +97,6 @@ def time_stages(worker: DFlashWorker) -> StageTimes:
     worker.drafter.draft = times.timed("draft", worker.drafter.draft)  # type: ignore[method-assign]
     worker.verifier.verify = times.timed("verify", worker.verifier.verify)  # type: ignore[method-assign]
     worker.choice.choose = times.timed("choose", worker.choice.choose)  # type: ignore[method-assign]
-    worker.state.commit = times.timed("commit", worker.state.commit)  # type: ignore[method-assign]
+    worker.verifier.commit = times.timed("commit", worker.verifier.commit)  # type: ignore[method-assign]
     worker.context_kv.append = times.timed("append", worker.context_kv.append)  # type: ignore[method-assign]
     return times

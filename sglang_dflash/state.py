@@ -4,15 +4,21 @@ Attention needs no commit: rows past the accepted prefix are simply not read aga
 back, so the target's verify leaves the persistent state alone and keeps what is needed to advance it afterwards:
 either the state after every token, or what every token adds to it. A second copy goes to the request's tracking slot
 when the accepted prefix crosses a multiple of the track interval: that state is what the radix cache can resume from.
+
+Of a block of one token nothing can be rejected: there the target decodes as it does without speculation, in place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
-from sglang.kernels.ops.mamba.mamba_state_scatter_triton import scatter_mamba_states_after_mtp_verify
+from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
+    scatter_mamba_states_after_mtp_verify,
+    track_mamba_states_all_layers,
+)
 from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -20,6 +26,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 from sglang_dflash_kernels.dispatch import choose
@@ -118,6 +125,46 @@ class FoldState:
         )
 
 
+class InPlaceState:
+    """For blocks of one token: the target's verify decodes, which advances the states; commit copies the tracked ones.
+
+    To fold them would read all states once more, and write records.
+    """
+
+    def __init__(self, worker: TpModelWorker) -> None:
+        self.runner = worker.model_runner
+        cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
+        self.pools = cache.conv[0], cache.temporal
+
+    def attach(self, backend: AttentionBackend) -> None:
+        linear = gdn_backend(backend)
+        linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        if batch.mamba_track_indices is None:
+            return
+        backend = self.runner.attn_backend.linear_attn_backend
+        step_B = crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
+        track_mamba_states_all_layers(
+            *self.pools,
+            backend.forward_metadata.mamba_cache_indices,
+            step_B == 0,
+            backend._translate_mamba_indices(batch.mamba_track_indices),
+            plan.n_requests,
+        )
+
+
+def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., torch.Tensor]:
+    """What takes the place of the backend's `forward_extend`; prompts go where they went."""
+    extend, decode = backend.forward_extend, backend.forward_decode
+
+    def forward_extend(*, forward_batch: ForwardBatch, **others: Any) -> torch.Tensor:
+        forward = decode if forward_batch.forward_mode.is_target_verify() else extend
+        return forward(forward_batch=forward_batch, **others)
+
+    return forward_extend
+
+
 class RecordingVerify:
     """What SGLang's GDN backend calls for a block of drafts; `intermediate_states_buffer` is a layer's record.
 
@@ -181,9 +228,11 @@ def folds(model_config: ModelConfig, asked: GdnState) -> bool:
     return hybrid_gdn_config(model_config) is not None and asked is GdnState.FOLD
 
 
-def make_state(worker: TpModelWorker, asked: GdnState) -> State:
-    """The target's memory pools and attention backends exist, its graphs do not."""
+def make_state(worker: TpModelWorker, asked: GdnState, width: int) -> State:
+    """For blocks of `width` tokens. The target's memory pools and attention backends exist, its graphs do not."""
     config = worker.model_runner.model_config
     if mambaish_config(config) is None:
         return NoState()
-    return FoldState(worker) if folds(config, asked) else SnapshotState(worker)
+    if not folds(config, asked):
+        return SnapshotState(worker)
+    return InPlaceState(worker) if width == 1 else FoldState(worker)

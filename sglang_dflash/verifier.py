@@ -14,14 +14,16 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
 
+from sglang_dflash.state import State
 from sglang_dflash.step import Plan, Target
 
 
 class Engine(NamedTuple):
-    """What of the target's runner is made for one width."""
+    """What of the target is made for one width."""
 
     backend: AttentionBackend
     graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
+    state: State  # attached to the backend
 
 
 class Verifier:
@@ -66,3 +68,7 @@ class Verifier:
         output = result.logits_output
         features_TC, output.hidden_states = output.hidden_states, None  # not for the host
         return Target(output, features_TC, tree, result.can_run_cuda_graph)
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """Advance the recurrent states by the tokens that are kept, int32 [B]; of the block verified last."""
+        self.engines[plan.width].state.commit(batch, plan, n_committed_B)

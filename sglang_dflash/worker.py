@@ -19,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,7 +116,8 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         super().init_attention_backends()
-        self.state = make_state(self._target_worker, self.flags.gdn_state)
+        self.state_for = partial(make_state, self._target_worker, self.flags.gdn_state)
+        self.state = self.state_for(self.config.block_size)
         self.state.attach(self.target_runner.attn_backend)
 
     def init_cuda_graphs(self) -> None:
@@ -137,7 +139,7 @@ class DFlashWorker(BaseSpecWorker):
         self.planner = Planner(target, config.block_size, config.mask_token_id)
         self.drafter = Drafter(draft, slots, config.block_size)
         widths = candidates(self.flags, config.block_size)
-        engines = build_engines(self._target_worker, self.state, widths, config.block_size)
+        engines = build_engines(self._target_worker, self.state, self.state_for, widths, config.block_size)
         self.verifier = Verifier(self._target_worker, engines)
         timer = Timer(self.planner, self.drafter, self.verifier)
         self.width = Chooser(
@@ -217,7 +219,7 @@ class DFlashWorker(BaseSpecWorker):
         target_BN = self.choice.choose(batch, plan, tokens_BN, target, grammar_barrier)
         accepted = accept(tokens_BN, target_BN, plan.prefix_len_B)
         self.choice.remember(batch, accepted)
-        self.state.commit(batch, plan, accepted.n_committed_B)
+        self.verifier.commit(batch, plan, accepted.n_committed_B)
         publish(accepted.next_prefix_len_B)
         self.context_kv.append(plan, target.features_TC, accepted.n_committed_B)
         return self.step_result(batch, plan, target, accepted)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from sglang_dflash.engines import build_while_they_fit
+from sglang_dflash.state import NoState
 from sglang_dflash.verifier import Engine
 
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
@@ -18,7 +19,7 @@ def built(free_gib: float, graphs_gib: float) -> tuple[list[int], float]:
         nonlocal left
         left -= graphs_gib if width < 16 else 0  # SGLang's own are there already
         widths.append(width)
-        return Engine(None, None)  # type: ignore[arg-type]
+        return Engine(None, None, NoState())  # type: ignore[arg-type]
 
     engines = build_while_they_fit(WIDTHS, build, lambda: left)
     assert list(engines) == widths

@@ -32,9 +32,8 @@ def worker(device: str, run: Any) -> Any:
     return SimpleNamespace(
         device=device,
         drafter=SimpleNamespace(draft=lambda *args, **kwargs: run("draft", *args, **kwargs)),
-        verifier=SimpleNamespace(verify=lambda *args: run("verify", *args)),
+        verifier=SimpleNamespace(verify=lambda *args: run("verify", *args), commit=lambda *args: run("commit", *args)),
         choice=SimpleNamespace(choose=lambda *args: run("choose", *args)),
-        state=SimpleNamespace(commit=lambda *args: run("commit", *args)),
         context_kv=SimpleNamespace(append=lambda *args: run("append", *args)),
     )
 
@@ -44,7 +43,7 @@ def step(worker: Any) -> list[Any]:
         worker.drafter.draft("plan", graphs=True),
         worker.verifier.verify("plan"),
         worker.choice.choose("plan"),
-        worker.state.commit("plan"),
+        worker.verifier.commit("plan"),
         worker.context_kv.append("plan"),
     ]
 
