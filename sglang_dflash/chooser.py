@@ -1,7 +1,7 @@
 """Which width each step verifies, and what became of it.
 
 A step's outcome reaches the host one or two steps after it was decided, in order. `Chooser` remembers what was decided
-in between, so that a policy is told which width an outcome belongs to, and how long it took.
+in between, so that a policy is told which width an outcome belongs to; `step_clock.py` tells it how long steps took.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random as Generator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from sglang_dflash.flags import Flags, WidthPolicy
 from sglang_dflash.served import table
+from sglang_dflash.step_clock import Step, StepClock, Tell
 from sglang_dflash.width import Acceptance, Adaptive, Decision, StepCost
 
 logger = logging.getLogger(__name__)
@@ -168,27 +169,24 @@ class Trace:
         self.file.write(json.dumps(line) + "\n")
 
 
-class Outcome(NamedTuple):
-    n_requests: int
-    width: int
-    at_s: float
-
-
 class Chooser:
     """Invariant: `in_flight` are the decode steps whose outcome `observe` has not been told, oldest first."""
 
-    def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
+    def __init__(self, policy: Policy, clock: Callable[[Tell], StepClock], trace: Trace | None = None) -> None:
+        """`clock`: the class that fits the device."""
         self.policy = policy
+        self.clock = clock(policy.time)
         self.trace = trace
         self.in_flight = deque[tuple[list[str], Decision]]()
-        self.last = deque[Outcome](maxlen=2)  # with nothing but decode steps in between
         self.account = Account()  # since the last line in the log
         self.before = Account()  # what came before that
 
-    def choose(self, rids: list[str]) -> int:
+    def choose(self, rids: list[str], now_s: float) -> int:
         """The width of the next step of these requests."""
         decision = self.policy.decide(rids)
         self.in_flight.append((rids, decision))
+        if decision.seconds:
+            self.clock.decided(Step(len(rids), decision.width, decision.seconds[decision.width]), now_s)
         return decision.width
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
@@ -197,7 +195,7 @@ class Chooser:
         assert len(rids) == len(n_accepted_B), "an outcome of another step than the oldest"
         self.policy.observe(rids, decision.width, n_accepted_B)
         if decision.seconds:
-            self._time(Outcome(len(rids), decision.width, now_s), decision.seconds[decision.width])
+            self.clock.known(Step(len(rids), decision.width, decision.seconds[decision.width]), now_s)
         self.account.add(decision, n_accepted_B)
         if self.trace is not None:
             self.trace.add(rids, decision.width, n_accepted_B, now_s)
@@ -205,16 +203,6 @@ class Chooser:
             logger.info("%s", self.account)
             self.before.join(self.account)
             self.account = Account()
-
-    def _time(self, outcome: Outcome, expected_s: float) -> None:
-        """Steps overlap: the time between two outcomes may be the later step's or that of the step behind it. It is
-        known where the two are alike, and of one step between two that are alike: all but their time is its own.
-        """
-        if self.last and self.last[-1][:2] == outcome[:2]:
-            self.policy.time(*outcome[:2], outcome.at_s - self.last[-1].at_s)
-        elif len(self.last) == 2 and self.last[0][:2] == outcome[:2] and self.last[1].n_requests == outcome.n_requests:
-            self.policy.time(*self.last[1][:2], outcome.at_s - self.last[0].at_s - expected_s)
-        self.last.append(outcome)
 
     def describe(self) -> dict[str, Any]:
         """What was chosen since the start, as JSON has it; seconds as they are believed now."""
@@ -233,7 +221,7 @@ class Chooser:
 
     def interrupt(self) -> None:
         """Something else than decoding runs now."""
-        self.last.clear()
+        self.clock.interrupt()
 
 
 def candidates(flags: Flags, block_size: int) -> tuple[int, ...]:

@@ -59,6 +59,7 @@ from sglang_dflash.planner import Planner
 from sglang_dflash.state import folds, make_state
 from sglang_dflash.state_pool import use_records
 from sglang_dflash.step import Plan, Target
+from sglang_dflash.step_clock import DecisionClock, OutcomeClock
 from sglang_dflash.verifier import Verifier
 from sglang_dflash.version import __version__
 
@@ -150,6 +151,7 @@ class DFlashWorker(BaseSpecWorker):
                 seconds=timer.seconds,
                 agree=from_first_rank(get_dp_tp_group()),
             ),
+            clock=DecisionClock if target.device == "cpu" else OutcomeClock,
             trace=Trace(self.flags.width_trace) if self.flags.width_trace else None,
         )
         self.choice = Choice(target)
@@ -212,7 +214,7 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
         """One DFlash step. Nothing in it waits for the device."""
-        width = self.width.choose([req.rid for req in batch.reqs])
+        width = self.width.choose([req.rid for req in batch.reqs], time.perf_counter())
         plan = self.planner.plan(batch, width)
         tokens_BN = self.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)
         target = self.verifier.verify(batch, plan, tokens_BN)

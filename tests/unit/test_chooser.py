@@ -9,6 +9,7 @@ import pytest
 from sglang_dflash import flags
 from sglang_dflash.chooser import REPORT, Account, Chooser, Fixed, Random, Trace, candidates, make_policy
 from sglang_dflash.flags import WidthPolicy
+from sglang_dflash.step_clock import DecisionClock, OutcomeClock
 from sglang_dflash.width import Adaptive, Decision
 
 
@@ -38,55 +39,39 @@ class Scripted:
 
 def test_outcomes_arrive_late_and_in_order() -> None:
     policy = Scripted([8, 4, 4])
-    chooser = Chooser(policy)
-    assert chooser.choose(["a"]) == 8
-    assert chooser.choose(["a", "b"]) == 4
+    chooser = Chooser(policy, OutcomeClock)
+    assert chooser.choose(["a"], 0.0) == 8
+    assert chooser.choose(["a", "b"], 0.5) == 4
     chooser.observe([7], 1.0)
-    assert chooser.choose(["b", "c"]) == 4
+    assert chooser.choose(["b", "c"], 1.5) == 4
     chooser.observe([0, 3], 2.0)
     chooser.observe([1, 2], 3.5)
     assert policy.heard == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
     assert policy.timed == [(2, 4, 1.5)]  # only the last had one of its own kind before it
 
 
-@pytest.mark.parametrize(
-    ("steps", "timed"),
-    [
-        # An 8 between two 4s: all but the 0.4 s that a 4 takes, whichever of the two intervals was the 8's.
-        ([("a", 4, 1.0), ("a", 8, 1.4), ("a", 4, 2.2)], [(1, 8, 0.8)]),
-        ([("a", 4, 1.0), ("a", 8, 1.8), ("a", 4, 2.2)], [(1, 8, 0.8)]),
-        ([("a", 4, 1.0), ("a", 8, 1.4), ("a", 1, 2.2)], []),
-        ([("a", 4, 1.0), ("ab", 4, 1.4), ("a", 4, 2.2)], []),
-        ([("a", 4, 1.0), ("ab", 8, 1.4), ("ab", 4, 2.2)], []),
-        ([("a", 4, 1.0), ("a", 4, 1.5), ("a", 8, 1.8), ("a", 4, 2.8)], [(1, 4, 0.5), (1, 8, 0.9)]),
-        ([("a", 4, 1.0), ("", 0, 0), ("a", 4, 2.0)], []),
-        ([("a", 4, 1.0), ("a", 8, 1.4), ("", 0, 0), ("a", 4, 2.2)], []),
-    ],
-)
-def test_a_step_is_timed_where_its_time_is_known(steps: Sequence[tuple[str, int, float]], timed: list[tuple]) -> None:
-    """Steps: requests, width, and when the outcome is known; without requests, a prefill."""
-    policy = Scripted([width for _, width, _ in steps if width])
-    chooser = Chooser(policy)
-    for rids, _, at_s in steps:
-        if rids:
-            chooser.choose(list(rids))
-            chooser.observe([0] * len(rids), at_s)
-        else:
-            chooser.interrupt()
-    assert policy.timed == timed
+def test_where_the_host_computes_a_step_ends_with_the_next_decision() -> None:
+    policy = Scripted([8, 4, 4])
+    chooser = Chooser(policy, DecisionClock)
+    chooser.choose(["a"], 0.0)
+    chooser.choose(["a", "b"], 0.5)
+    chooser.observe([7], 1.0)
+    chooser.interrupt()
+    chooser.choose(["b", "c"], 1.5)
+    assert policy.timed == [(1, 8, 0.5)]
 
 
 def test_an_outcome_of_another_batch_is_noticed() -> None:
-    chooser = Chooser(Fixed(4))
-    chooser.choose(["a", "b"])
+    chooser = Chooser(Fixed(4), DecisionClock)
+    chooser.choose(["a", "b"], 0.0)
     with pytest.raises(AssertionError, match="another step"):
         chooser.observe([1], 0.0)
 
 
 def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
-    chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new"))
-    chooser.choose(["a"])
-    chooser.choose(["a", "b"])
+    chooser = Chooser(Scripted([4, 8]), DecisionClock, Trace(tmp_path / "new"))
+    chooser.choose(["a"], 0.0)
+    chooser.choose(["a", "b"], 0.5)
     (file,) = (tmp_path / "new").iterdir()
     assert file.read_text() == ""
     chooser.observe([3], 1.0)
@@ -165,10 +150,10 @@ def test_accounts_are_joined() -> None:
 
 def test_a_report_covers_all_steps() -> None:
     """Those in the log's lines as well as those since."""
-    chooser = Chooser(Scripted([4] * (REPORT + 5)))
+    chooser = Chooser(Scripted([4] * (REPORT + 5)), DecisionClock)
     for step in range(REPORT + 5):
-        chooser.choose(["a"])
-        chooser.observe([step % 4], float(step))
+        chooser.choose(["a"], float(step))
+        chooser.observe([step % 4], step + 0.5)
     report = chooser.describe()
     assert report["n_steps"] == {"4": REPORT + 5}
     assert report["committed"] == sum(1 + step % 4 for step in range(REPORT + 5))
