@@ -61,6 +61,7 @@ def test_every_claim_is_checked() -> None:
     assert [(claim["claim"], claim["value"], claim["holds"]) for claim in found] == [
         ("easy at 1: chosen over the best static width", 1.0, True),
         ("hard at 8: chosen over off", 2.0, True),
+        ("hopeless at 1: chosen over off", 2.0, True),
         ("easy, mean over concurrencies: chosen over always 1", 1.9933, True),
         ("easy, mean over concurrencies: chosen over always 4", 0.9967, False),
         ("easy, mean over concurrencies: chosen over always 8", 1.031, True),
