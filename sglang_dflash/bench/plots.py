@@ -9,6 +9,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 420, 270
+ENLARGED = 1.15  # at most: a plot that is alone in its row stays as large as one of two
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 38, 44
 N_SHADES = 8
 
@@ -169,4 +170,5 @@ def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
 
 
 def _svg(parts: Sequence[str], width: float, title: str) -> str:
-    return f'<svg viewBox="0 0 {width:g} {HEIGHT}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    size = f'viewBox="0 0 {width:g} {HEIGHT}" style="max-width: {width * ENLARGED:g}px"'
+    return f'<svg {size} role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
