@@ -25,6 +25,7 @@ from sglang_dflash import capacity_report, cli, flags
 from sglang_dflash.chooser import Chooser, Fixed
 from sglang_dflash.flags import Worker
 from sglang_dflash.metric_table import METRICS, PREFIX
+from sglang_dflash.step_clock import DecisionClock
 
 
 def load(name: str) -> ModuleType:
@@ -220,7 +221,7 @@ def test_fields_of_server_info_exist(page: Path) -> None:
     """`dflash.a.b` in the pages is `internal_states[0]["dflash"]["a"]["b"]`."""
     worker = (ROOT / "sglang_dflash" / "worker.py").read_text()
     known = set(re.findall(r'^            "(\w+)": ', worker[worker.index("def describe") :], re.MULTILINE))
-    known |= {f"width.{name}" for name in Chooser(Fixed(1)).describe()}
+    known |= {f"width.{name}" for name in Chooser(Fixed(1), DecisionClock).describe()}
     assert {"draft_kv_bytes", "width.regret"} <= known
     assert set(re.findall(r"`dflash\.([\w.]+)`", page.read_text())) <= known
 
