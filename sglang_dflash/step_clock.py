@@ -3,9 +3,9 @@
 OutcomeClock    for a device beside the host: a step has ended when its outcome reaches the host
 DecisionClock   where the host computes: a step has run when it was launched, and ends with the next decision
 
-Under the overlap schedule the host launches a step before it reads the outcome of the step before. Where the host
-computes, that outcome is therefore read when the later step has run, and the time between two outcomes is that of
-neither: a rare wide step between narrow ones would seem as short as they are.
+Under the overlap schedule the host launches a step before it reads the outcome of the one before. Where the host
+computes, that outcome is read when the next step has run, so the time between two outcomes is that of a later step: a
+rare wide step between narrow ones would seem as short as they are.
 """
 
 from __future__ import annotations
