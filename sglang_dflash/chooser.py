@@ -186,7 +186,7 @@ class Chooser:
         decision = self.policy.decide(rids)
         self.in_flight.append((rids, decision))
         if decision.seconds:
-            self.clock.decided(Step(len(rids), decision.width, decision.seconds[decision.width]), now_s)
+            self.clock.decided(timed(rids, decision), now_s)
         return decision.width
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
@@ -195,7 +195,7 @@ class Chooser:
         assert len(rids) == len(n_accepted_B), "an outcome of another step than the oldest"
         self.policy.observe(rids, decision.width, n_accepted_B)
         if decision.seconds:
-            self.clock.known(Step(len(rids), decision.width, decision.seconds[decision.width]), now_s)
+            self.clock.known(timed(rids, decision), now_s)
         self.account.add(decision, n_accepted_B)
         if self.trace is not None:
             self.trace.add(rids, decision.width, n_accepted_B, now_s)
@@ -222,6 +222,11 @@ class Chooser:
     def interrupt(self) -> None:
         """Something else than decoding runs now."""
         self.clock.interrupt()
+
+
+def timed(rids: Sequence[str], decision: Decision) -> Step:
+    """The step, for the clock."""
+    return Step(len(rids), decision.width, decision.seconds[decision.width])
 
 
 def candidates(flags: Flags, block_size: int) -> tuple[int, ...]:

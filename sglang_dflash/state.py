@@ -69,7 +69,7 @@ class SnapshotState:
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
         track_B = None
         if batch.mamba_track_indices is not None:
-            track_B = crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
+            track_B = tracked_step(batch, plan, n_committed_B)
         commit_mamba_states_after_verify(
             self.worker,
             batch,
@@ -116,7 +116,7 @@ class FoldState:
         track_slot_B = track_step_B = track_n_B = None
         if batch.mamba_track_indices is not None:
             track_slot_B = backend._translate_mamba_indices(batch.mamba_track_indices)
-            track_step_B = crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
+            track_step_B = tracked_step(batch, plan, n_committed_B)
             track_n_B = track_step_B + 1
         kept = Kept(slot_B, n_committed_B, track_slot_B, track_n_B)
         self.fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
@@ -144,7 +144,7 @@ class InPlaceState:
         if batch.mamba_track_indices is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend
-        step_B = crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
+        step_B = tracked_step(batch, plan, n_committed_B)
         track_mamba_states_all_layers(
             *self.pools,
             backend.forward_metadata.mamba_cache_indices,
@@ -211,6 +211,11 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
         f"SGLANG_DFLASH_GDN_STATE=fold needs SGLang's Gated DeltaNet attention backend, found "
         f"{type(backend).__name__}; set SGLANG_DFLASH_GDN_STATE=snapshot"
     )
+
+
+def tracked_step(batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> torch.Tensor:
+    """The slot of the block whose state the radix cache can resume from, int64 [B]; -1 if there is none."""
+    return crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
 
 
 def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, interval: int) -> torch.Tensor:

@@ -55,9 +55,9 @@ class DecisionClock:
 
 
 class OutcomeClock:
-    """From one outcome to the next. Steps overlap: that time may be the later step's or that of the step behind it.
-
-    It is known where the two are alike, and of one step between two that are alike: all but their time is its own.
+    """From one outcome to the next. That time is the later step's, or, where the host is slower than the device, that
+    of the step it launches meanwhile. So it is told where steps are alike, and of one step between two that are alike:
+    all but their time is its own.
     """
 
     def __init__(self, tell: Tell) -> None:
