@@ -30,6 +30,9 @@ class Accepted(NamedTuple):
 
 def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
     """The definition."""
+    if target_BN.shape[1] == 1:  # the same, of which nothing but the bonus is left
+        n_accepted_B = torch.zeros_like(prefix_len_B, dtype=torch.int32)
+        return Accepted(n_accepted_B, target_BN[:, 0], target_BN, n_accepted_B + 1, prefix_len_B + 1)
     agrees_BD = tokens_BN[:, 1:] == target_BN[:, :-1]  # D = N-1 drafts
     n_accepted_B1 = agrees_BD.int().cumprod(dim=1).sum(dim=1, keepdim=True)
     slot_N = torch.arange(target_BN.shape[1], device=target_BN.device)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import choose
+from torch.nn.functional import pad
 
 
 class Block(NamedTuple):
@@ -35,8 +36,7 @@ def plan_block_ref(
 ) -> Block:
     """The definition."""
     last = req_to_token_QM.shape[1] - 1
-    tokens_BN = anchor_B.new_full((len(anchor_B), n_tokens), mask_token_id)
-    tokens_BN[:, 0] = anchor_B
+    tokens_BN = pad(anchor_B[:, None], (0, n_tokens - 1), value=mask_token_id)
     positions_BN = prefix_len_B[:, None] + torch.arange(n_tokens, device=anchor_B.device)
     slots_BN = req_to_token_QM[req_pool_indices_B[:, None], positions_BN.clamp(max=last)].long()
     return Block(tokens_BN, positions_BN, slots_BN.where(positions_BN <= last, 0))

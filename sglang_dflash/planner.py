@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang_dflash_kernels.plan_block import plan_block
+from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.plan_block import plan_block_ref, plan_block_triton
 
 from sglang_dflash.step import Block, Plan
 
@@ -16,6 +17,8 @@ class Planner:
         self.translator = target_runner.kv_index_translator
         self.block_size = block_size
         self.mask_token_id = mask_token_id
+        # The form is chosen here, and tensors that are always of the same kind are not checked at every step.
+        self.plan_block = choose(self.req_to_token, definition=plan_block_ref, kernel=plan_block_triton)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
         """`width`: how many tokens of the block will be verified; with 1 nothing is drafted."""
@@ -42,7 +45,7 @@ class Planner:
         """
 
         def block(n_tokens: int) -> Block:
-            tokens = plan_block(
+            tokens = self.plan_block(
                 anchor_B,
                 prefix_len_B,
                 rows_B,

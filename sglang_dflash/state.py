@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -144,11 +145,10 @@ class InPlaceState:
         if batch.mamba_track_indices is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend
-        step_B = tracked_step(batch, plan, n_committed_B)
         track_mamba_states_all_layers(
             *self.pools,
             backend.forward_metadata.mamba_cache_indices,
-            step_B == 0,
+            (plan.prefix_len_B + 1) % track_interval(batch.tree_cache.page_size) == 0,
             backend._translate_mamba_indices(batch.mamba_track_indices),
             plan.n_requests,
         )
@@ -215,7 +215,13 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
 
 def tracked_step(batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> torch.Tensor:
     """The slot of the block whose state the radix cache can resume from, int64 [B]; -1 if there is none."""
-    return crossing_step(plan.prefix_len_B, n_committed_B, mamba_track_grid(batch.tree_cache.page_size))
+    return crossing_step(plan.prefix_len_B, n_committed_B, track_interval(batch.tree_cache.page_size))
+
+
+@cache
+def track_interval(page_size: int) -> int:
+    """Committed lengths that are multiples of it are tracked; a server's never changes."""
+    return mamba_track_grid(page_size)
 
 
 def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, interval: int) -> torch.Tensor:

@@ -41,7 +41,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
-from sglang_dflash_kernels.accept import Accepted, accept
+from sglang_dflash_kernels.accept import Accepted, accept_ref, accept_triton
+from sglang_dflash_kernels.dispatch import choose
 
 from sglang_dflash import flags
 from sglang_dflash.choice import Choice
@@ -155,7 +156,10 @@ class DFlashWorker(BaseSpecWorker):
             trace=Trace(self.flags.width_trace) if self.flags.width_trace else None,
         )
         self.choice = Choice(target)
-        self.context_kv = ContextKV(draft.model, draft, slots)
+        self.accept = choose(self.planner.req_to_token, definition=accept_ref, kernel=accept_triton)
+        self.context_kv = ContextKV(
+            draft.model, draft, slots, n_requests=target.max_running_requests, block_size=config.block_size
+        )
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 
     # -- what SGLang asks of a worker -----------------------------------------------------------------------------
@@ -214,16 +218,18 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
         """One DFlash step. Nothing in it waits for the device."""
-        width = self.width.choose([req.rid for req in batch.reqs], time.perf_counter())
+        rids = [req.rid for req in batch.reqs]
+        width = self.width.choose(rids, time.perf_counter())
         plan = self.planner.plan(batch, width)
+        self.context_kv.before_draft(plan)
         tokens_BN = self.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)
         target = self.verifier.verify(batch, plan, tokens_BN)
         target_BN = self.choice.choose(batch, plan, tokens_BN, target, grammar_barrier)
-        accepted = accept(tokens_BN, target_BN, plan.prefix_len_B)
+        accepted = self.accept(tokens_BN, target_BN, plan.prefix_len_B)
         self.choice.remember(batch, accepted)
         self.verifier.commit(batch, plan, accepted.n_committed_B)
         publish(accepted.next_prefix_len_B)
-        self.context_kv.append(plan, target.features_TC, accepted.n_committed_B)
+        self.context_kv.append(rids, plan, target.features_TC, accepted.n_committed_B)
         return self.step_result(batch, plan, target, accepted)
 
     def idle(self, publish: Publish) -> GenerationBatchResult:

@@ -45,7 +45,7 @@ def test_a_block_of_one_token_is_decoded_and_prompts_are_not(mode, way):
 
 @pytest.mark.parametrize("tracked", [True, False])
 def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, monkeypatch):
-    monkeypatch.setattr(state, "mamba_track_grid", lambda page_size: 64)
+    monkeypatch.setattr(state, "track_interval", lambda page_size: 64)
     monkeypatch.setattr(state, "track_mamba_states_all_layers", mamba_state.track_mamba_states_all_layers)
     conv, temporal = torch.randn(2, 9, 4, 3), torch.randn(2, 9, 2, 5, 5)  # layers, slots, ...
     want = conv.clone(), temporal.clone()

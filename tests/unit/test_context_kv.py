@@ -1,0 +1,131 @@
+"""When context K/V are written: at once, or before somebody reads them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_dflash.context_kv import ContextKV, LateRows
+
+BLOCK, N_SLOTS, N_REQUESTS = 4, 24, 3
+
+
+class Draft:
+    """A draft of one layer whose K and V are the features themselves."""
+
+    def __init__(self):
+        attention = SimpleNamespace(
+            k_norm=SimpleNamespace(variance_epsilon=1e-6),
+            rotary_emb=SimpleNamespace(cos_sin_cache=torch.tensor([[1.0, 0.0]]).repeat(64, 1)),  # turns nothing
+        )
+        self.attentions, self.layers, self.k_norm_LE = [attention], [None], None
+        self.fc = SimpleNamespace(weight=torch.zeros(2, 2))
+        self.n_calls = 0
+
+    def context_kv(self, features_TC):
+        self.n_calls += 1
+        return features_TC.view(-1, 1, 1, 2), features_TC.view(-1, 1, 1, 2)
+
+
+class SameSlots:
+    """The target's, as in `SharedSlots`; a prompt's are given."""
+
+    def of_block(self, plan, block):
+        return block.slots_BN.view(-1)
+
+    def of_prompt(self, batch, device):
+        return SimpleNamespace(rows_T=None, positions_T=torch.arange(len(batch.slots_T)), slots_T=batch.slots_T)
+
+
+def make_context():
+    k, v = torch.zeros(N_SLOTS, 1, 2), torch.zeros(N_SLOTS, 1, 2)
+    pool = SimpleNamespace(get_key_buffer=lambda i: k, get_value_buffer=lambda i: v)
+    runner = SimpleNamespace(token_to_kv_pool=pool)
+    return ContextKV(Draft(), runner, SameSlots(), n_requests=N_REQUESTS, block_size=BLOCK), k
+
+
+def step(slots_BN, *, drafts):
+    slots_BN = torch.tensor(slots_BN)
+    block = SimpleNamespace(slots_BN=slots_BN, positions_BN=torch.zeros_like(slots_BN))
+    return SimpleNamespace(verified=block, drafted=block if drafts else None)
+
+
+def features(n, value):
+    return torch.full((n, 2), float(value))
+
+
+def one_token(context, rids, slots, value):
+    """A step that drafts nothing, of requests whose features all have that value."""
+    buffer = features(len(rids), value)
+    context.append(rids, step([[slot] for slot in slots], drafts=False), buffer, torch.ones(len(rids)).int())
+    buffer.fill_(-1)  # it was a graph's, and the next forward writes to it
+
+
+def test_steps_without_drafts_are_written_together_before_the_next_draft():
+    context, k = make_context()
+    for i in range(3):
+        one_token(context, ["a", "b"], [2 * i, 2 * i + 1], value=i + 1)
+    assert context.model.n_calls == 0
+    assert not k.any()
+    context.before_draft(step([[6], [7]], drafts=False))
+    assert not k.any(), "nobody reads"
+    context.before_draft(step([[6, 7], [8, 9]], drafts=True))
+    assert context.model.n_calls == 1
+    assert k[:6, 0, 0].tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def test_no_more_of_a_request_is_late_than_a_block():
+    """Its ring has no more room."""
+    context, k = make_context()
+    for i in range(BLOCK + 1):
+        one_token(context, ["a"], [i], value=i + 1)
+    assert k[:, 0, 0].tolist() == [1, 2, 3, 4] + [0] * 20
+
+
+def test_late_rows_are_no_more_than_were_allotted():
+    late = LateRows(n_rows=5, n_steps=100, like_TC=torch.zeros(1, 2))
+    two = torch.zeros(2, dtype=torch.int64)
+    for _ in range(2):
+        assert late.fits(["a", "b"])
+        late.add(["a", "b"], features(2, 1), two, two)
+    assert not late.fits(["a", "b"])
+    assert late.n_rows == 4
+
+
+@pytest.mark.parametrize("reader", ["decode", "prompt"])
+def test_a_slot_that_passed_to_another_request_keeps_what_that_one_wrote(reader):
+    context, k = make_context()
+    one_token(context, ["a", "b"], [3, 4], value=1)
+    # "a" ended, and its slot is given to another request's next token or prompt
+    if reader == "decode":
+        one_token(context, ["b"], [3], value=2)
+        context.before_draft(step([[5, 6]], drafts=True))
+    else:
+        context.append_prompt(SimpleNamespace(slots_T=torch.tensor([3])), features(1, 2))
+    assert k[3:5, 0, 0].tolist() == [2, 1]
+
+
+requests = st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True).map(sorted)
+
+
+@given(st.lists(st.tuples(requests, st.sampled_from(["one", "block", "prompt"])), max_size=30), st.randoms())
+def test_a_draft_reads_what_it_would_if_all_were_written_at_once(events, random):
+    context, k = make_context()
+    want = torch.zeros(N_SLOTS)
+    for value, (rids, kind) in enumerate(events, start=1):
+        mine = torch.cat(context.late.slots).tolist() if context.late.slots and context.late.rids == rids else []
+        others = [slot for slot in range(N_SLOTS) if slot not in mine]  # a request's tokens have slots of their own
+        slots = random.sample(others, len(rids) * (1 if kind == "one" else 2))
+        want[slots] = float(value)
+        if kind == "one":
+            one_token(context, rids, slots, value)
+            continue
+        if kind == "prompt":
+            context.append_prompt(SimpleNamespace(slots_T=torch.tensor(slots)), features(len(slots), value))
+        else:
+            plan = step([slots[2 * i : 2 * i + 2] for i in range(len(rids))], drafts=True)
+            context.before_draft(plan)
+            context.append(rids, plan, features(len(slots), value), torch.full((len(rids),), 2).int())
+        assert torch.equal(k[:, 0, 0], want)
