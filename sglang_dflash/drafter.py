@@ -7,22 +7,19 @@ sees, is for `draft_slots.py` to say.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
     enable_num_token_non_padded,
 )
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.draft_slots import DraftSlots, Seen
+from sglang_dflash.forward import directly, through_runner
 from sglang_dflash.step import Block, Plan
 
 
@@ -48,24 +45,6 @@ class Drafter:
         seen.kv.bind(batch, self.runner.kv_index_translator)
         tokens_T = self.forward(batch).hidden_states
         return tokens_T.view(block.tokens_BN.shape)[:, : plan.width].contiguous()
-
-
-def through_runner(runner: ModelRunner) -> Callable[[ForwardBatch], LogitsProcessorOutput]:
-    """Replays a graph where one fits the batch."""
-    return lambda batch: runner.forward(batch).logits_output
-
-
-def directly(runner: ModelRunner) -> Callable[[ForwardBatch], LogitsProcessorOutput]:
-    """Without graphs: a dense model needs nothing of what SGLang's runner prepares for experts and data parallelism,
-    which is a few percent of a step where models are tiny."""
-
-    def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
-        backend = runner.attn_backend
-        backend.init_forward_metadata(batch)
-        with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
-            return runner.model(batch.input_ids, batch.positions, batch)
-
-    return forward
 
 
 def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:

@@ -154,7 +154,7 @@ class Timer:
             if self.runner.model_config.model_is_mrope:
                 batch.mrope_positions = batch.positions.expand(3, -1)
             seen.kv.bind(batch, self.runner.kv_index_translator)
-            self.runner.forward(batch)
+            self.verifier.forward(batch)
 
         return verify
 

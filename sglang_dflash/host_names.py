@@ -233,6 +233,7 @@ NAMES = (
     Name(FORWARD_BATCH, "ForwardMode", "TARGET_VERIFY"),
     Name(FORWARD_BATCH, "compute_position", "attn_backend extend_prefix_lens extend_seq_lens extend_seq_lens_sum"),
     Name(FORWARD_BATCH, "enable_num_token_non_padded"),
+    Name("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE"),
     Name("sglang.srt.model_executor.forward_context", "ForwardContext", "attn_backend"),
     Name("sglang.srt.model_executor.forward_context", "forward_context", "ctx forward_batch"),
     Name(

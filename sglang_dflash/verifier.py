@@ -14,6 +14,7 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
 
+from sglang_dflash.forward import directly, has_experts, through_runner
 from sglang_dflash.state import State
 from sglang_dflash.step import Plan, Target
 
@@ -31,6 +32,11 @@ class Verifier:
         """`engines`: one for each width that will be verified."""
         self.worker = worker
         self.engines = engines
+        runner = worker.model_runner
+        eager = all(engine.graphs is None for engine in engines.values())
+        # Where there are graphs the host's time is hidden behind the device's; on a CPU there is no device.
+        direct = eager and runner.device == "cpu" and not has_experts(runner.model)
+        self.forward = directly(runner) if direct else through_runner(runner)
 
     def use(self, width: int) -> None:
         """Put the engine of `width` into the target's runner. Prompts run on whichever is there."""
@@ -64,10 +70,9 @@ class Verifier:
         forward_batch, on_graph = block.prepare_for_verify(batch, self.worker, defer_metadata_init=eager)
         if on_graph:
             forward_batch.mark_forward_metadata_ready()
-        result = self.worker.forward_batch_generation(batch=None, forward_batch=forward_batch, is_verify=True)
-        output = result.logits_output
+        output = self.forward(forward_batch)
         features_TC, output.hidden_states = output.hidden_states, None  # not for the host
-        return Target(output, features_TC, tree, result.can_run_cuda_graph)
+        return Target(output, features_TC, tree, on_graph)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
         """Advance the recurrent states by the tokens that are kept, int32 [B]; of the block verified last."""

@@ -1,0 +1,37 @@
+"""One forward of a model that SGLang runs: through SGLang's runner, or directly. Decided when the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.model_executor.model_runner import ModelRunner
+from torch import nn
+
+Forward = Callable[[ForwardBatch], LogitsProcessorOutput]
+
+
+def through_runner(runner: ModelRunner) -> Forward:
+    """Replays a graph where one fits the batch."""
+    return lambda batch: runner.forward(batch).logits_output
+
+
+def directly(runner: ModelRunner) -> Forward:
+    """For models without experts and graphs: they need nothing of what SGLang's runner prepares for those and for data
+    parallelism, which is a few percent of a step where models are tiny. Runs on the attention backend that the runner
+    has at the time."""
+
+    def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
+        backend = runner.attn_backend
+        backend.init_forward_metadata(batch)
+        with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
+            return runner.model(batch.input_ids, batch.positions, batch)
+
+    return forward
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any(isinstance(module, FusedMoE) for module in model.modules())
