@@ -57,7 +57,7 @@ def replay(
         rids = [f"request-{number}" for number in numbers]
         width = chooser.choose(rids)
         if late is not None:  # the step before arrives when this one is decided
-            chooser.acceptance.observe(*late[:3])
+            chooser.observe(*late[:3])
             believed.observe(n, late[1], late[3])
         w = WIDTHS.index(width)
         kinds_B = [text.kind(number, drawn / n) for number in numbers]

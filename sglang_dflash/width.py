@@ -49,22 +49,35 @@ class Acceptance:
         self.batch_2D = np.zeros((2, n_drafts))
         self.first = 1.0  # believed of position 1; at the start the best, which looks at everything
         self.keep = np.exp(-1 / MEMORY)
+        self.n_unheard = 0  # steps that nothing has aged by
         self.seen_WA2D = _seen(n_drafts)
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
         """A step at `width` accepted the first n of its width - 1 drafts."""
+        self.n_unheard += 1
+        if width == 1:  # which says nothing
+            return
+        self._age()
         rows_B = self._rows(rids)
         seen_B2D = self.seen_WA2D[width].take(n_accepted_B, axis=0)
-        self.counts_R2D[rows_B] = self.counts_R2D.take(rows_B, axis=0) * self.keep + seen_B2D
-        self.batch_2D = self.batch_2D * self.keep + np.add.reduce(seen_B2D)
+        self.counts_R2D[rows_B] += seen_B2D
+        self.batch_2D += np.add.reduce(seen_B2D)
         reached, accepted = self.batch_2D[:, 0].tolist()
         most = len(rows_B) / (1 - self.keep)  # what a batch of this size comes to in the end
         if reached > most:  # a larger one was here, whose steps said more: it must not be heard for longer
             self.batch_2D *= most / reached
         self.first = (accepted + PRIOR * self.first) / (reached + PRIOR)
 
+    def _age(self) -> None:
+        """Forget as much as the steps since the last time make one forget."""
+        keep = self.keep**self.n_unheard
+        self.counts_R2D *= keep
+        self.batch_2D *= keep
+        self.n_unheard = 0
+
     def expected(self, rids: Sequence[str]) -> np.ndarray:
         """E(1) .. E(N), the mean over the requests."""
+        self._age()
         believed, batch_D = self.first, []
         for reached, accepted in zip(*self.batch_2D.tolist(), strict=True):
             believed = (accepted + PRIOR * believed) / (reached + PRIOR)
@@ -208,8 +221,20 @@ class Decision(NamedTuple):
     seconds: Mapping[int, float] = {}  # by width: a step of the whole batch
 
 
+class Outlook(NamedTuple):
+    """What is best for some requests by what is known now, and what looking at full width is worth."""
+
+    best: Decision
+    look: Decision
+    saving_s: float  # what looking may cost, by every step
+    price_s: float  # of a look
+
+
 class Adaptive:
-    """The width with the most committed tokens per second."""
+    """The width with the most committed tokens per second.
+
+    Invariant: `outlook` is that of `rids`, or None where something has been learned since.
+    """
 
     name = "auto"
 
@@ -218,6 +243,8 @@ class Adaptive:
         self.widths = tuple(widths)
         self.acceptance = acceptance
         self.cost = cost
+        self.rids: Sequence[str] = ()
+        self.outlook: Outlook | None = None
         self.saved_s = 0.0  # what looking may cost
         self.n_steps = 0
 
@@ -229,36 +256,40 @@ class Adaptive:
         self.n_steps += 1
         if self.n_steps % SETTLE == 0:
             self.cost.settle()
+            self.outlook = None
+        if self.outlook is None or rids != self.rids:
+            self.rids, self.outlook = rids, self._outlook(rids)
+        best, look, saving_s, price_s = self.outlook
+        self.saved_s = min(self.saved_s + saving_s, look.seconds[look.width])
+        if self.saved_s < price_s:
+            return best
+        self.saved_s -= price_s
+        return look
+
+    def _outlook(self, rids: Sequence[str]) -> Outlook:
         committed_N = self.acceptance.expected(rids).tolist()
         seconds_W = self.cost.of(len(rids)).tolist()
         rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(self.widths, seconds_W, strict=True)]
         rate, best = max(zip(rate_W, range(len(rate_W)), strict=True))  # of equals the widest, which learns most
-        looks = self._looks(best, rate, committed_N, seconds_W)
-        return Decision(
-            self.widths[-1 if looks else best],
-            committed={width: committed_N[width - 1] for width in self.widths},
-            seconds=dict(zip(self.widths, seconds_W, strict=True)),
-        )
-
-    def _looks(self, best: int, rate: float, committed_N: list[float], seconds_W: list[float]) -> bool:
-        """Whether a step at full width can be afforded; if so, it is paid for."""
         width = self.widths[best]
         committed = committed_N[width - 1]
         survival = committed - committed_N[width - 2] if width > 1 else 1.0
         # The highest rate of a wider block, were all it adds accepted.
         wider = zip(self.widths[best:], seconds_W[best:], strict=True)
         hoped = max((committed + survival * (other - width)) / seconds for other, seconds in wider)
-        self.saved_s += EXPLORE * min(hoped / rate - 1, 1) * seconds_W[best]
-        self.saved_s = min(self.saved_s, seconds_W[-1])
-        price_s = seconds_W[-1] - committed_N[-1] / rate  # beyond what as many tokens take at the best width
-        if self.saved_s < price_s:
-            return False
-        self.saved_s -= price_s
-        return True
+        of_width = {w: committed_N[w - 1] for w in self.widths}, dict(zip(self.widths, seconds_W, strict=True))
+        return Outlook(
+            Decision(width, *of_width),
+            Decision(self.widths[-1], *of_width),
+            saving_s=EXPLORE * min(hoped / rate - 1, 1) * seconds_W[best],
+            price_s=seconds_W[-1] - committed_N[-1] / rate,  # beyond what as many tokens take at the best width
+        )
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
         """A step's outcome."""
         self.acceptance.observe(rids, width, n_accepted_B)
+        if width > 1:
+            self.outlook = None
 
     def seconds(self) -> dict[str, dict[str, float]]:
         """By requests, then by width: what a step is believed to take."""

@@ -66,9 +66,11 @@ def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: 
 def test_what_was_not_verified_did_not_fail(history: list[Step], n: int, width: int) -> None:
     """Steps that accept all they verify never lower the belief in what is beyond to below that in the last verified."""
     acceptance = taught(history)
+    acceptance.expected(RIDS)  # which reckons up the time
     before_2D = acceptance.batch_2D.copy()
     for _ in range(n):
         acceptance.observe(RIDS, width, [width - 1] * len(RIDS))
+    acceptance.expected(RIDS)
     forgotten = np.exp(-n / MEMORY)
     np.testing.assert_allclose(acceptance.batch_2D[:, width - 1 :], before_2D[:, width - 1 :] * forgotten)
     assert (acceptance.batch_2D[:, : width - 1] > before_2D[:, : width - 1] * forgotten).all()
@@ -108,6 +110,7 @@ def test_expected_is_the_mean_over_requests() -> None:
 def test_it_forgets() -> None:
     """After `MEMORY` steps an observation weighs 1/e."""
     acceptance = taught([(["a"], N, [7])] + [(["a"], 1, [0])] * MEMORY)
+    acceptance.expected(["a"])
     np.testing.assert_allclose(acceptance.batch_2D, np.exp(-1))
     np.testing.assert_allclose(acceptance.counts_R2D[acceptance.row_of["a"]], np.exp(-1))
 
@@ -118,9 +121,10 @@ def test_the_requests_seen_longest_ago_are_forgotten(history: list[Step]) -> Non
     acceptance = Acceptance(D, n_requests=len(RIDS))
     for step in history:
         acceptance.observe(*step)
-    last_seen = {rid: i for i, step in enumerate(history) for rid in step[0]}
+    # A step of one token says nothing of anybody.
+    last_seen = {rid: i for i, (rids, width, _) in enumerate(history) if width > 1 for rid in rids}
     for i in range(len(RIDS)):  # as many newcomers as there is room for, one after the other
-        acceptance.observe([f"new-{i}"], 1, [0])
+        acceptance.expected([f"new-{i}"])
         kept = {rid for rid in acceptance.row_of if rid in RIDS}
         n_left = min(len(last_seen), len(RIDS) - 1 - i)
         gone = set(last_seen) - kept
@@ -274,7 +278,7 @@ def test_ranks_that_are_told_the_same_decide_the_same(history: list[Step]) -> No
     for rids, width, n_accepted_B in history:
         assert ranks[0].choose(rids) == ranks[1].choose(rids)
         for rank in ranks:
-            rank.acceptance.observe(rids, width, n_accepted_B)
+            rank.observe(rids, width, n_accepted_B)
     assert ranks[0].saved_s == ranks[1].saved_s
 
 
@@ -324,7 +328,7 @@ def test_it_follows(n_requests: int, n_looks: int) -> None:
         chosen = []
         for _ in range(n_steps):
             chosen.append(policy.choose(rids))
-            policy.acceptance.observe(rids, chosen[-1], [is_easy * (chosen[-1] - 1)] * n_requests)
+            policy.observe(rids, chosen[-1], [is_easy * (chosen[-1] - 1)] * n_requests)
         return chosen
 
     assert set(run(300, is_easy=True)) == {8}
