@@ -37,7 +37,7 @@ from launch.replay_width import NEAR, SETTLED, WIDTHS, Replay, Text, followed, h
 from sglang_dflash import width as policy
 from sglang_dflash.bench import machine
 from sglang_dflash.bench.rows import portable, write
-from sglang_dflash.width import StepCost
+from sglang_dflash.step_cost import StepCost
 
 RESULTS = tiny.ROOT / "launch" / "results"
 DRAFT_SHARES = 0.05, 0.10  # tried beside 0

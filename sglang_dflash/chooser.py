@@ -20,7 +20,8 @@ import numpy as np
 from sglang_dflash.flags import Flags, WidthPolicy
 from sglang_dflash.served import table
 from sglang_dflash.step_clock import Step, StepClock, Tell
-from sglang_dflash.width import Acceptance, Adaptive, Decision, StepCost
+from sglang_dflash.step_cost import StepCost
+from sglang_dflash.width import Acceptance, Adaptive, Decision
 
 logger = logging.getLogger(__name__)
 

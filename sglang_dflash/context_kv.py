@@ -50,7 +50,9 @@ class LateRows:
         room = len(self.slots) < self.n_steps and self.n_rows + len(rids) <= len(self.features_TC)
         return room and self.rids == rids
 
-    def add(self, rids: Sequence[str], features_BC: torch.Tensor, positions_B: torch.Tensor, slots_B: torch.Tensor) -> None:
+    def add(
+        self, rids: Sequence[str], features_BC: torch.Tensor, positions_B: torch.Tensor, slots_B: torch.Tensor
+    ) -> None:
         """Keep a step's rows. The features are copied: they may be a graph's buffer."""
         n_rows = self.n_rows
         self.features_TC[n_rows : n_rows + len(features_BC)] = features_BC

@@ -10,17 +10,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.utils import get_available_gpu_memory
+from sglang_dflash_kernels.accept import Accepted
 
+from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_slots import SharedSlots
 from sglang_dflash.drafter import Drafter, block_forward, block_info
 from sglang_dflash.planner import Planner
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 CONTEXT = 256  # tokens before the block, where a step is timed
 ROUNDS = 5
+NOBODY = [""]  # a request's name
 KEPT_FREE = 0.5  # of the memory that is free before further widths' graphs are captured
 
 
@@ -113,20 +117,31 @@ def from_first_rank(group: GroupCoordinator) -> Callable[[np.ndarray], None]:
 
 class Timer:
     """Times a step of requests that are nobody's: their rows of the request table are empty, so they read and write
-    the padding slots of the pools (or rings that nobody has yet), and nothing is committed."""
+    the padding slots of the pools (or rings that nobody has yet)."""
 
-    def __init__(self, planner: Planner, drafter: Drafter, verifier: Verifier) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        drafter: Drafter,
+        verifier: Verifier,
+        accept: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Accepted],
+        context_kv: ContextKV,
+    ) -> None:
         self.planner, self.drafter, self.verifier = planner, drafter, verifier
+        self.accept, self.context_kv = accept, context_kv
         self.runner = verifier.worker.model_runner
 
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
-        """Of draft and verify, at each width.
+        """Of a whole step without its sampling parameters, at each width.
 
         All are run in turn, round after round: whatever slows the machine down for a while slows whole rounds, and
         what a width takes of its round is still its own.
         """
         whole = self._plan(n_requests, self.planner.block_size)
-        runs = [lambda: self.drafter.draft(whole, graphs=True), *(self._verify(n_requests, width) for width in widths)]
+        runs = [
+            lambda: self.drafter.draft(whole, graphs=True),
+            *(self._after_draft(n_requests, width) for width in widths),
+        ]
         _first, *rounds = [[self._time(run) for run in runs] for _ in range(1 + ROUNDS)]
         round_R1 = np.mean(rounds, axis=1, keepdims=True)
         draft_s, *verify_s = (np.median(rounds / round_R1, axis=0) * round_R1.min()).tolist()
@@ -143,20 +158,28 @@ class Timer:
             width=width,
         )
 
-    def _verify(self, n_requests: int, width: int) -> Callable[[], None]:
+    def _after_draft(self, n_requests: int, width: int) -> Callable[[], None]:
         plan = self._plan(n_requests, width)
         seen = SharedSlots().seen(plan, plan.verified)
         info = block_info(width, CaptureHiddenMode.FULL, self.runner.device)
+        untracked = SimpleNamespace(
+            mamba_track_indices=None, req_pool_indices=plan.rows_B, forward_mode=ForwardMode.DECODE
+        )
 
-        def verify() -> None:
+        def step() -> None:
             self.verifier.use(width)
             batch = block_forward(plan, plan.verified, seen, info, graphs=True)
             if self.runner.model_config.model_is_mrope:
                 batch.mrope_positions = batch.positions.expand(3, -1)
             seen.kv.bind(batch, self.runner.kv_index_translator)
-            self.verifier.forward(batch)
+            output = self.verifier.forward(batch)
+            tokens_BN = plan.verified.tokens_BN
+            target_BN = output.next_token_logits.argmax(dim=-1).view(tokens_BN.shape)
+            accepted = self.accept(tokens_BN, target_BN, plan.prefix_len_B)
+            self.verifier.commit(untracked, plan, accepted.n_committed_B)
+            self.context_kv.append(NOBODY * n_requests, plan, output.hidden_states, accepted.n_committed_B)
 
-        return verify
+        return step
 
     def _time(self, run: Callable[[], object]) -> float:
         wait = torch.get_device_module(self.runner.device).synchronize

@@ -35,7 +35,9 @@ class StepClock(Protocol):
 
 
 class DecisionClock:
-    """From one decision to the next, if nothing else ran in between."""
+    """From one decision to the next, if nothing else ran in between and no request ended: what the host does for one
+    that ends is no part of a step, and where few run it is most of what it does.
+    """
 
     def __init__(self, tell: Tell) -> None:
         self.tell = tell
@@ -44,7 +46,8 @@ class DecisionClock:
     def decided(self, step: Step, now_s: float) -> None:
         if self.running is not None:
             ran, began_s = self.running
-            self.tell(ran.n_requests, ran.width, now_s - began_s)
+            if ran.n_requests == step.n_requests:
+                self.tell(ran.n_requests, ran.width, now_s - began_s)
         self.running = step, now_s
 
     def known(self, step: Step, now_s: float) -> None:

@@ -21,24 +21,27 @@ are given the same counts and costs decide the same. Knows nothing of SGLang or 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from sglang_dflash.step_cost import Cost
+
 EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lost by looking at them
 MEMORY = 32  # steps after which an observation's weight has fallen to 1/e
-SETTLE = 32  # steps after which what steps were observed to cost begins to count
+SETTLE = 32  # steps after which what steps were observed to take begins to count
 PRIOR = 4.0  # observations that a belief weighs as much as
 
 
 class Acceptance:
     """The probability that a draft is accepted when those before it are, by request and position.
 
-    A request's own counts are drawn towards the batch's, those of the batch towards what is believed of the position
-    before; the first position's towards what was believed of it last. Requests seen longest ago are forgotten.
+    A request's own counts are drawn towards the batch's, those of the batch towards what was believed of the position
+    when it was last reached; if it never was, towards what is believed of the position before. (Not always towards
+    that one: where drafts succeed in bursts, a position is accepted the more often the later it is.) Requests seen
+    longest ago are forgotten.
     """
 
     def __init__(self, n_drafts: int, n_requests: int) -> None:
@@ -47,7 +50,8 @@ class Acceptance:
         self.free = list(range(n_requests))
         self.counts_R2D = np.zeros((n_requests, 2, n_drafts))  # how often a position was reached, and accepted
         self.batch_2D = np.zeros((2, n_drafts))
-        self.first = 1.0  # believed of position 1; at the start the best, which looks at everything
+        # Believed of a position when it was last reached. At the start the best of the first: that looks at everything.
+        self.lasting_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)
         self.keep = np.exp(-1 / MEMORY)
         self.n_unheard = 0  # steps that nothing has aged by
         self.seen_WA2D = _seen(n_drafts)
@@ -61,12 +65,13 @@ class Acceptance:
         rows_B = self._rows(rids)
         seen_B2D = self.seen_WA2D[width].take(n_accepted_B, axis=0)
         self.counts_R2D[rows_B] += seen_B2D
-        self.batch_2D += np.add.reduce(seen_B2D)
-        reached, accepted = self.batch_2D[:, 0].tolist()
+        seen_2D = np.add.reduce(seen_B2D)
+        self.batch_2D += seen_2D
         most = len(rows_B) / (1 - self.keep)  # what a batch of this size comes to in the end
-        if reached > most:  # a larger one was here, whose steps said more: it must not be heard for longer
-            self.batch_2D *= most / reached
-        self.first = (accepted + PRIOR * self.first) / (reached + PRIOR)
+        if self.batch_2D[0, 0] > most:  # a larger one was here, whose steps said more: it must not be heard for longer
+            self.batch_2D *= most / self.batch_2D[0, 0]
+        n_reached = np.count_nonzero(seen_2D[0])
+        self.lasting_D[:n_reached] = self._of_batch()[:n_reached]
 
     def _age(self) -> None:
         """Forget as much as the steps since the last time make one forget."""
@@ -78,16 +83,21 @@ class Acceptance:
     def expected(self, rids: Sequence[str]) -> np.ndarray:
         """E(1) .. E(N), the mean over the requests."""
         self._age()
-        believed, batch_D = self.first, []
-        for reached, accepted in zip(*self.batch_2D.tolist(), strict=True):
-            believed = (accepted + PRIOR * believed) / (reached + PRIOR)
-            batch_D.append(believed)
+        batch_D = self._of_batch()
         drawn_to_2D = PRIOR * np.array(([1.0] * len(batch_D), batch_D))
         counts_B2D = self.counts_R2D.take(self._rows(rids), axis=0) + drawn_to_2D
         survival_BD = np.multiply.accumulate(counts_B2D[:, 1] / counts_B2D[:, 0], axis=1)
         committed_N = np.ones(len(batch_D) + 1)
         committed_N[1:] += np.add.accumulate(np.add.reduce(survival_BD)) / len(rids)
         return committed_N
+
+    def _of_batch(self) -> list[float]:
+        """What is believed of every position, whatever the request."""
+        believed, batch_D = 1.0, []
+        for reached, accepted, lasting in zip(*self.batch_2D.tolist(), self.lasting_D, strict=True):
+            believed = (accepted + PRIOR * (believed if lasting is None else lasting)) / (reached + PRIOR)
+            batch_D.append(believed)
+        return batch_D
 
     def _rows(self, rids: Sequence[str]) -> list[int]:
         return [self._row(rid) for rid in rids]
@@ -111,106 +121,6 @@ def _seen(n_drafts: int) -> np.ndarray:
     reached_WAD = (position_D <= accepted_A + 1) & (position_D < width_W)
     accepted_WAD = np.broadcast_to(position_D <= accepted_A, reached_WAD.shape)
     return np.stack((reached_WAD, accepted_WAD), axis=2).astype(float)
-
-
-class Cost(Protocol):
-    def of(self, n_requests: int) -> np.ndarray:
-        """Seconds per step, one per width."""
-
-    def observe(self, n_requests: int, width: int, seconds: float) -> None:
-        """A real step."""
-
-    def settle(self) -> None:
-        """From now on what was observed counts."""
-
-    def by_size(self) -> dict[str, dict[str, float]]:
-        """Seconds by requests, then by width."""
-
-
-class StepCost:
-    """T(B, w) in seconds: measured at launch for some batch sizes, corrected by real steps.
-
-    Real steps see what launch did not: the scheduler, longer contexts, a busy machine. That is much the same for every
-    width, and it changes; what launch got wrong about one width is its own, and stays. A step's error is shared between
-    the two by how uncertain each still is, as a Kalman filter does that takes them for independent.
-
-    Ranks read their own clocks, and must decide the same: what was measured counts once they have agreed on it.
-    """
-
-    # Standard deviations, in shares of a step's time.
-    NOISE = 0.1  # of one step
-    LAUNCH = 0.03  # of what launch says of one width against the others
-    DRIFT = 0.01  # of all widths of a batch size, from step to step
-    OWN_DRIFT = 0.001  # of one width against the others, from step to step
-
-    def __init__(
-        self,
-        widths: Sequence[int],
-        seconds: Mapping[int, Sequence[float]],
-        agree: Callable[[np.ndarray], None] = lambda seconds: None,
-    ) -> None:
-        """
-        Args:
-            seconds: for each measured batch size, one per width.
-            agree: writes the same values on every rank into an array, in place.
-        """
-        self.widths = tuple(widths)
-        self.sizes = sorted(seconds)
-        self.measured_SW = np.array([seconds[size] for size in self.sizes], dtype=float)
-        self.common_S = np.ones(len(self.sizes))  # variances: of what all widths of a batch size have in common,
-        self.own_SW = np.full(self.measured_SW.shape, self.LAUNCH**2)  # and of what is a width's own
-        self.agree = agree
-        self.settle()
-
-    def settle(self) -> None:
-        """From now on what was measured counts. Called by all ranks after the same steps."""
-        self.agree(self.measured_SW)
-        self.agreed_SW = self.measured_SW.copy()
-
-    def of(self, n_requests: int) -> np.ndarray:
-        """Seconds per step, one per width."""
-        return self._at(self.agreed_SW, n_requests)
-
-    def observe(self, n_requests: int, width: int, seconds: float) -> None:
-        """A real step. One that took twice as long as expected was disturbed, and counts as twice as long."""
-        w = self.widths.index(width)
-        expected = self._at(self.measured_SW, n_requests)[w]
-        error = min(seconds, 2 * expected) - expected
-        i, share = self._between(n_requests)
-        for size, weight in ((i, 1 - share), (i + 1, share)):
-            if weight:
-                self._correct(size, w, weight, error)
-
-    def _correct(self, size: int, w: int, weight: float, error: float) -> None:
-        """By `weight` of what a batch of just this size would say."""
-        self.common_S[size] += self.DRIFT**2
-        self.own_SW[size] += self.OWN_DRIFT**2
-        common, own = self.common_S[size], self.own_SW[size, w]
-        gain = weight / (common + own + self.NOISE**2)
-        self.measured_SW[size] += gain * common * error
-        self.measured_SW[size, w] += gain * own * error
-        self.common_S[size] *= 1 - gain * common
-        self.own_SW[size, w] *= 1 - gain * own
-
-    def by_size(self) -> dict[str, dict[str, float]]:
-        """Seconds by requests, then by width; as JSON has it."""
-        return {
-            str(size): {str(width): round(s, 6) for width, s in zip(self.widths, self.of(size).tolist(), strict=True)}
-            for size in self.sizes
-        }
-
-    def _at(self, seconds_SW: np.ndarray, n_requests: int) -> np.ndarray:
-        i, share = self._between(n_requests)
-        return seconds_SW[i] * (1 - share) + seconds_SW[i + 1] * share if share else seconds_SW[i]
-
-    def _between(self, n_requests: int) -> tuple[int, float]:
-        """The measured size at or below, and how far towards the next; sizes outside are as far as measured."""
-        i = bisect_right(self.sizes, n_requests) - 1
-        if i < 0:
-            return 0, 0.0
-        if i + 1 == len(self.sizes):
-            return i, 0.0
-        return i, (n_requests - self.sizes[i]) / (self.sizes[i + 1] - self.sizes[i])
 
 
 class Decision(NamedTuple):

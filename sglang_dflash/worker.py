@@ -143,7 +143,12 @@ class DFlashWorker(BaseSpecWorker):
         widths = candidates(self.flags, config.block_size)
         engines = build_engines(self._target_worker, self.state, self.state_for, widths, config.block_size)
         self.verifier = Verifier(self._target_worker, engines)
-        timer = Timer(self.planner, self.drafter, self.verifier)
+        self.choice = Choice(target)
+        self.accept = choose(self.planner.req_to_token, definition=accept_ref, kernel=accept_triton)
+        self.context_kv = ContextKV(
+            draft.model, draft, slots, n_requests=target.max_running_requests, block_size=config.block_size
+        )
+        timer = Timer(self.planner, self.drafter, self.verifier, self.accept, self.context_kv)
         self.width = Chooser(
             make_policy(
                 self.flags.width_policy,
@@ -154,11 +159,6 @@ class DFlashWorker(BaseSpecWorker):
             ),
             clock=DecisionClock if target.device == "cpu" else OutcomeClock,
             trace=Trace(self.flags.width_trace) if self.flags.width_trace else None,
-        )
-        self.choice = Choice(target)
-        self.accept = choose(self.planner.req_to_token, definition=accept_ref, kernel=accept_triton)
-        self.context_kv = ContextKV(
-            draft.model, draft, slots, n_requests=target.max_running_requests, block_size=config.block_size
         )
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 

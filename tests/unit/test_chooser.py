@@ -53,12 +53,12 @@ def test_outcomes_arrive_late_and_in_order() -> None:
 def test_where_the_host_computes_a_step_ends_with_the_next_decision() -> None:
     policy = Scripted([8, 4, 4])
     chooser = Chooser(policy, DecisionClock)
-    chooser.choose(["a"], 0.0)
+    chooser.choose(["a", "b"], 0.0)
     chooser.choose(["a", "b"], 0.5)
-    chooser.observe([7], 1.0)
+    chooser.observe([7, 0], 1.0)
     chooser.interrupt()
     chooser.choose(["b", "c"], 1.5)
-    assert policy.timed == [(1, 8, 0.5)]
+    assert policy.timed == [(2, 8, 0.5)]
 
 
 def test_an_outcome_of_another_batch_is_noticed() -> None:

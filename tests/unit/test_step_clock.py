@@ -66,6 +66,14 @@ def test_decisions_tell_what_every_step_took_where_the_host_computes() -> None:
     assert told == [(1, width, pytest.approx(seconds(width))) for width in looks(19)]
 
 
+def test_what_ends_a_request_is_no_part_of_a_step() -> None:
+    told = list[tuple[int, int, float]]()
+    clock = DecisionClock(lambda *what: told.append(what))
+    for n_requests, now_s in [(2, 0.0), (2, 1.0), (1, 3.0), (1, 4.0)]:  # the step from 1.0 on was one's last
+        clock.decided(step(n_requests, 4), now_s)
+    assert told == [(2, 4, 1.0), (1, 4, 1.0)]
+
+
 def test_there_outcomes_would_tell_the_time_of_another_step() -> None:
     """Why there are two clocks: lone looks at 16 would seem to take no longer than the steps around them."""
     told = list[tuple[int, int, float]]()
