@@ -12,7 +12,7 @@ import numpy as np
 
 from launch.published import BLOCK, committed
 from sglang_dflash.step_cost import StepCost
-from sglang_dflash.width import Acceptance, Adaptive
+from sglang_dflash.width import Acceptance, Adaptive, Decision
 
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 ANSWER_TOKENS = 256, 4096  # lengths of answers, drawn evenly between
@@ -53,18 +53,19 @@ def replay(
     committed_KW = text.committed_KW()
     numbers, left_B, n_started = list(range(n)), random.integers(*ANSWER_TOKENS, n), n
     widths, kinds, tokens_K, seconds, drawn = [], [], np.zeros(len(committed_KW)), 0.0, 0
-    late: tuple[list[str], int, np.ndarray, float] | None = None
+    late: tuple[list[str], Decision, np.ndarray, float] | None = None
     while not ends(len(widths), drawn / n):
         rids = [f"request-{number}" for number in numbers]
-        width = chooser.choose(rids)
+        decision = chooser.decide(rids)
         if late is not None:  # the step before arrives when this one is decided
             chooser.observe(*late[:3])
-            believed.observe(n, late[1], late[3])
+            believed.observe(n, late[1].width, late[3])
+        width = decision.width
         w = WIDTHS.index(width)
         kinds_B = [text.kind(number, drawn / n) for number in numbers]
         is_accepted_BD = random.random((n, BLOCK - 1)) < text.curves_KD[kinds_B]
         n_accepted_B = is_accepted_BD[:, : width - 1].cumprod(axis=1).sum(axis=1)
-        late = rids, width, n_accepted_B, seconds_W[w] * np.exp(JITTER * random.standard_normal())
+        late = rids, decision, n_accepted_B, seconds_W[w] * np.exp(JITTER * random.standard_normal())
         np.add.at(tokens_K, kinds_B, committed_KW[kinds_B, w])
         widths.append(width)
         kinds.append(kinds_B[0])

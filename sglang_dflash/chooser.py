@@ -38,7 +38,7 @@ class Policy(Protocol):
     def decide(self, rids: Sequence[str]) -> Decision:
         """For the next step of these requests."""
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         """A step's outcome."""
 
     def time(self, n_requests: int, width: int, seconds: float) -> None:
@@ -58,7 +58,7 @@ class Fixed:
     def decide(self, rids: Sequence[str]) -> Decision:
         return self.decision
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         return
 
     def time(self, n_requests: int, width: int, seconds: float) -> None:
@@ -80,7 +80,7 @@ class Random:
     def decide(self, rids: Sequence[str]) -> Decision:
         return Decision(self.generator.choice(self.widths))
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         return
 
     def time(self, n_requests: int, width: int, seconds: float) -> None:
@@ -194,7 +194,7 @@ class Chooser:
         """The oldest step in flight is known, at `now_s`."""
         rids, decision = self.in_flight.popleft()
         assert len(rids) == len(n_accepted_B), "an outcome of another step than the oldest"
-        self.policy.observe(rids, decision.width, n_accepted_B)
+        self.policy.observe(rids, decision, n_accepted_B)
         if decision.seconds:
             self.clock.known(timed(rids, decision), now_s)
         self.account.add(decision, n_accepted_B)

@@ -17,6 +17,10 @@ not to follow noise.
 
 Everything here runs on the host, between steps, from counts that reached it anyway, one or two steps late. Ranks that
 are given the same counts and costs decide the same. Knows nothing of SGLang or torch.
+
+Where drafts fail they fail in clusters: right after a rejection the next one fails more often than some tokens later.
+So besides a width the policy chooses a rest, steps of one token between two drafts: of all cycles of r such steps and
+a draft of which w tokens are verified, the one with the highest (r + E_r(w)) / (r T(B, 1) + T(B, w)).
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from sglang_dflash.step_cost import Cost
 
@@ -33,6 +38,10 @@ EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lo
 MEMORY = 32  # steps after which an observation's weight has fallen to 1/e
 SETTLE = 32  # steps after which what steps were observed to take begins to count
 PRIOR = 4.0  # observations that a belief weighs as much as
+RESTS = 0, 1, 2, 4, 8  # steps of one token that are considered between two drafts
+RESTED = 6  # such steps after which waiting changes nothing more
+REST_MEMORY = 128  # drafts after which what was seen of rests weighs 1/e
+REST_PRIOR = 64.0  # accepted drafts that the belief that rest changes nothing weighs as much as
 
 
 class Acceptance:
@@ -123,25 +132,58 @@ def _seen(n_drafts: int) -> np.ndarray:
     return np.stack((reached_WAD, accepted_WAD), axis=2).astype(float)
 
 
+class Rhythm:
+    """How much more often drafts are accepted some tokens after the last draft than right after it.
+
+    Two factors on the number that is expected to be accepted, for a draft right after another and for one after
+    `RESTED` steps of one token, and a straight line between them. Each is accepted over expected, as a share of what
+    that is over all drafts, drawn to 1: how often drafts are accepted at all is not said here.
+    """
+
+    def __init__(self) -> None:
+        self.accepted_2, self.expected_2 = np.zeros(2), np.zeros(2)
+        self.keep = np.exp(-1 / REST_MEMORY)
+
+    def factor(self, rested: ArrayLike) -> np.ndarray:
+        """On the accepted drafts, after so many steps of one token."""
+        of_all = (self.accepted_2.sum() + 1) / (self.expected_2.sum() + 1)
+        after_draft, after_rest = (self.accepted_2 / of_all + REST_PRIOR) / (self.expected_2 + REST_PRIOR)
+        return after_draft + _share(rested) * (after_rest - after_draft)
+
+    def observe(self, rested: int, accepted: float, expected: float) -> None:
+        """A draft's outcome, the mean over the requests; `expected` with the factor."""
+        share = _share(rested)
+        parts_2 = np.array((1 - share, share))
+        self.accepted_2 = self.accepted_2 * self.keep + parts_2 * accepted
+        self.expected_2 = self.expected_2 * self.keep + parts_2 * expected / self.factor(rested)
+
+
+def _share(rested: ArrayLike) -> np.ndarray:
+    return np.minimum(np.asarray(rested) / RESTED, 1.0)
+
+
 class Decision(NamedTuple):
     """The width of a step, and what was expected of every width when it was chosen."""
 
     width: int
     committed: Mapping[int, float] = {}  # by width: tokens of one request
     seconds: Mapping[int, float] = {}  # by width: a step of the whole batch
+    rested: int = 0  # steps of one token before it, if it drafts
 
 
 class Outlook(NamedTuple):
     """What is best for some requests by what is known now, and what looking at full width is worth."""
 
     best: Decision
+    rest: int  # steps of one token before `best`
+    pause: Decision  # such a step
     look: Decision
     saving_s: float  # what looking may cost, by every step
     price_s: float  # of a look
 
 
 class Adaptive:
-    """The width with the most committed tokens per second.
+    """The width, and the rest, with the most committed tokens per second.
 
     Invariant: `outlook` is that of `rids`, or None where something has been learned since.
     """
@@ -151,11 +193,15 @@ class Adaptive:
     def __init__(self, widths: Sequence[int], acceptance: Acceptance, cost: Cost) -> None:
         """`widths` ascending, the last one the block."""
         self.widths = tuple(widths)
+        self.width_W = np.array(widths)
+        self.rest_R = np.array(RESTS if self.widths[0] == 1 else RESTS[:1])
         self.acceptance = acceptance
+        self.rhythm = Rhythm()
         self.cost = cost
         self.rids: Sequence[str] = ()
         self.outlook: Outlook | None = None
         self.saved_s = 0.0  # what looking may cost
+        self.n_rested = 0  # steps of one token since the last draft
         self.n_steps = 0
 
     def choose(self, rids: Sequence[str]) -> int:
@@ -169,36 +215,58 @@ class Adaptive:
             self.outlook = None
         if self.outlook is None or rids != self.rids:
             self.rids, self.outlook = rids, self._outlook(rids)
-        best, look, saving_s, price_s = self.outlook
+        best, rest, pause, look, saving_s, price_s = self.outlook
         self.saved_s = min(self.saved_s + saving_s, look.seconds[look.width])
-        if self.saved_s < price_s:
-            return best
-        self.saved_s -= price_s
-        return look
+        decision = best if self.n_rested >= rest else pause
+        # Where drafts rest, what is looked at is one that does not.
+        if self.saved_s >= price_s and (best.width == 1 or self.n_rested == 0):
+            self.saved_s -= price_s
+            decision = look
+        if decision.width == 1:
+            self.n_rested += 1
+            return decision
+        decision = decision._replace(rested=self.n_rested)
+        self.n_rested = 0
+        return decision
 
     def _outlook(self, rids: Sequence[str]) -> Outlook:
-        committed_N = self.acceptance.expected(rids).tolist()
-        seconds_W = self.cost.of(len(rids)).tolist()
-        rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(self.widths, seconds_W, strict=True)]
-        rate, best = max(zip(rate_W, range(len(rate_W)), strict=True))  # of equals the widest, which learns most
-        width = self.widths[best]
-        committed = committed_N[width - 1]
-        survival = committed - committed_N[width - 2] if width > 1 else 1.0
-        # The highest rate of a wider block, were all it adds accepted.
-        wider = zip(self.widths[best:], seconds_W[best:], strict=True)
-        hoped = max((committed + survival * (other - width)) / seconds for other, seconds in wider)
-        of_width = {w: committed_N[w - 1] for w in self.widths}, dict(zip(self.widths, seconds_W, strict=True))
+        committed_N = self.acceptance.expected(rids)
+        seconds_W = self.cost.of(len(rids))
+        most_W = self.width_W - 1
+        factor_R1 = self.rhythm.factor(self.rest_R)[:, None]
+        committed_RW = 1 + np.minimum(factor_R1 * (committed_N[most_W] - 1), most_W)
+        rest_R1 = self.rest_R[:, None]
+        rate_RW = (rest_R1 + committed_RW) / (rest_R1 * seconds_W[0] + seconds_W)
+        # Of equals the one that rests least and is widest, which learns most.
+        r, from_last = divmod(int(rate_RW[:, ::-1].argmax()), len(self.widths))
+        w = len(self.widths) - 1 - from_last
+        width, rate = self.widths[w], float(rate_RW[r, w])
+        looked_at = 0 if width > 1 else -1  # the rest of a look
+
+        def decision(width: int, r: int) -> Decision:
+            committed = dict(zip(self.widths, committed_RW[r].tolist(), strict=True))
+            return Decision(width, committed, dict(zip(self.widths, seconds_W.tolist(), strict=True)))
+
+        if r > 0:
+            hoped = self.widths[-1] / seconds_W[-1]
+        else:  # the highest rate of a wider block, were all it adds accepted
+            survival = committed_N[width - 1] - committed_N[width - 2] if width > 1 else 1.0
+            hoped = ((committed_RW[r, w] + survival * (self.width_W[w:] - width)) / seconds_W[w:]).max()
         return Outlook(
-            Decision(width, *of_width),
-            Decision(self.widths[-1], *of_width),
-            saving_s=EXPLORE * min(hoped / rate - 1, 1) * seconds_W[best],
-            price_s=seconds_W[-1] - committed_N[-1] / rate,  # beyond what as many tokens take at the best width
+            best=decision(width, r),
+            rest=int(self.rest_R[r]),
+            pause=decision(1, r),
+            look=decision(self.widths[-1], looked_at),
+            saving_s=EXPLORE * min(hoped / rate - 1, 1) * seconds_W[0 if r > 0 else w],
+            price_s=seconds_W[-1] - committed_RW[looked_at, -1] / rate,  # beyond as many tokens at the best rate
         )
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         """A step's outcome."""
+        width = decision.width
         self.acceptance.observe(rids, width, n_accepted_B)
         if width > 1:
+            self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.committed[width] - 1)
             self.outlook = None
 
     def seconds(self) -> dict[str, dict[str, float]]:

@@ -30,8 +30,8 @@ class Scripted:
         width = next(self.widths)
         return Decision(width, committed={width: 1.0}, seconds={width: width / 10})
 
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
-        self.heard.append((list(rids), width, list(n_accepted_B)))
+    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
+        self.heard.append((list(rids), decision.width, list(n_accepted_B)))
 
     def time(self, n_requests: int, width: int, seconds: float) -> None:
         self.timed.append((n_requests, width, pytest.approx(seconds)))

@@ -1,5 +1,6 @@
 """The width policy: what it believes, what it takes a step to cost, and what it makes of both."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_dflash.step_cost import StepCost
-from sglang_dflash.width import EXPLORE, MEMORY, PRIOR, SETTLE, Acceptance, Adaptive
+from sglang_dflash.width import EXPLORE, MEMORY, PRIOR, REST_MEMORY, RESTED, SETTLE, Acceptance, Adaptive, Rhythm
 
 N = 8  # block
 D = N - 1
@@ -286,10 +287,11 @@ def test_nothing_is_spent_where_nothing_can_be_won() -> None:
 @given(st.lists(steps(), max_size=30))
 def test_ranks_that_are_told_the_same_decide_the_same(history: list[Step]) -> None:
     ranks = [Adaptive(WIDTHS, Acceptance(D, 4 * len(RIDS)), StepCost(WIDTHS, {1: (1, 2, 2.5, 4)})) for _ in range(2)]
-    for rids, width, n_accepted_B in history:
-        assert ranks[0].choose(rids) == ranks[1].choose(rids)
+    for rids, _, n_accepted_B in history:
+        decision, other = [rank.decide(rids) for rank in ranks]
+        assert decision == other
         for rank in ranks:
-            rank.observe(rids, width, n_accepted_B)
+            rank.observe(rids, decision, [min(n, decision.width - 1) for n in n_accepted_B])
     assert ranks[0].saved_s == ranks[1].saved_s
 
 
@@ -320,8 +322,9 @@ def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
     for step in range(20 * SETTLE):
         widths = []
         for rank, policy in enumerate(ranks):
-            widths.append(policy.choose(["a"]))
-            policy.observe(["a"], widths[-1], [min(step % 3, widths[-1] - 1)])
+            decision = policy.decide(["a"])
+            widths.append(decision.width)
+            policy.observe(["a"], decision, [min(step % 3, widths[-1] - 1)])
             policy.time(1, widths[-1], 2.0 + rank + widths[-1] / 3)
         chosen.append(widths)
     assert all(a == b for a, b in chosen)
@@ -338,8 +341,9 @@ def test_it_follows(n_requests: int, n_looks: int) -> None:
     def run(n_steps: int, *, is_easy: bool) -> list[int]:
         chosen = []
         for _ in range(n_steps):
-            chosen.append(policy.choose(rids))
-            policy.observe(rids, chosen[-1], [is_easy * (chosen[-1] - 1)] * n_requests)
+            decision = policy.decide(rids)
+            chosen.append(decision.width)
+            policy.observe(rids, decision, [is_easy * (chosen[-1] - 1)] * n_requests)
         return chosen
 
     assert set(run(300, is_easy=True)) == {8}
@@ -348,3 +352,57 @@ def test_it_follows(n_requests: int, n_looks: int) -> None:
     assert hard.count(1) >= 0.99 * len(hard)
     easy = run(n_looks * look + 100, is_easy=True)
     assert set(easy[n_looks * look :]) == {8}
+
+
+# ------------------------------------------------------------------------------------------------------------- rests
+
+
+def test_where_one_kind_of_draft_is_seen_rest_changes_nothing() -> None:
+    for rested in (0, RESTED):
+        rhythm = Rhythm()
+        for _ in range(100):
+            rhythm.observe(rested, accepted=1.0, expected=4.0 * rhythm.factor(rested))
+        np.testing.assert_allclose(rhythm.factor([0, 1, 2, RESTED, 100]), 1.0, rtol=0.02)
+
+
+def test_the_factor_is_what_was_accepted_of_what_was_expected() -> None:
+    rhythm = Rhythm()
+    for _ in range(20 * REST_MEMORY):
+        for rested, accepted in ((0, 2.0), (RESTED, 6.0)):
+            rhythm.observe(rested, accepted, expected=4.0 * rhythm.factor(rested))
+    after_draft, half, after_rest = rhythm.factor([0, RESTED / 2, RESTED])
+    assert 0.5 <= after_draft < 0.75
+    assert 1.25 < after_rest <= 1.5
+    assert half == pytest.approx((after_draft + after_rest) / 2)
+
+
+def clustered(policy: Adaptive, n_tokens: int, seconds_W: Sequence[float]) -> tuple[float, Counter[int]]:
+    """Tokens per second of one request, and how often each width was chosen. A draft is accepted whole, but for the
+    four places after a step that drafted, where it fails."""
+    seconds, place, hard_until, widths = 0.0, 0, 0, Counter[int]()
+    while place < n_tokens:
+        decision = policy.decide(["a"])
+        width = decision.width
+        n_accepted = width - 1 if place >= hard_until else 0
+        policy.observe(["a"], decision, [n_accepted])
+        place += n_accepted + 1
+        hard_until = place + 4 if width > 1 else hard_until
+        seconds += seconds_W[WIDTHS.index(width)]
+        widths[width] += 1
+    return place / seconds, widths
+
+
+def test_drafts_rest_where_they_fail_right_after_one_another() -> None:
+    """A step of one token takes 1 s, a draft 4 s: four such steps and a draft of eight commit twelve tokens in 8 s."""
+    seconds_W = (1.0, 4.0, 4.0, 4.0)
+    policy = Adaptive(WIDTHS, Acceptance(D, 1), StepCost(WIDTHS, {1: seconds_W}))
+    clustered(policy, 4000, seconds_W)
+    rate, widths = clustered(policy, 4000, seconds_W)
+    assert rate > 1.3
+    assert widths[1] > 2 * widths[8] > 0
+
+
+def test_without_width_one_nothing_rests() -> None:
+    policy = Adaptive(WIDTHS[1:], Acceptance(D, 1), StepCost(WIDTHS[1:], {1: (4.0, 4.0, 4.0)}))
+    _, widths = clustered(policy, 1000, (9.9, 4.0, 4.0, 4.0))
+    assert 1 not in widths
