@@ -4,9 +4,13 @@ Whatever shares the server must not matter either: other requests, a prefix foun
 """
 
 import contextlib
+import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
@@ -31,6 +35,7 @@ class Serving(NamedTuple):
     pair: Pair
     prompts: list[list[int]]
     expected: list[list[int]]  # Transformers' continuations
+    trace: Path  # of its steps, if the variant has one
 
 
 @pytest.fixture(
@@ -50,8 +55,11 @@ def serving(
         pair = with_layers(pair, variant.draft_layers, tmp_path_factory.mktemp("draft"))
     prompts = questions(N_PROMPTS, variant.target)
     expected = [reference(prompt, MAX_NEW_TOKENS, variant.target) for prompt in prompts]
-    running = pool.get(target=variant.target, pair=pair, flags=variant.flags, env=dict(variant.env))
-    yield Serving(running, variant, pair, prompts, expected)
+    trace, env = tmp_path_factory.mktemp("trace"), dict(variant.env)
+    if variant.traces_widths:
+        env["SGLANG_DFLASH_WIDTH_TRACE"] = str(trace)
+    running = pool.get(target=variant.target, pair=pair, flags=variant.flags, env=env)
+    yield Serving(running, variant, pair, prompts, expected, trace)
     if variant is not VARIANTS["hybrid"]:  # other test modules use that one
         pool.drop(running)
 
@@ -81,6 +89,34 @@ def test_each_step_accepts_what_the_plain_torch_draft_accepts(serving: Serving) 
     for prompt in serving.prompts[:6]:
         answer = serving.server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
         assert steps(answer) == expert.accepted_histogram(prompt, MAX_NEW_TOKENS)
+
+
+def test_where_widths_change_each_draft_is_the_plain_torch_one_of_its_place(serving: Serving) -> None:
+    """Whatever was verified before it: many tokens a step or one, whose context K/V are written later."""
+    if not serving.variant.traces_widths:
+        pytest.skip("here every step verifies the whole block, or is not written down")
+    expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
+    asked = {f"traced-{i}": (prompt, serving.expected[i]) for i, prompt in enumerate(serving.prompts)}
+    there = {rid: expert.accepted_at(*one) for rid, one in asked.items()}
+
+    def ask(rid: str) -> None:
+        serving.server.generate(asked[rid][0], fields={"rid": rid}, max_new_tokens=MAX_NEW_TOKENS)
+
+    with ThreadPoolExecutor(8) as executor:
+        list(executor.map(ask, asked))
+    (file,) = serving.trace.iterdir()
+    place, width_before, compared = Counter[str](), dict[str, int](), Counter[bool]()
+    for line in map(json.loads, file.read_text().splitlines()):
+        width = line["width"]
+        for rid in line["accepted"].keys() & asked.keys():
+            n_accepted, at = line["accepted"][rid], place[rid]
+            if width > 1 and at + width <= len(there[rid]):  # the answer tells all that was verified
+                assert n_accepted == min(there[rid][at], width - 1), (rid, at, width)
+                compared[width_before.get(rid) == 1] += 1
+            place[rid] += n_accepted + 1
+            width_before[rid] = width
+    assert compared[False] > 20
+    assert compared[True] > 20 or "auto" in dict(serving.variant.env).values(), "hardly any draft after a step of one"
 
 
 def test_eight_at_a_time_in_any_order(serving: Serving) -> None:

@@ -17,6 +17,7 @@ class Variant(NamedTuple):
     draft_layers: tuple[str, ...] = ()  # layer types of the draft; (): as it was trained
     # Not under retraction, which repeats steps, nor with a window rounded up to pages, nor where widths change.
     knows_steps: bool = True
+    traces_widths: bool = False  # what every step verified and accepted is written down
 
     @property
     def caches_inside_text(self) -> bool:
@@ -47,7 +48,9 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
 VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED), full=True),
     "dense-pages-chunked-retract": Variant("dense", (*PAGES, *CHUNKED), RETRACT + RANDOM_WIDTHS, knows_steps=False),
-    "hybrid-random-widths": Variant("hybrid", (*NO_OVERLAP, *TRACK), RANDOM_WIDTHS, knows_steps=False),
+    "hybrid-random-widths": Variant(
+        "hybrid", (*NO_OVERLAP, *TRACK), RANDOM_WIDTHS, knows_steps=False, traces_widths=True
+    ),
     "hybrid": Variant("hybrid", (*TRACK, *PROCESSORS, *METRICS)),
     "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
     "hybrid-lazy-chunked": Variant("hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK), full=True),
@@ -58,6 +61,9 @@ VARIANTS = {
     "dense": Variant("dense", full=True),
     "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
     "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
+    "dense-window-random-widths": Variant(
+        "dense", window(64), RANDOM_WIDTHS, full=True, draft_window=64, knows_steps=False, traces_widths=True
+    ),
     "dense-window-pages": Variant("dense", (*window(64), *PAGES), RANDOM_WIDTHS, full=True, knows_steps=False),
     "hybrid-all-sliding": Variant("hybrid", TRACK, full=True, draft_layers=(SLIDING, SLIDING), draft_window=WINDOW),
     "dense-all-sliding": Variant(
@@ -65,13 +71,28 @@ VARIANTS = {
     ),
     "dense-some-sliding": Variant("dense", full=True, draft_layers=(SLIDING, FULL)),
     "hybrid-chosen-widths": Variant(
-        "hybrid", (*NO_OVERLAP, *TRACK), (("SGLANG_DFLASH_WIDTHS", "auto"),), full=True, knows_steps=False
+        "hybrid",
+        (*NO_OVERLAP, *TRACK),
+        (("SGLANG_DFLASH_WIDTHS", "auto"),),
+        full=True,
+        knows_steps=False,
+        traces_widths=True,
     ),
     "hybrid-lazy-random-widths": Variant(
-        "hybrid", (*strategy("extra_buffer_lazy"), *PAGES, *TRACK), RANDOM_WIDTHS, full=True, knows_steps=False
+        "hybrid",
+        (*strategy("extra_buffer_lazy"), *PAGES, *TRACK),
+        RANDOM_WIDTHS,
+        full=True,
+        knows_steps=False,
+        traces_widths=True,
     ),
     "hybrid-snapshot-random-widths": Variant(
-        "hybrid", TRACK, (*RANDOM_WIDTHS, ("SGLANG_DFLASH_GDN_STATE", "snapshot")), full=True, knows_steps=False
+        "hybrid",
+        TRACK,
+        (*RANDOM_WIDTHS, ("SGLANG_DFLASH_GDN_STATE", "snapshot")),
+        full=True,
+        knows_steps=False,
+        traces_widths=True,
     ),
     "hybrid-snapshot": Variant("hybrid", TRACK, (("SGLANG_DFLASH_GDN_STATE", "snapshot"),), full=True),
 }
