@@ -21,8 +21,13 @@ class Variant(NamedTuple):
 
     @property
     def caches_inside_text(self) -> bool:
-        """Whether a prefix that ends inside generated text can be resumed from."""
-        return self.target == "dense" or "--mamba-track-interval" in self.flags
+        """Whether a prefix that ends inside generated text can be resumed from.
+
+        With a window an attention-only target reads the last 64 tokens again: in whole pages, that begins before it.
+        """
+        if self.target == "dense":
+            return not ({*PAGES, *window(64)} <= {*self.flags})
+        return "--mamba-track-interval" in self.flags
 
 
 NO_OVERLAP = ("--disable-overlap-schedule",)
