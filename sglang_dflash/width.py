@@ -25,18 +25,19 @@ a draft of which w tokens are verified, the one with the highest (r + E_r(w)) / 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from sglang_dflash.step_cost import Cost
 
 EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lost by looking at them
 MEMORY = 32  # steps after which an observation's weight has fallen to 1/e
 SETTLE = 32  # steps after which what steps were observed to take begins to count
+REVIEW = 4  # drafts after which a width that has been the best for `MEMORY` of them is chosen anew; before that, one
 PRIOR = 4.0  # observations that a belief weighs as much as
 RESTS = 0, 1, 2, 4, 8  # steps of one token that are considered between two drafts
 RESTED = 6  # such steps after which waiting changes nothing more
@@ -141,25 +142,25 @@ class Rhythm:
     """
 
     def __init__(self) -> None:
-        self.accepted_2, self.expected_2 = np.zeros(2), np.zeros(2)
-        self.keep = np.exp(-1 / REST_MEMORY)
+        # Of drafts right after another, of rested ones; a draft in between counts for both in part.
+        self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
+        self.keep = math.exp(-1 / REST_MEMORY)
 
-    def factor(self, rested: ArrayLike) -> np.ndarray:
+    def factor(self, rested: float) -> float:
         """On the accepted drafts, after so many steps of one token."""
-        of_all = (self.accepted_2.sum() + 1) / (self.expected_2.sum() + 1)
-        after_draft, after_rest = (self.accepted_2 / of_all + REST_PRIOR) / (self.expected_2 + REST_PRIOR)
-        return after_draft + _share(rested) * (after_rest - after_draft)
+        of_all = (sum(self.accepted_2) + 1) / (sum(self.expected_2) + 1)
+        after_draft, after_rest = (
+            (accepted / of_all + REST_PRIOR) / (expected + REST_PRIOR)
+            for accepted, expected in zip(self.accepted_2, self.expected_2, strict=True)
+        )
+        return after_draft + min(rested / RESTED, 1) * (after_rest - after_draft)
 
     def observe(self, rested: int, accepted: float, expected: float) -> None:
         """A draft's outcome, the mean over the requests; `expected` with the factor."""
-        share = _share(rested)
-        parts_2 = np.array((1 - share, share))
-        self.accepted_2 = self.accepted_2 * self.keep + parts_2 * accepted
-        self.expected_2 = self.expected_2 * self.keep + parts_2 * expected / self.factor(rested)
-
-
-def _share(rested: ArrayLike) -> np.ndarray:
-    return np.minimum(np.asarray(rested) / RESTED, 1.0)
+        share, expected = min(rested / RESTED, 1), expected / self.factor(rested)
+        for i, part in enumerate((1 - share, share)):
+            self.accepted_2[i] = self.accepted_2[i] * self.keep + part * accepted
+            self.expected_2[i] = self.expected_2[i] * self.keep + part * expected
 
 
 class Decision(NamedTuple):
@@ -185,7 +186,8 @@ class Outlook(NamedTuple):
 class Adaptive:
     """The width, and the rest, with the most committed tokens per second.
 
-    Invariant: `outlook` is that of `rids`, or None where something has been learned since.
+    Invariant: `outlook` is that of `rids`, or None; since it was made nothing was learned, or what less than `REVIEW`
+    drafts say of a width that has long been the best.
     """
 
     name = "auto"
@@ -194,7 +196,8 @@ class Adaptive:
         """`widths` ascending, the last one the block."""
         self.widths = tuple(widths)
         self.width_W = np.array(widths)
-        self.rest_R = np.array(RESTS if self.widths[0] == 1 else RESTS[:1])
+        self.rests = RESTS if self.widths[0] == 1 else RESTS[:1]
+        self.rest_R1 = np.array(self.rests)[:, None]
         self.acceptance = acceptance
         self.rhythm = Rhythm()
         self.cost = cost
@@ -203,6 +206,7 @@ class Adaptive:
         self.saved_s = 0.0  # what looking may cost
         self.n_rested = 0  # steps of one token since the last draft
         self.n_steps = 0
+        self.width_before, self.n_alike = 0, 0  # of the last draft, and how many before it in a row had that width
 
     def choose(self, rids: Sequence[str]) -> int:
         return self.decide(rids).width
@@ -233,10 +237,9 @@ class Adaptive:
         committed_N = self.acceptance.expected(rids)
         seconds_W = self.cost.of(len(rids))
         most_W = self.width_W - 1
-        factor_R1 = self.rhythm.factor(self.rest_R)[:, None]
+        factor_R1 = np.array([self.rhythm.factor(rest) for rest in self.rests])[:, None]
         committed_RW = 1 + np.minimum(factor_R1 * (committed_N[most_W] - 1), most_W)
-        rest_R1 = self.rest_R[:, None]
-        rate_RW = (rest_R1 + committed_RW) / (rest_R1 * seconds_W[0] + seconds_W)
+        rate_RW = (self.rest_R1 + committed_RW) / (self.rest_R1 * seconds_W[0] + seconds_W)
         # Of equals the one that rests least and is widest, which learns most.
         r, from_last = divmod(int(rate_RW[:, ::-1].argmax()), len(self.widths))
         w = len(self.widths) - 1 - from_last
@@ -254,7 +257,7 @@ class Adaptive:
             hoped = ((committed_RW[r, w] + survival * (self.width_W[w:] - width)) / seconds_W[w:]).max()
         return Outlook(
             best=decision(width, r),
-            rest=int(self.rest_R[r]),
+            rest=self.rests[r],
             pause=decision(1, r),
             look=decision(self.widths[-1], looked_at),
             saving_s=EXPLORE * min(hoped / rate - 1, 1) * seconds_W[0 if r > 0 else w],
@@ -267,7 +270,10 @@ class Adaptive:
         self.acceptance.observe(rids, width, n_accepted_B)
         if width > 1:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.committed[width] - 1)
-            self.outlook = None
+            self.n_alike = self.n_alike + 1 if width == self.width_before else 0
+            self.width_before = width
+            if self.n_alike < MEMORY or self.n_alike % REVIEW == 0:
+                self.outlook = None
 
     def seconds(self) -> dict[str, dict[str, float]]:
         """By requests, then by width: what a step is believed to take."""
