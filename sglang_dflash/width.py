@@ -37,7 +37,7 @@ from sglang_dflash.step_cost import Cost
 EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lost by looking at them
 MEMORY = 32  # steps after which an observation's weight has fallen to 1/e
 SETTLE = 32  # steps after which what steps were observed to take begins to count
-REVIEW = 4  # drafts after which a width that has been the best for `MEMORY` of them is chosen anew; before that, one
+REVIEW = 8  # drafts after which a width that has been the best for `MEMORY` of them is chosen anew; before that, one
 PRIOR = 4.0  # observations that a belief weighs as much as
 RESTS = 0, 1, 2, 4, 8  # steps of one token that are considered between two drafts
 RESTED = 6  # such steps after which waiting changes nothing more
@@ -205,7 +205,7 @@ class Adaptive:
         self.outlook: Outlook | None = None
         self.saved_s = 0.0  # what looking may cost
         self.n_rested = 0  # steps of one token since the last draft
-        self.n_steps = 0
+        self.n_steps = self.n_timed = 0
         self.width_before, self.n_alike = 0, 0  # of the last draft, and how many before it in a row had that width
 
     def choose(self, rids: Sequence[str]) -> int:
@@ -280,5 +280,7 @@ class Adaptive:
         return self.cost.by_size()
 
     def time(self, n_requests: int, width: int, seconds: float) -> None:
-        """What a step took."""
-        self.cost.observe(n_requests, width, seconds)
+        """What a step took; of a width that has long been the best one in `REVIEW` is enough."""
+        self.n_timed += 1
+        if width != self.width_before or self.n_alike < MEMORY or self.n_timed % REVIEW == 0:
+            self.cost.observe(n_requests, width, seconds)
