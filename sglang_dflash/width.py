@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from sglang_dflash.step_cost import Cost
 
@@ -146,18 +147,18 @@ class Rhythm:
         self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
         self.keep = math.exp(-1 / REST_MEMORY)
 
-    def factor(self, rested: float) -> float:
-        """On the accepted drafts, after so many steps of one token."""
+    def factor(self, rested: ArrayLike) -> np.ndarray:
+        """On the accepted drafts, after so many steps of one token; of the same shape."""
         of_all = (sum(self.accepted_2) + 1) / (sum(self.expected_2) + 1)
         after_draft, after_rest = (
             (accepted / of_all + REST_PRIOR) / (expected + REST_PRIOR)
             for accepted, expected in zip(self.accepted_2, self.expected_2, strict=True)
         )
-        return after_draft + min(rested / RESTED, 1) * (after_rest - after_draft)
+        return after_draft + np.minimum(np.divide(rested, RESTED), 1) * (after_rest - after_draft)
 
     def observe(self, rested: int, accepted: float, expected: float) -> None:
         """A draft's outcome, the mean over the requests; `expected` with the factor."""
-        share, expected = min(rested / RESTED, 1), expected / self.factor(rested)
+        share, expected = min(rested / RESTED, 1), expected / float(self.factor(rested))
         for i, part in enumerate((1 - share, share)):
             self.accepted_2[i] = self.accepted_2[i] * self.keep + part * accepted
             self.expected_2[i] = self.expected_2[i] * self.keep + part * expected
@@ -196,8 +197,7 @@ class Adaptive:
         """`widths` ascending, the last one the block."""
         self.widths = tuple(widths)
         self.width_W = np.array(widths)
-        self.rests = RESTS if self.widths[0] == 1 else RESTS[:1]
-        self.rest_R1 = np.array(self.rests)[:, None]
+        self.rest_R1 = np.array(RESTS if self.widths[0] == 1 else RESTS[:1])[:, None]
         self.acceptance = acceptance
         self.rhythm = Rhythm()
         self.cost = cost
@@ -205,11 +205,8 @@ class Adaptive:
         self.outlook: Outlook | None = None
         self.saved_s = 0.0  # what looking may cost
         self.n_rested = 0  # steps of one token since the last draft
-        self.n_steps = self.n_timed = 0
+        self.n_steps = 0
         self.width_before, self.n_alike = 0, 0  # of the last draft, and how many before it in a row had that width
-
-    def choose(self, rids: Sequence[str]) -> int:
-        return self.decide(rids).width
 
     def decide(self, rids: Sequence[str]) -> Decision:
         """For the next step of these requests."""
@@ -237,8 +234,7 @@ class Adaptive:
         committed_N = self.acceptance.expected(rids)
         seconds_W = self.cost.of(len(rids))
         most_W = self.width_W - 1
-        factor_R1 = np.array([self.rhythm.factor(rest) for rest in self.rests])[:, None]
-        committed_RW = 1 + np.minimum(factor_R1 * (committed_N[most_W] - 1), most_W)
+        committed_RW = 1 + np.minimum(self.rhythm.factor(self.rest_R1) * (committed_N[most_W] - 1), most_W)
         rate_RW = (self.rest_R1 + committed_RW) / (self.rest_R1 * seconds_W[0] + seconds_W)
         # Of equals the one that rests least and is widest, which learns most.
         r, from_last = divmod(int(rate_RW[:, ::-1].argmax()), len(self.widths))
@@ -246,20 +242,20 @@ class Adaptive:
         width, rate = self.widths[w], float(rate_RW[r, w])
         looked_at = 0 if width > 1 else -1  # the rest of a look
 
-        def decision(width: int, r: int) -> Decision:
-            committed = dict(zip(self.widths, committed_RW[r].tolist(), strict=True))
-            return Decision(width, committed, dict(zip(self.widths, seconds_W.tolist(), strict=True)))
+        def by_width(values_W: np.ndarray) -> dict[int, float]:
+            return dict(zip(self.widths, values_W.tolist(), strict=True))
 
         if r > 0:
             hoped = self.widths[-1] / seconds_W[-1]
         else:  # the highest rate of a wider block, were all it adds accepted
             survival = committed_N[width - 1] - committed_N[width - 2] if width > 1 else 1.0
             hoped = ((committed_RW[r, w] + survival * (self.width_W[w:] - width)) / seconds_W[w:]).max()
+        best = Decision(width, by_width(committed_RW[r]), by_width(seconds_W))
         return Outlook(
-            best=decision(width, r),
-            rest=self.rests[r],
-            pause=decision(1, r),
-            look=decision(self.widths[-1], looked_at),
+            best=best,
+            rest=int(self.rest_R1[r, 0]),
+            pause=best._replace(width=1),
+            look=Decision(self.widths[-1], by_width(committed_RW[looked_at]), best.seconds),
             saving_s=EXPLORE * min(hoped / rate - 1, 1) * seconds_W[0 if r > 0 else w],
             price_s=seconds_W[-1] - committed_RW[looked_at, -1] / rate,  # beyond as many tokens at the best rate
         )
@@ -272,7 +268,7 @@ class Adaptive:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.committed[width] - 1)
             self.n_alike = self.n_alike + 1 if width == self.width_before else 0
             self.width_before = width
-            if self.n_alike < MEMORY or self.n_alike % REVIEW == 0:
+            if self._listens():
                 self.outlook = None
 
     def seconds(self) -> dict[str, dict[str, float]]:
@@ -281,6 +277,9 @@ class Adaptive:
 
     def time(self, n_requests: int, width: int, seconds: float) -> None:
         """What a step took; of a width that has long been the best one in `REVIEW` is enough."""
-        self.n_timed += 1
-        if width != self.width_before or self.n_alike < MEMORY or self.n_timed % REVIEW == 0:
+        if width != self.width_before or self._listens():
             self.cost.observe(n_requests, width, seconds)
+
+    def _listens(self) -> bool:
+        """Whether the last draft says enough: always, but for a width that has long been the best."""
+        return self.n_alike < MEMORY or self.n_alike % REVIEW == 0

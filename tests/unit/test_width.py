@@ -9,7 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_dflash.step_cost import StepCost
-from sglang_dflash.width import EXPLORE, MEMORY, PRIOR, REST_MEMORY, RESTED, SETTLE, Acceptance, Adaptive, Rhythm
+from sglang_dflash.width import (
+    EXPLORE,
+    MEMORY,
+    PRIOR,
+    REST_MEMORY,
+    RESTED,
+    REVIEW,
+    SETTLE,
+    Acceptance,
+    Adaptive,
+    Rhythm,
+)
 
 N = 8  # block
 D = N - 1
@@ -245,7 +256,7 @@ def test_the_best_of_all_widths_is_taken(conditional: float, seconds_W: list[flo
     """On any cost, stairs or not, the first choice has the highest rate, unless it looks for nearly nothing."""
     committed_N = committed(conditional)
     rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(WIDTHS, seconds_W, strict=True)]
-    chosen = WIDTHS.index(adaptive(committed_N, seconds_W).choose(["a"]))
+    chosen = WIDTHS.index(adaptive(committed_N, seconds_W).decide(["a"]).width)
     assert rate_W[chosen] >= max(rate_W) * (1 - 2 * EXPLORE) or chosen == len(WIDTHS) - 1
     if chosen != len(WIDTHS) - 1:
         assert rate_W[chosen] == max(rate_W)
@@ -253,14 +264,14 @@ def test_the_best_of_all_widths_is_taken(conditional: float, seconds_W: list[flo
 
 def test_a_worse_neighbour_hides_nothing() -> None:
     """Width 4 is not worth its step up, width 8 is: it lies on the same stair."""
-    assert adaptive(committed(0.6), (1.0, 1.1, 3.0, 3.0)).choose(["a"]) == 2
-    assert adaptive(committed(0.98), (1.0, 1.1, 3.0, 3.0)).choose(["a"]) == 8
+    assert adaptive(committed(0.6), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 2
+    assert adaptive(committed(0.98), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 8
 
 
 def test_of_equals_the_widest_is_taken() -> None:
     for seconds_W, widest in (((1, 2, 4, 8), 8), ((9, 2, 4, 80), 4)):
         policy = adaptive(range(1, N + 1), seconds_W)
-        assert [policy.choose(["a"]) for _ in range(100)] == [widest] * 100
+        assert [policy.decide(["a"]).width for _ in range(100)] == [widest] * 100
 
 
 @settings(deadline=None)
@@ -268,7 +279,7 @@ def test_of_equals_the_widest_is_taken() -> None:
 def test_looking_costs_at_most_a_share_of_the_time(conditional: float, seconds_W: list[float]) -> None:
     committed_N = committed(conditional)
     policy = adaptive(committed_N, seconds_W)
-    chosen = [WIDTHS.index(policy.choose(["a"])) for _ in range(1000)]
+    chosen = [WIDTHS.index(policy.decide(["a"]).width) for _ in range(1000)]
     seconds = sum(seconds_W[w] for w in chosen)
     best = max(committed_N[width - 1] / seconds_W[w] for w, width in enumerate(WIDTHS))
     lost = seconds - sum(committed_N[WIDTHS[w] - 1] for w in chosen) / best
@@ -278,9 +289,9 @@ def test_looking_costs_at_most_a_share_of_the_time(conditional: float, seconds_W
 def test_nothing_is_spent_where_nothing_can_be_won() -> None:
     """Of a thousand steps one accepts all of width 4: even certainty beyond would not pay for a longer step."""
     policy = adaptive(committed(0.1), (9.0, 9.0, 1.0, 1.8))
-    assert {policy.choose(["a"]) for _ in range(5000)} == {4}
+    assert {policy.decide(["a"]).width for _ in range(5000)} == {4}
     hopeful = adaptive(committed(0.9), (9.0, 9.0, 1.0, 1.8))
-    assert {hopeful.choose(["a"]) for _ in range(5000)} == {4, 8}
+    assert {hopeful.decide(["a"]).width for _ in range(5000)} == {4, 8}
 
 
 @settings(deadline=None)
@@ -400,6 +411,18 @@ def test_drafts_rest_where_they_fail_right_after_one_another() -> None:
     rate, widths = clustered(policy, 4000, seconds_W)
     assert rate > 1.3
     assert widths[1] > 2 * widths[8] > 0
+
+
+def test_a_width_that_is_drafted_every_other_step_is_still_timed() -> None:
+    """One in `REVIEW` of its own steps, whatever runs in between."""
+    policy = Adaptive(WIDTHS, Acceptance(D, 1), StepCost(WIDTHS, {1: (1.0, 4.0, 4.0, 4.0)}))
+    wide = policy.decide(["a"])._replace(width=8)
+    for seconds in [4.0] * 100 * REVIEW + [2.0] * 400 * REVIEW:
+        policy.observe(["a"], wide, [D])
+        policy.time(1, 8, seconds)
+        policy.time(1, 1, 1.0)
+    policy.cost.settle()
+    assert policy.cost.of(1)[-1] == pytest.approx(2.0, rel=0.05)
 
 
 def test_without_width_one_nothing_rests() -> None:
