@@ -1,7 +1,7 @@
 """Check tensors against the shapes their names promise: `tokens_BN` has two dimensions, B and N.
 
 One letter is one size within a call, so the suffixes are the contract and there is nothing else to keep in step.
-These checks run on every decode step: Python integers only, nothing that waits for a device.
+These checks run in decode steps: Python integers only, nothing that waits for a device.
 """
 
 import torch
