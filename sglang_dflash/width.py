@@ -31,14 +31,13 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from sglang_dflash.step_cost import Cost
 
 EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lost by looking at them
 MEMORY = 32  # steps after which an observation's weight has fallen to 1/e
 SETTLE = 32  # steps after which what steps were observed to take begins to count
-REVIEW = 8  # drafts after which a width that has been the best for `MEMORY` of them is chosen anew; before that, one
+REVIEW = 8  # drafts after which a width that has been the best for as many is chosen anew; before that, one
 PRIOR = 4.0  # observations that a belief weighs as much as
 RESTS = 0, 1, 2, 4, 8  # steps of one token that are considered between two drafts
 RESTED = 6  # such steps after which waiting changes nothing more
@@ -63,37 +62,47 @@ class Acceptance:
         self.batch_2D = np.zeros((2, n_drafts))
         # Believed of a position when it was last reached. At the start the best of the first: that looks at everything.
         self.lasting_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)
-        self.keep = np.exp(-1 / MEMORY)
-        self.n_unheard = 0  # steps that nothing has aged by
+        self.keep = math.exp(-1 / MEMORY)
         self.seen_WA2D = _seen(n_drafts)
+        # Steps not counted yet: how many were observed before, width, accepted. All of these requests.
+        self.unheard: list[tuple[int, int, Sequence[int]]] = []
+        self.unheard_rids: Sequence[str] = ()
+        self.n_observed = self.n_heard = 0
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
         """A step at `width` accepted the first n of its width - 1 drafts."""
-        self.n_unheard += 1
-        if width == 1:  # which says nothing
+        if width > 1:  # a step of one token says nothing, but time passes
+            if rids != self.unheard_rids or len(self.unheard) == REVIEW:
+                self._hear()
+                self.unheard_rids = rids
+            self.unheard.append((self.n_observed, width, n_accepted_B))
+        self.n_observed += 1
+
+    def _hear(self) -> None:
+        """Count what was observed since the last time, and forget as much as time has passed."""
+        kept = self.keep ** (self.n_observed - self.n_heard)
+        self.n_heard = self.n_observed
+        self.counts_R2D *= kept
+        self.batch_2D *= kept
+        if not self.unheard:
             return
-        self._age()
-        rows_B = self._rows(rids)
-        seen_B2D = self.seen_WA2D[width].take(n_accepted_B, axis=0)
-        self.counts_R2D[rows_B] += seen_B2D
+        when_K, width_K, accepted_KB = zip(*self.unheard, strict=True)
+        self.unheard.clear()
+        weight_K = self.keep ** (self.n_observed - 1 - np.array(when_K))
+        seen_KB2D = self.seen_WA2D[np.array(width_K)[:, None], accepted_KB]
+        seen_B2D = np.tensordot(weight_K, seen_KB2D, axes=1)
+        self.counts_R2D[self._rows(self.unheard_rids)] += seen_B2D
         seen_2D = np.add.reduce(seen_B2D)
         self.batch_2D += seen_2D
-        most = len(rows_B) / (1 - self.keep)  # what a batch of this size comes to in the end
+        most = len(seen_B2D) / (1 - self.keep)  # what a batch of this size comes to in the end
         if self.batch_2D[0, 0] > most:  # a larger one was here, whose steps said more: it must not be heard for longer
             self.batch_2D *= most / self.batch_2D[0, 0]
         n_reached = np.count_nonzero(seen_2D[0])
         self.lasting_D[:n_reached] = self._of_batch()[:n_reached]
 
-    def _age(self) -> None:
-        """Forget as much as the steps since the last time make one forget."""
-        keep = self.keep**self.n_unheard
-        self.counts_R2D *= keep
-        self.batch_2D *= keep
-        self.n_unheard = 0
-
     def expected(self, rids: Sequence[str]) -> np.ndarray:
         """E(1) .. E(N), the mean over the requests."""
-        self._age()
+        self._hear()
         batch_D = self._of_batch()
         drawn_to_2D = PRIOR * np.array(([1.0] * len(batch_D), batch_D))
         counts_B2D = self.counts_R2D.take(self._rows(rids), axis=0) + drawn_to_2D
@@ -147,18 +156,18 @@ class Rhythm:
         self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
         self.keep = math.exp(-1 / REST_MEMORY)
 
-    def factor(self, rested: ArrayLike) -> np.ndarray:
-        """On the accepted drafts, after so many steps of one token; of the same shape."""
+    def factor(self, rested: int) -> float:
+        """On the accepted drafts, after so many steps of one token."""
         of_all = (sum(self.accepted_2) + 1) / (sum(self.expected_2) + 1)
         after_draft, after_rest = (
             (accepted / of_all + REST_PRIOR) / (expected + REST_PRIOR)
             for accepted, expected in zip(self.accepted_2, self.expected_2, strict=True)
         )
-        return after_draft + np.minimum(np.divide(rested, RESTED), 1) * (after_rest - after_draft)
+        return after_draft + min(rested / RESTED, 1) * (after_rest - after_draft)
 
     def observe(self, rested: int, accepted: float, expected: float) -> None:
         """A draft's outcome, the mean over the requests; `expected` with the factor."""
-        share, expected = min(rested / RESTED, 1), expected / float(self.factor(rested))
+        share, expected = min(rested / RESTED, 1), expected / self.factor(rested)
         for i, part in enumerate((1 - share, share)):
             self.accepted_2[i] = self.accepted_2[i] * self.keep + part * accepted
             self.expected_2[i] = self.expected_2[i] * self.keep + part * expected
@@ -197,7 +206,8 @@ class Adaptive:
         """`widths` ascending, the last one the block."""
         self.widths = tuple(widths)
         self.width_W = np.array(widths)
-        self.rest_R1 = np.array(RESTS if self.widths[0] == 1 else RESTS[:1])[:, None]
+        self.rests = RESTS if self.widths[0] == 1 else RESTS[:1]
+        self.rest_R1 = np.array(self.rests)[:, None]
         self.acceptance = acceptance
         self.rhythm = Rhythm()
         self.cost = cost
@@ -226,15 +236,17 @@ class Adaptive:
         if decision.width == 1:
             self.n_rested += 1
             return decision
-        decision = decision._replace(rested=self.n_rested)
-        self.n_rested = 0
+        if self.n_rested > 0:
+            decision = decision._replace(rested=self.n_rested)
+            self.n_rested = 0
         return decision
 
     def _outlook(self, rids: Sequence[str]) -> Outlook:
         committed_N = self.acceptance.expected(rids)
         seconds_W = self.cost.of(len(rids))
         most_W = self.width_W - 1
-        committed_RW = 1 + np.minimum(self.rhythm.factor(self.rest_R1) * (committed_N[most_W] - 1), most_W)
+        factor_R1 = np.array([[self.rhythm.factor(rest)] for rest in self.rests])
+        committed_RW = 1 + np.minimum(factor_R1 * (committed_N[most_W] - 1), most_W)
         rate_RW = (self.rest_R1 + committed_RW) / (self.rest_R1 * seconds_W[0] + seconds_W)
         # Of equals the one that rests least and is widest, which learns most.
         r, from_last = divmod(int(rate_RW[:, ::-1].argmax()), len(self.widths))
@@ -253,7 +265,7 @@ class Adaptive:
         best = Decision(width, by_width(committed_RW[r]), by_width(seconds_W))
         return Outlook(
             best=best,
-            rest=int(self.rest_R1[r, 0]),
+            rest=self.rests[r],
             pause=best._replace(width=1),
             look=Decision(self.widths[-1], by_width(committed_RW[looked_at]), best.seconds),
             saving_s=EXPLORE * min(hoped / rate - 1, 1) * seconds_W[0 if r > 0 else w],
@@ -282,4 +294,4 @@ class Adaptive:
 
     def _listens(self) -> bool:
         """Whether the last draft says enough: always, but for a width that has long been the best."""
-        return self.n_alike < MEMORY or self.n_alike % REVIEW == 0
+        return self.n_alike < REVIEW or self.n_alike % REVIEW == 0

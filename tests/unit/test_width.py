@@ -107,6 +107,7 @@ def test_belief_in_what_was_seen_before_is_what_was_seen() -> None:
 
 def test_a_failure_ends_what_a_step_says() -> None:
     acceptance = taught([(["a", "b"], N, [0, 3])])
+    acceptance.expected(["a"])  # which counts what was observed
     assert acceptance.batch_2D[0].tolist() == [2, 1, 1, 1, 0, 0, 0]
     assert acceptance.batch_2D[1].tolist() == [1, 1, 1, 0, 0, 0, 0]
 
