@@ -86,11 +86,13 @@ class Acceptance:
         self.batch_2D *= kept
         if not self.unheard:
             return
-        when_K, width_K, accepted_KB = zip(*self.unheard, strict=True)
+        # What each step says weighs less the more steps came after it.
+        seen_KB2D = [
+            self.seen_WA2D[width].take(n_accepted_B, axis=0) * self.keep ** (self.n_observed - 1 - when)
+            for when, width, n_accepted_B in self.unheard
+        ]
         self.unheard.clear()
-        weight_K = self.keep ** (self.n_observed - 1 - np.array(when_K))
-        seen_KB2D = self.seen_WA2D[np.array(width_K)[:, None], accepted_KB]
-        seen_B2D = np.tensordot(weight_K, seen_KB2D, axes=1)
+        seen_B2D = np.add.reduce(seen_KB2D)
         self.counts_R2D[self._rows(self.unheard_rids)] += seen_B2D
         seen_2D = np.add.reduce(seen_B2D)
         self.batch_2D += seen_2D
@@ -156,21 +158,21 @@ class Rhythm:
         self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
         self.keep = math.exp(-1 / REST_MEMORY)
 
-    def factor(self, rested: int) -> float:
-        """On the accepted drafts, after so many steps of one token."""
+    def factors(self, *rests: int) -> list[float]:
+        """On the accepted drafts, for each number of steps of one token before them."""
         of_all = (sum(self.accepted_2) + 1) / (sum(self.expected_2) + 1)
         after_draft, after_rest = (
             (accepted / of_all + REST_PRIOR) / (expected + REST_PRIOR)
             for accepted, expected in zip(self.accepted_2, self.expected_2, strict=True)
         )
-        return after_draft + min(rested / RESTED, 1) * (after_rest - after_draft)
+        return [after_draft + min(rested / RESTED, 1) * (after_rest - after_draft) for rested in rests]
 
     def observe(self, rested: int, accepted: float, expected: float) -> None:
         """A draft's outcome, the mean over the requests; `expected` with the factor."""
-        share, expected = min(rested / RESTED, 1), expected / self.factor(rested)
+        share, (factor,) = min(rested / RESTED, 1), self.factors(rested)
         for i, part in enumerate((1 - share, share)):
             self.accepted_2[i] = self.accepted_2[i] * self.keep + part * accepted
-            self.expected_2[i] = self.expected_2[i] * self.keep + part * expected
+            self.expected_2[i] = self.expected_2[i] * self.keep + part * expected / factor
 
 
 class Decision(NamedTuple):
@@ -245,8 +247,8 @@ class Adaptive:
         committed_N = self.acceptance.expected(rids)
         seconds_W = self.cost.of(len(rids))
         most_W = self.width_W - 1
-        factor_R1 = np.array([[self.rhythm.factor(rest)] for rest in self.rests])
-        committed_RW = 1 + np.minimum(factor_R1 * (committed_N[most_W] - 1), most_W)
+        factor_R = np.array(self.rhythm.factors(*self.rests))
+        committed_RW = 1 + np.minimum(factor_R[:, None] * (committed_N[most_W] - 1), most_W)
         rate_RW = (self.rest_R1 + committed_RW) / (self.rest_R1 * seconds_W[0] + seconds_W)
         # Of equals the one that rests least and is widest, which learns most.
         r, from_last = divmod(int(rate_RW[:, ::-1].argmax()), len(self.widths))

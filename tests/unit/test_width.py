@@ -373,16 +373,16 @@ def test_where_one_kind_of_draft_is_seen_rest_changes_nothing() -> None:
     for rested in (0, RESTED):
         rhythm = Rhythm()
         for _ in range(100):
-            rhythm.observe(rested, accepted=1.0, expected=4.0 * rhythm.factor(rested))
-        np.testing.assert_allclose([rhythm.factor(n) for n in (0, 1, 2, RESTED, 100)], 1.0, rtol=0.02)
+            rhythm.observe(rested, accepted=1.0, expected=4.0 * rhythm.factors(rested)[0])
+        np.testing.assert_allclose(rhythm.factors(0, 1, 2, RESTED, 100), 1.0, rtol=0.02)
 
 
 def test_the_factor_is_what_was_accepted_of_what_was_expected() -> None:
     rhythm = Rhythm()
     for _ in range(20 * REST_MEMORY):
         for rested, accepted in ((0, 2.0), (RESTED, 6.0)):
-            rhythm.observe(rested, accepted, expected=4.0 * rhythm.factor(rested))
-    after_draft, half, after_rest = [rhythm.factor(n) for n in (0, RESTED / 2, RESTED)]
+            rhythm.observe(rested, accepted, expected=4.0 * rhythm.factors(rested)[0])
+    after_draft, half, after_rest = rhythm.factors(0, RESTED // 2, RESTED)
     assert 0.5 <= after_draft < 0.75
     assert 1.25 < after_rest <= 1.5
     assert half == pytest.approx((after_draft + after_rest) / 2)
