@@ -5,19 +5,22 @@
 
 Six servers: no speculation, ours verifying always 1, 4, 8 or 16 tokens, and ours choosing. Workloads: `easy`, held-out
 questions like those the pair was trained on; `hard`, questions unlike them, of whose drafts fewer are accepted;
-`hopeless`, of whose drafts hardly any are; `changing`, easy, hopeless and easy again without a break. The order:
+`hopeless`, of whose drafts hardly any are; `changing`, easy, hopeless and easy again without a break.
+
+Each repeat has servers of its own, for two processes started alike differ by up to 2 %. In each:
 
 1. The server that chooses starts alone, for it measures what its steps cost; then the others. From then on at most one
    runs: the others are paused (SIGSTOP).
 2. Gate: every arm answers every workload at its highest concurrency. Unless all answers are those without speculation,
    token for token, the program ends here and shows no speed. The server that chooses answers at every concurrency: when
    measuring begins it has seen all workloads in batches of every size, as one has that served for a while.
-3. Repeats: in each, every arm answers every workload at every concurrency, a few prompts at a time: then the next arm
-   has its turn, in an order that rotates. Each part starts from an empty prefix cache and is preceded by a short
-   unmeasured one. Its answers are compared as well.
-4. The changing workload, once, and the width of every step of it.
-5. A Markdown table, a JSON document and a plot of it under `launch/results/`; the last line of stdout is the JSON
-   file's path.
+3. Every arm answers every workload at every concurrency, a few prompts at a time: then the next arm has its turn, in an
+   order that rotates. Each part starts from an empty prefix cache and is preceded by a short unmeasured one. Its
+   answers are compared as well.
+4. In the first repeat, the changing workload and the width of every step of it.
+
+Then a Markdown table, a JSON document and a plot of it under `launch/results/`; the last line of stdout is the JSON
+file's path. Ctrl-C, or SIGINT at a time limit, ends it with the repeats that are whole; the first must be.
 """
 
 import argparse
@@ -25,9 +28,9 @@ import json
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ from launch import measure, report, tiny, width_report
 from launch.bench_serve import N_WARM_UP, RESULTS, GateError
 from launch.tiny import Arm, require_worker
 from launch.width_report import AUTO, OFF, STATIC, Step
-from launch.width_workloads import ABOUT, ASKED, PER_PLACE, Workload, make_workloads
+from launch.width_workloads import PER_PLACE, Workload, make_workloads
 from sglang_dflash.bench.compare import differences
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import EVERYTHING, Run, joined, rotated, slices
@@ -177,23 +180,41 @@ def start_all(servers: dict[str, Server], console: Console) -> None:
             servers[arm].pause()
 
 
-def measure_all(bench: Bench, repeats: int, console: Console) -> list[dict[str, Any]]:
-    """Every repeat, interleaved. One row per arm, workload, concurrency and repeat."""
+@contextmanager
+def serving(workloads: Sequence[Workload], port: int, console: Console) -> Iterator[Bench]:
+    """Six servers, of which every one answers as without speculation; stopped afterwards.
+
+    Raises:
+        GateError: one does not.
+        ServerError: see `start_all`.
+    """
+    traces = tiny.RUN_DIR / f"width-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
+    servers = make_servers(traces, port)
+    with ExitStack() as stack:
+        for server in servers.values():
+            stack.callback(server.stop)
+        start_all(servers, console)
+        bench = Bench(servers, workloads, traces)
+        with console.status("comparing answers"):
+            bench.gate()
+        console.print("[green]✔[/] the same answers from all six, token for token")
+        yield bench
+
+
+def measure_all(bench: Bench, repeat: int) -> list[dict[str, Any]]:
+    """One repeat, interleaved. One row per arm, workload and concurrency."""
     rows = []
-    for repeat in range(repeats):
-        console.print(f"repeat {repeat + 1} of {repeats}")
-        for workload in bench.workloads:
-            for concurrency in workload.concurrency:
-                runs, steps = defaultdict[str, list[Run]](list), defaultdict[str, list[Step]](list)
-                for turn, part in enumerate(slices(len(workload.at(concurrency)), concurrency), start=repeat * 2):
-                    for arm in rotated(ARMS, turn):
-                        run, its_steps = bench.run(arm, workload, concurrency, part)
-                        runs[arm].append(run)
-                        steps[arm] += its_steps
-                rows += [
-                    width_report.row(arm, workload.name, concurrency, repeat, joined(runs[arm]), steps[arm])
-                    for arm in runs
-                ]
+    for workload in bench.workloads:
+        for concurrency in workload.concurrency:
+            runs, steps = defaultdict[str, list[Run]](list), defaultdict[str, list[Step]](list)
+            for turn, part in enumerate(slices(len(workload.at(concurrency)), concurrency), start=repeat * 2):
+                for arm in rotated(ARMS, turn):
+                    run, its_steps = bench.run(arm, workload, concurrency, part)
+                    runs[arm].append(run)
+                    steps[arm] += its_steps
+            rows += [
+                width_report.row(arm, workload.name, concurrency, repeat, joined(runs[arm]), steps[arm]) for arm in runs
+            ]
     return rows
 
 
@@ -213,8 +234,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in zip(("concurrency", "repeats", "num_prompts"), usual, strict=True):
         if vars(options)[name] is None:
             setattr(options, name, value)
-    if options.num_prompts > len(ASKED) * len(ABOUT):
-        parser.error(f"--num-prompts: there are {len(ASKED) * len(ABOUT)} hard ones; ask for no more")
     if max(options.concurrency) > BATCH:
         parser.error(f"--concurrency: the servers run {BATCH} requests at once; name no more")
     return options
@@ -224,18 +243,17 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     options = parse(arguments)
     end_on_sigterm()
     console = Console()
-    traces = tiny.RUN_DIR / f"width-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    servers = make_servers(traces, options.port)
-    with ExitStack() as stack:
-        for server in servers.values():
-            stack.callback(server.stop)
-        start_all(servers, console)
-        bench = Bench(servers, make_workloads(options), traces)
-        with console.status("comparing answers"):
-            bench.gate()
-        console.print("[green]✔[/] the same answers from all six, token for token")
-        rows = measure_all(bench, options.repeats, console)
-        steps = bench.change()
+    rows, workloads = list[dict[str, Any]](), make_workloads(options)
+    try:
+        for repeat in range(options.repeats):
+            console.print(f"repeat {repeat + 1} of {options.repeats}")
+            with serving(workloads, options.port, console) as bench:
+                rows += measure_all(bench, repeat)
+                if repeat == 0:
+                    steps = bench.change()
+    except KeyboardInterrupt:
+        if not rows:
+            raise
     command = shlex.join(["python", "-m", "launch.bench_width", *arguments])
     document = width_report.document(bench, rows, steps, change_concurrency=CHANGE_CONCURRENCY, command=command)
     print(width_report.table(document))

@@ -11,7 +11,7 @@ from sglang_dflash.bench.prompts import asked, held_out
 
 HARD_CONCURRENCY = (1, 8)
 # Prompts of a run: enough that its requests' starts and ends, when few run, weigh little.
-LEAST, PER_PLACE = 8, 3
+LEAST, PER_PLACE = 16, 4
 HARD = "everyday questions in English, of which the tiny corpus has none"
 ASKED = (
     "Explain {} to a child.",
@@ -41,9 +41,7 @@ class Workload(NamedTuple):
 
 
 def hard_questions(n: int) -> list[str]:
-    questions = [question.format(subject) for subject in ABOUT for question in ASKED]
-    assert n <= len(questions), f"{n} prompts are asked for, and there are {len(questions)} hard ones"
-    return questions[:n]
+    return [question.format(subject) for subject in ABOUT for question in ASKED][:n]
 
 
 def hopeless_prompts(n: int, seed: int = 42) -> list[list[int]]:
@@ -53,11 +51,12 @@ def hopeless_prompts(n: int, seed: int = 42) -> list[list[int]]:
 
 def make_workloads(options: argparse.Namespace) -> list[Workload]:
     n = options.num_prompts
+    n_hard = min(n, PER_PLACE * max(HARD_CONCURRENCY))
     easy = tokenize(held_out(n), tiny.HYBRID.target, thinking=True)
-    hard = tokenize([asked(question) for question in hard_questions(n)], tiny.HYBRID.target, thinking=True)
+    hard = tokenize([asked(question) for question in hard_questions(n_hard)], tiny.HYBRID.target, thinking=True)
     answer = {"max_new_tokens": options.max_new_tokens}
     return [
         Workload("easy", "held-out questions of the tiny corpus", easy, answer, options.concurrency),
         Workload("hard", HARD, hard, answer, HARD_CONCURRENCY),
-        Workload("hopeless", HOPELESS, hopeless_prompts(n), HOPELESS_SAMPLING, HARD_CONCURRENCY),
+        Workload("hopeless", HOPELESS, hopeless_prompts(n_hard), HOPELESS_SAMPLING, HARD_CONCURRENCY),
     ]
