@@ -38,10 +38,12 @@ class StepCost:
     """
 
     # Standard deviations, in shares of a step's time.
-    NOISE = 0.1  # of one step
-    LAUNCH = 0.03  # of what launch says of one width against the others
+    NOISE = 0.05  # of one step
+    UNSEEN = 0.5  # of what launch did not see, at all widths
+    LAUNCH = 0.05  # of what launch says of one width against the others
     DRIFT = 0.01  # of all widths of a batch size, from step to step
     OWN_DRIFT = 0.001  # of one width against the others, from step to step
+    DISTURBED = 2  # standard deviations; a step further off counts as no further: now and then one takes twice as long
 
     def __init__(
         self,
@@ -57,7 +59,7 @@ class StepCost:
         self.widths = tuple(widths)
         self.sizes = sorted(seconds)
         self.measured_SW = np.array([seconds[size] for size in self.sizes], dtype=float)
-        self.common_S = np.ones(len(self.sizes))  # variances: of what all widths of a batch size have in common,
+        self.common_S = np.full(len(self.sizes), self.UNSEEN**2)  # variances: of what all widths have in common,
         self.own_SW = np.full(self.measured_SW.shape, self.LAUNCH**2)  # and of what is a width's own
         self.agree = agree
         self.settle()
@@ -72,10 +74,10 @@ class StepCost:
         return self._at(self.agreed_SW, n_requests)
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
-        """A real step. One that took twice as long as expected was disturbed, and counts as twice as long."""
+        """A real step."""
         w = self.widths.index(width)
         expected = self._at(self.measured_SW, n_requests)[w]
-        error = min(seconds / expected, 2) - 1
+        error = seconds / expected - 1
         i, share = self._between(n_requests)
         for size, weight in ((i, 1 - share), (i + 1, share)):
             if weight:
@@ -86,7 +88,10 @@ class StepCost:
         self.common_S[size] += self.DRIFT**2
         self.own_SW[size] += self.OWN_DRIFT**2
         common, own = self.common_S[size], self.own_SW[size, w]
-        gain = weight / (common + own + self.NOISE**2)
+        variance = common + own + self.NOISE**2
+        most = self.DISTURBED * variance**0.5
+        error = min(max(error, -most), most)
+        gain = weight / variance
         self.measured_SW[size] *= 1 + gain * common * error
         self.measured_SW[size, w] *= 1 + gain * own * error
         self.common_S[size] *= 1 - gain * common

@@ -23,7 +23,7 @@ from launch.replay_width import WIDTHS, Replay, Text, followed, histogram, repla
 from launch.simulate_width import CURVES_KD, EASY, HOPELESS, TEXTS, believed_costs, runs_of
 
 TASKS = [pytest.param(task, id=f"{card.name}-{task.name}") for card in CARDS for task in card.tasks]
-FOLLOWS_WITHIN = 150  # steps
+FOLLOWS_WITHIN = 200  # steps on the mean: when a look comes is chance, and at 32 requests they are some 300 apart
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -108,10 +108,11 @@ def test_followed_counts_steps_to_the_right_widths() -> None:
     assert followed(text, seconds_W, Replay(widths, kinds, np.ones(3), 1.0)) == [0, 6, None]
 
 
-@pytest.mark.parametrize("c", [0, 1, 3])
+@pytest.mark.parametrize("c", range(len(CONCURRENCIES)))
 def test_the_policy_follows_a_change(c: int) -> None:
-    row = simulate_width.made_up("easy, hopeless, easy", c, steps=0, seeds=1)
-    assert all(steps is not None and steps <= FOLLOWS_WITHIN for steps in row["steps_to_follow"][0])
+    row = simulate_width.made_up("easy, hopeless, easy", c, steps=0, seeds=8)
+    mean_by_phase = np.array(row["steps_to_follow"], dtype=float).mean(axis=0)  # nan: it never did
+    assert (mean_by_phase <= FOLLOWS_WITHIN).all()
     assert row["over_best_static"] > 1.1
 
 
