@@ -207,9 +207,7 @@ class Adaptive:
     def __init__(self, widths: Sequence[int], acceptance: Acceptance, cost: Cost) -> None:
         """`widths` ascending, the last one the block."""
         self.widths = tuple(widths)
-        self.width_W = np.array(widths)
         self.rests = RESTS if self.widths[0] == 1 else RESTS[:1]
-        self.rest_R1 = np.array(self.rests)[:, None]
         self.acceptance = acceptance
         self.rhythm = Rhythm()
         self.cost = cost
@@ -244,34 +242,39 @@ class Adaptive:
         return decision
 
     def _outlook(self, rids: Sequence[str]) -> Outlook:
-        committed_N = self.acceptance.expected(rids)
-        seconds_W = self.cost.of(len(rids))
-        most_W = self.width_W - 1
-        factor_R = np.array(self.rhythm.factors(*self.rests))
-        committed_RW = 1 + np.minimum(factor_R[:, None] * (committed_N[most_W] - 1), most_W)
-        rate_RW = (self.rest_R1 + committed_RW) / (self.rest_R1 * seconds_W[0] + seconds_W)
+        # Plain arithmetic: between two steps on a CPU whose caches a model has just swept, calls of numpy are dear.
+        committed_N = self.acceptance.expected(rids).tolist()
+        seconds = dict(zip(self.widths, self.cost.of(len(rids)).tolist(), strict=True))
+        pause_s, block = seconds[self.widths[0]], self.widths[-1]
+        committed = {
+            rest: {width: 1 + min(factor * (committed_N[width - 1] - 1), width - 1) for width in self.widths}
+            for rest, factor in zip(self.rests, self.rhythm.factors(*self.rests), strict=True)
+        }
         # Of equals the one that rests least and is widest, which learns most.
-        r, from_last = divmod(int(rate_RW[:, ::-1].argmax()), len(self.widths))
-        w = len(self.widths) - 1 - from_last
-        width, rate = self.widths[w], float(rate_RW[r, w])
-        looked_at = 0 if width > 1 else -1  # the rest of a look
-
-        def by_width(values_W: np.ndarray) -> dict[int, float]:
-            return dict(zip(self.widths, values_W.tolist(), strict=True))
-
-        if r > 0:
-            hoped = self.widths[-1] / seconds_W[-1]
+        rate, minus_rest, width = max(
+            ((rest + committed[rest][width]) / (rest * pause_s + seconds[width]), -rest, width)
+            for rest in self.rests
+            for width in self.widths
+        )
+        rest = -minus_rest
+        if rest > 0:
+            hoped = block / seconds[block]
         else:  # the highest rate of a wider block, were all it adds accepted
             survival = committed_N[width - 1] - committed_N[width - 2] if width > 1 else 1.0
-            hoped = ((committed_RW[r, w] + survival * (self.width_W[w:] - width)) / seconds_W[w:]).max()
-        best = Decision(width, by_width(committed_RW[r]), by_width(seconds_W))
+            hoped = max(
+                (committed[0][width] + survival * (wider - width)) / seconds[wider]
+                for wider in self.widths
+                if wider >= width
+            )
+        looked_at = committed[0 if width > 1 else self.rests[-1]]
+        best = Decision(width, committed[rest], seconds)
         return Outlook(
             best=best,
-            rest=self.rests[r],
+            rest=rest,
             pause=best._replace(width=1),
-            look=Decision(self.widths[-1], by_width(committed_RW[looked_at]), best.seconds),
-            saving_s=EXPLORE * min(hoped / rate - 1, 1) * seconds_W[0 if r > 0 else w],
-            price_s=seconds_W[-1] - committed_RW[looked_at, -1] / rate,  # beyond as many tokens at the best rate
+            look=Decision(block, looked_at, seconds),
+            saving_s=EXPLORE * min(hoped / rate - 1, 1) * (pause_s if rest > 0 else seconds[width]),
+            price_s=seconds[block] - looked_at[block] / rate,  # beyond as many tokens at the best rate
         )
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
