@@ -27,7 +27,7 @@ import argparse
 import json
 import shlex
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -69,19 +69,18 @@ class Bench:
     def __init__(self, servers: dict[str, Server], workloads: Sequence[Workload], traces: Path) -> None:
         self.servers, self.workloads, self.traces = servers, workloads, traces
         self.reference: dict[str, list[tuple[int, ...]]] = {}  # by workload: the answers without speculation
-        self.n_read = 0  # of the chosen widths' trace
+        self.n_read = Counter[str]()  # steps, by arm
 
     def run(self, arm: str, workload: Workload, concurrency: int, part: slice = EVERYTHING) -> tuple[Run, list[Step]]:
-        """One checked run over a part of the prompts, after a short unmeasured one, and the steps of the arm that
-        chooses."""
+        """One checked run over a part of the prompts, after a short unmeasured one, and its steps (of `off` none)."""
         server, prompts = self.servers[arm], workload.at(concurrency)[part]
         server.resume()
         ask = {"concurrency": concurrency, **workload.sampling}
         measure.run(server, prompts[:N_WARM_UP], **ask)
-        self.read_steps()
+        self.read_steps(arm)
         run = measure.run(server, prompts, **ask)
         server.pause()
-        steps = self.read_steps() if arm == AUTO else []
+        steps = self.read_steps(arm)
         answers = [answer.token_ids for answer in run.answers]
         check(f"{arm}, {workload.name} at {concurrency}", self.reference[workload.name][part][: len(prompts)], answers)
         return run, steps
@@ -117,19 +116,20 @@ class Bench:
 
         server.resume()
         server.flush_cache()
-        self.read_steps()
+        self.read_steps(AUTO)
         with ThreadPoolExecutor(max_workers=CHANGE_CONCURRENCY) as pool:
             answers = list(pool.map(ask, asked))
         server.pause()
         for i, workload in phases:
             mine = [answer for answer, one in zip(answers, asked, strict=True) if one[0] == i]
             check(f"{AUTO}, phase {i} of the changing workload", self.reference[workload.name], mine)
-        return self.read_steps()
+        return self.read_steps(AUTO)
 
-    def read_steps(self) -> list[Step]:
-        """What the server that chooses has done since the last call."""
-        lines = [line for path in sorted(self.traces.glob("*.jsonl")) for line in path.read_text().splitlines()]
-        new, self.n_read = lines[self.n_read :], len(lines)
+    def read_steps(self, arm: str) -> list[Step]:
+        """What its server has done since the last call."""
+        files = sorted((self.traces / arm).glob("*.jsonl"))
+        lines = [line for path in files for line in path.read_text().splitlines()]
+        new, self.n_read[arm] = lines[self.n_read[arm] :], len(lines)
         return [Step(**json.loads(line)) for line in new]
 
 
@@ -151,13 +151,12 @@ def make_servers(traces: Path, port: int) -> dict[str, Server]:
     for arm in ARMS:
         port = free_port(port)
         kind = Arm.OFF if arm == OFF else Arm.PLUGIN
-        width = {} if arm == OFF else {"SGLANG_DFLASH_WIDTHS": arm}
-        trace = {"SGLANG_DFLASH_WIDTH_TRACE": str(traces)} if arm == AUTO else {}
+        width = {} if arm == OFF else {"SGLANG_DFLASH_WIDTHS": arm, "SGLANG_DFLASH_WIDTH_TRACE": str(traces / arm)}
         servers[arm] = Server(
             tiny.command(kind, tiny.HYBRID, *FLAGS),
             port=port,
             log=tiny.RUN_DIR / f"width-{port}-{arm}.log",
-            env=tiny.ENV | tiny.environment(kind) | width | trace,
+            env=tiny.ENV | tiny.environment(kind) | width,
             name=f"width {arm}" if width else arm,
         )
         port += 1

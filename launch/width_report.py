@@ -28,8 +28,8 @@ METHOD = (
     "and then the next arm has its turn, in a rotating order; servers that are not being measured are paused; the "
     "prefix cache is flushed before every turn, and a short unmeasured run of the same workload precedes it. Before "
     "all that the server that chooses answered everything once: it starts with costs and beliefs from all workloads, "
-    "and each turn's first steps come after a few of its own kind; what a change costs is in `changing`. Only the "
-    "server that chooses writes its steps to a file. The best static width is that of the highest median in its row; "
+    "and each turn's first steps come after a few of its own kind; what a change costs is in `changing`. All but "
+    "off write their steps to a file. The best static width is that of the highest median in its row; "
     "ratios are taken repeat by repeat; spreads are min and max over repeats. other_cores: CPU that processes other "
     "than the measured server and the client used meanwhile. changing: easy, hopeless, easy texts in one stream. A "
     "width is usual in a phase if it "
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
 
 def row(arm: str, workload: str, concurrency: int, repeat: int, run: Run, steps: Sequence[Step]) -> dict[str, Any]:
-    """One repeat of one arm; `steps` of the arm that chooses, of others none."""
+    """One repeat of one arm; `steps` of `off`: none."""
     return {
         "arm": arm,
         "workload": workload,
@@ -69,7 +69,7 @@ def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         mine = [row for row in rows if (row["workload"], row["concurrency"]) == (workload, concurrency)]
         speeds = {arm: _of(mine, arm, "tokens_per_s") for arm in (OFF, *STATIC, AUTO)}
         best = max(STATIC, key=lambda arm: statistics.median(speeds[arm]))
-        widths = sum((Counter(row["widths"]) for row in mine), Counter[int]())
+        widths = sum((Counter(row["widths"]) for row in mine if row["arm"] == AUTO), Counter[int]())
         lines.append(
             {
                 "workload": workload,

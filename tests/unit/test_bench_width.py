@@ -25,7 +25,9 @@ FAKE = Path(__file__).parent / "launch_fake_server.py"
 
 def measured(arm: str, workload: str, concurrency: int, repeat: int, speed: int) -> dict:
     run = Run([Answer(speed, steps=Steps(4, 8))], wall_s=1.0, other_cores=0.1)
-    steps = [Step(0.0, 4, {"a": 1}), Step(0.0, 16, {"a": 9}), Step(0.0, 4, {"a": 0})] if arm == "auto" else []
+    steps = [Step(0.0, 4, {"a": 1}), Step(0.0, 16, {"a": 9}), Step(0.0, 4, {"a": 0})]
+    if arm != "auto":
+        steps = [] if arm == "off" else [Step(0.0, int(arm), {"a": 0})]
     return row(arm, workload, concurrency, repeat, run, steps)
 
 
@@ -142,8 +144,8 @@ def test_equal_answers_are_measured_written_and_plotted(
     order = [r["arm"] for r in document["rows"] if (r["workload"], r["concurrency"]) == ("easy", 1)]
     assert order == ["off", "1", "4", "8", "16", "auto", "4", "8", "16", "auto", "off", "1"]
     # Two steps for each of three prompts, those of the unmeasured run before left out, and nobody else's.
-    assert {json.dumps(r["widths"]) for r in document["rows"] if r["arm"] == "auto"} == {'{"4": 6}'}
-    assert {json.dumps(r["widths"]) for r in document["rows"] if r["arm"] != "auto"} == {"{}"}
+    assert {json.dumps(r["widths"]) for r in document["rows"] if r["arm"] != "off"} == {'{"4": 6}'}
+    assert {json.dumps(r["widths"]) for r in document["rows"] if r["arm"] == "off"} == {"{}"}
     assert document["changing"]["widths"] == [4] * 3 * 3 * 2  # phases, prompts, steps
     assert sum(document["changing"]["hopeless_requests"]) == 3 * 2
     assert {server["env"].get("SGLANG_DFLASH_WIDTHS") for server in document["servers"].values()} == {
