@@ -217,6 +217,7 @@ class Adaptive:
         self.n_rested = 0  # steps of one token since the last draft
         self.n_steps = 0
         self.width_before, self.n_alike = 0, 0  # of the last draft, and how many before it in a row had that width
+        self.timed_width, self.n_untimed = 0, 0  # of the last step that was timed, and how many steps ago that was
 
     def decide(self, rids: Sequence[str]) -> Decision:
         """For the next step of these requests."""
@@ -285,7 +286,7 @@ class Adaptive:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.committed[width] - 1)
             self.n_alike = self.n_alike + 1 if width == self.width_before else 0
             self.width_before = width
-            if self._listens():
+            if self.n_alike < REVIEW or self.n_alike % REVIEW == 0:
                 self.outlook = None
 
     def seconds(self) -> dict[str, dict[str, float]]:
@@ -293,10 +294,8 @@ class Adaptive:
         return self.cost.by_size()
 
     def time(self, n_requests: int, width: int, seconds: float) -> None:
-        """What a step took; of a width that has long been the best one in `REVIEW` is enough."""
-        if width != self.width_before or self._listens():
+        """What a step took; of steps alike one in `REVIEW` is enough."""
+        self.n_untimed += 1
+        if width != self.timed_width or self.n_untimed == REVIEW:
+            self.timed_width, self.n_untimed = width, 0
             self.cost.observe(n_requests, width, seconds)
-
-    def _listens(self) -> bool:
-        """Whether the last draft says enough: always, but for a width that has long been the best."""
-        return self.n_alike < REVIEW or self.n_alike % REVIEW == 0
