@@ -262,11 +262,8 @@ class Adaptive:
             hoped = block / seconds[block]
         else:  # the highest rate of a wider block, were all it adds accepted
             survival = committed_N[width - 1] - committed_N[width - 2] if width > 1 else 1.0
-            hoped = max(
-                (committed[0][width] + survival * (wider - width)) / seconds[wider]
-                for wider in self.widths
-                if wider >= width
-            )
+            wider = [other for other in self.widths if other >= width]
+            hoped = max((committed[0][width] + survival * (other - width)) / seconds[other] for other in wider)
         looked_at = committed[0 if width > 1 else self.rests[-1]]
         best = Decision(width, committed[rest], seconds)
         return Outlook(
