@@ -7,7 +7,7 @@ Six servers: no speculation, ours verifying always 1, 4, 8 or 16 tokens, and our
 questions like those the pair was trained on; `hard`, questions unlike them, of whose drafts fewer are accepted;
 `hopeless`, of whose drafts hardly any are; `changing`, easy, hopeless and easy again without a break.
 
-Each repeat has servers of its own, for two processes started alike differ by up to 2 %. In each:
+Each repeat has servers of its own, for two processes started alike differ by up to 3 %. In each:
 
 1. The server that chooses starts alone, for it measures what its steps cost; then the others. From then on at most one
    runs: the others are paused (SIGSTOP).
@@ -200,7 +200,7 @@ def serving(workloads: Sequence[Workload], port: int, console: Console) -> Itera
         yield bench
 
 
-def measure_all(bench: Bench, repeat: int) -> list[dict[str, Any]]:
+def measure_repeat(bench: Bench, repeat: int) -> list[dict[str, Any]]:
     """One repeat, interleaved. One row per arm, workload and concurrency."""
     rows = []
     for workload in bench.workloads:
@@ -247,9 +247,10 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
         for repeat in range(options.repeats):
             console.print(f"repeat {repeat + 1} of {options.repeats}")
             with serving(workloads, options.port, console) as bench:
-                rows += measure_all(bench, repeat)
+                measured = measure_repeat(bench, repeat)
                 if repeat == 0:
                     steps = bench.change()
+                rows += measured
     except KeyboardInterrupt:
         if not rows:
             raise

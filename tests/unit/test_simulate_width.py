@@ -23,7 +23,7 @@ from launch.replay_width import WIDTHS, Replay, Text, followed, histogram, repla
 from launch.simulate_width import CURVES_KD, EASY, HOPELESS, TEXTS, believed_costs, runs_of
 
 TASKS = [pytest.param(task, id=f"{card.name}-{task.name}") for card in CARDS for task in card.tasks]
-FOLLOWS_WITHIN = 200  # steps on the mean: when a look comes is chance, and at 32 requests they are some 300 apart
+FOLLOWS_WITHIN = (150, 150, 150, 200)  # steps on the mean, by concurrency; at 32 requests looks are some 300 apart
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -112,7 +112,7 @@ def test_followed_counts_steps_to_the_right_widths() -> None:
 def test_the_policy_follows_a_change(c: int) -> None:
     row = simulate_width.made_up("easy, hopeless, easy", c, steps=0, seeds=8)
     mean_by_phase = np.array(row["steps_to_follow"], dtype=float).mean(axis=0)  # nan: it never did
-    assert (mean_by_phase <= FOLLOWS_WITHIN).all()
+    assert (mean_by_phase <= FOLLOWS_WITHIN[c]).all()
     assert row["over_best_static"] > 1.1
 
 

@@ -420,7 +420,7 @@ def test_drafts_rest_where_they_fail_right_after_one_another() -> None:
 
 
 def test_a_width_that_is_drafted_every_other_step_is_still_timed() -> None:
-    """One in `REVIEW` of its own steps, whatever runs in between."""
+    """Whatever runs in between."""
     policy = Adaptive(WIDTHS, Acceptance(D, 1), StepCost(WIDTHS, {1: (1.0, 4.0, 4.0, 4.0)}))
     wide = policy.decide(["a"])._replace(width=8)
     for seconds in [4.0] * 100 * REVIEW + [2.0] * 400 * REVIEW:
