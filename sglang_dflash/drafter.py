@@ -36,6 +36,8 @@ class Drafter:
         """What of the filled blocks is to be verified, int64 [B, width]: slot 0 the anchor, then drafts.
 
         The draft always fills the whole block, as it was trained to; when only the anchor is verified it does not run.
+        The result is a copy: a captured forward's output lies in the memory that all graphs share, and the target's
+        replay writes there before the drafts are compared.
         """
         block = plan.drafted
         if block is None:
@@ -44,7 +46,7 @@ class Drafter:
         batch = block_forward(plan, block, seen, self.block_info, graphs=graphs)
         seen.kv.bind(batch, self.runner.kv_index_translator)
         tokens_T = self.forward(batch).hidden_states
-        return tokens_T.view(block.tokens_BN.shape)[:, : plan.width].contiguous()
+        return tokens_T.view(block.tokens_BN.shape)[:, : plan.width].clone(memory_format=torch.contiguous_format)
 
 
 def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:

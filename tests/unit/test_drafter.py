@@ -7,6 +7,7 @@ import torch
 
 from sglang_dflash.draft_slots import SharedSlots
 from sglang_dflash.drafter import Drafter
+from sglang_dflash.step import Block, Plan
 
 EAGER, GRAPHS = object(), object()
 
@@ -39,3 +40,31 @@ class Runner:
 def test_directly_without_graphs(decode_runner: object, way: str) -> None:
     drafter = Drafter(Runner(decode_runner), SharedSlots(), block_size=16)
     assert drafter.forward(SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)) == way
+
+
+@pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16)])
+def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured forward returns the same cells every time, and another graph's replay may write there."""
+    monkeypatch.setattr("sglang_dflash.drafter.enable_num_token_non_padded", lambda: False)
+    N = 16
+    of_the_graph_T = torch.arange(n_requests * N)
+    runner = Runner(GRAPHS)
+    runner.kv_index_translator = None
+    runner.forward = lambda batch: SimpleNamespace(logits_output=SimpleNamespace(hidden_states=of_the_graph_T))
+    block = Block(
+        tokens_BN=torch.zeros(n_requests, N, dtype=torch.int64),
+        positions_BN=torch.zeros(n_requests, N, dtype=torch.int64),
+        slots_BN=torch.zeros(n_requests, N, dtype=torch.int64),
+        bound_B_cpu=torch.full((n_requests,), N),
+        bound_sum=n_requests * N,
+        kv=SimpleNamespace(bind=lambda batch, translator: None),
+    )
+    verified = block._replace(tokens_BN=block.tokens_BN[:, :width])
+    plan = Plan(block, verified, prefix_len_B=torch.zeros(n_requests), rows_B=torch.arange(n_requests))
+    tokens_BN = Drafter(runner, SharedSlots(), block_size=N).draft(plan, graphs=True)
+
+    assert tokens_BN.untyped_storage().data_ptr() != of_the_graph_T.untyped_storage().data_ptr()
+    drafted_BN = of_the_graph_T.view(n_requests, N)[:, :width].clone()
+    of_the_graph_T.fill_(-1)  # the target's replay
+    assert torch.equal(tokens_BN, drafted_BN)
+    assert tokens_BN.is_contiguous()
