@@ -178,25 +178,26 @@ class Chooser:
         self.policy = policy
         self.clock = clock(policy.time)
         self.trace = trace
-        self.in_flight = deque[tuple[list[str], Decision]]()
+        self.in_flight = deque[tuple[list[str], Decision, int]]()  # the last: its epoch
+        self.epoch = 0
         self.account = Account()  # since the last line in the log
         self.before = Account()  # what came before that
 
     def choose(self, rids: list[str], now_s: float) -> int:
         """The width of the next step of these requests."""
         decision = self.policy.decide(rids)
-        self.in_flight.append((rids, decision))
+        self.in_flight.append((rids, decision, self.epoch))
         if decision.seconds:
-            self.clock.decided(timed(rids, decision), now_s)
+            self.clock.decided(timed(rids, decision, self.epoch), now_s)
         return decision.width
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
         """The oldest step in flight is known, at `now_s`."""
-        rids, decision = self.in_flight.popleft()
+        rids, decision, epoch = self.in_flight.popleft()
         assert len(rids) == len(n_accepted_B), "an outcome of another step than the oldest"
         self.policy.observe(rids, decision, n_accepted_B)
         if decision.seconds:
-            self.clock.known(timed(rids, decision), now_s)
+            self.clock.known(timed(rids, decision, epoch), now_s)
         self.account.add(decision, n_accepted_B)
         if self.trace is not None:
             self.trace.add(rids, decision.width, n_accepted_B, now_s)
@@ -221,13 +222,14 @@ class Chooser:
         }
 
     def interrupt(self) -> None:
-        """Something else than decoding runs now."""
+        """Something else than decoding is launched now."""
+        self.epoch += 1
         self.clock.interrupt()
 
 
-def timed(rids: Sequence[str], decision: Decision) -> Step:
+def timed(rids: Sequence[str], decision: Decision, epoch: int) -> Step:
     """The step, for the clock."""
-    return Step(len(rids), decision.width, decision.seconds[decision.width])
+    return Step(len(rids), decision.width, epoch, decision.seconds[decision.width])
 
 
 def candidates(flags: Flags, block_size: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ Tell = Callable[[int, int, float], None]  # requests, width, seconds
 class Step(NamedTuple):
     n_requests: int
     width: int
+    epoch: int  # how often something else than decoding had been launched before it
     expected_s: float
 
 
@@ -61,6 +62,9 @@ class OutcomeClock:
     """From one outcome to the next. That time is the later step's, or, where the host is slower than the device, that
     of the step it launches meanwhile. So it is told where steps are alike, and of one step between two that are alike:
     all but their time is its own.
+
+    A prompt is launched before the outcome of the step before it is known, and is read between that step and the next:
+    steps of two epochs are never alike.
     """
 
     def __init__(self, tell: Tell) -> None:
@@ -84,4 +88,5 @@ class OutcomeClock:
 
 
 def alike(one: Step, other: Step) -> bool:
-    return one[:2] == other[:2]
+    """The same requests' number, width and epoch."""
+    return one[:3] == other[:3]

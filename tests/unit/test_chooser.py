@@ -50,6 +50,24 @@ def test_outcomes_arrive_late_and_in_order() -> None:
     assert policy.timed == [(2, 4, 1.5)]  # only the last had one of its own kind before it
 
 
+def test_a_prompt_read_between_two_steps_is_no_part_of_the_second() -> None:
+    """Under the overlap schedule the prompt is launched before the outcome of the step before it is known, and the
+    prompt's own result is none of the chooser's business. Steps take 10 ms, the prompt 300."""
+    policy = Scripted([6] * 7)
+    chooser = Chooser(policy, OutcomeClock)
+    chooser.choose(["a", "b"], 0.000)
+    chooser.choose(["a", "b"], 0.001)
+    chooser.observe([1, 1], 0.010)
+    chooser.interrupt()  # the launch of the prompt
+    chooser.observe([1, 1], 0.020)
+    chooser.choose(["a", "b"], 0.021)
+    chooser.choose(["a", "b"], 0.321)
+    chooser.observe([1, 1], 0.330)
+    assert policy.timed == []
+    chooser.observe([1, 1], 0.340)
+    assert policy.timed == [(2, 6, 0.010)]
+
+
 def test_where_the_host_computes_a_step_ends_with_the_next_decision() -> None:
     policy = Scripted([8, 4, 4])
     chooser = Chooser(policy, DecisionClock)

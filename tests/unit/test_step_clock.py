@@ -8,7 +8,7 @@ from sglang_dflash.step_clock import DecisionClock, OutcomeClock, Step, StepCloc
 
 
 def step(n_requests: int, width: int) -> Step:
-    return Step(n_requests, width, expected_s=width / 10)
+    return Step(n_requests, width, epoch=0, expected_s=width / 10)
 
 
 def seconds(width: int) -> float:
