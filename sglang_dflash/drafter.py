@@ -45,7 +45,7 @@ class Drafter:
         seen = self.slots.seen(plan, block)
         batch = block_forward(plan, block, seen, self.block_info, graphs=graphs)
         seen.kv.bind(batch, self.runner.kv_index_translator)
-        tokens_T = self.forward(batch).hidden_states
+        tokens_T = self.forward(batch).logits_output.hidden_states
         return tokens_T.view(block.tokens_BN.shape)[:, : plan.width].clone(memory_format=torch.contiguous_format)
 
 

@@ -172,7 +172,7 @@ class Timer:
             if self.runner.model_config.model_is_mrope:
                 batch.mrope_positions = batch.positions.expand(3, -1)
             seen.kv.bind(batch, self.runner.kv_index_translator)
-            output = self.verifier.forward(batch)
+            output = self.verifier.forward(batch).logits_output
             tokens_BN = plan.verified.tokens_BN
             target_BN = output.next_token_logits.argmax(dim=-1).view(tokens_BN.shape)
             accepted = self.accept(tokens_BN, target_BN, plan.prefix_len_B)

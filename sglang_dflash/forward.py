@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
 from torch import nn
 
-Forward = Callable[[ForwardBatch], LogitsProcessorOutput]
+Forward = Callable[[ForwardBatch], ModelRunnerOutput]
 
 
 def through_runner(runner: ModelRunner) -> Forward:
     """Replays a graph where one fits the batch."""
-    return lambda batch: runner.forward(batch).logits_output
+    return runner.forward
 
 
 def directly(runner: ModelRunner) -> Forward:
@@ -24,11 +23,12 @@ def directly(runner: ModelRunner) -> Forward:
     parallelism, which is a few percent of a step where models are tiny. Runs on the attention backend that the runner
     has at the time."""
 
-    def forward(batch: ForwardBatch) -> LogitsProcessorOutput:
+    def forward(batch: ForwardBatch) -> ModelRunnerOutput:
         backend = runner.attn_backend
         backend.init_forward_metadata(batch)
         with forward_context(ForwardContext(attn_backend=backend), forward_batch=batch):
-            return runner.model(batch.input_ids, batch.positions, batch)
+            output = runner.model(batch.input_ids, batch.positions, batch)
+        return ModelRunnerOutput(logits_output=output, can_run_graph=False)
 
     return forward
 

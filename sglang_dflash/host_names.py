@@ -18,8 +18,12 @@ RADIX = "sglang.srt.layers.radix_attention"
 BASE_WORKER = "sglang.srt.speculative.base_spec_worker"
 CONTEXT = "sglang.srt.runtime_context"
 POOL = "sglang.srt.mem_cache.memory_pool"
+SIZING = "sglang.srt.mem_cache.allocation_sizing"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info"
+WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater"
+TP_SYNC = "sglang.srt.speculative.spec_tp_sync"
+FORWARD_CONTEXT = "sglang.srt.model_executor.forward_context"
 
 
 class Name(NamedTuple):
@@ -109,12 +113,8 @@ NAMES = (
     Name("sglang.srt.session.session_controller", "Session", "req_nodes"),
     Name("sglang.srt.session.session_controller", "Session.create_req", "req"),
     Name("sglang.srt.session.session_controller", "SessionReqNode", "req"),
-    Name(
-        "sglang.srt.model_executor.model_runner_components.weight_updater",
-        "WeightUpdater.update_weights_from_disk",
-        "model_path",
-    ),
-    Name("sglang.srt.model_executor.model_runner_components.weight_updater", "WeightUpdater", "get_model"),
+    Name(WEIGHTS, "WeightUpdater.update_weights_from_disk", "model_path recapture_cuda_graph"),
+    Name(WEIGHTS, "WeightUpdater", "get_model"),
     Name(
         "sglang.srt.sampling.sampling_params",
         "SamplingParams",
@@ -138,7 +138,8 @@ NAMES = (
         "sglang.srt.managers.utils",
         "GenerationBatchResult",
         "logits_output next_token_ids accept_lens can_run_cuda_graph speculative_num_draft_tokens new_seq_lens "
-        "next_draft_input extra_keep_alive_refs cap_lens num_correct_drafts_per_req_cpu",
+        "next_draft_input extra_keep_alive_refs cap_lens num_correct_drafts_per_req_cpu "
+        "expert_distribution_metrics routed_experts_output indexer_topk_output",
     ),
     Name("sglang.srt.layers.logprob_processor", "compute_spec_logprobs", "batch logits_output predict chain_stride"),
     Name(
@@ -151,12 +152,8 @@ NAMES = (
     Name("sglang.srt.speculative.spec_info", "SpecInputType", "DFLASH_DRAFT"),
     Name(VERIFY, "DFlashVerifyInput", "draft_token positions draft_token_num capture_hidden_mode kv_loc_plan"),
     Name(VERIFY, "DFlashVerifyInput.prepare_for_verify", "batch target_worker defer_metadata_init"),
-    Name("sglang.srt.speculative.spec_tp_sync", "SpecTpSync", "sync"),
-    Name(
-        "sglang.srt.speculative.spec_tp_sync",
-        "SpecTpSyncSite",
-        "DFLASH_TARGET DFLASH_ACCEPT_GREEDY DFLASH_ACCEPT_SAMPLE",
-    ),
+    Name(TP_SYNC, "SpecTpSync", "sync"),
+    Name(TP_SYNC, "SpecTpSyncSite", "DFLASH_TARGET DFLASH_ACCEPT_GREEDY DFLASH_ACCEPT_SAMPLE"),
     Name(SPEC_UTILS, "GrammarTree", "from_linear_chain"),
     Name(SPEC_UTILS, "build_grammar_vocab_mask", "reqs tree sampling_info device barrier"),
     Name(
@@ -171,8 +168,8 @@ NAMES = (
         "tree_cache req_to_token_pool reqs req_pool_indices cur_kv_lens cur_kv_lens_cpu nxt_kv_lens nxt_kv_lens_cpu "
         "num_needed_tokens batch",
     ),
-    Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_reserve_per_decode"),
-    Name("sglang.srt.mem_cache.allocation_sizing", "page_aligned_decode_alloc_lens", "reqs reserve page_size"),
+    Name(SIZING, "get_alloc_reserve_per_decode"),
+    Name(SIZING, "page_aligned_decode_alloc_lens", "reqs reserve page_size"),
     Name(
         POOL,
         "MambaPool",
@@ -211,8 +208,7 @@ NAMES = (
     Name(GDN, "GDNKernelDispatcher", "verify_kernel"),
     Name(SPEC_UTILS, "SIMULATE_ACC_LEN"),
     Name("sglang.srt.configs.hybrid_arch", "hybrid_gdn_config", "model_config"),
-    Name("sglang.srt.mem_cache.allocation_sizing", "get_alloc_page_size"),
-    Name("sglang.srt.mem_cache.allocation_sizing", "get_req_to_token_extra_context_len"),
+    *(Name(SIZING, f"get_{what}") for what in ("alloc_page_size", "req_to_token_extra_context_len")),
     Name(DFLASH, "validate_dflash_request", "req enable_overlap"),
     Name("sglang.srt.mem_cache.allocator", "BaseTokenToKVPoolAllocator", "page_size"),
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan", "bind"),
@@ -228,14 +224,14 @@ NAMES = (
         "ForwardBatch",
         "forward_mode batch_size input_ids req_pool_indices seq_lens seq_lens_sum seq_lens_cpu out_cache_loc positions "
         "spec_algorithm spec_info capture_hidden_mode num_token_non_padded global_num_token_non_padded_cpu "
-        "can_run_decode_cuda_graph mrope_positions mark_forward_metadata_ready",
+        "can_run_decode_cuda_graph mrope_positions",
     ),
     Name(FORWARD_BATCH, "ForwardMode", "TARGET_VERIFY"),
     Name(FORWARD_BATCH, "compute_position", "attn_backend extend_prefix_lens extend_seq_lens extend_seq_lens_sum"),
     Name(FORWARD_BATCH, "enable_num_token_non_padded"),
     Name("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE"),
-    Name("sglang.srt.model_executor.forward_context", "ForwardContext", "attn_backend"),
-    Name("sglang.srt.model_executor.forward_context", "forward_context", "ctx forward_batch"),
+    Name(FORWARD_CONTEXT, "ForwardContext", "attn_backend"),
+    Name(FORWARD_CONTEXT, "forward_context", "ctx forward_batch"),
     Name(
         "sglang.srt.model_executor.model_runner",
         "ModelRunner",
@@ -243,20 +239,21 @@ NAMES = (
         "device gpu_id forward max_running_requests max_total_num_tokens decode_cuda_graph_runner eager_runner "
         "_get_attention_backend _extend_forward_kwargs",
     ),
-    Name("sglang.srt.model_executor.pool_configurator", "MemoryPoolConfig"),
     Name(
-        "sglang.srt.model_executor.runner",
-        "DecodeCudaGraphRunner",
-        "model_runner attn_backend speculative_num_draft_tokens",
+        "sglang.srt.model_executor.model_runner",
+        "ModelRunnerOutput",
+        "logits_output can_run_graph expert_distribution_metrics routed_experts_output indexer_topk_output",
     ),
+    Name("sglang.srt.model_executor.pool_configurator", "MemoryPoolConfig"),
+    Name("sglang.srt.model_executor.runner", "DecodeCudaGraphRunner", "attn_backend speculative_num_draft_tokens"),
     Name("sglang.srt.sampling.sampling_batch_info", "ProcessorEntry", "processor rows indices"),
     Name(
         "sglang.srt.sampling.sampling_batch_info",
         "SamplingBatchInfo",
         "temperatures top_ps top_ks min_ps sampling_seed custom_params custom_logit_processor grammars grammar_mask "
         "logit_bias acc_additive_penalties acc_scaling_penalties is_all_greedy has_custom_logit_processor "
-        "return_sampling_masks return_sampling_support_logprobs "
-        "sampling_mask_batch_indices sampling_support_logprobs_capture_indices",
+        "return_sampling_masks return_sampling_support_logprobs sampling_mask_batch_indices "
+        "sampling_support_logprobs_capture_indices",
     ),
     # layers of the draft model
     Name("sglang.srt.distributed.parallel_state", "GroupCoordinator", "world_size ranks cpu_group all_gather"),

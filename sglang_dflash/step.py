@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.speculative.spec_utils import GrammarTree
 
 
@@ -48,7 +49,11 @@ class Plan(NamedTuple):
 class Target(NamedTuple):
     """What the target made of the block."""
 
-    output: LogitsProcessorOutput  # .next_token_logits [B * N, V]
+    run: ModelRunnerOutput  # as SGLang's runner returns it: the logits, and what flags ask for of each row
     features_TC: torch.Tensor  # [B * N, C]; a graph's buffer: gone with the next target forward
     grammar_tree: GrammarTree | None  # the drafts on their way to the host, when a request has a grammar
-    on_graph: bool
+
+    @property
+    def output(self) -> LogitsProcessorOutput:
+        """`.next_token_logits` [B * N, V]"""
+        return self.run.logits_output

@@ -33,16 +33,22 @@ class Verifier:
         self.worker = worker
         self.engines = engines
         runner = worker.model_runner
+        self.own = runner.attn_backend, runner.decode_cuda_graph_runner
         eager = all(engine.graphs is None for engine in engines.values())
         # Where there are graphs the host's time is hidden behind the device's; on a CPU there is no device.
         direct = eager and runner.device == "cpu" and not has_experts(runner.model)
         self.forward = directly(runner) if direct else through_runner(runner)
 
     def use(self, width: int) -> None:
-        """Put the engine of `width` into the target's runner. Prompts run on whichever is there."""
+        """Put the engine of `width` into the target's runner."""
         engine, runner = self.engines[width], self.worker.model_runner
         runner.attn_backend = engine.backend
         runner.decode_cuda_graph_runner = engine.graphs
+
+    def restore(self) -> None:
+        """Put SGLang's own back: what it captured for prompts reads the metadata of that backend only."""
+        runner = self.worker.model_runner
+        runner.attn_backend, runner.decode_cuda_graph_runner = self.own
 
     def verify(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
         """Logits and features of every slot; the target's K/V of the block are written.
@@ -65,14 +71,12 @@ class Verifier:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=verified.kv,
         )
-        # Without graphs SGLang's runner plans attention itself, whether or not that was done before.
-        eager = self.engines[plan.width].graphs is None
-        forward_batch, on_graph = block.prepare_for_verify(batch, self.worker, defer_metadata_init=eager)
-        if on_graph:
-            forward_batch.mark_forward_metadata_ready()
-        output = self.forward(forward_batch)
+        # Attention is planned by the forward, once: an eager one of SGLang's plans whether or not that was done before.
+        forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
+        run = self.forward(forward_batch)
+        output = run.logits_output
         features_TC, output.hidden_states = output.hidden_states, None  # not for the host
-        return Target(output, features_TC, tree, on_graph)
+        return Target(run, features_TC, tree)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
         """Advance the recurrent states by the tokens that are kept, int32 [B]; of the block verified last."""

@@ -4,6 +4,9 @@ SGLang loads it into every model it serves. A target's tensors bear names that a
 rolled back from the checkpoint that failed. So a DFlash draft's checkpoint goes to the draft alone, any other to the
 target alone; a draft that is not like the one served is refused before a tensor is touched. Text depends on the target
 only: after a new one the old draft is still exact, and accepted as often as it fits.
+
+Graphs read the weights where they are, so loading new ones in place needs no new graphs. SGLang can be asked to capture
+them again all the same; it knows of one width's only.
 """
 
 from __future__ import annotations
@@ -30,7 +33,11 @@ def own_checkpoint_only(served: Checkpoint) -> Callable[..., tuple[bool, str]]:
         served: the draft that the server was started with.
     """
 
-    def update(stock: Update, updater: Any, model_path: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    def update(
+        stock: Update, updater: Any, model_path: str, *args: Any, recapture_cuda_graph: bool = False, **kwargs: Any
+    ) -> tuple[bool, str]:
+        if recapture_cuda_graph:
+            return False, "recapture_cuda_graph is not supported with DFLASH; leave it out: weights are loaded in place"
         for_draft = isinstance(updater.get_model(), DFlashDraftModel)
         if for_draft and not is_draft(model_path):
             return True, f"Succeeded to update the target; the draft stays: {model_path} is not a DFlash draft."

@@ -204,6 +204,7 @@ class DFlashWorker(BaseSpecWorker):
         """The target reads the prompt; its features become the draft's context; the first token is the anchor."""
         self.width.interrupt()
         self.choice.begin(batch)
+        self.verifier.restore()
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         anchor_B = self.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
@@ -256,7 +257,10 @@ class DFlashWorker(BaseSpecWorker):
             next_token_ids=tokens_T,
             accept_lens=accepted.n_committed_B,
             cap_lens=torch.full((plan.n_requests,), plan.width),  # of each block, for the request's own counts
-            can_run_cuda_graph=target.on_graph,
+            can_run_cuda_graph=target.run.can_run_graph,
+            expert_distribution_metrics=target.run.expert_distribution_metrics,
+            routed_experts_output=target.run.routed_experts_output,
+            indexer_topk_output=target.run.indexer_topk_output,
             speculative_num_draft_tokens=plan.width,
             new_seq_lens=accepted.next_prefix_len_B,
             next_draft_input=DraftInput(bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B),

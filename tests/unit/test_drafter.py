@@ -39,7 +39,8 @@ class Runner:
 )
 def test_directly_without_graphs(decode_runner: object, way: str) -> None:
     drafter = Drafter(Runner(decode_runner), SharedSlots(), block_size=16)
-    assert drafter.forward(SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)) == way
+    batch = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
+    assert drafter.forward(batch).logits_output == way
 
 
 @pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16)])

@@ -39,6 +39,23 @@ def test_each_checkpoint_goes_to_its_own_model(load: Callable) -> None:
     assert load(TARGET, HYBRID.draft) == (True, f"The target stays: {HYBRID.draft} is a DFlash draft.")
 
 
+@pytest.mark.parametrize("model", [TARGET, DRAFT], ids=["target", "draft"])
+def test_no_graph_is_captured_again(model: SimpleNamespace) -> None:
+    """SGLang would build those of one width, for the attention backend that was used last."""
+    loaded = list[str]()
+
+    def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
+        loaded.append(model_path)
+        return True, ""
+
+    update = own_checkpoint_only(SERVED)
+    assert update(stock, model, str(HYBRID.target), "auto", recapture_cuda_graph=True) == (
+        False,
+        "recapture_cuda_graph is not supported with DFLASH; leave it out: weights are loaded in place",
+    )
+    assert loaded == []
+
+
 def test_weights_without_a_config_are_the_target_s(load: Callable, tmp_path: Path) -> None:
     assert load(TARGET, tmp_path)[1].startswith("loaded")
     assert load(DRAFT, tmp_path)[1].endswith("is not a DFlash draft.")

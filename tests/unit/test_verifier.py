@@ -1,0 +1,107 @@
+"""What is in the target's runner when it reads a prompt or a block, and what a verify hands on."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.model_runner import ModelRunnerOutput
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang_dflash_kernels.accept import accept_ref
+
+from sglang_dflash import worker as worker_module
+from sglang_dflash.state import NoState
+from sglang_dflash.step import Block, Plan, Target
+from sglang_dflash.verifier import Engine, Verifier
+from sglang_dflash.worker import DFlashWorker, not_published
+
+OWN = SimpleNamespace(name="SGLang's own backend"), SimpleNamespace(name="SGLang's own graphs")
+
+
+def make_verifier() -> Verifier:
+    runner = SimpleNamespace(
+        attn_backend=OWN[0], decode_cuda_graph_runner=OWN[1], device="cuda", forward=lambda batch: batch
+    )
+    engines = {
+        1: Engine("backend of 1", "graphs of 1", NoState()),  # type: ignore[arg-type]
+        4: Engine("backend of 4", "graphs of 4", NoState()),  # type: ignore[arg-type]
+    }
+    return Verifier(SimpleNamespace(model_runner=runner), engines)  # type: ignore[arg-type]
+
+
+def test_prompts_are_read_with_sglangs_own_backend() -> None:
+    """Whatever width the step before had, and also where the whole block is not among the widths."""
+    verifier = make_verifier()
+    runner = verifier.worker.model_runner
+    seen = list[Any]()
+
+    def read(batch: object, capture_hidden_mode: object) -> GenerationBatchResult:
+        seen.append((runner.attn_backend, runner.decode_cuda_graph_runner))
+        return GenerationBatchResult(
+            logits_output=SimpleNamespace(hidden_states=None),  # type: ignore[arg-type]
+            next_token_ids=torch.zeros(1, dtype=torch.int64),
+        )
+
+    verifier.worker.forward_batch_generation = read  # type: ignore[method-assign]
+    ours = DFlashWorker.__new__(DFlashWorker)
+    ours._target_worker = verifier.worker
+    ours.verifier = verifier
+    ours.width = SimpleNamespace(interrupt=lambda: None)  # type: ignore[assignment]
+    ours.choice = SimpleNamespace(begin=lambda batch: None, anchors=lambda batch, drawn: drawn)  # type: ignore[assignment]
+    ours.context_kv = SimpleNamespace(append_prompt=lambda batch, features: None)  # type: ignore[assignment]
+    batch = SimpleNamespace(seq_lens=torch.ones(1, dtype=torch.int64))
+    for width in (4, 1):
+        verifier.use(width)
+        assert runner.attn_backend == f"backend of {width}"
+        ours.prefill(batch, not_published)  # type: ignore[arg-type]
+    assert seen == [OWN, OWN]
+
+
+def plan_of(n_requests: int, width: int) -> Plan:
+    zeros_BN = torch.zeros(n_requests, width, dtype=torch.int64)
+    block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(n_requests), 0, kv=None)  # type: ignore[arg-type]
+    return Plan(block, block, prefix_len_B=zeros_BN[:, 0], rows_B=zeros_BN[:, 0])
+
+
+def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's eager runner plans again what was planned before: so does a batch that is larger than any graph."""
+    deferred = list[bool]()
+    features = torch.ones(2 * 4, 3)
+    run = ModelRunnerOutput(
+        SimpleNamespace(hidden_states=features),  # type: ignore[arg-type]
+        can_run_graph=True,
+        routed_experts_output="experts",  # type: ignore[arg-type]
+    )
+
+    def prepare(self: object, batch: object, worker: object, *, defer_metadata_init: bool) -> tuple[object, bool]:
+        deferred.append(defer_metadata_init)
+        return run, True
+
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
+    verifier = make_verifier()
+    batch = SimpleNamespace(has_grammar=False)
+    target = verifier.verify(batch, plan_of(2, 4), torch.zeros(2, 4, dtype=torch.int64))  # type: ignore[arg-type]
+    assert deferred == [True]
+    assert verifier.worker.model_runner.attn_backend == "backend of 4"
+    assert target.run is run
+    assert target.features_TC is features
+    assert target.output.hidden_states is None, "it would be copied to the host"
+
+
+def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for SGLang's own worker: the experts of a step's rows belong to its result."""
+    monkeypatch.setattr(worker_module, "DraftInput", lambda **fields: SimpleNamespace(**fields))
+    run = ModelRunnerOutput("logits", True, "metrics", "experts", "indexer")  # type: ignore[arg-type]
+    tokens_BN = torch.zeros(2, 4, dtype=torch.int64)
+    accepted = accept_ref(tokens_BN, tokens_BN, torch.zeros(2, dtype=torch.int64))
+    result = DFlashWorker.__new__(DFlashWorker).step_result(
+        SimpleNamespace(return_logprob=False),  # type: ignore[arg-type]
+        plan_of(2, 4),
+        Target(run, torch.zeros(8, 3), None),
+        accepted,
+    )
+    assert result.logits_output == "logits"
+    assert result.can_run_cuda_graph is True
+    assert result.expert_distribution_metrics == "metrics"
+    assert (result.routed_experts_output, result.indexer_topk_output) == ("experts", "indexer")
