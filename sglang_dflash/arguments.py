@@ -4,9 +4,13 @@ Two plain records, so that `config.py` and its tests need no engine.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from sglang_dflash import flags
+from sglang_dflash.flags import Rehearse
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def device_of(device: str | None) -> str:
     if device is None:
         return "undecided"  # until SGLang resolves its arguments
     if not device.startswith("cuda"):
-        return device
+        rehearsed = flags.read(os.environ).rehearse
+        return device if rehearsed is Rehearse.OFF else str(rehearsed)
     import torch
 
     return f"sm{torch.cuda.get_device_capability()[0]}0" if torch.version.cuda else "rocm"  # which torch calls cuda

@@ -27,6 +27,13 @@ class GdnState(StrEnum):
     SNAPSHOT = "snapshot"
 
 
+class Rehearse(StrEnum):
+    OFF = "off"
+    ON = "1"  # the first below
+    SM90 = "sm90"
+    SM100 = "sm100"
+
+
 class WidthPolicy(StrEnum):
     AUTO = "auto"
     FIXED = "fixed"
@@ -43,6 +50,7 @@ class Flags:
         width_policy: who decides how many tokens of a block are verified.
         widths: those it may choose from, ascending; empty: its own.
         width_trace: the directory every step's width is written to; None: nothing is written.
+        rehearse: which GPU's paths a CPU runs.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 
@@ -51,6 +59,7 @@ class Flags:
     width_policy: WidthPolicy
     widths: tuple[int, ...]
     width_trace: Path | None
+    rehearse: Rehearse
     overlap: bool
 
 
@@ -105,6 +114,13 @@ FLAGS = (
         example="/a/directory",
     ),
     Flag(
+        "SGLANG_DFLASH_REHEARSE",
+        "off",
+        tuple(Rehearse),
+        "On a machine without a GPU: run what a server runs on one of this compute capability (`1`: sm90), captured "
+        "graphs and its attention backends, over definitions of their kernels. For tests; refused where a GPU is.",
+    ),
+    Flag(
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
@@ -151,6 +167,7 @@ def read(environ: Mapping[str, str]) -> Flags:
         gdn_state=GdnState(raw["SGLANG_DFLASH_GDN_STATE"]),
         **_widths(raw["SGLANG_DFLASH_WIDTHS"]),
         width_trace=None if trace == "off" else Path(trace),
+        rehearse=_rehearsed(Rehearse(raw["SGLANG_DFLASH_REHEARSE"])),
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
 
@@ -175,6 +192,10 @@ def _widths(value: str) -> dict[str, Any]:
     if value in tuple(WidthPolicy):
         return {"width_policy": WidthPolicy(value), "widths": ()}
     return {"width_policy": WidthPolicy.AUTO, "widths": tuple(sorted(set(map(int, value.split(",")))))}
+
+
+def _rehearsed(value: Rehearse) -> Rehearse:
+    return Rehearse.SM90 if value is Rehearse.ON else value
 
 
 def _on(value: str) -> bool:

@@ -6,6 +6,9 @@ Nothing here knows DFlash's worker: the platform serves SGLang without speculati
 """
 
 import os
+import sys
+
+REHEARSE = "SGLANG_DFLASH_REHEARSE"
 
 
 def activate() -> str | None:
@@ -14,8 +17,15 @@ def activate() -> str | None:
         return None
     import torch
 
+    rehearsed = os.environ.get(REHEARSE, "off") != "off"
     if torch.accelerator.is_available():
+        if rehearsed:  # SGLang logs an error here and goes on without us
+            sys.exit(f"{REHEARSE} rehearses a GPU on a machine that has none, and this one has; unset it")
         return None
+    if rehearsed:
+        # Triton reads it when it is imported: here nothing runs kernels yet, and every process after inherits it.
+        os.environ["TRITON_INTERPRET"] = "1"
+        return "sglang_dflash.rehearsal.platform.RehearsalPlatform"
     return "sglang_dflash.cpu.platform.CpuPlatform"
 
 

@@ -10,6 +10,7 @@ S slots of the state pool. Computed in fp32, returned in x's type, token-major i
 import torch
 import torch.nn.functional as F
 
+from sglang_dflash.cpu.padding import n_real, with_padding
 from sglang_dflash.cpu.refuse import refuse
 
 
@@ -72,15 +73,18 @@ def causal_conv1d_update(
 
     Verify also saves the state after every one of its N steps: `intermediate_conv_window` [rows, >= N, F, P], row
     `intermediate_state_indices[b]`. The slot itself moves to the end of the block, as the GPU kernel moves it; the
-    commit then puts the accepted step's state there.
+    commit then puts the accepted step's state there. Padded rows, whose slot is negative, come out as NaN.
     """
     refuse("causal_conv1d_update", others)
     P = weight.shape[1] - 1
-    B = x.shape[0]
-    slot_B = torch.arange(B) if conv_state_indices is None else conv_state_indices[:B].long()
+    n_rows = x.shape[0]
+    slot_B = torch.arange(n_rows) if conv_state_indices is None else conv_state_indices[:n_rows].long()
+    B = n_real(slot_B)
+    x, slot_B = x[:B], slot_B[:B]
     carried_BFP = conv_state.index_select(0, slot_B)[:, :, :P].float()
     if x.dim() == 2 and intermediate_conv_window is None:
-        return _one_token(x, carried_BFP, (weight, bias, activation), (conv_state, slot_B))
+        y_BF = _one_token(x, carried_BFP, (weight, bias, activation), (conv_state, slot_B))
+        return with_padding(y_BF, n_rows)
     x_BNF = x[:, None] if x.dim() == 2 else x.transpose(1, 2)
     joined = torch.cat([carried_BFP.transpose(1, 2), x_BNF.float()], dim=1)
     y_BNF = _convolve(joined, weight, bias, activation).to(x.dtype)
@@ -88,6 +92,7 @@ def causal_conv1d_update(
     if intermediate_conv_window is not None:
         assert intermediate_state_indices is not None
         _save_windows(intermediate_conv_window, intermediate_state_indices[:B].long(), joined)
+    y_BNF = with_padding(y_BNF, n_rows)
     return y_BNF[:, 0] if x.dim() == 2 else y_BNF.transpose(1, 2)
 
 

@@ -9,6 +9,7 @@ multiple of G), Y blocks of one value head, K key width, V value width, S slots 
 import torch
 from sglang_dflash_kernels.gdn_block import Block, by_token, l2_normalised, log_decay
 
+from sglang_dflash.cpu.padding import n_real, with_padding
 from sglang_dflash.cpu.refuse import refuse
 
 CHUNK = 64  # SGLang's radix tracking reads the state before every 64th token
@@ -151,9 +152,13 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode one token of B sequences: mixed_qkv [B, 2 G K + H V], a and b [B, H], states in `initial_state`.
 
-    Writes the states [S, H, V, K] at `ssm_state_indices` and `out` [B, 1, H, V] in place; returns both.
+    Writes the states [S, H, V, K] at `ssm_state_indices` and `out` [B, 1, H, V] in place; returns both. Padded rows,
+    whose slot is negative, come out as zeros.
     """
-    B = mixed_qkv.shape[0]
+    B = n_real(ssm_state_indices)
+    out[B:] = 0
+    whole, out = out, out[:B]
+    mixed_qkv, a, b, ssm_state_indices = mixed_qkv[:B], a[:B], b[:B], ssm_state_indices[:B]
     H, V, K = initial_state.shape[1:]
     G = (mixed_qkv.shape[1] - H * V) // (2 * K)
     qk_BF, v_BF = mixed_qkv.float().split_with_sizes([2 * G * K, H * V], dim=1)
@@ -173,7 +178,7 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     state_XYK.baddbmm_(delta_BHV.view(B * G, -1, 1), k_XK[:, None])
     torch.mul(torch.bmm(state_XYK, q_XK[..., None]).view(out.shape), scale, out=out)
     initial_state.index_copy_(0, slot_B, state_BHVK.to(initial_state.dtype))
-    return out, initial_state
+    return whole, initial_state
 
 
 def fused_sigmoid_gating_delta_rule_update(
@@ -202,22 +207,28 @@ def fused_sigmoid_gating_delta_rule_update(
 
     q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K]
     the state after every token is kept in row `intermediate_state_indices[b]`; with `disable_state_update` the
-    sequence's own slot keeps the state it had. Returns the outputs [1, B C, H, V].
+    sequence's own slot keeps the state it had. Returns the outputs [1, B C, H, V]; those of padded sequences, whose
+    slot is negative, are NaN.
     """
     op = "fused_sigmoid_gating_delta_rule_update"
     refuse(op, others)
-    B = initial_state_indices.shape[0]
-    C = v.shape[1] // B
-    if cu_seqlens is None or cu_seqlens.tolist() != list(range(0, B * C + 1, C)):
+    n_sequences, n_tokens = initial_state_indices.shape[0], v.shape[1]
+    C = n_tokens // n_sequences
+    B = n_real(initial_state_indices)
+    if cu_seqlens is None or cu_seqlens[: B + 1].tolist() != list(range(0, B * C + 1, C)):
         refuse(op, {"cu_seqlens of unequal lengths": True})
-    slot_B = initial_state_indices.long()
-    g_BCH = log_decay(A_log, a, dt_bias, beta=softplus_beta, threshold=softplus_threshold).reshape(B, C, -1)
+    if not B:
+        return torch.full_like(v, torch.nan)
+    q, k, v = (x[:, : B * C] for x in (q, k, v))
+    a, b = a[: B * C], b[: B * C]
+    slot_B = initial_state_indices[:B].long()
+    g_TH = log_decay(A_log, a, dt_bias, beta=softplus_beta, threshold=softplus_threshold)
     block = Block.of(
         q.view(B, C, *q.shape[2:]),
         k.view(B, C, *k.shape[2:]),
         v.view(B, C, *v.shape[2:]),
-        g_BCH=g_BCH,
-        beta_BCH=b.reshape(B, C, -1).float().sigmoid(),
+        g_BCH=g_TH.view(B, C, v.shape[2]),
+        beta_BCH=b.reshape(B, C, v.shape[2]).float().sigmoid(),
         scale=scale,
         normalise=use_qk_l2norm_in_kernel,
     )
@@ -230,7 +241,8 @@ def fused_sigmoid_gating_delta_rule_update(
         )
         if not disable_state_update:
             initial_state_source.index_copy_(0, slot_B, after_BCHVK[:, -1].to(initial_state_source.dtype))
-    return by_token(block.outputs(found_by_q, delta_YCV), B).to(v.dtype).reshape(v.shape)
+    out_TH = by_token(block.outputs(found_by_q, delta_YCV), B).to(v.dtype).reshape(v.shape[1:])
+    return with_padding(out_TH, n_tokens)[None]
 
 
 def _states(

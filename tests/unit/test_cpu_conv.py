@@ -118,6 +118,20 @@ def test_verify_keeps_every_window(weights, windows, N: int):
     assert (window[1] == 7.0).all()
 
 
+@pytest.mark.parametrize("N", [None, 1, 4], ids=["decode", "verify 1", "verify 4"])
+def test_padded_rows_are_skipped(weights, N: int | None):
+    """A captured batch's last rows, whose slot is negative."""
+    weight, bias, pool = weights
+    x = torch.randn(3, F_) if N is None else torch.randn(3, N, F_).transpose(1, 2)
+    states, alone = pool.clone(), pool.clone()
+    out = conv.causal_conv1d_update(x, states, weight, bias, "silu", conv_state_indices=torch.tensor([4, -1, -1]))
+    want = conv.causal_conv1d_update(x[:1], alone, weight, bias, "silu", conv_state_indices=torch.tensor([4]))
+    assert out.shape == x.shape
+    torch.testing.assert_close(out[:1], want)
+    torch.testing.assert_close(states, alone)
+    assert out[1:].isnan().all()
+
+
 def test_a_pool_may_hold_more_inputs_than_the_convolution_needs(weights):
     """The first P are the state; the rest is somebody else's."""
     weight, bias, _ = weights
@@ -146,7 +160,7 @@ def test_what_is_not_defined_is_refused_by_name(weights):
     weight, _, pool = weights
     with pytest.raises(NotImplementedError, match="retrieve_next_token"):
         conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, retrieve_next_token=torch.zeros(1, 2))
-    with pytest.raises(IndexError):
-        conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, conv_state_indices=torch.tensor([-1]))
+    with pytest.raises(ValueError, match="padded rows are not the last"):
+        conv.causal_conv1d_update(torch.randn(2, F_), pool, weight, conv_state_indices=torch.tensor([-1, 1]))
     with pytest.raises(NotImplementedError, match="activation='relu'"):
         conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, activation="relu")

@@ -228,11 +228,63 @@ def test_what_is_not_defined_is_refused_by_name(argument: str):
         verify(inputs, [0], inputs.pool, **{argument: True})
 
 
-def test_ragged_blocks_and_padding_rows_are_refused():
+@pytest.mark.parametrize("slots", [[2, -1, -1], [-1, -1, -1]], ids=["one real", "none"])
+def test_padded_rows_of_verify_are_skipped(slots: list[int]):
+    """A captured batch's last rows: they have no tokens, and cu_seqlens stands still."""
+    inputs, C = Inputs(12), 4
+    n_real = sum(slot >= 0 for slot in slots)
+    pool, scratch = inputs.pool.clone(), torch.full((3, C, H, V, K), 7.0)
+    out = verify(
+        inputs,
+        slots,
+        pool,
+        cu_seqlens=(torch.arange(4).clamp(max=n_real) * C).int(),
+        disable_state_update=True,
+        intermediate_states_buffer=scratch,
+        intermediate_state_indices=torch.arange(3, dtype=torch.int32),
+    )
+    assert out.shape == inputs.v.shape
+    assert out[0, n_real * C :].isnan().all()
+    assert torch.equal(pool, inputs.pool)
+    assert (scratch[n_real:] == 7.0).all()
+    if n_real:
+        outputs, states = one_by_one(inputs, range(C), inputs.pool[slots[0]])
+        torch.testing.assert_close(out[0, :C], outputs, **TOLERANCE)
+        torch.testing.assert_close(scratch[0], states, **TOLERANCE)
+
+
+def test_padded_rows_of_decode_are_zeros():
+    inputs = Inputs(3)
+    mixed_qkv = torch.cat([x[0].flatten(1) for x in (inputs.q, inputs.k, inputs.v)], dim=1)
+
+    def decode(slots: list[int], pool: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(slots), 1, H, V), torch.nan)
+        gdn.fused_recurrent_gated_delta_rule_packed_decode(
+            mixed_qkv[: len(slots)],
+            inputs.a[: len(slots)],
+            inputs.b[: len(slots)],
+            inputs.A_log,
+            inputs.dt_bias,
+            K**-0.5,
+            pool,
+            out,
+            torch.tensor(slots, dtype=torch.int32),
+            use_qk_l2norm_in_kernel=True,
+        )
+        return out
+
+    pool, alone = inputs.pool.clone(), inputs.pool.clone()
+    out = decode([4, -1, -1], pool)
+    assert (out[1:] == 0).all()
+    torch.testing.assert_close(out[:1], decode([4], alone))
+    torch.testing.assert_close(pool, alone)
+
+
+def test_ragged_blocks_and_padding_between_rows_are_refused():
     inputs = Inputs(4)
     with pytest.raises(NotImplementedError, match="cu_seqlens"):
         verify(inputs, [0, 1], inputs.pool, cu_seqlens=torch.tensor([0, 1, 4]))
-    with pytest.raises(IndexError):
-        verify(inputs, [0, -1], inputs.pool)
+    with pytest.raises(ValueError, match="padded rows are not the last"):
+        verify(inputs, [-1, 0], inputs.pool)
     with pytest.raises(NotImplementedError, match="head_first"):
         gdn.chunk_gated_delta_rule(inputs.q, inputs.k, inputs.v, inputs.g[None], inputs.beta[None], head_first=True)

@@ -1,0 +1,182 @@
+"""What the GPU's paged attention kernels compute, in plain torch: one request at a time, nothing shared, nothing fast.
+
+`attend` is the definition. Around it stand FlashAttention's two entry points as SGLang calls them; `flashinfer.py` and
+`trtllm.py` have theirs. They check what the kernels demand of their metadata, and fill rows of no request with NaN.
+
+Dimension key: B requests, T packed queries, A query heads, G KV heads, E head width of q and k, F of v, N queries and L
+keys of a request, P pages of a request's row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees; a request's queries are the last of its keys."""
+
+    causal: bool
+    left: int = -1  # keys at most so far behind; -1: any
+    right: int = -1  # and ahead
+
+    def allowed(self, n_queries: int, n_keys: int) -> torch.Tensor:
+        """Bool [N, L]."""
+        behind = torch.arange(n_keys - n_queries, n_keys)[:, None] - torch.arange(n_keys)
+        allowed = behind >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)
+        if self.left >= 0:
+            allowed &= behind <= self.left
+        if self.right >= 0:
+            allowed &= behind >= -self.right
+        return allowed
+
+
+class Score(NamedTuple):
+    """How a query and a key make a weight."""
+
+    scale: float
+    softcap: float = 0.0  # 0: none
+    sinks_A: torch.Tensor | None = None  # a logit per head that takes weight and gives nothing
+
+
+def attend(
+    q_NAE: torch.Tensor, k_LGE: torch.Tensor, v_LGF: torch.Tensor, allowed_NL: torch.Tensor, score: Score
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one request, computed in fp32 or wider.
+
+    Returns:
+        [N, A, F] in q's type, zeros where nothing is seen; the log-sum-exp of the scores, fp32 [N, A].
+    """
+    wide = torch.promote_types(q_NAE.dtype, torch.float32)
+    n_share = q_NAE.shape[1] // k_LGE.shape[1]
+    k_LAE, v_LAF = (x.to(wide).repeat_interleave(n_share, dim=1) for x in (k_LGE, v_LGF))
+    score_ANL = torch.einsum("nae,lae->anl", q_NAE.to(wide), k_LAE) * score.scale
+    if score.softcap:
+        score_ANL = score.softcap * (score_ANL / score.softcap).tanh()
+    score_ANL = score_ANL.masked_fill(~allowed_NL, -torch.inf)
+    lse_AN = score_ANL.logsumexp(-1)
+    total_AN = lse_AN if score.sinks_A is None else torch.logaddexp(lse_AN, score.sinks_A[:, None].to(wide))
+    weight_ANL = (score_ANL - total_AN.nan_to_num(neginf=0.0)[..., None]).exp()
+    return torch.einsum("anl,laf->naf", weight_ANL, v_LAF).to(q_NAE.dtype), lse_AN.T.float()
+
+
+def require_int32(**metadata: torch.Tensor) -> None:
+    for name, tensor in metadata.items():
+        assert tensor.dtype == torch.int32, f"{name} is {tensor.dtype}, the kernel reads int32"
+        assert tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}, the kernel reads rows"
+
+
+def pages_of(row_P: torch.Tensor, n_keys: int, page_size: int, n_pages: int) -> torch.Tensor:
+    """The pages that hold a request's keys, int64."""
+    needed = -(-n_keys // page_size)
+    assert needed <= row_P.shape[0], f"a page table of {row_P.shape[0]} columns for {n_keys} keys, {page_size} a page"
+    pages = row_P[:needed].long()
+    assert ((pages >= 0) & (pages < n_pages)).all(), f"pages {pages.tolist()} of {n_pages}"
+    return pages
+
+
+class Paged(NamedTuple):
+    """Requests and their keys: the arguments all paged kernels share."""
+
+    page_table_BP: torch.Tensor
+    n_keys_B: torch.Tensor
+    first_query_B1: torch.Tensor  # and the end of the last, [B + 1]
+    max_queries: int
+
+    def run(
+        self, q_TAE: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, mask: Mask, score: Score
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Caches are [pages, page size, G, E or F]. Returns [T, A, F] and [T, A]; rows of no request are NaN."""
+        B = self.n_keys_B.shape[0]
+        assert self.first_query_B1.shape == (B + 1,), f"{self.first_query_B1.shape} starts of {B} requests"
+        assert self.page_table_BP.shape[0] >= B, f"{self.page_table_BP.shape[0]} rows of pages for {B} requests"
+        n_pages, page_size = k_cache.shape[:2]
+        out_TAF = q_TAE.new_full((*q_TAE.shape[:2], v_cache.shape[-1]), torch.nan)
+        lse_TA = torch.full(q_TAE.shape[:2], torch.nan)
+        starts = self.first_query_B1.tolist()
+        for b, n_keys in enumerate(self.n_keys_B.tolist()):
+            n_queries = starts[b + 1] - starts[b]
+            assert n_queries <= self.max_queries, f"{n_queries} queries, at most {self.max_queries} were announced"
+            if n_queries <= 0:
+                continue
+            pages = pages_of(self.page_table_BP[b], n_keys, page_size, n_pages)
+            k, v = (cache.index_select(0, pages).flatten(0, 1)[:n_keys] for cache in (k_cache, v_cache))
+            rows = slice(starts[b], starts[b + 1])
+            out_TAF[rows], lse_TA[rows] = attend(q_TAE[rows], k, v, mask.allowed(n_queries, n_keys), score)
+        return out_TAF, lse_TA
+
+
+def refuse(op: str, others: dict[str, Any]) -> None:
+    """What a definition does not define is asked by nobody."""
+    asked = {name: value for name, value in others.items() if value is not None and value is not False}
+    if asked:
+        raise NotImplementedError(f"{op} with {', '.join(asked)} is not defined in the rehearsal; run this on a GPU")
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    ver: int = 3,
+    **others: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention 3 and 4 over a paged cache: q [T, A, E], caches [pages, page size, G, E or F]; [T, A, F].
+
+    `qv` [T, A, F] (latent attention): also multiplied with the values, and added to the scores.
+    """
+    refuse("flash_attn_with_kvcache", others)
+    require_int32(page_table=page_table, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q)
+    assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1, "heads are rows"
+    paged = Paged(page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q)
+    if qv is not None:
+        q, k_cache = torch.cat([q, qv], dim=-1), torch.cat([k_cache, v_cache], dim=-1)
+    out, lse = paged.run(q, k_cache, v_cache, Mask(causal, *window_size), Score(softmax_scale, softcap, sinks))
+    return (out, lse.T.contiguous()) if return_softmax_lse else out
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_softmax_lse: bool = False,
+    num_splits: int = 0,
+    ver: int = 3,
+    **others: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """FlashAttention over packed keys: q [T, A, E], k [keys, G, E], v [keys, G, F]; [T, A, F]."""
+    refuse("flash_attn_varlen_func", others)
+    require_int32(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    mask, score = Mask(causal, *window_size), Score(softmax_scale, softcap)
+    out, lse = q.new_full((*q.shape[:2], v.shape[-1]), torch.nan), torch.full(q.shape[:2], torch.nan)
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for queries, keys in zip(map(slice, ends_q, ends_q[1:]), map(slice, ends_k, ends_k[1:]), strict=True):
+        n_queries, n_keys = queries.stop - queries.start, keys.stop - keys.start
+        if n_queries > 0:
+            allowed = mask.allowed(n_queries, n_keys)
+            out[queries], lse[queries] = attend(q[queries], k[keys], v[keys], allowed, score)
+    return (out, lse.T.contiguous()) if return_softmax_lse else out

@@ -1,0 +1,36 @@
+"""What SGLang asks of the rehearsal's platform: the CPU platform's answers, but graphs are captured, and a GPU's
+attention backends are its own."""
+
+import torch
+from sglang.srt.platforms.interface import PlatformCapabilities
+
+from sglang_dflash.cpu.platform import ATTENTION_BACKEND, CpuPlatform
+
+BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha")
+
+
+class RehearsalPlatform(CpuPlatform):
+    capabilities = PlatformCapabilities(graph_capture=True)
+
+    def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
+        return algorithm == "DFLASH" and backend in (*BACKENDS, ATTENTION_BACKEND)
+
+    def get_graph_runner_cls(self) -> type:
+        from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+
+        return DecodeCudaGraphRunner
+
+    def init_backend(self) -> None:
+        from sglang_dflash.cpu import install, register_choices
+        from sglang_dflash.rehearsal import seams
+
+        seams.device()
+        register_choices()
+        install.install(seams.as_launches(install.at_import()))
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        super().post_load_model(model)
+        from sglang_dflash.rehearsal import seams
+
+        seams.graphs()
+        seams.attention()

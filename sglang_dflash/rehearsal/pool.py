@@ -1,0 +1,99 @@
+"""The memory of captured graphs: one private pool for all graphs of a process, as SGLang shares one.
+
+The rules are CUDACachingAllocator's, as far as they decide who gets whose bytes: sizes are rounded up to 512 bytes; up
+to 1 MiB comes from segments of 2 MiB, more from segments of 20 MiB or of what is asked; the smallest block that fits
+is taken, the lowest address of equals; what is left over is split off; neighbours join when they are free.
+
+A block is free as soon as the last tensor over it is gone, and the next tensor may have it, in this graph or in a later
+one. Captured launches know addresses only and keep nothing alive. So what is read too late is read overwritten, as on
+a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right, insort
+
+import numpy as np
+import torch
+
+MIB = 1 << 20
+ROUND = 512
+SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # the largest small block; the segment it comes from
+LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB  # the segment of what is smaller than `LARGE`; what is larger has its own
+CAPACITY = 4096 * MIB  # of addresses: a page takes no memory before it is written to
+
+
+class Pool:
+    """Invariant: `_free[segment]` are a segment's free (offset, size), ascending, no two of them adjacent."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._memory = np.empty(capacity, np.uint8)
+        self._whole = torch.from_numpy(self._memory).untyped_storage()
+        self._base = self._memory.ctypes.data
+        self._starts: list[int] = []  # of the segments, ascending
+        self._small: dict[int, bool] = {}
+        self._free: dict[int, list[tuple[int, int]]] = {}
+        self.n_bytes = 0  # of all segments
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return self._base <= tensor.data_ptr() < self._base + self._memory.nbytes
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An uninitialised tensor of the same type, shape and strides, in a block of its own while it lives."""
+        if not tensor.numel():
+            return torch.empty_like(tensor)
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        n_bytes = extent * tensor.element_size()
+        segment, offset, size = self._take(-(-n_bytes // ROUND) * ROUND)
+        block = self._memory[offset : offset + n_bytes]
+        weakref.finalize(block, self._give, segment, offset, size).atexit = False
+        return torch.from_numpy(block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def address(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The cells of a tensor in the pool, without its ownership of them: what a captured launch knows of it."""
+        offset = (tensor.data_ptr() - self._base) // tensor.element_size()
+        return torch.empty(0, dtype=tensor.dtype).set_(self._whole, offset, tensor.shape, tensor.stride())
+
+    def _take(self, size: int) -> tuple[int, int, int]:
+        small = size <= SMALL
+        fits = [
+            (n, offset, segment)
+            for segment, free in self._free.items()
+            if self._small[segment] == small
+            for offset, n in free
+            if n >= size
+        ]
+        n, offset, segment = min(fits) if fits else self._new_segment(size)
+        self._free[segment].remove((offset, n))
+        rest = n - size
+        if rest >= ROUND if small else rest > SMALL:
+            insort(self._free[segment], (offset + size, rest))
+            n = size
+        return segment, offset, n
+
+    def _new_segment(self, size: int) -> tuple[int, int, int]:
+        n = -(-size // (2 * MIB)) * 2 * MIB
+        if size < LARGE:
+            n = SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT
+        if self.n_bytes + n > self._memory.nbytes:
+            raise MemoryError(
+                f"the rehearsal's graphs need more than {self._memory.nbytes // MIB} MiB; capture fewer sizes "
+                "(--cuda-graph-bs-decode, SGLANG_DFLASH_WIDTHS)"
+            )
+        segment = self.n_bytes
+        self.n_bytes += n
+        self._starts.append(segment)
+        self._small[segment] = size <= SMALL
+        self._free[segment] = [(segment, n)]
+        return n, segment, segment
+
+    def _give(self, segment: int, offset: int, size: int) -> None:
+        free = self._free[segment]
+        at = bisect_right(free, (offset, 0))
+        if at < len(free) and free[at][0] == offset + size:
+            size += free.pop(at)[1]
+        if at and sum(free[at - 1]) == offset:
+            before = free.pop(at - 1)
+            offset, size = before[0], before[1] + size
+        insort(free, (offset, size))

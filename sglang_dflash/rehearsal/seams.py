@@ -1,0 +1,98 @@
+"""Where SGLang 0.5.23 names CUDA although an out-of-tree platform runs: each place, and why it is mended.
+
+Four groups, in the order SGLang reaches them: the device module, kernels, graphs, attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_dflash.cpu import install
+from sglang_dflash.rehearsal import attention as definitions
+from sglang_dflash.rehearsal import graph, host
+
+_KERNELS = "sglang.kernels.ops."
+
+
+def device() -> None:
+    """`torch.get_device_module("cpu")`, as graph runners and backends use a device module."""
+    torch.cpu.graph = graph.graph  # type: ignore[attr-defined]
+    torch.cpu.graph_pool_handle = graph.graph_pool_handle  # type: ignore[attr-defined]
+    torch.cpu.is_current_stream_capturing = graph.is_capturing  # type: ignore[attr-defined]
+    torch.cuda.CUDAGraph = graph.Graph  # type: ignore[misc, assignment]  # both graph backends name it
+
+
+def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
+    """The CPU platform's stand-ins for kernels, each one launch; methods of tensors stay what they are."""
+    launches = {
+        name: graph.launch(stand_in) if callable(stand_in) and not name.startswith("torch.") else stand_in
+        for name, stand_in in stand_ins.items()
+    }
+    from triton.runtime.interpreter import GridExecutor
+
+    GridExecutor.__call__ = graph.launch(GridExecutor.__call__)  # every interpreted Triton kernel is one launch
+    return launches | {"torch.Tensor.pin_memory": _pin_memory, "torch.Tensor.cpu": _cpu}
+
+
+def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    return host.mark(self)
+
+
+def _cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+    """A copy, as from any device: where it is an alias, the device's next write would change it."""
+    return self if host.is_marked(self) else host.mark(self.clone())
+
+
+def graphs() -> None:
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.model_executor.cuda_graph_config import Backend
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
+    from sglang.srt.runtime_context import get_exec
+
+    # It asks the default device module, which is torch.cuda in a CUDA build of PyTorch.
+    parallel_state.get_current_device_stream_fast = torch.cpu.current_stream
+    # A "cpu" runner asks `is_cpu_graph`, which means torch.compile's decode alone.
+    ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
+
+    # A "cpu" runner captures nothing without torch.compile; nothing else in the module asks for flags.
+    def flags() -> SimpleNamespace:
+        wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+        return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
+
+    cuda_graph_setup.get_flags = flags
+
+
+def attention() -> None:
+    """Attention backends over definitions of their kernels."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    launches = {
+        _KERNELS + f"attention.flash_attention.{fn.__name__}": graph.launch(fn)
+        for fn in (definitions.flash_attn_with_kvcache, definitions.flash_attn_varlen_func)
+    }
+    install.install(launches)
+    _stub_sgl_kernel()
+
+    @register_attention_backend("fa3")  # SGLang's factory asserts a compute capability
+    def fa3(runner: Any) -> Any:
+        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+        backend = FlashAttentionBackend(runner)
+        backend._get_scheduler_metadata = None
+        return backend
+
+
+def _stub_sgl_kernel() -> None:
+    """What `flashattention_backend` imports of it, which needs libcuda; nothing calls these here."""
+    package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
+    package.flash_attn = module  # type: ignore[attr-defined]
+    package.merge_state_v2 = None  # type: ignore[attr-defined]
+    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata"):
+        setattr(module, name, None)
+    sys.modules |= {"sgl_kernel": package, "sgl_kernel.flash_attn": module}
