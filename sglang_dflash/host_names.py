@@ -226,7 +226,7 @@ NAMES = (
         "spec_algorithm spec_info capture_hidden_mode num_token_non_padded global_num_token_non_padded_cpu "
         "can_run_decode_cuda_graph mrope_positions",
     ),
-    Name(FORWARD_BATCH, "ForwardMode", "TARGET_VERIFY"),
+    Name(FORWARD_BATCH, "ForwardMode", "TARGET_VERIFY is_cpu_graph is_cuda_graph"),
     Name(FORWARD_BATCH, "compute_position", "attn_backend extend_prefix_lens extend_seq_lens extend_seq_lens_sum"),
     Name(FORWARD_BATCH, "enable_num_token_non_padded"),
     Name("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE"),

@@ -30,7 +30,10 @@ class RehearsalPlatform(CpuPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         super().post_load_model(model)
+        from sglang_dflash import host
+        from sglang_dflash.host_names_rehearsal import REHEARSAL
         from sglang_dflash.rehearsal import seams
 
         seams.graphs()
         seams.attention()
+        host.check(REHEARSAL)  # the attention modules load now, and not before

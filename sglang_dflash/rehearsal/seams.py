@@ -5,6 +5,7 @@ Four groups, in the order SGLang reaches them: the device module, kernels, graph
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
@@ -49,14 +50,12 @@ def _cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve
 
 
 def graphs() -> None:
-    from sglang.srt.distributed import parallel_state
     from sglang.srt.model_executor.cuda_graph_config import Backend
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.model_executor.model_runner_components import cuda_graph_setup
     from sglang.srt.runtime_context import get_exec
 
     # It asks the default device module, which is torch.cuda in a CUDA build of PyTorch.
-    parallel_state.get_current_device_stream_fast = torch.cpu.current_stream
+    _put("sglang.srt.distributed.parallel_state.get_current_device_stream_fast", torch.cpu.current_stream)
     # A "cpu" runner asks `is_cpu_graph`, which means torch.compile's decode alone.
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
 
@@ -65,7 +64,13 @@ def graphs() -> None:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
 
-    cuda_graph_setup.get_flags = flags
+    _put("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.get_flags", flags)
+
+
+def _put(target: str, value: Any) -> None:
+    """In that module alone."""
+    module, name = target.rsplit(".", 1)
+    setattr(importlib.import_module(module), name, value)
 
 
 def attention() -> None:
