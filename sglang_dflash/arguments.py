@@ -57,6 +57,9 @@ class Arguments:
     hierarchical_cache: bool
     two_batch_overlap: bool
     mixed_chunk: bool
+    linear_replay: bool
+    linear_replay_spec: bool
+    sized_after_capture: bool  # an environment variable of SGLang's
     streaming_session: bool
     page_size: int | None
 
@@ -70,6 +73,7 @@ class Arguments:
 def arguments_of(server_args: Any) -> Arguments:
     """Read the arguments through SGLang's own view, which knows what resolution has decided so far."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
+    from sglang.srt.environ import envs
     from sglang.srt.runtime_context import attn_dp_enabled_of
 
     args = resolving_view(server_args)
@@ -105,6 +109,9 @@ def arguments_of(server_args: Any) -> Arguments:
         hierarchical_cache=args.enable_hierarchical_cache,
         two_batch_overlap=args.enable_two_batch_overlap,
         mixed_chunk=args.enable_mixed_chunk,
+        linear_replay=args.enable_linear_replayssm,
+        linear_replay_spec=args.enable_linear_replayssm_spec,
+        sized_after_capture=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         streaming_session=args.enable_streaming_session,
         page_size=args.page_size,
     )

@@ -64,6 +64,7 @@ def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashCo
     _check_heads(arguments, draft)
     draft_window = _window(arguments, draft, block_size)
     _check_sessions(arguments, target, draft_window)
+    _check_rings(arguments, draft_window)
     changed = {"block_size": block_size, "vocab_size": target.vocab_size, "dtype": _dtype(arguments, target, draft)}
     return DFlashConfig(
         **vars(draft) | changed,
@@ -114,6 +115,8 @@ def check_arguments(arguments: Arguments) -> None:
         (arguments.hierarchical_cache, "--enable-hierarchical-cache", "draft K/V would not be restored with a prefix"),
         (arguments.two_batch_overlap, "--enable-two-batch-overlap", "a block is verified as one batch"),
         (arguments.mixed_chunk, "--enable-mixed-chunk", "a step either reads prompts or verifies blocks"),
+        (arguments.linear_replay, "--enable-linear-replayssm", "a step of one token would leave its state in a ring"),
+        (arguments.linear_replay_spec, "--enable-linear-replayssm-spec", "a block's states are recorded without it"),
         (arguments.draft_quantization is not None, "--speculative-draft-model-quantization", "drafts run unquantized"),
     ):
         if asked:
@@ -150,6 +153,15 @@ def _check_sessions(arguments: Arguments, target: Target, draft_window: int | No
         raise NotSupported(
             "--enable-streaming-session is not supported with DFLASH on a target with recurrent layers (a turn that "
             "ends inside a block leaves their state past its end); drop the flag, other sessions work without it"
+        )
+
+
+def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
+    """SGLang gives every draft pool the target's token count once graphs are captured, and counts no rings."""
+    if draft_window is not None and arguments.sized_after_capture:
+        raise NotSupported(
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the draft's rings would get "
+            "the target's number of slots); set it to 0, or drop --speculative-draft-window-size if the draft has none"
         )
 
 

@@ -90,7 +90,7 @@ NAMES = (
     Name("sglang.srt.models.registry", "ModelRegistry", "models"),
     *(Name(CONTEXT, name) for name in ("get_exec", "get_spec", "get_parallel", "get_schedule")),
     Name(CONTEXT, "attn_dp_enabled_of", "cfg"),
-    Name("sglang.srt.environ", "envs", "SGLANG_EAGER_INPUT_NO_COPY"),
+    Name("sglang.srt.environ", "envs", "SGLANG_EAGER_INPUT_NO_COPY SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
     Name(CONTEXT, "mamba_track_grid", "tree_page"),
     # what the scheduler asks of a worker, and what it hands over
     Name(BASE_WORKER, "BaseSpecWorker", "target_worker draft_worker spec_v2_attn_backends on_verify_complete_cpu"),

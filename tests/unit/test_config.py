@@ -44,6 +44,9 @@ ARGUMENTS = Arguments(
     hierarchical_cache=False,
     two_batch_overlap=False,
     mixed_chunk=False,
+    linear_replay=False,
+    linear_replay_spec=False,
+    sized_after_capture=False,
     streaming_session=False,
     page_size=None,
 )
@@ -111,6 +114,8 @@ def test_heads_that_can_be_split(tp_size: int, draft: Checkpoint) -> None:
         ({"hierarchical_cache": True}, NotSupported, "--enable-hierarchical-cache"),
         ({"two_batch_overlap": True}, NotSupported, "--enable-two-batch-overlap"),
         ({"mixed_chunk": True}, NotSupported, "--enable-mixed-chunk"),
+        ({"linear_replay": True}, NotSupported, r"--enable-linear-replayssm is not .*; drop the flag"),
+        ({"linear_replay_spec": True}, NotSupported, r"--enable-linear-replayssm-spec is not .*; drop the flag"),
         ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
         ({"attention_dp": True}, NotSupported, "attention data parallelism is not supported with DFLASH"),
         ({"disaggregation": "prefill"}, NotSupported, "--disaggregation-mode prefill is not supported with DFLASH"),
@@ -167,6 +172,13 @@ def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft: Checkpoint) -> N
     combine(replace(asked, page_size=16, draft_window=None), TARGET, draft)
     with pytest.raises(NotSupported, match=r"a draft window and --page-size 16 .* use --page-size 1"):
         combine(replace(asked, page_size=16), TARGET, draft)
+
+
+def test_rings_are_sized_before_graphs_are_captured(draft: Checkpoint) -> None:
+    asked = replace(ARGUMENTS, sized_after_capture=True)
+    combine(asked, TARGET, draft)
+    with pytest.raises(NotSupported, match=r"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window .* set it to 0"):
+        combine(replace(asked, draft_window=64), TARGET, draft)
 
 
 @pytest.mark.parametrize(

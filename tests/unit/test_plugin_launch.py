@@ -65,6 +65,14 @@ BAD = {
         "NotSupported: --speculative-accept-threshold-single 0.9 would change the output distribution; drop the flag",
         "--speculative-accept-threshold-single 0.9",
     ),
+    "a ring for states": Bad(
+        "NotSupported: --enable-linear-replayssm-spec is not supported with DFLASH", "--enable-linear-replayssm-spec"
+    ),
+    "pools sized late": Bad(
+        "NotSupported: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported",
+        "--speculative-draft-window-size 64",
+        env={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
+    ),
     "adaptive steps": Bad("NotSupported: --speculative-adaptive is not supported", "--speculative-adaptive"),
     "draft backend of another device": Bad(
         "NotSupported: --speculative-draft-attention-backend fa4: it does not run on cpu (sm90, sm100, sm110 only); "
