@@ -140,7 +140,10 @@ def target_of(server_args: Any) -> Target:
 
 
 def device_of(device: str | None) -> str:
-    """ "cpu", or an NVIDIA GPU's generation: "sm80", "sm90", "sm100", "sm110", "sm120"; else what SGLang says."""
+    """ "cpu", or an NVIDIA GPU's generation: "sm80", "sm89", "sm90", "sm100", "sm110", "sm120"; else what SGLang says.
+
+    Of compute capability 8.x only 8.9 has fp8, so it is told apart.
+    """
     if device is None:
         return "undecided"  # until SGLang resolves its arguments
     if not device.startswith("cuda"):
@@ -148,4 +151,7 @@ def device_of(device: str | None) -> str:
         return device if rehearsed is Rehearse.OFF else str(rehearsed)
     import torch
 
-    return f"sm{torch.cuda.get_device_capability()[0]}0" if torch.version.cuda else "rocm"  # which torch calls cuda
+    if not torch.version.cuda:
+        return "rocm"  # which torch calls cuda
+    capability = torch.cuda.get_device_capability()
+    return "sm89" if capability == (8, 9) else f"sm{capability[0]}0"

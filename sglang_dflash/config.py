@@ -73,9 +73,9 @@ def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashCo
         draft_attention_backend=backends.resolve(
             asked=arguments.draft_backend,
             target=arguments.target_backend,
-            layers=draft.layers,
-            device=arguments.device,
-            fp8_kv=arguments.draft_kv_dtype.startswith("fp8"),
+            needs=backends.Needs(
+                draft.layers, arguments.device, kv_dtype=arguments.draft_kv_dtype, page_size=arguments.page_size
+            ),
         ).name,
     )
 

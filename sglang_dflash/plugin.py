@@ -181,6 +181,21 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
         speculative_draft_attention_backend=config.draft_attention_backend,
     )
     previous(server_args)
+    keep_backend(server_args, config.draft_attention_backend)
+
+
+def keep_backend(server_args: Any, name: str) -> None:
+    """Declare the draft's backend again, where SGLang's resolution has replaced it.
+
+    SGLang leaves `trtllm_mha` to drafts whose layers all slide, though its backend computes full ones too. What is
+    declared decides the dtype of the draft's KV cache, and the bytes SGLang counts for it.
+    """
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    replaced = resolving_view(server_args).speculative_draft_attention_backend
+    if replaced != name:
+        logger.info("the draft's attention backend stays %s, where SGLang's warning says %s", name, replaced)
+        declare_resolution(server_args, "sglang_dflash.config", speculative_draft_attention_backend=name)
 
 
 def asks_for_dflash(server_args: Any) -> bool:

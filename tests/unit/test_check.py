@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.backends import resolve
+from sglang_dflash.backends import Needs, resolve
 from sglang_dflash.checkpoint import Layer
 from sglang_dflash.flags import Worker
 
@@ -99,8 +99,6 @@ def test_a_profile_s_backends_run_the_draft(profile: str, device: str, backend: 
     choice = resolve(
         asked=named.get("--speculative-draft-attention-backend"),
         target=named["--attention-backend"],
-        layers=(Layer(2048, causal=True), Layer(None, causal=False)),
-        device=device,
-        fp8_kv=False,
+        needs=Needs((Layer(2048, causal=True), Layer(None, causal=False)), device, page_size=64),
     )
     assert choice.name == backend

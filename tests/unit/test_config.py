@@ -82,6 +82,15 @@ def test_both_in_fp32_when_told_so(given: str, draft: Checkpoint) -> None:
     assert combine(replace(ARGUMENTS, dtype=given), replace(TARGET, dtype="float32"), draft).dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("device", "asked", "kept"), [("sm90", None, "fa3"), ("sm100", "fa4", "fa4"), ("sm100", "trtllm_mha", "trtllm_mha")]
+)
+def test_an_fp8_target(device: str, asked: str | None, kept: str, draft: Checkpoint) -> None:
+    """Its cache is fp8 as well, or its own where SGLang gives it one."""
+    arguments = replace(ARGUMENTS, device=device, draft_backend=asked, draft_kv_dtype="fp8_e4m3", page_size=64)
+    assert combine(arguments, TARGET, draft).draft_attention_backend == kept
+
+
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_heads_that_can_be_split(tp_size: int, draft: Checkpoint) -> None:
     assert combine(replace(ARGUMENTS, tp_size=tp_size), TARGET, draft).n_kv_heads == 2
@@ -121,8 +130,13 @@ def test_heads_that_can_be_split(tp_size: int, draft: Checkpoint) -> None:
         ({"disaggregation": "prefill"}, NotSupported, "--disaggregation-mode prefill is not supported with DFLASH"),
         ({"tp_size": 3}, ValueError, "4 heads and 2 KV heads cannot be split over --tp-size 3"),
         ({"tp_size": 8}, ValueError, "cannot be split over --tp-size 8"),
-        ({"draft_backend": "trtllm_mha"}, NotSupported, "trtllm_mha: it masks later slots of a block"),
-        ({"draft_backend": "fa4", "draft_kv_dtype": "fp8_e4m3"}, NotSupported, "fa4: it cannot read an fp8 draft KV"),
+        ({"draft_backend": "trtllm_mha", "page_size": 1}, NotSupported, "trtllm_mha: it needs --page-size 16, 32, 64"),
+        (
+            {"draft_kv_dtype": "fp8_e5m2", "draft_backend": "fa3"},
+            NotSupported,
+            "a draft KV cache of fp8_e5m2 cannot be",
+        ),
+        ({"draft_kv_dtype": "fp8_e4m3", "device": "sm80"}, NotSupported, "no draft attention backend fits .* on sm80"),
         ({"draft_backend": "torch_native"}, NotSupported, "torch_native: it does not run on sm90"),
         ({"dtype": "float16"}, NotSupported, "the draft is float16 and the target runs in bfloat16; give --dtype"),
     ],

@@ -2,6 +2,7 @@
 
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -90,6 +91,53 @@ def test_the_running_sglang_is_compared_name_by_name(name: Name, sentence: str, 
     with pytest.raises(HostMismatch) as mismatch:
         host.check([name])
     assert str(mismatch.value).startswith(f"sglang 0.5.24: {sentence}; sglang-dflash ")
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "stock"),
+    [(["sliding_attention"] * 2, "trtllm_mha"), (["sliding_attention", "full_attention"], "fa4")],
+)
+def test_the_draft_s_backend_is_kept_where_sglang_replaces_it(
+    layer_types: list[str], stock: str, monkeypatch: pytest.MonkeyPatch, checkpoints: ModuleType, tmp_path: Path
+) -> None:
+    """SGLang's own step, as on a B200: it leaves trtllm_mha to drafts whose layers all slide."""
+    from sglang.srt.arg_groups import speculative_hook
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    on_b200 = SimpleNamespace(is_sm100=True, is_xpu=False, is_hip=False)
+    monkeypatch.setattr(speculative_hook, "get_platform", lambda: on_b200)
+    monkeypatch.setattr(speculative_hook, "current_platform", SimpleNamespace(is_out_of_tree=lambda: False))
+    draft = checkpoints.write_draft(tmp_path, layer_types=layer_types, sliding_window=32)
+    server_args = SimpleNamespace(
+        speculative_algorithm="DFLASH", speculative_draft_model_path=str(draft), json_model_override_args="{}",
+        speculative_draft_model_revision=None, trust_remote_code=False,
+    )  # fmt: skip
+    declared = {"speculative_draft_attention_backend": "trtllm_mha"}
+    declare_resolution(server_args, "before", **declared)
+    speculative_hook._resolve_dflash_draft_attention_backend(server_args)
+    assert resolving_view(server_args).speculative_draft_attention_backend == stock
+    plugin.keep_backend(server_args, "trtllm_mha")
+    assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
+
+
+def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    from sglang_dflash.config import DFlashConfig
+
+    config = SimpleNamespace(block_size=8, draft_attention_backend="trtllm_mha")
+    monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)
+    monkeypatch.setattr(plugin, "require_live", lambda: None)
+    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
+    server_args = SimpleNamespace(speculative_algorithm="DFLASH")
+
+    def sglang_s(server_args: Any) -> None:
+        assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
+        assert resolving_view(server_args).speculative_num_draft_tokens == 8
+        declare_resolution(server_args, "SGLang", speculative_draft_attention_backend="fa4")
+
+    plugin.check_arguments(server_args, sglang_s)
+    assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
 
 
 def test_metrics_are_started_where_sglang_reports_its_own(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:

@@ -75,8 +75,8 @@ BAD = {
     ),
     "adaptive steps": Bad("NotSupported: --speculative-adaptive is not supported", "--speculative-adaptive"),
     "draft backend of another device": Bad(
-        "NotSupported: --speculative-draft-attention-backend fa4: it does not run on cpu (sm90, sm100, sm110 only); "
-        "use torch_native",
+        "NotSupported: --speculative-draft-attention-backend fa4: it does not run on cpu (sm90, sm100, sm110, sm120 "
+        "only); use torch_native",
         "--speculative-draft-attention-backend fa4",
     ),
     "fp8 draft cache": Bad(
