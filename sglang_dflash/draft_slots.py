@@ -24,7 +24,7 @@ class Seen(NamedTuple):
     """What a block sees: the last `len_B` committed tokens of each request, and itself."""
 
     len_B: torch.Tensor
-    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host
+    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact where a backend needs that
     bound_sum: int
     kv: KVLocPlan  # the slots of the context and of the block
 
@@ -114,8 +114,7 @@ class RingSlots:
         # One write of fixed size, so no length leaves the device.
         self.table[rows_B1, self.columns] = self.slots(rows_B1, start_B[:, None] + self.columns).to(self.table.dtype)
         len_B = plan.prefix_len_B - start_B
-        # min(bound, longest) only grows with the bound, so it stays an upper bound of the true length.
-        bound_B_cpu = block.bound_B_cpu.clamp(max=len(self.columns))
+        bound_B_cpu = self.host_lengths(plan, block)
         kv = self.translator.plan(
             req_pool_indices=plan.rows_B,
             seq_lens=len_B,
@@ -124,6 +123,11 @@ class RingSlots:
             read_extent=block.tokens_BN.shape[1],
         )
         return Seen(len_B, bound_B_cpu, int(bound_B_cpu.sum()), kv)
+
+    def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
+        """An upper bound of len + N on the host, int64 [B]."""
+        # min(bound, longest) only grows with the bound, so it stays an upper bound of the true length.
+        return block.bound_B_cpu.clamp(max=len(self.columns))
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
         return self.slots(plan.rows_B[:, None], block.positions_BN).view(-1)
@@ -154,3 +158,23 @@ class RingSlots:
             self.first_R_cpu[row_first_2B[0]] = row_first_2B[1]
             row_B, first_B = async_h2d(row_first_2B, dtype=torch.int64, device=self.first_R.device)
             self.first_R[row_B] = first_B
+
+
+class ExactRingSlots(RingSlots):
+    """For backends that need exact lengths on the host, so that SGLang's scheduler brings them there.
+
+    FlashInfer lays out its partial results by the lengths of its plan and writes them by those on the device: where
+    the two differ, rows of different requests are mixed.
+    """
+
+    def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
+        """len + N on the host, int64 [B]: what `seen` computes on the device."""
+        n_tokens = block.tokens_BN.shape[1]
+        prefix_len_B = block.bound_B_cpu.numpy() - n_tokens
+        start_B = np.maximum(prefix_len_B - self.window, self.first_R_cpu[plan.rows_B_cpu.numpy()])
+        return torch.from_numpy(prefix_len_B - (start_B - start_B % self.page) + n_tokens)
+
+
+def rings_for(draft_runner: ModelRunner) -> type[RingSlots]:
+    """The kind of rings that the draft's attention backend can plan with."""
+    return ExactRingSlots if draft_runner.attn_backend.needs_cpu_seq_lens else RingSlots

@@ -154,6 +154,7 @@ class Timer:
             anchor_B=torch.zeros_like(rows_B),
             prefix_len_B=torch.full_like(rows_B, prefix_len),
             rows_B=rows_B,
+            rows_B_cpu=rows_B.cpu(),
             bound_B_cpu=torch.full((n_requests,), prefix_len),
             width=width,
         )

@@ -124,9 +124,10 @@ NAMES = (
     Name(
         BATCH,
         "ScheduleBatch",
-        "batch_size maybe_evict_swa spec_info seq_lens seq_lens_cpu seq_lens_sum out_cache_loc req_pool_indices reqs "
-        "forward_mode is_extend_in_batch prefix_lens extend_lens sampling_info has_grammar return_logprob tree_cache "
-        "mamba_track_indices can_run_decode_cuda_graph token_to_kv_pool_allocator req_to_token_pool device",
+        "batch_size maybe_evict_swa spec_info seq_lens seq_lens_cpu seq_lens_sum out_cache_loc req_pool_indices "
+        "req_pool_indices_cpu reqs forward_mode is_extend_in_batch prefix_lens extend_lens sampling_info has_grammar "
+        "return_logprob tree_cache mamba_track_indices can_run_decode_cuda_graph token_to_kv_pool_allocator "
+        "req_to_token_pool device",
     ),
     Name("sglang.srt.managers.tp_worker", "TpModelWorker", "model_runner device"),
     Name(
@@ -284,6 +285,7 @@ NAMES = (
     # the CPU platform
     Name("sglang.srt.layers.attention.attention_registry", "register_attention_backend", "name"),
     Name("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend", "init_forward_metadata forward"),
+    Name("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend", "needs_cpu_seq_lens"),
     Name("sglang.srt.platforms.cpu", "CpuDeviceMixin"),
     Name("sglang.srt.platforms.device_mixin", "PlatformEnum", "OOT"),
     Name("sglang.srt.platforms.interface", "PlatformCapabilities"),

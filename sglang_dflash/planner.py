@@ -23,7 +23,7 @@ class Planner:
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
         """`width`: how many tokens of the block will be verified; with 1 nothing is drafted."""
         state = batch.spec_info
-        anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices
+        anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices, batch.req_pool_indices_cpu
         if batch.seq_lens_cpu is None:  # no backend asked for exact lengths on the host
             return self.place(*anchors, state.allocated_B_cpu, width=width, n_bounded=self.block_size)
         return self.place(*anchors, batch.seq_lens_cpu, width=width)
@@ -33,6 +33,7 @@ class Planner:
         anchor_B: torch.Tensor,
         prefix_len_B: torch.Tensor,
         rows_B: torch.Tensor,
+        rows_B_cpu: torch.Tensor,
         bound_B_cpu: torch.Tensor,
         *,
         width: int,
@@ -41,7 +42,7 @@ class Planner:
         """The plan for these anchors.
 
         Args:
-            bound_B_cpu: upper bound of prefix_len + `n_bounded`.
+            bound_B_cpu: upper bound of prefix_len + `n_bounded`; exact where `n_bounded` is 0.
         """
 
         def block(n_tokens: int) -> Block:
@@ -67,4 +68,4 @@ class Planner:
 
         verified = block(width)
         drafted = None if width == 1 else verified if width == self.block_size else block(self.block_size)
-        return Plan(drafted, verified, prefix_len_B=prefix_len_B, rows_B=rows_B)
+        return Plan(drafted, verified, prefix_len_B=prefix_len_B, rows_B=rows_B, rows_B_cpu=rows_B_cpu)

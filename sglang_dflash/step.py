@@ -36,6 +36,7 @@ class Plan(NamedTuple):
     verified: Block  # its first `width` tokens; the same one where that is all
     prefix_len_B: torch.Tensor  # int64, tokens committed before this step
     rows_B: torch.Tensor  # int64, the requests' rows in req_to_token
+    rows_B_cpu: torch.Tensor  # the same on the host
 
     @property
     def n_requests(self) -> int:

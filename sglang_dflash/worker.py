@@ -51,7 +51,7 @@ from sglang_dflash.config import DFlashConfig
 from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_input import DraftInput
 from sglang_dflash.draft_pool import ring_of, ring_pool, ring_table
-from sglang_dflash.draft_slots import DraftSlots, RingSlots, SharedSlots
+from sglang_dflash.draft_slots import DraftSlots, SharedSlots, rings_for
 from sglang_dflash.drafter import Drafter
 from sglang_dflash.ends import target_ends
 from sglang_dflash.engines import Timer, build_engines, from_first_rank
@@ -135,7 +135,7 @@ class DFlashWorker(BaseSpecWorker):
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
         slots: DraftSlots = SharedSlots()
         if config.draft_window is not None:
-            slots = RingSlots(
+            slots = rings_for(draft)(
                 target, draft, size=ring_of(config), window=config.draft_window, block_size=config.block_size
             )
         self.planner = Planner(target, config.block_size, config.mask_token_id)

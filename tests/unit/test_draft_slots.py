@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.draft_slots import RingSlots
+from sglang_dflash.draft_slots import ExactRingSlots, RingSlots, rings_for
 from sglang_dflash.hits import READ_AGAIN, leave_the_end
 from sglang_dflash.sizes import ring_slots
 from sglang_dflash.step import Block, Plan
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 class World:
     """A request table, a ring pool whose slots say what was written last, and requests that come and go."""
 
-    def __init__(self, window: int, block: int, page: int, seed: int) -> None:
+    def __init__(self, window: int, block: int, page: int, seed: int, kind: type[RingSlots] = RingSlots) -> None:
         self.window, self.block, self.page, self.random = window, block, page, Random(seed)
         size = ring_slots(window, block, page)
         table = torch.zeros(N_ROWS, size, dtype=torch.int32)
@@ -27,7 +27,7 @@ class World:
             req_to_token=torch.zeros(N_ROWS, LONGEST), req_generation=torch.zeros(N_ROWS).long()
         )
         translator = SimpleNamespace(plan=lambda **told: SimpleNamespace(**told))
-        self.ring = RingSlots(
+        self.ring = kind(
             SimpleNamespace(req_to_token_pool=self.pool, page_size=page),
             SimpleNamespace(
                 req_to_token_pool=SimpleNamespace(req_to_token=table), kv_index_translator=translator,
@@ -35,7 +35,7 @@ class World:
             ),
             size=size, window=window, block_size=block,
         )  # fmt: skip
-        self.table = table
+        self.table, self.exact = table, kind is ExactRingSlots
         self.written: list[Any] = [None] * (N_ROWS * size)  # slot -> (request, position)
         self.live: dict[int, SimpleNamespace] = {}  # row -> request
         self.n_requests = 0
@@ -81,10 +81,12 @@ class World:
         """One decode step: see, then keep a part of the block."""
         prefix_len_B = torch.tensor([self.live[row].end for row in rows])
         positions_BN = prefix_len_B[:, None] + torch.arange(self.block)
-        bound_B = prefix_len_B + 2 * self.block
+        # The scheduler knows the lengths where a backend needs them; else what it has reserved.
+        bound_B = prefix_len_B + self.block * (1 if self.exact else self.random.randint(1, 2))
         block = Block(positions_BN, positions_BN, positions_BN, bound_B, int(bound_B.sum()), kv=None)
-        plan = Plan(block, block, prefix_len_B, torch.tensor(rows))
+        plan = Plan(block, block, prefix_len_B, torch.tensor(rows), torch.tensor(rows))
         seen = self.ring.seen(plan, block)
+        assert seen.bound_sum == int(seen.bound_B_cpu.sum())
         slots_BN = self.ring.of_block(plan, block).view(len(rows), -1).tolist()
         assert seen.kv.write_virtual.view(len(rows), -1).tolist() == slots_BN
         for i, row in enumerate(rows):
@@ -105,6 +107,7 @@ class World:
         assert n_seen <= self.window + self.page - 1
         assert self.ring.is_cut(row, request.end) == (n_seen < min(self.window, request.end))
         assert n_seen + self.block <= bound
+        assert not self.exact or n_seen + self.block == bound
         assert slots[n_seen:] == block_slots
         assert not set(context) & set(block_slots), "the block overwrites what it sees"
         # Backends read the table page by page.
@@ -113,9 +116,12 @@ class World:
 
 
 @pytest.mark.parametrize(("window", "block", "page"), [(8, 4, 1), (20, 8, 1), (64, 16, 1), (24, 8, 16), (64, 16, 16)])
+@pytest.mark.parametrize("kind", [RingSlots, ExactRingSlots])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_block_sees_its_own_window_and_nothing_else(window: int, block: int, page: int, seed: int) -> None:
-    world = World(window, block, page, seed)
+def test_a_block_sees_its_own_window_and_nothing_else(
+    window: int, block: int, page: int, seed: int, kind: type[RingSlots]
+) -> None:
+    world = World(window, block, page, seed, kind)
     for _ in range(80):
         free = [row for row in range(1, N_ROWS) if row not in world.live]
         if free and world.random.random() < 0.4:
@@ -126,6 +132,11 @@ def test_a_block_sees_its_own_window_and_nothing_else(window: int, block: int, p
         for row in [row for row in world.live if world.random.random() < 0.08]:
             del world.live[row]
     assert world.n_requests > 8
+
+
+@pytest.mark.parametrize(("needs", "kind"), [(True, ExactRingSlots), (False, RingSlots)])
+def test_rings_are_those_the_backend_can_plan_with(needs: bool, kind: type[RingSlots]) -> None:
+    assert rings_for(SimpleNamespace(attn_backend=SimpleNamespace(needs_cpu_seq_lens=needs))) is kind
 
 
 def test_a_prompt_part_that_ends_elsewhere_starts_anew() -> None:

@@ -61,7 +61,13 @@ def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, m
         kv=SimpleNamespace(bind=lambda batch, translator: None),
     )
     verified = block._replace(tokens_BN=block.tokens_BN[:, :width])
-    plan = Plan(block, verified, prefix_len_B=torch.zeros(n_requests), rows_B=torch.arange(n_requests))
+    plan = Plan(
+        block,
+        verified,
+        prefix_len_B=torch.zeros(n_requests),
+        rows_B=torch.arange(n_requests),
+        rows_B_cpu=torch.arange(n_requests),
+    )
     tokens_BN = Drafter(runner, SharedSlots(), block_size=N).draft(plan, graphs=True)
 
     assert tokens_BN.untyped_storage().data_ptr() != of_the_graph_T.untyped_storage().data_ptr()
