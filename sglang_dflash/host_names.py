@@ -15,6 +15,7 @@ BATCH = "sglang.srt.managers.schedule_batch"
 GDN = "sglang.srt.layers.attention.linear.gdn_backend"
 MAMBA_COPY = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
 RADIX = "sglang.srt.layers.radix_attention"
+ATTENTION = "sglang.srt.layers.attention.base_attn_backend"
 BASE_WORKER = "sglang.srt.speculative.base_spec_worker"
 CONTEXT = "sglang.srt.runtime_context"
 POOL = "sglang.srt.mem_cache.memory_pool"
@@ -284,8 +285,7 @@ NAMES = (
     Name("sglang.srt.utils.hf_transformers_utils", "get_rope_config", "config"),
     # the CPU platform
     Name("sglang.srt.layers.attention.attention_registry", "register_attention_backend", "name"),
-    Name("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend", "init_forward_metadata forward"),
-    Name("sglang.srt.layers.attention.base_attn_backend", "AttentionBackend", "needs_cpu_seq_lens"),
+    Name(ATTENTION, "AttentionBackend", "init_forward_metadata forward needs_cpu_seq_lens"),
     Name("sglang.srt.platforms.cpu", "CpuDeviceMixin"),
     Name("sglang.srt.platforms.device_mixin", "PlatformEnum", "OOT"),
     Name("sglang.srt.platforms.interface", "PlatformCapabilities"),
