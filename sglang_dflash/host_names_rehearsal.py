@@ -20,6 +20,10 @@ REHEARSAL = (
     Name("sglang.srt.distributed.parallel_state", "get_current_device_stream_fast"),
     Name("sglang.srt.model_executor.model_runner_components.cuda_graph_setup", "get_flags"),
     Name(
+        "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph",
+        "_weak_ref_if_tensor",
+    ),
+    Name(
         "sglang.srt.layers.attention.flashattention_backend",
         "FlashAttentionBackend",
         "_get_scheduler_metadata",

@@ -130,6 +130,7 @@ def flash_attn_with_kvcache(
     sinks: torch.Tensor | None = None,
     qv: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
+    out: torch.Tensor | None = None,
     cu_seqlens_k_new: torch.Tensor | None = None,
     scheduler_metadata: torch.Tensor | None = None,
     num_splits: int = 0,
@@ -146,8 +147,10 @@ def flash_attn_with_kvcache(
     paged = Paged(page_table, cache_seqlens, cu_seqlens_q, max_seqlen_q)
     if qv is not None:
         q, k_cache = torch.cat([q, qv], dim=-1), torch.cat([k_cache, v_cache], dim=-1)
-    out, lse = paged.run(q, k_cache, v_cache, Mask(causal, *window_size), Score(softmax_scale, softcap, sinks))
-    return (out, lse.T.contiguous()) if return_softmax_lse else out
+    result, lse = paged.run(q, k_cache, v_cache, Mask(causal, *window_size), Score(softmax_scale, softcap, sinks))
+    if out is not None:
+        result = out.copy_(result)
+    return (result, lse.T.contiguous()) if return_softmax_lse else result
 
 
 def flash_attn_varlen_func(

@@ -160,6 +160,13 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def addresses(tree: Any) -> Any:
+    """The tree with tensors in the pool as a captured launch knows them, which does not keep their cells theirs."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: _pool.address(tensor) if tensor.numel() and _pool.owns(tensor) else tensor, tree
+    )
+
+
 def keep(result: Any, outs: tuple[torch.Tensor | None, ...]) -> None:
     """Copy what a launch has returned to the cells it is read from."""
     for cells, value in zip(outs, pytree.tree_leaves(result), strict=True):

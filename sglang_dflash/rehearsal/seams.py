@@ -18,6 +18,7 @@ from sglang_dflash.rehearsal import attention as definitions
 from sglang_dflash.rehearsal import graph, host
 
 _KERNELS = "sglang.kernels.ops."
+_BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 
 
 def device() -> None:
@@ -58,6 +59,9 @@ def graphs() -> None:
     _put("sglang.srt.distributed.parallel_state.get_current_device_stream_fast", torch.cpu.current_stream)
     # A "cpu" runner asks `is_cpu_graph`, which means torch.compile's decode alone.
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
+
+    # Between two segments of a prefill graph SGLang keeps addresses of device tensors, and takes ours for the host's.
+    _put(f"{_BREAKABLE}._weak_ref_if_tensor", graph.addresses)
 
     # A "cpu" runner captures nothing without torch.compile; nothing else in the module asks for flags.
     def flags() -> SimpleNamespace:
