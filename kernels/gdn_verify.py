@@ -8,6 +8,13 @@ Shapes: B requests, N tokens per block, T = B N tokens, G key heads, H value hea
 V value width, S state slots, R rows of the record (row b belongs to request b of the batch), X = H V + G K + H.
 Cost: reads each state once, 4 B H V K bytes, which is the floor; writes the records, 4 T X bytes.
 Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464; the algebra of a whole block is in `gdn_block`.
+
+The definition and the kernel both take a block at once: matrix products and one triangular system instead of a loop
+over tokens, in which every token waits for the sums of the one before. The kernel multiplies in fp32, or exactly: bf16
+queries and keys go to the tensor cores with a state split into bf16 numbers. Nothing is rounded to bf16 or TF32.
+
+Requests with a negative slot are padding: their outputs are zero, whatever their inputs are, so that nothing a target
+does with them can meet a NaN, and their rows of the record are not written.
 """
 
 from typing import NamedTuple
@@ -19,6 +26,13 @@ from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import choose
 from sglang_dflash_kernels.gdn_block import L2_EPS, Block, by_token, log_decay
 from sglang_dflash_kernels.record import record_width
+
+SMALLEST = 16  # side of a tile that is multiplied
+BLOCK_C = 32  # columns of the state that are multiplied at a time
+MANY_HEADS = 128  # about as many as a device has multiprocessors: 108 an A100, 132 an H200, 148 a B200
+N_BFLOAT16S = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}  # whose sum is a number of that dtype, exactly
+
+INF = tl.constexpr(float("inf"))
 
 
 class Inputs(NamedTuple):
@@ -57,69 +71,158 @@ def gdn_verify_ref(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, re
     kept = split_record(record_RNX[:B, :N], n_value_heads=H, value_width=V, n_key_heads=G, key_width=K)
     # The value heads that share a key head have the same key: the first one's is kept.
     values = (by_token(delta_YNV, B), by_token(block.k_YCK, B)[:, :, :: H // G], by_token(block.total_YC, B))
-    for part, value in zip(kept, values, strict=True):
-        part.copy_(value)
-    return by_token(block.outputs(found_by_q, delta_YNV), B).to(x.v_THV.dtype).reshape(x.v_THV.shape)
+    out_BNHV = by_token(block.outputs(found_by_q, delta_YNV), B)
+    padding_B = slot_B < 0
+    if padding_B.any():
+        out_BNHV = out_BNHV.masked_fill(padding_B[:, None, None, None], 0)
+        real_W = (~padding_B).nonzero().flatten()
+        for part, value in zip(kept, values, strict=True):
+            part.index_copy_(0, real_W, value[real_W])
+    else:
+        for part, value in zip(kept, values, strict=True):
+            part.copy_(value)
+    return out_BNHV.to(x.v_THV.dtype).reshape(x.v_THV.shape)
 
 
 @triton.jit
+def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
+    """`sum_NV` + rows S^T. All products are exact: of bf16 rows with the PARTS bf16 numbers whose sum is S, the largest
+    first; with PARTS = 0 they are fp32's."""
+    if PARTS == 0:
+        sum_NV = tl.dot(rows_NC.to(tl.float32), tl.trans(S_VC), sum_NV, input_precision="ieee")
+    for _ in tl.static_range(PARTS):
+        part_VC = S_VC.to(tl.bfloat16)
+        sum_NV = tl.dot(rows_NC, tl.trans(part_VC), sum_NV)
+        S_VC -= part_VC.to(tl.float32)
+    return sum_NV
+
+
+@triton.jit
+def _inverse(A_NN, later, earlier, BLOCK_N: tl.constexpr):
+    """(I + A)^-1 of a strictly lower triangular A, by blocks along the diagonal, each time twice as large: if two of
+    them, P and Q, are joined by a corner C of A, the corner of the inverse is -Q^-1 C P^-1."""
+    inverse_NN = tl.where(later == earlier, 1.0, tl.where(later // 2 == earlier // 2, -A_NN, 0.0))
+    LEVELS: tl.constexpr = (BLOCK_N - 1).bit_length()
+    for level in tl.static_range(1, LEVELS):
+        later_block, earlier_block = later >> level, earlier >> level
+        corner_NN = tl.where((later_block % 2 == 1) & (later_block == earlier_block + 1), A_NN, 0.0)
+        reached_NN = tl.dot(corner_NN, inverse_NN, input_precision="ieee")
+        inverse_NN -= tl.dot(inverse_NN, reached_NN, input_precision="ieee")
+    return inverse_NN
+
+
+@triton.jit(do_not_specialize=["N"])
 def _gdn_verify_kernel(
     q, k, v, a, b, A_log, dt_bias, state, slots, record, out,
     stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_row, scale, eps,
     N, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_C: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    request, h, tile = tl.program_id(0) // H, tl.program_id(0) % H, tl.program_id(1)
+    tile, h, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    g = h // (H // G)
+    n = tl.arange(0, BLOCK_N)  # [N]
+    in_N = n < N
+    t_N = request.to(tl.int64) * N + n
+    row = tile * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
+    here_NV = in_N[:, None] & (row < V)[None]
+    out_NV = out + (t_N[:, None] * H + h) * V + row[None]
+    # What needs no other load is loaded before anything is waited for.
     slot = tl.load(slots + request).to(tl.int64)
-    if slot >= 0:  # padding of a captured batch has none
-        g = h // (H // G)
-        row = tile * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
-        column = tl.arange(0, BLOCK_K)  # [K]
-        in_V, in_K = row < V, column < K
-        cell = h * V * K + row[:, None] * K + column[None]  # [V, K]
-        S = tl.load(state + slot * stride_slot + cell, mask=in_V[:, None] & in_K[None], other=0).to(tl.float32)
-        rate = -tl.exp(tl.load(A_log + h).to(tl.float32))
-        bias = tl.load(dt_bias + h).to(tl.float32)
-        total = 0.0
-        record_row = record + request.to(tl.int64) * stride_row
-        for n in range(N):
-            t = (request * N + n).to(tl.int64)
-            x = tl.load(a + t * stride_a + h).to(tl.float32) + bias
-            decay = rate * tl.where(x <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))), x)  # softplus
-            beta = tl.sigmoid(tl.load(b + t * stride_b + h).to(tl.float32))
-            q_K = tl.load(q + t * stride_q + g * K + column, mask=in_K, other=0).to(tl.float32)
-            k_K = tl.load(k + t * stride_k + g * K + column, mask=in_K, other=0).to(tl.float32)
-            v_V = tl.load(v + t * stride_v + h * V + row, mask=in_V, other=0).to(tl.float32)
-            q_K = q_K * (scale / tl.sqrt(tl.sum(q_K * q_K, axis=0) + eps))
-            k_K = k_K / tl.sqrt(tl.sum(k_K * k_K, axis=0) + eps)
-            S = S * tl.exp(decay)
-            delta_V = beta * (v_V - tl.sum(S * k_K[None], axis=1))
-            S = S + delta_V[:, None] * k_K[None]
-            said_V = tl.sum(S * q_K[None], axis=1)
-            tl.store(out + (t * H + h) * V + row, said_V.to(out.dtype.element_ty), mask=in_V)
-            total += decay
-            kept = record_row + n * X
-            tl.store(kept + h * V + row, delta_V, mask=in_V)
-            tl.store(kept + H * V + G * K + h, total, mask=tile == 0)
-            tl.store(kept + H * V + g * K + column, k_K, mask=in_K & (tile == 0) & (h % (H // G) == 0))
+    x_N = tl.load(a + t_N * stride_a + h, mask=in_N, other=0).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
+    rate = -tl.exp(tl.load(A_log + h).to(tl.float32))
+    beta_N = tl.sigmoid(tl.load(b + t_N * stride_b + h, mask=in_N, other=0).to(tl.float32))
+    v_NV = tl.load(v + t_N[:, None] * stride_v + h * V + row[None], mask=here_NV, other=0)
+    if slot < 0:
+        tl.store(out_NV, tl.zeros([BLOCK_N, BLOCK_V], out.dtype.element_ty), mask=here_NV)
+        return
+
+    # Queries and keys as they come, because products of bf16 numbers are exact; their lengths are divided out below.
+    qq_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    kk_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    qk_NN = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    kk_NN = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    qS_NV = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    kS_NV = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    for c in range(0, K, BLOCK_C):
+        column = c + tl.arange(0, BLOCK_C)  # [C]
+        here_NC = in_N[:, None] & (column < K)[None]
+        here_VC = (row < V)[:, None] & (column < K)[None]
+        cell_VC = slot * stride_slot + h * V * K + row[:, None] * K + column[None]
+        q_NC = tl.load(q + t_N[:, None] * stride_q + g * K + column[None], mask=here_NC, other=0)
+        k_NC = tl.load(k + t_N[:, None] * stride_k + g * K + column[None], mask=here_NC, other=0)
+        S_VC = tl.load(state + cell_VC, mask=here_VC, other=0).to(tl.float32)
+        qq_NC += q_NC.to(tl.float32) * q_NC.to(tl.float32)
+        kk_NC += k_NC.to(tl.float32) * k_NC.to(tl.float32)
+        qk_NN = tl.dot(q_NC, tl.trans(k_NC), qk_NN, input_precision="ieee")
+        kk_NN = tl.dot(k_NC, tl.trans(k_NC), kk_NN, input_precision="ieee")
+        qS_NV = _add_read(q_NC, S_VC, qS_NV, PARTS)
+        kS_NV = _add_read(k_NC, S_VC, kS_NV, PARTS)
+    per_q_N = scale / tl.sqrt(tl.sum(qq_NC, axis=1) + eps)
+    per_k_N = 1.0 / tl.sqrt(tl.sum(kk_NC, axis=1) + eps)
+
+    softplus_N = tl.where(x_N <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(x_N, 20.0))), x_N)
+    total_N = tl.cumsum(tl.where(in_N, rate * softplus_N, 0.0), axis=0)
+    left_N = tl.exp(total_N)
+    later, earlier = n[:, None], n[None]
+    # Masked before exp: above the diagonal the exponent is positive and may overflow.
+    decay_NN = tl.exp(tl.where(later >= earlier, total_N[:, None] - total_N[None], -INF)) * per_k_N[None]
+    A_NN = tl.where(later > earlier, (beta_N * per_k_N)[:, None] * decay_NN * kk_NN, 0.0)
+    right_NV = beta_N[:, None] * (v_NV.to(tl.float32) - (left_N * per_k_N)[:, None] * kS_NV)
+    delta_NV = tl.dot(_inverse(A_NN, later, earlier, BLOCK_N), right_NV, input_precision="ieee")
+    scores_NN = per_q_N[:, None] * decay_NN * qk_NN
+    said_NV = tl.dot(scores_NN, delta_NV, (left_N * per_q_N)[:, None] * qS_NV, input_precision="ieee")
+    tl.store(out_NV, said_NV.to(out.dtype.element_ty), mask=here_NV)
+
+    kept_N = record + request.to(tl.int64) * stride_row + n * X
+    tl.store(kept_N[:, None] + h * V + row[None], delta_NV, mask=here_NV)
+    if tile == 0:
+        tl.store(kept_N + H * V + G * K + h, total_N, mask=in_N)
+        if h % (H // G) == 0:  # the value heads that share a key head have the same key
+            column = tl.arange(0, BLOCK_K)  # [K]
+            here_NK = in_N[:, None] & (column < K)[None]
+            k_NK = tl.load(k + t_N[:, None] * stride_k + g * K + column[None], mask=here_NK, other=0)
+            tl.store(
+                kept_N[:, None] + H * V + g * K + column[None], k_NK.to(tl.float32) * per_k_N[:, None], mask=here_NK
+            )
 
 
 def gdn_verify_triton(
     x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor
 ) -> torch.Tensor:
-    """The kernel: one program per request, value head and tile of the state's rows; the state stays in registers."""
+    """The kernel: one program per request, value head and tile of the state's rows.
+
+    Raises:
+        ValueError: more requests than the record has rows. Padding counts, so the record must have a row for every
+            request of the largest captured batch.
+    """
     B, (G, K), (H, V) = len(slot_B), x.q_TGK.shape[1:], x.v_THV.shape[1:]
+    if len(record_RNX) < B:
+        raise ValueError(f"{B} requests, padding included, and a record of {len(record_RNX)} rows; make it as long")
     out_THV = torch.empty_like(x.v_THV, memory_format=torch.contiguous_format)
-    block_v = min(32, triton.next_power_of_2(V))
-    _gdn_verify_kernel[(B * H, triton.cdiv(V, block_v))](
+    N = len(x.q_TGK) // B
+    block_n, block_v, block_k = (max(SMALLEST, triton.next_power_of_2(size)) for size in (N, V, K))
+    block_v, n_warps = geometry(B * H, block_v)
+    parts = N_BFLOAT16S[state_SHVK.dtype] if x.q_TGK.dtype == x.k_TGK.dtype == torch.bfloat16 else 0
+    _gdn_verify_kernel[(triton.cdiv(V, block_v), H, B)](
         *x,
         *(state_SHVK, slot_B, record_RNX, out_THV),
         *(rows.stride(0) for rows in (*x[:5], state_SHVK, record_RNX)),
-        *(K**-0.5, L2_EPS, len(x.q_TGK) // B),
-        *(H, G, V, K, record_RNX.shape[-1], block_v, triton.next_power_of_2(K)),
-        num_warps=4,
+        *(K**-0.5, L2_EPS, N),
+        *(H, G, V, K, record_RNX.shape[-1], block_n, block_v, block_k, min(BLOCK_C, block_k), parts),
+        num_warps=n_warps,
+        num_stages=3,
     )
     return out_THV
+
+
+def geometry(n_heads: int, block_v: int) -> tuple[int, int]:
+    """Rows of the state that a program takes, and its warps.
+
+    Every tile of a head solves the same small system again, so whole heads cost the least instructions, and are taken
+    where there is one for every multiprocessor. With fewer heads than that a program's latency is what a launch takes,
+    and a quarter of a head has half of it.
+    """
+    return (min(128, block_v), 8) if n_heads >= MANY_HEADS else (min(32, block_v), 4)
 
 
 def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor) -> torch.Tensor:
@@ -127,7 +230,7 @@ def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record
 
     Args:
         state_SHVK: read only. Slots may lie apart.
-        slot_B: int32 or int64, each request's state; a negative one marks padding, whose outputs are undefined.
+        slot_B: int32 or int64, each request's state; a negative one marks padding.
         record_RNX: fp32, R >= B and its N at least T / B; written.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.

@@ -5,9 +5,11 @@ The interpreter computes what a kernel says. About races, alignment, registers a
 truncates to bf16 and misrounds to fp8 where hardware rounds to nearest: those comparisons wait for a GPU.
 """
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ if DEVICE == "cpu":
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise pytest.UsageError("Triton is already imported, uninterpreted; run `pytest tests/kernels` by itself")
     os.environ["TRITON_INTERPRET"] = "1"
+
+import triton  # noqa: E402, as that says
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,3 +49,21 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+
+
+@pytest.fixture
+def bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps bf16 numbers as the integers of their bits, and multiplies those. Here it multiplies the
+    numbers, as fp32, in which a product of two is exact."""
+    if DEVICE != "cpu":
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    stock = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(builder: Any, a: Any, b: Any, *others: Any) -> Any:
+        def numbers(x: Any) -> Any:
+            return builder.cast_impl(x, triton.language.float32) if x.dtype == triton.language.bfloat16 else x
+
+        return stock(builder, numbers(a), numbers(b), *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

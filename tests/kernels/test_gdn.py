@@ -3,8 +3,16 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from sglang_dflash_kernels import gdn_verify as gdn_verify_module
 from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref, gdn_fold_triton
-from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify, gdn_verify_ref, gdn_verify_triton
+from sglang_dflash_kernels.gdn_verify import (
+    N_BFLOAT16S,
+    Inputs,
+    gdn_verify,
+    gdn_verify_ref,
+    gdn_verify_triton,
+    split_record,
+)
 from sglang_dflash_kernels.record import record_width
 
 L, S = 2, 7
@@ -37,10 +45,10 @@ def arguments(x: dict[str, torch.Tensor]) -> tuple[Inputs, *tuple[torch.Tensor, 
     return Inputs(*(x[name] for name in Inputs._fields)), x["state_SHVK"], x["slot_B"], x["record_RNX"]
 
 
-def recurrence(x: dict[str, torch.Tensor], b: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Request b's outputs [N, H, V] and its states after every token, by the law."""
+def recurrence(x: dict[str, torch.Tensor], b: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """Request b's outputs [N, H, V], its states after every token, and its deltas [N, H, V], by the law."""
     n = len(x["q_TGK"]) // len(x["slot_B"])
-    state_HVK, outputs, states = x["state_SHVK"][x["slot_B"][b]].double(), [], []
+    state_HVK, outputs, states, deltas = x["state_SHVK"][x["slot_B"][b]].double(), [], [], []
     H, R = state_HVK.shape[0], state_HVK.shape[0] // x["q_TGK"].shape[1]
     for t in range(b * n, b * n + n):
         q_HK, k_HK = (
@@ -51,8 +59,9 @@ def recurrence(x: dict[str, torch.Tensor], b: int) -> tuple[torch.Tensor, list[t
         delta_HV = (x["v_THV"][t] - (state_HVK @ k_HK[..., None])[..., 0]) * x["b_TH"][t].double().sigmoid()[:, None]
         state_HVK = state_HVK + delta_HV[..., None] * k_HK[:, None]
         states.append(state_HVK)
+        deltas.append(delta_HV)
         outputs.append((state_HVK @ q_HK[..., None])[..., 0] * q_HK.shape[-1] ** -0.5)
-    return torch.stack(outputs), states
+    return torch.stack(outputs), states, torch.stack(deltas)
 
 
 FORMS = [
@@ -70,7 +79,7 @@ def test_outputs_and_every_kept_prefix_follow_the_recurrence(verify, fold, N, B,
     before = x["state_SHVK"].clone()
     out_THV = verify(*arguments(x))
     assert torch.equal(x["state_SHVK"], before)  # verify decides nothing
-    torch.testing.assert_close(out_THV.double(), torch.cat([out for out, _ in expected]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out_THV.double(), torch.cat([out for out, *_ in expected]), rtol=1e-4, atol=1e-5)
     nowhere_B = torch.full((B,), -1, device=device)
     for n in {1, (N + 1) // 2, N}:
         state_LSHVK = before.repeat(L, 1, 1, 1, 1)
@@ -134,12 +143,85 @@ def test_padding_and_empty_blocks_are_left_alone(fold, device):
     assert torch.equal(after, before)
 
 
-def test_a_verified_padding_row_writes_nothing(device):
-    x = inputs(2, 4, 1, 2, 8, 8, device)
-    x["slot_B"] = torch.tensor([3, -1], dtype=torch.int32, device=device)
-    gdn_verify_triton(*arguments(x))
-    assert x["record_RNX"][0, :4].isfinite().all()
-    assert x["record_RNX"][1].isnan().all()
+@pytest.mark.parametrize("verify", [gdn_verify_ref, gdn_verify_triton], ids=["definition", "kernel"])
+def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device):
+    """Whatever its inputs and the memory of its outputs hold: here NaN, as the fixture fills what is not written."""
+    x = inputs(3, 4, 1, 2, 8, 8, device)
+    padded = {name: tensor.clone() for name, tensor in x.items()}
+    padded["slot_B"][1] = -1
+    padded["slot_B"] = padded["slot_B"].int()
+    for name in ("q_TGK", "k_TGK", "v_THV", "a_TH", "b_TH"):
+        padded[name][4:8] = torch.nan
+    want_THV, got_THV = verify(*arguments(x)), verify(*arguments(padded))
+    assert torch.equal(got_THV[4:8], torch.zeros_like(got_THV[4:8]))
+    assert padded["record_RNX"][1].isnan().all()
+    others = [0, 1, 2, 3, 8, 9, 10, 11]
+    assert torch.equal(got_THV[others], want_THV[others])
+    assert torch.equal(padded["record_RNX"][[0, 2], :4], x["record_RNX"][[0, 2], :4])
+
+
+def test_a_batch_that_is_padded_past_the_record_is_refused(device):
+    x = inputs(3, 4, 1, 2, 8, 8, device)
+    with pytest.raises(ValueError, match="3 requests, padding included, and a record of 2 rows"):
+        gdn_verify_triton(*arguments(x | {"record_RNX": x["record_RNX"][:2]}))
+
+
+def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
+    """How far the form's outputs and records are from the law's, in float64."""
+    record_RNX, B = x["record_RNX"].clone(), len(x["slot_B"])
+    out_THV = verify(*arguments(x | {"record_RNX": record_RNX}))
+    N, (G, K), (H, V) = len(out_THV) // B, x["k_TGK"].shape[1:], out_THV.shape[1:]
+    assert record_RNX[:, N:].isnan().all()
+    assert record_RNX[B:].isnan().all()
+    names = {"n_value_heads": H, "value_width": V, "n_key_heads": G, "key_width": K}
+    delta_BNHV, key_BNGK, total_BNH = split_record(record_RNX[:B, :N], **names)
+    outputs, _states, deltas = zip(*(recurrence(x, b) for b in range(B)), strict=True)
+    key_TGK = F.normalize(x["k_TGK"].double(), dim=-1)
+    decay_TH = -x["A_log_H"].double().exp() * F.softplus(x["a_TH"].double() + x["dt_bias_H"].double())
+    return {
+        "out": off_by(out_THV, torch.cat(outputs)),
+        "delta": off_by(delta_BNHV, torch.stack(deltas)),
+        "key": off_by(key_BNGK.flatten(0, 1), key_TGK),
+        "total": off_by(total_BNH, decay_TH.view(B, N, H).cumsum(dim=1)),
+    }
+
+
+@pytest.mark.parametrize("many_heads", [1, 1000], ids=["whole-heads", "quarters"])
+@pytest.mark.parametrize("alike", [0.0, 0.95], ids=["any-keys", "keys-alike"])
+@pytest.mark.parametrize("N", range(1, 17))
+def test_the_kernel_is_as_right_as_the_definition(N, alike, many_heads, device, monkeypatch):
+    """Keys that are nearly the same make the triangular system as hard to solve as it gets."""
+    monkeypatch.setattr(gdn_verify_module, "MANY_HEADS", many_heads)
+    x = inputs(2, N, 2, 4, 36, 40, device)
+    x["k_TGK"] = alike * x["k_TGK"][:1] + (1 - alike) * x["k_TGK"]
+    x["b_TH"] += 3 * alike
+    defined, got = errors(gdn_verify_ref, x), errors(gdn_verify_triton, x)
+    assert all(got[part] < defined[part] + 3e-7 for part in got), (got, defined)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_products_of_bfloat16_are_exact(state_dtype, device, bfloat16_dots):
+    """bf16 queries and keys take another way, the tensor cores', on which nothing may be rounded but sums."""
+    x = inputs(2, 16, 2, 4, 36, 40, device)
+    x |= {name: x[name].bfloat16() for name in ("q_TGK", "k_TGK")}
+    x["state_SHVK"] = x["state_SHVK"].to(state_dtype)
+    defined, got = errors(gdn_verify_ref, x), errors(gdn_verify_triton, x)
+    assert all(got[part] < defined[part] + 3e-7 for part in got), (got, defined)
+
+
+@pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 3), (torch.float16, 2), (torch.bfloat16, 1)], ids=str)
+def test_a_state_is_the_exact_sum_of_bfloat16_numbers(dtype, parts):
+    """Rounded to nearest, as hardware does; the interpreter truncates."""
+    assert N_BFLOAT16S[dtype] == parts
+    rest = (torch.randn(100_000) * torch.logspace(-6, 4, 100_000)).to(dtype).float()
+    for _ in range(parts):
+        rest = rest - rest.bfloat16().float()
+    assert not rest.any()
 
 
 @pytest.mark.gpu
