@@ -5,7 +5,7 @@ then capture and replay the target's verify, the draft and every width, SGLang's
 flashinfer, triton, trtllm_mha) plan and run, and Triton kernels run in Triton's interpreter. Slow, and exact.
 
     pool         the memory of captured graphs, by the rules of CUDA's caching allocator
-    graph        capture and replay
+    graph        capture and replay, of what tape takes down
     host         which tensors are the host's, and who may read them
     streams      which stream may still be writing what another reads
     attention    the attention kernels' definitions; flashinfer, trtllm: their wrappers as SGLang calls them

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from sglang_dflash.rehearsal import graph, host
-from sglang_dflash.rehearsal.graph import CaptureError, Graph, launch
+from sglang_dflash.rehearsal.graph import Graph, launch
 from sglang_dflash.rehearsal.pool import MIB, Pool
+from sglang_dflash.rehearsal.tape import CaptureError
 
 
 def capture(fn: Callable[[], Any]) -> tuple[Graph, Any]:

@@ -1,0 +1,185 @@
+"""What a captured forward launches, taken down: see `graph.py`."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_dflash.rehearsal import host
+from sglang_dflash.rehearsal.pool import Pool
+
+# What waits for the device, or has a shape that only the device knows, or is made of host data.
+WAITS = {
+    f"aten::{name}"
+    for name in (
+        *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere"),
+        *("masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+        *("lift_fresh", "lift_fresh_copy", "_pin_memory"),
+    )
+}
+ALLOCATES = {f"aten::{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")}
+INDEXES = {"aten::index", "aten::index_put", "aten::index_put_"}
+
+
+class CaptureError(RuntimeError):
+    """An operation that CUDA does not permit while a stream is captured."""
+
+
+class Node(NamedTuple):
+    """One launch. `outs`: cells its results are copied to; None where it writes them itself, or they are views."""
+
+    run: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    outs: tuple[torch.Tensor | None, ...]
+
+
+class Tape(TorchDispatchMode):
+    """Takes down what runs while it is entered."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()
+        self.pool = pool
+        self.nodes: list[Node] = []
+        # Storages that the forward neither made nor was given by the pool: on a GPU, memory a replay reads by address.
+        self.outside: dict[int, torch.Tensor] = {}
+        self.n_uses: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if host.only(args, kwargs):  # the host computes while it captures, as it does beside a GPU
+            return host.keep(func(*args, **kwargs))
+        name = func._schema.name
+        require_capturable(func, name, args, kwargs)
+        out = func(*args, **kwargs)
+        if name in ALLOCATES:
+            return self.pool.like(out)
+        return self.record(func, args, kwargs, out, mutates=func._schema.is_mutable)
+
+    def record(self, run: Callable[..., Any], args: tuple, kwargs: dict, out: Any, *, mutates: bool) -> Any:
+        """Take a launch down that has just run, and give its new outputs cells in the pool.
+
+        Args:
+            mutates: whether it may have written to its arguments.
+        Returns:
+            `out`, in those cells.
+        """
+        given = {storage_of(tensor) for tensor in tensors((args, kwargs))}
+        flat, spec = pytree.tree_flatten(out)
+        is_new = [isinstance(leaf, torch.Tensor) and storage_of(leaf) not in given for leaf in flat]
+        if not mutates and not any(is_new):
+            return out
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.address, (args, kwargs))
+        placed = [self.place(leaf) if new else leaf for leaf, new in zip(flat, is_new, strict=True)]
+        outs = tuple(self.address(leaf) if new else None for leaf, new in zip(placed, is_new, strict=True))
+        into = None
+        if not mutates and len(outs) == 1 and outs[0] is not None:
+            into = writes_into(run, args, kwargs, outs[0])
+        if into is not None:
+            self.nodes.append(Node(into, args, kwargs | {"out": outs[0]}, ()))
+        else:
+            self.nodes.append(Node(run, args, kwargs, outs if any(is_new) else ()))
+        return pytree.tree_unflatten(placed, spec)
+
+    def address(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a launch knows of an argument: where it lies, not whose it is."""
+        if not tensor.numel():
+            return tensor
+        if self.pool.owns(tensor):
+            return self.pool.address(tensor)
+        storage = storage_of(tensor)
+        bare = torch.empty(0, dtype=tensor.dtype).set_(
+            tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        self.outside.setdefault(storage, bare)
+        self.n_uses[storage] = self.n_uses.get(storage, 0) + 1
+        return bare
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in the pool."""
+        return self.pool.like(tensor).copy_(tensor)
+
+    def dangling(self) -> list[str]:
+        """Outside memory that this tape alone keeps: on a GPU it is free, and replays read whatever comes there."""
+        held = torch._C._storage_Use_Count  # counts the question as well
+        return [
+            f"{tensor.dtype} {tuple(tensor.shape)}"
+            for storage, tensor in self.outside.items()
+            if held(storage) <= self.n_uses[storage] + 1
+        ]
+
+
+def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
+    """
+    Raises:
+        CaptureError: CUDA would not permit it.
+    """
+    if name in WAITS:
+        raise capture_error(name)
+    if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+        raise capture_error(f"{name} with a mask, whose result has a size that only the device knows")
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None and func._overloadname != "self_int":
+        raise capture_error(f"{name} without output_size")
+    host.require_device(name, args, kwargs, capture_error)
+
+
+def capture_error(what: str) -> CaptureError:
+    """With where it came from: the innermost lines outside of torch and of the rehearsal."""
+    stack, ours = traceback.extract_stack(), ("/torch/", "/sglang_dflash/rehearsal/")
+    frames = [frame for frame in stack if not any(part in frame.filename for part in ours)]
+    where = " < ".join(f"{'/'.join(frame.filename.rsplit('/', 2)[-2:])}:{frame.lineno}" for frame in frames[-4:][::-1])
+    return CaptureError(f"{what}: not permitted while a stream is captured; at {where}")
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def keep(result: Any, outs: tuple[torch.Tensor | None, ...]) -> None:
+    """Copy what a launch has returned to the cells it is read from."""
+    for cells, value in zip(outs, pytree.tree_leaves(result), strict=True):
+        if cells is not None:
+            cells.copy_(value)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@functools.cache
+def out_overload(func: Any) -> Any:
+    """The overload of an operation that writes into a given tensor and has otherwise the same arguments; or None."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        overload = attrgetter(name)(func.overloadpacket)
+        arguments = overload._schema.arguments
+        rest = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+        if rest == wanted and [argument.name for argument in arguments if argument.is_out] == ["out"]:
+            return overload
+    return None
+
+
+def writes_into(func: Any, args: tuple, kwargs: dict, cells: torch.Tensor) -> Any:
+    """The overload of `func` that leaves in `cells` what is there already; None where there is none that does."""
+    overload = out_overload(func)
+    if overload is None:
+        return None
+    expected = cells.clone()
+    try:
+        overload(*args, **kwargs, out=cells)
+    except (RuntimeError, NotImplementedError):  # it does not take these strides, or this type
+        cells.copy_(expected)
+        return None
+    if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (cells, expected))):  # NaN for NaN
+        return overload
+    cells.copy_(expected)
+    return None
