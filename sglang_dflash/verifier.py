@@ -28,15 +28,15 @@ class Engine(NamedTuple):
 
 
 class Verifier:
-    def __init__(self, worker: TpModelWorker, engines: Mapping[int, Engine]) -> None:
-        """`engines`: one for each width that will be verified."""
+    def __init__(self, worker: TpModelWorker, engines: Mapping[int, Engine], *, on_host: bool) -> None:
+        """`engines`: one for each width that will be verified. `on_host`: the target runs on the host's processor."""
         self.worker = worker
         self.engines = engines
         runner = worker.model_runner
         self.own = runner.attn_backend, runner.decode_cuda_graph_runner
         eager = all(engine.graphs is None for engine in engines.values())
-        # Where there are graphs the host's time is hidden behind the device's; on a CPU there is no device.
-        direct = eager and runner.device == "cpu" and not has_experts(runner.model)
+        # Beside a device the host's time is hidden.
+        direct = eager and on_host and not has_experts(runner.model)
         self.forward = directly(runner) if direct else through_runner(runner)
 
     def use(self, width: int) -> None:

@@ -56,6 +56,7 @@ from sglang_dflash.drafter import Drafter
 from sglang_dflash.ends import target_ends
 from sglang_dflash.engines import Timer, build_engines, from_first_rank
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import Rehearse
 from sglang_dflash.planner import Planner
 from sglang_dflash.state import folds, make_state
 from sglang_dflash.state_pool import use_records
@@ -131,7 +132,8 @@ class DFlashWorker(BaseSpecWorker):
     def _init_stages(self) -> None:
         """All that decode needs; pools and backends exist now."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
-        if target.device == "cpu":  # a step's inputs are new tensors and no graph reads them: no need to copy them
+        on_host = target.device == "cpu" and self.flags.rehearse is Rehearse.OFF  # what is rehearsed is a GPU
+        if on_host:  # a step's inputs are new tensors and no graph reads them: no need to copy them
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
         slots: DraftSlots = SharedSlots()
         if config.draft_window is not None:
@@ -142,7 +144,7 @@ class DFlashWorker(BaseSpecWorker):
         self.drafter = Drafter(draft, slots, config.block_size)
         widths = candidates(self.flags, config.block_size)
         engines = build_engines(self._target_worker, self.state, self.state_for, widths, config.block_size)
-        self.verifier = Verifier(self._target_worker, engines)
+        self.verifier = Verifier(self._target_worker, engines, on_host=on_host)
         self.choice = Choice(target)
         self.accept = choose(self.planner.req_to_token, definition=accept_ref, kernel=accept_triton)
         self.context_kv = ContextKV(
@@ -157,7 +159,7 @@ class DFlashWorker(BaseSpecWorker):
                 seconds=timer.seconds,
                 agree=from_first_rank(get_dp_tp_group()),
             ),
-            clock=DecisionClock if target.device == "cpu" else OutcomeClock,
+            clock=DecisionClock if on_host else OutcomeClock,
             trace=Trace(self.flags.width_trace) if self.flags.width_trace else None,
         )
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)

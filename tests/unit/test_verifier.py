@@ -27,7 +27,7 @@ def make_verifier() -> Verifier:
         1: Engine("backend of 1", "graphs of 1", NoState()),  # type: ignore[arg-type]
         4: Engine("backend of 4", "graphs of 4", NoState()),  # type: ignore[arg-type]
     }
-    return Verifier(SimpleNamespace(model_runner=runner), engines)  # type: ignore[arg-type]
+    return Verifier(SimpleNamespace(model_runner=runner), engines, on_host=True)  # type: ignore[arg-type]
 
 
 def test_prompts_are_read_with_sglangs_own_backend() -> None:
