@@ -76,14 +76,17 @@ def _gdn_fold_kernel(
     state, record, slots, lengths,
     track_slots, track_lengths,  # or None
     stride_layer, stride_slot, stride_record_layer, stride_row,
-    B, H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    h, request, layer = tl.program_id(0) % H, tl.program_id(0) // H % B, tl.program_id(0) // H // B
+    # The tiles of a head follow one another, so that three of four find its keys in the cache.
+    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    h, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    request, layer = tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots + request).to(tl.int64)
     n = tl.load(lengths + request)
     if (slot >= 0) & (n > 0):
-        row = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
+        row = tile * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
         column = tl.arange(0, BLOCK_K)  # [K]
         in_V, in_K = row < V, column < K
         here = in_V[:, None] & in_K[None]
@@ -112,11 +115,11 @@ def gdn_fold_triton(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: 
     """The kernel: one program per layer, request, value head and tile of the state's rows."""
     (L, _, H, V, K), B = state_LSHVK.shape, len(kept.slot_B)
     block_v = min(32, triton.next_power_of_2(V))
-    _gdn_fold_kernel[(L * B * H, triton.cdiv(V, block_v))](
+    _gdn_fold_kernel[(H * triton.cdiv(V, block_v), B, L)](
         *(state_LSHVK, record_LRNX, *kept),
         *state_LSHVK.stride()[:2],
         *record_LRNX.stride()[:2],
-        *(B, H, n_key_heads, V, K, record_LRNX.shape[-1], block_v, triton.next_power_of_2(K)),
+        *(H, n_key_heads, V, K, record_LRNX.shape[-1], block_v, triton.next_power_of_2(K)),
         num_warps=4,
     )
 

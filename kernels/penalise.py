@@ -65,7 +65,7 @@ def penalise_ref(
     logits_BNV[asked.index_P] = logits_PNV.to(logits_BNV.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "E"])
 def _penalise_kernel(
     logits,
     tokens,
@@ -92,13 +92,13 @@ def _penalise_kernel(
     here = logits + b * stride_b + slot * stride_n + v  # [V]
     x = tl.load(here, mask=v < V, other=0).to(tl.float32)  # [V]
     count = tl.load(counts + tl.load(row + p) * V + v, mask=v < V, other=0)  # [V]
-    for i in range(slot):
-        count += (v == tl.load(tokens + b * N + 1 + i)).to(tl.int32)
+    for i in range(slot):  # tokens as int32, because comparing V of them as int64 takes twice the registers
+        count += (v == tl.load(tokens + b * N + 1 + i).to(tl.int32)).to(tl.int32)
     occurred = count > 0  # [V]
     x += -(tl.load(frequency + p) * count.to(tl.float32)) - tl.where(occurred, tl.load(presence + p), 0.0)
     is_stop = v < 0  # [V]
     for e in range(E):
-        is_stop |= v == tl.load(stop + p * E + e)
+        is_stop |= v == tl.load(stop + p * E + e).to(tl.int32)
     early = tl.load(n_output + p) + slot < tl.load(min_new + p)
     x = tl.where(is_stop & early, -INF, x)
     scale = tl.where(occurred, tl.load(repetition + p), 1.0)  # [V]
