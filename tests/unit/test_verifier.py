@@ -61,7 +61,7 @@ def test_prompts_are_read_with_sglangs_own_backend() -> None:
 def plan_of(n_requests: int, width: int) -> Plan:
     zeros_BN = torch.zeros(n_requests, width, dtype=torch.int64)
     block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(n_requests), 0, kv=None)  # type: ignore[arg-type]
-    return Plan(block, block, prefix_len_B=zeros_BN[:, 0], rows_B=zeros_BN[:, 0])
+    return Plan(block, block, prefix_len_B=zeros_BN[:, 0], rows_B=zeros_BN[:, 0], rows_B_cpu=zeros_BN[:, 0])
 
 
 def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.MonkeyPatch) -> None:
