@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash import flags
-from sglang_dflash.flags import Rehearse
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,7 @@ def device_of(device: str | None) -> str:
     if device is None:
         return "undecided"  # until SGLang resolves its arguments
     if not device.startswith("cuda"):
-        rehearsed = flags.read(os.environ).rehearse
-        return device if rehearsed is Rehearse.OFF else str(rehearsed)
+        return flags.read(os.environ).rehearse.gpu or device
     import torch
 
     if not torch.version.cuda:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PREFIX = "SGLANG_DFLASH_"
 
@@ -27,11 +27,11 @@ class GdnState(StrEnum):
     SNAPSHOT = "snapshot"
 
 
-class Rehearse(StrEnum):
-    OFF = "off"
-    ON = "1"  # the first below
-    SM90 = "sm90"
-    SM100 = "sm100"
+class Rehearse(NamedTuple):
+    """Which GPU's paths a CPU runs, if any, and what of them beside the usual."""
+
+    gpu: str = ""  # its compute capability, "sm90" or "sm100"
+    kernels: bool = False  # our Triton kernels run in Triton's interpreter, not their definitions
 
 
 class WidthPolicy(StrEnum):
@@ -50,7 +50,7 @@ class Flags:
         width_policy: who decides how many tokens of a block are verified.
         widths: those it may choose from, ascending; empty: its own.
         width_trace: the directory every step's width is written to; None: nothing is written.
-        rehearse: which GPU's paths a CPU runs.
+        rehearse: see `Rehearse`.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 
@@ -116,9 +116,12 @@ FLAGS = (
     Flag(
         "SGLANG_DFLASH_REHEARSE",
         "off",
-        tuple(Rehearse),
+        ("off", "1", "sm90", "sm100"),
         "On a machine without a GPU: run what a server runs on one of this compute capability (`1`: sm90), captured "
-        "graphs and its attention backends, over definitions of their kernels. For tests; refused where a GPU is.",
+        "graphs and its attention backends, over definitions of their kernels. `,kernels`: our Triton "
+        "kernels too, in Triton's interpreter. For tests; refused where a GPU is.",
+        pattern="(1|sm90|sm100),kernels",
+        example="sm90,kernels",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",
@@ -167,7 +170,7 @@ def read(environ: Mapping[str, str]) -> Flags:
         gdn_state=GdnState(raw["SGLANG_DFLASH_GDN_STATE"]),
         **_widths(raw["SGLANG_DFLASH_WIDTHS"]),
         width_trace=None if trace == "off" else Path(trace),
-        rehearse=_rehearsed(Rehearse(raw["SGLANG_DFLASH_REHEARSE"])),
+        rehearse=_rehearse(raw["SGLANG_DFLASH_REHEARSE"]),
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
 
@@ -194,8 +197,11 @@ def _widths(value: str) -> dict[str, Any]:
     return {"width_policy": WidthPolicy.AUTO, "widths": tuple(sorted(set(map(int, value.split(",")))))}
 
 
-def _rehearsed(value: Rehearse) -> Rehearse:
-    return Rehearse.SM90 if value is Rehearse.ON else value
+def _rehearse(value: str) -> Rehearse:
+    if value == "off":
+        return Rehearse()
+    gpu, *more = value.split(",")
+    return Rehearse("sm90" if gpu == "1" else gpu, kernels="kernels" in more)
 
 
 def _on(value: str) -> bool:

@@ -56,7 +56,6 @@ from sglang_dflash.drafter import Drafter
 from sglang_dflash.ends import target_ends
 from sglang_dflash.engines import Timer, build_engines, from_first_rank
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.flags import Rehearse
 from sglang_dflash.planner import Planner
 from sglang_dflash.state import folds, make_state
 from sglang_dflash.state_pool import use_records
@@ -132,7 +131,7 @@ class DFlashWorker(BaseSpecWorker):
     def _init_stages(self) -> None:
         """All that decode needs; pools and backends exist now."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
-        on_host = target.device == "cpu" and self.flags.rehearse is Rehearse.OFF  # what is rehearsed is a GPU
+        on_host = target.device == "cpu" and not self.flags.rehearse.gpu  # what is rehearsed is a GPU
         if on_host:  # a step's inputs are new tensors and no graph reads them: no need to copy them
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
         slots: DraftSlots = SharedSlots()

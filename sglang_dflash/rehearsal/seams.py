@@ -6,13 +6,16 @@ Four groups, in the order SGLang reaches them: the device module, kernels, graph
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from sglang_dflash_kernels import dispatch
 
+from sglang_dflash import flags
 from sglang_dflash.cpu import install
 from sglang_dflash.rehearsal import attention as definitions
 from sglang_dflash.rehearsal import graph, host
@@ -38,7 +41,20 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
     from triton.runtime.interpreter import GridExecutor
 
     GridExecutor.__call__ = graph.launch(GridExecutor.__call__)  # every interpreted Triton kernel is one launch
+    _our_kernels(interpreted=flags.read(os.environ).rehearse.kernels)
     return launches | {"torch.Tensor.pin_memory": _pin_memory, "torch.Tensor.cpu": _cpu}
+
+
+def _our_kernels(*, interpreted: bool) -> None:
+    """An op of ours is one launch as well: its definition, or its kernel, whose launches the interpreter makes."""
+
+    def choose(tensor: torch.Tensor, *, definition: Any, kernel: Any) -> Any:
+        return kernel if interpreted else graph.launch(definition)
+
+    original = dispatch.choose
+    for module in [module for name, module in sys.modules.items() if name.startswith("sglang_dflash")]:
+        if vars(module).get("choose") is original:
+            vars(module)["choose"] = choose
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

@@ -17,9 +17,22 @@ def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
         width_policy=WidthPolicy.AUTO,
         widths=(),
         width_trace=None,
-        rehearse=Rehearse.OFF,
+        rehearse=Rehearse(),
         overlap=True,
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "rehearse"),
+    [
+        ("off", Rehearse()),
+        ("1", Rehearse("sm90")),
+        ("SM100", Rehearse("sm100")),
+        ("sm90,kernels", Rehearse("sm90", kernels=True)),
+    ],
+)
+def test_rehearse(value: str, rehearse: Rehearse) -> None:
+    assert flags.read({"SGLANG_DFLASH_REHEARSE": value}).rehearse == rehearse
 
 
 @pytest.mark.parametrize("value", ["stock", "Stock"])

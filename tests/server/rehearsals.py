@@ -1,0 +1,71 @@
+"""What is rehearsed: the ways a GPU's server runs that a CPU's does not. Each is compared with plain torch, answers and
+steps, one request at a time, three (a captured batch of four is padded) and eight.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from launch.tiny import Arm
+from sglang_dflash.model.config import FULL, SLIDING
+from tests.server.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
+
+SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90"),)
+SM100 = (("SGLANG_DFLASH_REHEARSE", "sm100"),)
+SNAPSHOT = (("SGLANG_DFLASH_GDN_STATE", "snapshot"),)
+
+EAGER = ("--disable-cuda-graph",)
+NO_PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "disabled")
+GRAPHS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", *NO_PREFILL_GRAPHS)
+SMALL_GRAPHS = ("--cuda-graph-bs-decode", "1", "2", *NO_PREFILL_GRAPHS)
+PREFILL_SIZES = ("--cuda-graph-bs-prefill", "16", "32", "64", "128")
+BREAKABLE = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "breakable", *PREFILL_SIZES)
+FULL_PREFILL = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "full", *PREFILL_SIZES)
+
+
+def attention(backend: str, draft: str | None = None) -> tuple[str, ...]:
+    return "--attention-backend", backend, *(() if draft is None else ("--speculative-draft-attention-backend", draft))
+
+
+class Rehearsal(NamedTuple):
+    flags: tuple[str, ...]
+    env: tuple[tuple[str, str], ...] = SM90
+    target: str = "hybrid"
+    arm: Arm = Arm.PLUGIN
+    full: bool = True  # only in `make test-full`
+    draft_window: int | None = None
+    draft_layers: tuple[str, ...] = ()
+    knows_steps: bool = True  # not where widths change
+    n_prompts: int = 12
+    max_new_tokens: int = 64
+
+    @property
+    def captures(self) -> bool:
+        return EAGER[0] not in self.flags
+
+
+REHEARSALS = {
+    "fa3-eager": Rehearsal((*attention("fa3"), *EAGER)),
+    "fa3-graphs": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK)),
+    "fa3-prefill-graphs-pages-window": Rehearsal(
+        (*attention("fa3"), *BREAKABLE, *PAGES, *TRACK, *window(64)), knows_steps=False, full=False
+    ),
+    "fa3-graphs-beside-eager": Rehearsal((*attention("fa3"), *SMALL_GRAPHS, *CHUNKED)),
+    "fa3-graphs-dense": Rehearsal((*attention("fa3"), *BREAKABLE), target="dense"),
+    "fa3-graphs-pages": Rehearsal((*attention("fa3"), *GRAPHS, *PAGES, *TRACK)),
+    "fa3-graphs-pages-64": Rehearsal((*attention("fa3"), *GRAPHS, "--page-size", "64")),
+    "fa3-graphs-window": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK, *window(64)), draft_window=64),
+    "fa3-graphs-sliding": Rehearsal((*attention("fa3"), *GRAPHS), target="dense", draft_layers=(SLIDING, FULL)),
+    "fa3-graphs-all-sliding": Rehearsal(
+        (*attention("fa3"), *GRAPHS, *TRACK), draft_layers=(SLIDING, SLIDING), draft_window=64
+    ),
+    "fa3-graphs-widths": Rehearsal((*attention("fa3"), *BREAKABLE, *TRACK), SM90 + RANDOM_WIDTHS, knows_steps=False),
+    "fa3-eager-widths": Rehearsal((*attention("fa3"), *EAGER, *TRACK), SM90 + RANDOM_WIDTHS, knows_steps=False),
+    "fa3-full-prefill-graphs-widths": Rehearsal(
+        (*attention("fa3"), *FULL_PREFILL), SM90 + RANDOM_WIDTHS, target="dense", knows_steps=False
+    ),
+    "fa3-graphs-no-overlap": Rehearsal((*attention("fa3"), *GRAPHS, "--disable-overlap-schedule")),
+    "fa3-graphs-snapshot": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK), SM90 + SNAPSHOT),
+    "fa3-graphs-stock": Rehearsal((*attention("fa3"), *BREAKABLE), arm=Arm.STOCK),
+    "fa3-graphs-stock-dense": Rehearsal((*attention("fa3"), *GRAPHS), arm=Arm.STOCK, target="dense"),
+}

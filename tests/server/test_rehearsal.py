@@ -1,0 +1,108 @@
+"""The GPU's paths, rehearsed on a CPU: captured graphs and the GPU's attention backends change nothing.
+
+Answers alone would not show a wrong draft, so every request's steps are compared too, with the plain-torch draft's.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from launch.tiny import Pair
+from sglang_dflash.bench.server import Generation, Server
+from tests.server.conftest import PAIRS
+from tests.server.oracle import oracle
+from tests.server.rehearsals import REHEARSALS, Rehearsal
+from tests.server.sliding import with_layers
+from tests.server.talk import steps
+
+ON_GRAPH, EAGER = "cpu graph: True", "cpu graph: False"  # in SGLang's line about a batch
+
+
+class Serving(NamedTuple):
+    server: Server
+    rehearsal: Rehearsal
+    pair: Pair
+    prompts: list[list[int]]
+    expected: list[list[int]]  # Transformers' continuations
+
+    def generate(self, concurrency: int) -> list[Generation]:
+        self.server.flush_cache()
+        return self.server.generate_many(
+            self.prompts, concurrency=concurrency, max_new_tokens=self.rehearsal.max_new_tokens
+        )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(r, id=name, marks=pytest.mark.full if r.full else ()) for name, r in REHEARSALS.items()],
+)
+def serving(
+    request: pytest.FixtureRequest,
+    pool: Any,
+    questions: Callable,
+    reference: Callable,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Serving]:
+    rehearsal: Rehearsal = request.param
+    pair = PAIRS[rehearsal.target]
+    if rehearsal.draft_layers:
+        pair = with_layers(pair, rehearsal.draft_layers, tmp_path_factory.mktemp("draft"))
+    prompts = questions(rehearsal.n_prompts, rehearsal.target)
+    expected = [reference(prompt, rehearsal.max_new_tokens, rehearsal.target) for prompt in prompts]
+    running = pool.get(
+        rehearsal.arm,
+        target=rehearsal.target,
+        pair=pair,
+        flags=("--decode-log-interval", "1", *rehearsal.flags),
+        env=dict(rehearsal.env),
+    )
+    yield Serving(running, rehearsal, pair, prompts, expected)
+    pool.drop(running)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 8])
+def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
+    answers = serving.generate(concurrency)
+    assert [answer.token_ids for answer in answers] == serving.expected
+    if serving.rehearsal.knows_steps:
+        expert = oracle(serving.pair, None, serving.rehearsal.draft_window)
+        n_new = serving.rehearsal.max_new_tokens
+        assert list(map(steps, answers)) == [expert.accepted_histogram(prompt, n_new) for prompt in serving.prompts]
+
+
+def test_what_should_be_captured_is(serving: Serving) -> None:
+    """The line SGLang writes about every decode batch says whether a graph ran."""
+    serving.generate(concurrency=1)
+    decoded = [line for line in serving.server.log_text().splitlines() if "Decode batch" in line]
+    assert len(decoded) > 20
+    if not serving.rehearsal.captures:
+        assert all(EAGER in line for line in decoded)
+        return
+    assert all(ON_GRAPH in line for line in decoded if "#running-req: 1," in line)
+    largest = max(
+        map(int, re.search(r"--cuda-graph-bs-decode ([0-9 ]+)", " ".join(serving.rehearsal.flags))[1].split())
+    )
+    assert all((ON_GRAPH in line) == (running(line) <= largest) for line in decoded)
+
+
+def running(line: str) -> int:
+    found = re.search(r"#running-req: (\d+),", line)
+    assert found is not None, line
+    return int(found[1])
+
+
+def test_after_a_hit_the_draft_sees_what_it_should(serving: Serving, questions: Callable) -> None:
+    """A ring has nothing of a prefix that was found in the cache: its lengths are others than the target's."""
+    rehearsal = serving.rehearsal
+    if not rehearsal.knows_steps:
+        pytest.skip("the oracle cannot know how steps go here")
+    expert = oracle(serving.pair, None, rehearsal.draft_window)
+    text = [token for prompt in questions(8, rehearsal.target, seed=6) for token in prompt][:300]
+    for n_first, n_second in ((150, 180), (210, 300)):
+        serving.server.flush_cache()
+        serving.server.generate(text[:n_first], max_new_tokens=8)
+        answer = serving.server.generate(text[:n_second], max_new_tokens=32)
+        n_unseen = answer.meta["cached_tokens"] if rehearsal.draft_window else 0
+        assert steps(answer) == expert.accepted_histogram(text[:n_second], 32, n_unseen)
