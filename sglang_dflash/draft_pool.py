@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.runtime_context import get_exec, get_schedule
 
@@ -42,6 +43,12 @@ def ring_table(target: MemoryPoolConfig, ring: int, device: str) -> ReqToTokenPo
         device=device,
         enable_memory_saver=get_exec().features.enable_memory_saver,
     )
+
+
+def fit_page_tables(draft_runner: ModelRunner) -> None:
+    """Attention backends take the context length for the width of their page tables: give them a row of the draft's
+    request table instead. A block may end 2 N past the target's context, and a ring is far shorter than it."""
+    draft_runner.model_config.context_len = draft_runner.req_to_token_pool.req_to_token.shape[1]
 
 
 def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, **draft: Any) -> int:

@@ -50,7 +50,7 @@ from sglang_dflash.chooser import Chooser, Trace, candidates, make_policy
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.context_kv import ContextKV
 from sglang_dflash.draft_input import DraftInput
-from sglang_dflash.draft_pool import ring_of, ring_pool, ring_table
+from sglang_dflash.draft_pool import fit_page_tables, ring_of, ring_pool, ring_table
 from sglang_dflash.draft_slots import DraftSlots, SharedSlots, rings_for
 from sglang_dflash.drafter import Drafter
 from sglang_dflash.ends import target_ends
@@ -117,6 +117,7 @@ class DFlashWorker(BaseSpecWorker):
         )
 
     def init_attention_backends(self) -> None:
+        fit_page_tables(self.draft_runner)
         super().init_attention_backends()
         self.state_for = partial(make_state, self._target_worker, self.flags.gdn_state)
         self.state = self.state_for(self.config.block_size)

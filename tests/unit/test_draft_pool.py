@@ -4,12 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 
 from sglang_dflash import draft_pool
 from sglang_dflash.draft_pool import leave_room, ring_pool, ring_table, target_alone
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.worker import DFlashWorker
 
 CONFIG: Any = SimpleNamespace(draft_window=64, block_size=16)
 
@@ -56,3 +58,27 @@ def test_a_token_takes_bytes_of_the_target_alone() -> None:
     sizes = {"target_cell_size_per_token": 4096, "target_num_layers": 16, "draft_num_layers": 5}
     assert scale_kv_cell_size_per_token_for_dflash(**sizes) > 4096
     assert target_alone(scale_kv_cell_size_per_token_for_dflash, **sizes) == 4096
+
+
+@pytest.mark.parametrize("row", [96, 4096 + 32])
+def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row: int) -> None:
+    """Shorter ones would lose a block past the context to the next request's row; a ring needs no more than its own."""
+    runner = SimpleNamespace(
+        model_config=SimpleNamespace(context_len=4096),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(9, row)),
+    )
+    seen: list[int] = []
+    worker: Any = object.__new__(DFlashWorker)
+    worker.draft_runner = runner
+
+    class Made(Exception):
+        """The draft's attention backends."""
+
+    def make() -> None:
+        seen.append(runner.model_config.context_len)
+        raise Made
+
+    worker._draft_worker = SimpleNamespace(init_attention_backends=make)
+    with pytest.raises(Made):
+        worker.init_attention_backends()
+    assert seen == [row]
