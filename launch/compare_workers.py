@@ -4,7 +4,7 @@
 
 Three servers run side by side and are asked the same things, case by case: every case of `launch/parameters.py` with
 every question. What must be the same is compared token for token, with text, finish reason, counts and logprobs; what
-is drawn is compared as a distribution (`launch/law.py`). Three more servers, in SGLang's deterministic mode, are asked
+is drawn is compared as a distribution (`sglang_dflash/bench/law.py`). Three more servers, in SGLang's deterministic mode, are asked
 with seeds. Prints a Markdown table; the JSON document with every case goes to `launch/results/`, its path is the last
 line of stdout.
 """
@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from launch import law, parameters, report, tiny
+from launch import parameters, report, tiny
 from launch.parameters import EXACT, PLAIN, QUESTIONS, SAMPLED, Case, Refusal, Reply
 from launch.tiny import Arm, require_worker
+from sglang_dflash.bench import law
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.progress import wait_ready

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from launch import law
 from launch.tiny import HYBRID
+from sglang_dflash.bench import law
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Server
 

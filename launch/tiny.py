@@ -1,91 +1,25 @@
-"""The tiny trained pair, and the command line that serves it on a machine without an accelerator.
+"""The tiny pairs and their command line (`sglang_dflash.bench.tiny`), and where runs from a checkout leave their logs."""
 
-One place for the flags that the demo, the benchmark and the tests share, and for telling whose worker serves.
-"""
-
-import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
-from sglang_dflash.bench import arms
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.tiny import (
+    ARMS,
+    DENSE,
+    ENV,
+    FLAGS,
+    HYBRID,
+    HYBRID_FLAGS,
+    Arm,
+    Pair,
+    command,
+    environment,
+    require_worker,
+)
+
+__all__ = [
+    "ARMS", "DENSE", "ENV", "FLAGS", "HYBRID", "HYBRID_FLAGS", "ROOT", "RUN_DIR", "Arm", "Pair", "command",
+    "environment", "require_worker",
+]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent
-ASSETS = ROOT / "sglang_dflash" / "assets"
 RUN_DIR = ROOT / ".run"  # logs; ignored by git
-
-
-class Pair(NamedTuple):
-    """A target and the draft trained for it."""
-
-    target: Path
-    draft: Path
-
-
-HYBRID = Pair(ASSETS / "tiny" / "target", ASSETS / "tiny" / "draft")  # Qwen3.5-style: GatedDeltaNet + full attention
-DENSE = Pair(ASSETS / "tiny_dense" / "target", ASSETS / "tiny_dense" / "draft")  # Qwen3-style: full attention only
-
-
-class Arm(StrEnum):
-    """Who decodes."""
-
-    OFF = "off"  # one token a step
-    STOCK = "stock"  # SGLang's built-in DFLASH worker
-    PLUGIN = "plugin"  # ours
-    SNAPSHOT = "snapshot"  # ours, keeping a recurrent state per drafted token, as SGLang's worker does
-
-
-ARMS = (Arm.OFF, Arm.STOCK, Arm.PLUGIN)  # what is compared unless said otherwise
-
-
-# Exactness is only decidable in fp32: in bf16 a tiny model has near-ties. The pools are sized by hand because SGLang
-# would take gigabytes of host memory for them. An idle server must not spin while another one is measured.
-FLAGS = (
-    *("--device", "cpu"),
-    *("--attention-backend", "torch_native"),
-    *("--dtype", "float32"),
-    *("--max-running-requests", "8"),
-    *("--max-total-tokens", "8192"),
-    "--sleep-on-idle",
-)
-HYBRID_FLAGS = (
-    *("--max-mamba-cache-size", "64"),
-    *("--mamba-radix-cache-strategy", "extra_buffer"),
-)
-ENV = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",
-    "PYTHONUNBUFFERED": "1",
-}
-
-
-def command(arm: Arm, pair: Pair, *flags: str) -> list[str]:
-    """`python -m sglang.launch_server` for `arm`, without host and port."""
-    speculation = (
-        ()
-        if arm is Arm.OFF
-        else ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft))
-    )
-    return [
-        *(sys.executable, "-m", "sglang.launch_server"),
-        *("--model-path", str(pair.target)),
-        *speculation,
-        *flags,
-    ]
-
-
-def environment(arm: Arm) -> dict[str, str]:
-    """What selects the worker of `arm`; the same for any model."""
-    snapshot = {"SGLANG_DFLASH_WORKER": "plugin", "SGLANG_DFLASH_GDN_STATE": "snapshot"}
-    return {Arm.OFF: {}, Arm.SNAPSHOT: snapshot}.get(arm, {"SGLANG_DFLASH_WORKER": str(arm)})
-
-
-def require_worker(arm: Arm, server: Server) -> None:
-    """The arm measures what its name says.
-
-    Raises:
-        ServerError: it does not.
-    """
-    arms.require_worker(server, ours=arm in (Arm.PLUGIN, Arm.SNAPSHOT))

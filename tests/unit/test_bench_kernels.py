@@ -1,18 +1,21 @@
 """The kernel benchmark's cases at small sizes, where the op runs its definition: they build, agree, and count bytes."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from launch import bench_kernels
-from launch.bench_kernels import Recurrent, gdn_cases, penalise_case
+from sglang_dflash.bench import kernel_cases
+from sglang_dflash.bench.kernel_cases import Recurrent, gdn_cases, penalise_case
 
 SMALL = Recurrent(L=2, H=4, G=2, V=8, K=16)
+SIZES = dataclasses.replace(kernel_cases.SMALL, recurrent=SMALL, dtype=torch.bfloat16)
 
 
 def test_recurrent_cases_agree_with_the_definition_and_count_their_bytes() -> None:
     torch.manual_seed(0)
     states = torch.randn(SMALL.L, 4, SMALL.H, SMALL.V, SMALL.K)
-    verify, fold = gdn_cases(3, 8, states, SMALL)
+    verify, fold = gdn_cases(3, 8, states, SIZES)
     for case in (verify, fold):
         case.check()
         case.launch()
@@ -35,7 +38,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(state: torch.Tensor, *rest: object, n_key_heads: int) -> None:
         state += 1
 
-    _, fold = gdn_cases(3, 8, torch.randn(SMALL.L, 4, SMALL.H, SMALL.V, SMALL.K), SMALL)
-    monkeypatch.setattr(bench_kernels, "gdn_fold", wrong)
+    _, fold = gdn_cases(3, 8, torch.randn(SMALL.L, 4, SMALL.H, SMALL.V, SMALL.K), SIZES)
+    monkeypatch.setattr(kernel_cases, "gdn_fold", wrong)
     with pytest.raises(AssertionError, match="off from the definition"):
         fold.check()

@@ -1,0 +1,270 @@
+"""Each kernel at the sizes of a 27B target and its draft: its inputs, the bytes it cannot avoid moving, and the check
+that it does what its definition says.
+
+`launch/bench_kernels.py` and `sglang_dflash.prove` time them; nothing is timed that disagrees.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from sglang_dflash_kernels.accept import accept, accept_ref
+from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context, append_context_ref
+from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref
+from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify, gdn_verify_ref
+from sglang_dflash_kernels.penalise import Asked, penalise_, penalise_ref
+from sglang_dflash_kernels.plan_block import plan_block, plan_block_ref
+from sglang_dflash_kernels.record import record_width
+
+ROUNDING = 1e-5  # of the largest value: fp32 sums in another order
+
+
+class Recurrent(NamedTuple):
+    """The recurrent layers of a target: how many, value and key heads, width of a value and of a key."""
+
+    L: int
+    H: int
+    G: int
+    V: int
+    K: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a layer."""
+        return 4 * self.H * self.V * self.K
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a layer and token."""
+        return 4 * record_width(self.H, self.V, self.G, self.K)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the cases are made of: draft layers of heads of a width, KV slots, positions, vocabulary, recurrent layers;
+    and the batches, blocks and prefills they are made for. `dtype` is the models'."""
+
+    recurrent: Recurrent
+    n_layers: int
+    n_heads: int
+    head_dim: int
+    n_slots: int
+    n_positions: int
+    n_vocab: int
+    batches: tuple[int, ...]
+    blocks: tuple[int, ...]
+    prefills: tuple[int, ...]
+    dtype: torch.dtype
+
+
+# Qwen3.5-27B and its draft; and what an interpreter gets through in seconds.
+QWEN_27B = Sizes(
+    Recurrent(L=48, H=48, G=16, V=128, K=128),
+    n_layers=5,
+    n_heads=8,
+    head_dim=128,
+    n_slots=32768,
+    n_positions=40960,
+    n_vocab=248320,
+    batches=(1, 8, 32, 64),
+    blocks=(8, 16),
+    prefills=(2048, 8192),
+    dtype=torch.bfloat16,
+)
+SMALL = Sizes(
+    Recurrent(L=2, H=4, G=2, V=16, K=16),
+    n_layers=2,
+    n_heads=2,
+    head_dim=16,
+    n_slots=256,
+    n_positions=128,
+    n_vocab=2000,
+    batches=(1, 3),
+    blocks=(5, 16),
+    prefills=(40,),
+    dtype=torch.float32,
+)
+
+
+class Case(NamedTuple):
+    op: str
+    shape: str
+    n_bytes: int  # read once and written once
+    launch: Callable[[], object]
+    check: Callable[[], None]  # raises AssertionError unless the kernel does what its definition says
+
+
+def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
+    n_columns = sizes.n_positions
+    args = (
+        torch.randint(sizes.n_vocab, (B,), device=device),
+        torch.randint(n_columns - N, (B,), device=device),
+        torch.randperm(2 * B, device=device)[:B],
+        torch.randint(1, sizes.n_slots, (2 * B, n_columns), device=device, dtype=torch.int32),
+    )
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        return plan_block(*args, mask_token_id=sizes.n_vocab - 1, n_tokens=N)
+
+    def check() -> None:
+        assert_equal(launch(), plan_block_ref(*args, mask_token_id=sizes.n_vocab - 1, n_tokens=N))
+
+    return Case("plan_block", f"B={B} N={N}", B * 24 + B * N * (4 + 24), launch, check)
+
+
+def accept_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
+    tokens_BN = torch.randint(sizes.n_vocab, (B, N), device=device)
+    target_BN = tokens_BN.roll(-1, dims=1)
+    target_BN[torch.arange(B), torch.randint(N, (B,))] = -1  # a rejection somewhere in each row
+    args = tokens_BN, target_BN, torch.randint(sizes.n_positions, (B,), device=device)
+
+    def launch() -> tuple[torch.Tensor, ...]:
+        return accept(*args)
+
+    def check() -> None:
+        assert_equal(launch(), accept_ref(*args))
+
+    return Case("accept", f"B={B} N={N}", B * (8 + 24) + B * N * 24, launch, check)
+
+
+def penalise_case(B: int, N: int, V: int, device: str) -> Case:
+    """All B requests ask for every penalty; launches go on from the last one's logits, which costs the same."""
+    logits_BNV, index_B = torch.randn(B, N, V, device=device), torch.arange(B, device=device)
+    tokens_BN, stop_BE = torch.randint(V, (B, N), device=device), torch.randint(V, (B, 2), device=device)
+    counts_BV = (torch.rand(B, V, device=device) < 1e-3).int()
+    rates = (torch.full((B,), rate, device=device) for rate in (0.1, 0.2, 1.1))
+    asked = Asked(index_B, index_B, *rates, min_new_P=index_B % 20, stop_PE=stop_BE)
+    args = tokens_BN, index_B, counts_BV, asked
+
+    def launch() -> None:
+        penalise_(logits_BNV, *args)
+
+    def check() -> None:
+        got, want = logits_BNV.clone(), logits_BNV.clone()
+        penalise_(got, *args)
+        penalise_ref(want, *args)
+        assert_close(*(logits.nan_to_num(neginf=-1e2) for logits in (got, want)), within=ROUNDING)
+
+    return Case("penalise", f"B={B} N={N}", (8 * N + 4) * B * V, launch, check)
+
+
+def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: int | None = None) -> Case:
+    """`n_rows` of one prefill, or with `B` of B requests of which a random part is kept."""
+    device = caches.k_L[0].device
+    L, G, E = sizes.n_layers, sizes.n_heads, sizes.head_dim
+    kv_TL2GE = torch.randn(n_rows, L, 2, G, E, device=device).to(sizes.dtype)
+    rows = (
+        kv_TL2GE[:, :, 0],
+        kv_TL2GE[:, :, 1],
+        torch.randint(sizes.n_positions, (n_rows,), device=device),
+        torch.randperm(sizes.n_slots, device=device)[:n_rows],
+    )
+    angles = torch.rand(sizes.n_positions, E // 2, device=device) * 7
+    weight_LE = torch.rand(L, E, device=device).to(sizes.dtype)
+    key = KeyTransform(torch.cat((angles.cos(), angles.sin()), dim=1), weight_LE, 1e-6)
+    N = n_rows // (B or 1)
+    n_kept_B = None if B is None else torch.randint(1, N + 1, (B,), device=device, dtype=torch.int32)
+    n_kept = n_rows if B is None else int(n_kept_B.sum())
+
+    def launch() -> None:
+        append_context(*rows, caches=caches, key=key, n_kept_B=n_kept_B)
+
+    def check() -> None:
+        got, want, exact = copied(caches, sizes.dtype), copied(caches, sizes.dtype), copied(caches, torch.float32)
+        append_context(*rows, caches=got, key=key, n_kept_B=n_kept_B)
+        append_context_ref(*rows, caches=want, key=key, n_kept_B=n_kept_B)
+        exact_rows = rows[0].float(), rows[1].float(), *rows[2:]
+        append_context_ref(*exact_rows, caches=exact, key=key, n_kept_B=n_kept_B)
+        assert_equal(got.v_L, want.v_L)
+        for got_k, want_k, exact_k in zip(got.k_L, want.k_L, exact.k_L, strict=True):
+            bound = max(2 * worst(want_k, exact_k), ROUNDING * exact_k.abs().max().item())
+            assert worst(got_k, exact_k) <= bound, "K is off by more than rounding costs"
+
+    per_row = L * 2 * G * E * 2 * kv_TL2GE.element_size() + E * 4 + 16
+    shape = f"T={n_rows}" if B is None else f"B={B} N={N} kept={n_kept}"
+    return Case("append_context", shape, n_kept * per_row, launch, check)
+
+
+def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[Case]:
+    """Verify of one layer, with its record, and the fold of all: a random part of each block is kept, none tracked."""
+    shape = sizes.recurrent
+    L, H, G, V, K = shape
+    device, T = state_LSHVK.device, B * N
+    heads = ((G, K), (G, K), (H, V), (H,), (H,))
+    q, k, v, a, b = (torch.randn(T, *size, device=device).to(sizes.dtype) for size in heads)
+    x = Inputs(q, k, v, a, b, torch.rand(H, device=device), torch.rand(H, device=device))
+    slot_B = torch.randperm(state_LSHVK.shape[1], device=device)[:B]
+    record_LBNX = torch.zeros(L, B, N, record_width(H, V, G, K), device=device)
+    for layer, record in enumerate(record_LBNX):
+        gdn_verify_ref(x, state_LSHVK[layer], slot_B, record)
+    kept = Kept(slot_B, torch.randint(1, N + 1, (B,), device=device))
+
+    def verify() -> torch.Tensor:
+        return gdn_verify(x, state_LSHVK[0], slot_B, record_LBNX[0])
+
+    def check_verify() -> None:
+        records = record_LBNX[0].clone(), record_LBNX[0].clone()
+        runs = zip((gdn_verify, gdn_verify_ref), records, strict=True)
+        got, want = (run(x, state_LSHVK[0], slot_B, record) for run, record in runs)
+        assert_close(*records, within=ROUNDING)
+        assert_close(got.float(), want.float(), within=2**-8)  # rounded to bf16
+
+    def fold() -> None:
+        gdn_fold(state_LSHVK, record_LBNX, kept, n_key_heads=G)
+
+    def check_fold() -> None:
+        states = state_LSHVK.clone(), state_LSHVK.clone()
+        for run, state in zip((gdn_fold, gdn_fold_ref), states, strict=True):
+            run(state, record_LBNX, kept, n_key_heads=G)
+        assert_close(*states, within=ROUNDING)
+
+    n_kept, inputs = int(kept.n_B.sum()), q.element_size() * T * (2 * G * K + 2 * H * V + 2 * H)  # and the outputs
+    verify_bytes = B * shape.state_bytes + T * shape.record_bytes + inputs
+    fold_bytes = L * (2 * B * shape.state_bytes + n_kept * shape.record_bytes)
+    return [
+        Case("gdn_verify", f"B={B} N={N}, a layer", verify_bytes, verify, check_verify),
+        Case("gdn_fold", f"B={B} N={N} kept={n_kept}", fold_bytes, fold, check_fold),
+    ]
+
+
+def launch_case(device: str) -> Case:
+    cell = torch.empty(1, device=device)
+    return Case("launch", "one cell", 4, cell.zero_, lambda: None)
+
+
+def copied(caches: ContextCaches, dtype: torch.dtype) -> ContextCaches:
+    return ContextCaches.build(*([c.to(dtype, copy=True) for c in layers] for layers in (caches.k_L, caches.v_L)))
+
+
+def assert_equal(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
+    for i, (got_field, want_field) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(got_field, want_field), f"result {i} differs from the definition's"
+
+
+def assert_close(got: torch.Tensor, want: torch.Tensor, *, within: float) -> None:
+    error = (got - want).abs().max().item() / want.abs().max().item()
+    assert error <= within, f"off from the definition by {error:.1e} of the largest value, not {within:.1e}"
+
+
+def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
+    return (got.float() - exact).abs().max().item()
+
+
+def make_cases(sizes: Sizes, device: str) -> list[Case]:
+    torch.manual_seed(0)
+    size = sizes.n_slots, sizes.n_heads, sizes.head_dim
+    layers = [torch.randn(*size, device=device).to(sizes.dtype) for _ in range(2 * sizes.n_layers)]
+    caches = ContextCaches.build(layers[: sizes.n_layers], layers[sizes.n_layers :])
+    L, H, _, V, K = sizes.recurrent
+    states = torch.randn(L, max(sizes.batches) + 1, H, V, K, device=device)
+    shapes = [(B, N) for N in sizes.blocks for B in sizes.batches]
+    return [
+        launch_case(device),
+        *(plan_block_case(B, N, sizes, device) for B, N in shapes),
+        *(accept_case(B, N, sizes, device) for B, N in shapes),
+        *(penalise_case(B, N, sizes.n_vocab, device) for B, N in shapes),
+        *(append_context_case(B * N, caches, sizes, B=B) for B, N in shapes),
+        *(append_context_case(T, caches, sizes) for T in sizes.prefills),
+        *(case for B, N in shapes for case in gdn_cases(B, N, states, sizes)),
+    ]

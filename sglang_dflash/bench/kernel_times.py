@@ -1,0 +1,53 @@
+"""Microseconds of kernel launches on a GPU, and what share of the bandwidth measured beside them they reach.
+
+Rounds over all cases, one launch of each per round, so that clocks and neighbours disturb all alike; medians over
+rounds. One launch is timed by CUDA events behind a 1 GiB overwrite, which empties the L2 cache and keeps the device busy
+until the launch is queued, so host time is not in the figure.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sglang_dflash.bench.kernel_cases import Case
+
+OVERWRITE_BYTES = 1 << 30
+
+
+def time_us(launch: Callable[[], object], overwritten: torch.Tensor) -> Callable[[], float]:
+    """Queue one launch between two events; the call returned reads the time once the device is through."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    overwritten.zero_()
+    start.record()
+    launch()
+    end.record()
+    return lambda: start.elapsed_time(end) * 1000
+
+
+def measure(launches: Sequence[Callable[[], object]], n_rounds: int) -> list[list[float]]:
+    """Microseconds of every launch in every round, after a tenth as many rounds of warm-up."""
+    overwritten = torch.empty(OVERWRITE_BYTES, dtype=torch.uint8, device="cuda")
+    rounds = []
+    for _ in range(n_rounds + n_rounds // 10):
+        pending = [time_us(launch, overwritten) for launch in launches]
+        torch.cuda.synchronize()
+        rounds.append([read() for read in pending])
+    return [list(times) for times in zip(*rounds[-n_rounds:], strict=True)]
+
+
+def summary(case: Case, times_us: Sequence[float], bytes_per_us: float) -> dict[str, Any]:
+    us, floor_us = statistics.median(times_us), case.n_bytes / bytes_per_us
+    p10_us, *_, p90_us = statistics.quantiles(times_us, n=10)
+    sizes = {"op": case.op, "shape": case.shape, "bytes": case.n_bytes}
+    times = {"us": us, "p10_us": p10_us, "p90_us": p90_us}
+    return sizes | times | {"gb_per_s": case.n_bytes / us / 1000, "share_of_floor": floor_us / us}
+
+
+def timed(cases: Sequence[Case], n_rounds: int) -> tuple[float, list[dict[str, Any]]]:
+    """The bandwidth of a copy, bytes per us, and a summary of each case; all cases agree with their definitions."""
+    source, copy = (torch.empty(OVERWRITE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
+    copy_times, *times = measure([lambda: copy.copy_(source), *(case.launch for case in cases)], n_rounds)
+    bytes_per_us = 2 * OVERWRITE_BYTES / statistics.median(copy_times)
+    return bytes_per_us, [summary(case, times_us, bytes_per_us) for case, times_us in zip(cases, times, strict=True)]
