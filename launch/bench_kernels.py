@@ -2,8 +2,8 @@
 
     python launch/bench_kernels.py [--rounds 200]
 
-Every case is first compared with its definition on the same inputs; nothing is timed unless all agree. How they are
-timed: `sglang_dflash/bench/kernel_times.py`. The row `launch` times a one-cell fill: what any launch costs here. The byte
+Every case is first compared with its definition on the same inputs; nothing is timed unless all agree. How:
+`sglang_dflash/bench/kernel_times.py`. The row `launch` times a one-cell fill: what any launch costs here. The byte
 floor is a case's bytes over the copy bandwidth measured in the same run.
 
 Needs a CUDA device. The last line of stdout is one JSON document; the table goes before it.

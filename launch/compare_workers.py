@@ -4,7 +4,7 @@
 
 Three servers run side by side and are asked the same things, case by case: every case of `launch/parameters.py` with
 every question. What must be the same is compared token for token, with text, finish reason, counts and logprobs; what
-is drawn is compared as a distribution (`sglang_dflash/bench/law.py`). Three more servers, in SGLang's deterministic mode, are asked
+is drawn is compared as a distribution (`bench/law.py`). Three more servers, in SGLang's deterministic mode, are asked
 with seeds. Prints a Markdown table; the JSON document with every case goes to `launch/results/`, its path is the last
 line of stdout.
 """

@@ -1,4 +1,4 @@
-"""The tiny pairs and their command line (`sglang_dflash.bench.tiny`), and where runs from a checkout leave their logs."""
+"""The tiny pairs and their command line (`sglang_dflash.bench.tiny`), and where a checkout's runs leave their logs."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """Microseconds of kernel launches on a GPU, and what share of the bandwidth measured beside them they reach.
 
 Rounds over all cases, one launch of each per round, so that clocks and neighbours disturb all alike; medians over
-rounds. One launch is timed by CUDA events behind a 1 GiB overwrite, which empties the L2 cache and keeps the device busy
+rounds. A launch is timed by CUDA events behind a 1 GiB overwrite, which empties the L2 cache and keeps the device busy
 until the launch is queued, so host time is not in the figure.
 """
 
