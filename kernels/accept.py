@@ -44,7 +44,7 @@ def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: t
     return Accepted(n_accepted_B.int(), anchor_B, committed_BN, n_committed_B.int(), prefix_len_B + n_committed_B)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["tokens", "target", "prefix_len"])
 def _accept_kernel(
     tokens, target, prefix_len, n_accepted, anchor, committed, n_committed, next_len, N, BLOCK_N: tl.constexpr
 ):

@@ -127,7 +127,7 @@ def _for_cache(x, dtype: tl.constexpr, CLAMP: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["positions", "slots", "n_kept"])
 def _append_context_kernel(
     k,
     v,

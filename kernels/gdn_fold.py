@@ -71,7 +71,7 @@ def state_after(
     return after_LBHVK.addcmul_(state_LBHVK, end_LB1H.transpose(2, 3)[..., None].exp())
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "track_slots", "track_lengths"])
 def _gdn_fold_kernel(
     state, record, slots, lengths,
     track_slots, track_lengths,  # or None

@@ -111,7 +111,7 @@ def _inverse(A_NN, later, earlier, BLOCK_N: tl.constexpr):
     return inverse_NN
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["slots"])
 def _gdn_verify_kernel(
     q, k, v, a, b, A_log, dt_bias, state, slots, record, out,
     stride_q, stride_k, stride_v, stride_a, stride_b, stride_slot, stride_row, scale, eps,

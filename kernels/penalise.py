@@ -65,7 +65,12 @@ def penalise_ref(
     logits_BNV[asked.index_P] = logits_PNV.to(logits_BNV.dtype)
 
 
-@triton.jit(do_not_specialize=["N", "E"])
+@triton.jit(
+    do_not_specialize=["N", "E"],
+    do_not_specialize_on_alignment=[
+        *("tokens", "n_output", "index", "row", "frequency", "presence", "repetition", "min_new", "stop")
+    ],
+)
 def _penalise_kernel(
     logits,
     tokens,

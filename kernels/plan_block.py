@@ -42,7 +42,7 @@ def plan_block_ref(
     return Block(tokens_BN, positions_BN, slots_BN.where(positions_BN <= last, 0))
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["anchor", "prefix_len", "rows"])
 def _plan_block_kernel(
     anchor, prefix_len, rows, req_to_token, tokens, positions, slots, mask_token_id, M, N, BLOCK_N: tl.constexpr
 ):

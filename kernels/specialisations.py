@@ -1,0 +1,69 @@
+"""What each kernel is compiled for: the first launch of a specialisation waits for the compiler, 0.3 to 1 s.
+
+The dtypes, layouts and model shapes of a server never change. What does change from launch to launch is an argument
+here, and what Triton would compile for anew without need (a size that happens to be 1 or a multiple of 16, a pointer
+that happens to be aligned) the kernels are told to ignore. `of_server` lists what a server can meet, so that a start-up
+can launch it all; `launch/compile_kernels.py` compares this file with what Triton compiles.
+"""
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+import triton
+from sglang_dflash_kernels.gdn_verify import SMALLEST, geometry
+
+KERNELS = ("plan_block", "accept", "penalise", "append_context", "gdn_verify", "gdn_fold")
+
+
+class Server(NamedTuple):
+    widths: tuple[int, ...]  # of the blocks that are verified
+    block_size: int  # of those that are drafted
+    batch_sizes: Iterable[int]  # requests of a step, padding included
+    n_value_heads: int  # of a recurrent layer, on one rank; 0 where no state is folded
+    value_width: int
+    tracks: bool  # whether a request's state may be wanted at a multiple of the track interval as well
+
+
+def plan_block(n_tokens: int) -> Hashable:
+    return triton.next_power_of_2(n_tokens)
+
+
+def accept(n_tokens: int) -> Hashable:
+    return triton.next_power_of_2(n_tokens)
+
+
+def penalise() -> Hashable:
+    """One: neither the width nor the number of stop tokens matters."""
+    return "any"
+
+
+def append_context(*, n_kept: bool) -> Hashable:
+    """Of a step's blocks, as far as they were accepted, or of rows that are all kept: prompts and late rows."""
+    return "accepted" if n_kept else "all"
+
+
+def gdn_verify(n_requests: int, n_tokens: int, n_value_heads: int, value_width: int) -> Hashable:
+    block_v = max(SMALLEST, triton.next_power_of_2(value_width))
+    return max(SMALLEST, triton.next_power_of_2(n_tokens)), *geometry(n_requests * n_value_heads, block_v)
+
+
+def gdn_fold(*, tracked: bool) -> Hashable:
+    return "tracked" if tracked else "untracked"
+
+
+def of_server(server: Server) -> dict[str, set[Hashable]]:
+    """By kernel: all that a server can meet. Blocks of one token are decoded, not verified and folded."""
+    drafted = [width for width in server.widths if width > 1]
+    specialisations = {
+        "plan_block": {plan_block(n_tokens) for n_tokens in (*server.widths, server.block_size)},
+        "accept": {accept(n_tokens) for n_tokens in server.widths},
+        "penalise": {penalise()},
+        "append_context": {append_context(n_kept=n_kept) for n_kept in (True, False) if drafted or not n_kept},
+    }
+    if server.n_value_heads and drafted:
+        heads = server.n_value_heads, server.value_width
+        specialisations["gdn_verify"] = {gdn_verify(B, N, *heads) for B in server.batch_sizes for N in drafted}
+        specialisations["gdn_fold"] = {
+            gdn_fold(tracked=tracked) for tracked in (False, True) if server.tracks or not tracked
+        }
+    return specialisations

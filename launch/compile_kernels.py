@@ -1,0 +1,329 @@
+"""Compile every kernel for GPUs that are not here, and read the machine code: `python -m launch.compile_kernels`.
+
+    python -m launch.compile_kernels [--archs 80 90 100] [--short] [--json FILE]
+
+The project's own launchers run on tensors without memory, of the sizes of published models, behind a driver that
+compiles and does not launch. So dtypes, strides and what Triton specialises on are those of a server, and Triton's own
+compiler and assembler make the code. Fails if a kernel spills registers or takes more than `REGISTERS`, or if Triton
+compiles where `sglang_dflash_kernels.specialisations` names nothing new: that would be a compilation while serving.
+
+Columns: registers per thread; shared memory in bytes; programs that fit on a multiprocessor; instructions in the code,
+and of each innermost loop; tensor-core instructions. The last line of stdout is one JSON document.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
+
+import torch
+import triton
+from sglang_dflash_kernels import accept, append_context, gdn_fold, gdn_verify, penalise, plan_block, specialisations
+from sglang_dflash_kernels.record import record_width
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from launch import sass
+from sglang_dflash import geometry, models, sizes
+
+MODELS = ("Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3-Coder-Next")
+WIDTHS = (1, 2, 4, 6, 8, 12, 16)
+BLOCKS = (8, 16)
+BATCHES = (1, 2, 3, 8, 16, 64)
+VOCABULARY, MASK_TOKEN_ID, TABLE_ROWS, CONTEXT, N_STATES = 248320, 248070, 65, 40980, 65
+I32, I64, F32, BF16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
+KERNELS = {
+    "plan_block": plan_block._plan_block_kernel,
+    "accept": accept._accept_kernel,
+    "penalise": penalise._penalise_kernel,
+    "append_context": append_context._append_context_kernel,
+    "gdn_verify": gdn_verify._gdn_verify_kernel,
+    "gdn_fold": gdn_fold._gdn_fold_kernel,
+}
+REGISTERS = {"plan_block": 32, "accept": 32, "penalise": 48, "append_context": 40, "gdn_verify": 192, "gdn_fold": 104}
+
+
+class Device(NamedTuple):
+    """What a multiprocessor holds, by NVIDIA's documentation."""
+
+    n_multiprocessors: int
+    shared_bytes: int
+    program_shared_bytes: int
+    registers: int = 65536
+    warps: int = 64
+
+    def resident(self, n_registers: int, n_warps: int, shared: int) -> int:
+        """Programs that fit on a multiprocessor at once; registers are handed out 256 to a warp."""
+        per_warp = -(-n_registers * 32 // 256) * 256
+        by_registers = self.registers // (per_warp * n_warps)
+        return min(by_registers, self.warps // n_warps, self.shared_bytes // (shared + 1024), 32)
+
+
+DEVICES = {80: Device(108, 164 << 10, 166912), 90: Device(132, 228 << 10, 232448), 100: Device(148, 228 << 10, 232448)}
+
+
+class Launch(NamedTuple):
+    kernel: str
+    detail: str
+    specialisation: Hashable  # by `specialisations`
+    run: Callable[[], object]
+    fixed: Hashable = ()  # what a server never changes
+    refused: bool = False  # it does not compile, and `config` refuses to serve it
+
+
+class Compiled(NamedTuple):
+    launch: Launch
+    grid: tuple[int, int, int]
+    n_warps: int
+    shared: int
+    code: sass.Code
+
+
+# -- a driver without a device ---------------------------------------------------------------------------------------
+
+
+class Driver:
+    """What Triton asks of a driver, with one that notes a launch in the place of the launcher."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch, self.utils = arch, self
+        self.launched: list[tuple[tuple[int, int, int], Any, Any]] = []
+        self.launcher_cls = lambda source, metadata: (
+            lambda x, y, z, *others: self.launched.append(((x, y, z), source, metadata))
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": DEVICES[self.arch].program_shared_bytes}
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
+        return 1, 1, 0, 0, 1024  # module, function, registers, spills, threads at most
+
+    def unload_module(self, module: int) -> None:
+        return
+
+
+def compilations(arch: int, launches: Iterator[Launch]) -> Iterator[Compiled | str]:
+    """What Triton compiles in the course of `launches`; a complaint where it does and should not, or the reverse."""
+    device = Driver(arch)
+    driver.set_active(device)
+    for kernel in KERNELS.values():
+        kernel.device_caches.clear()  # it asks for the target once
+    seen = set()
+    for launch in launches:
+        known = KERNELS[launch.kernel].device_caches[0][0]
+        n_before = len(known)
+        try:
+            launch.run()
+        except triton.CompilationError:
+            yield "" if launch.refused else f"{launch.kernel} {launch.detail} does not compile"
+            continue
+        if launch.refused:
+            yield f"{launch.kernel} {launch.detail} compiles, and is refused at launch"
+        elif (len(known) > n_before) != ((launch.kernel, launch.specialisation, launch.fixed) not in seen):
+            verb = "compiles" if len(known) > n_before else "does not compile"
+            yield f"{launch.kernel} {launch.detail} {verb}, against `specialisations`: {launch.specialisation}"
+        elif len(known) > n_before:
+            grid, _, metadata = device.launched[-1]
+            binary = next(kernel for kernel in known.values() if kernel.metadata.hash == metadata.hash)
+            code = sass.read(binary.asm["cubin"])
+            yield Compiled(launch, grid, metadata.num_warps, metadata.shared, code)
+        seen.add((launch.kernel, launch.specialisation, launch.fixed))
+
+
+# -- what a server launches ------------------------------------------------------------------------------------------
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def step_launches(B: int, N: int) -> Iterator[Launch]:
+    """Of every model. An odd number of requests leaves the rows behind it off 16-byte boundaries."""
+    tokens, prefix = empty(B, N, dtype=I64), empty(3, B, dtype=I64)[1]
+
+    def plan() -> None:
+        table = empty(TABLE_ROWS, CONTEXT, dtype=I32)
+        plan_block.plan_block_triton(prefix, prefix, prefix, table, mask_token_id=MASK_TOKEN_ID, n_tokens=N)
+
+    yield Launch("plan_block", f"B={B} N={N}", specialisations.plan_block(N), plan)
+    yield Launch(
+        "accept", f"B={B} N={N}", specialisations.accept(N), lambda: accept.accept_triton(tokens, tokens, prefix)
+    )
+
+
+def penalise_launches(P: int, N: int, E: int) -> Iterator[Launch]:
+    for dtype in (F32, BF16):
+        asked = penalise.Asked(
+            *(empty(P, dtype=kind) for kind in (I64, I64, F32, F32, F32, I64)), stop_PE=empty(P, E, dtype=I64)
+        )
+        run = functools.partial(
+            penalise.penalise_triton,
+            *(empty(64, N, VOCABULARY, dtype=dtype), empty(64, N, dtype=I64), empty(P, dtype=I64)),
+            *(empty(8, VOCABULARY, dtype=I32), asked),
+        )
+        yield Launch("penalise", f"P={P} N={N} E={E} {dtype}", specialisations.penalise(), run, dtype)
+
+
+def append_launches(draft: sizes.Attention, T: int, B: int | None, arch: int) -> Iterator[Launch]:
+    """T rows, of B requests or of a prompt; K and V as `draft_model.context_kv` leaves them."""
+    L, G, E = draft.n_layers, draft.n_kv_heads, draft.head_dim
+    k, v = empty(L, T, 2, G, E).transpose(0, 1).unbind(2)
+    where = empty(3, T, dtype=I64)
+    key = append_context.KeyTransform(empty(CONTEXT, E, dtype=F32), empty(L, E), 1e-6)
+    n_kept = None if B is None else empty(B, dtype=I32)
+    for dtype in (BF16, append_context.FP8):
+        cache, addresses = empty(1 << 20, G, E, dtype=dtype), empty(L, dtype=I64)
+        caches = append_context.ContextCaches((cache,) * L, (cache,) * L, addresses, addresses)
+
+        def run(caches: append_context.ContextCaches = caches) -> None:
+            append_context.append_context_triton(k, v, where[1], where[2], caches=caches, key=key, n_kept_B=n_kept)
+
+        specialisation = specialisations.append_context(n_kept=B is not None)
+        # Triton has fp8_e4m3 from Ada (sm_89) on.
+        refused = dtype == append_context.FP8 and arch < 89
+        yield Launch("append_context", f"L={L} G={G} T={T} B={B} {dtype}", specialisation, run, (G, E, dtype), refused)
+
+
+def verify_launch(layers: sizes.Recurrent, B: int, N: int) -> Launch:
+    """q, k and v are views of one convolution's output, a and b of one projection's, as SGLang's backend has them."""
+    H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
+    T, X = B * N, record_width(H, V, G, K)
+    q, k, v = empty(T, 2 * G * K + H * V).split([G * K, G * K, H * V], dim=-1)
+    a, b = empty(T, 2 * H).split([H, H], dim=-1)
+    x = gdn_verify.Inputs(
+        q.view(T, G, K), k.view(T, G, K), v.view(T, H, V), a, b, empty(H, dtype=F32), empty(H, dtype=BF16)
+    )
+    states, record = empty(N_STATES, H, V, K, dtype=F32), empty(N_STATES, max(BLOCKS), X, dtype=F32)
+
+    def run() -> None:
+        gdn_verify.gdn_verify_triton(x, states, empty(B, dtype=I32), record)
+
+    return Launch("gdn_verify", f"H={H} G={G} B={B} N={N}", specialisations.gdn_verify(B, N, H, V), run, (H, G))
+
+
+def fold_launch(layers: sizes.Recurrent, B: int, N: int, *, tracked: bool) -> Launch:
+    L, H, G, V, K = layers.n_layers, layers.n_value_heads, layers.n_key_heads, layers.value_width, layers.key_width
+    states = empty(L, N_STATES, H, V, K, dtype=F32)
+    record = empty(L, N_STATES, max(BLOCKS), record_width(H, V, G, K), dtype=F32)[:, :, :N]
+    tracks = (empty(B, dtype=I64), empty(B, dtype=I64)) if tracked else (None, None)
+    kept = gdn_fold.Kept(empty(B, dtype=I32), empty(B, dtype=I32), *tracks)
+
+    def run() -> None:
+        gdn_fold.gdn_fold_triton(states, record, kept, n_key_heads=G)
+
+    detail = f"H={H} G={G} B={B} N={N}{' tracked' * tracked}"
+    return Launch("gdn_fold", detail, specialisations.gdn_fold(tracked=tracked), run, (H, G))
+
+
+def on_one_rank(layers: sizes.Recurrent, tp_size: int) -> sizes.Recurrent:
+    heads = layers.n_value_heads // tp_size, layers.n_key_heads // tp_size
+    return dataclasses.replace(layers, n_value_heads=heads[0], n_key_heads=heads[1])
+
+
+def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> Iterator[Launch]:
+    for B in BATCHES:
+        for N in WIDTHS:
+            yield from step_launches(B, N)
+    for P, N, E in ((1, 1, 1), (3, 16, 2), (16, 8, 16)):
+        yield from penalise_launches(P, N, E)
+    for name in names:
+        draft, layers = geometry.read_draft(models.draft_of(name)), geometry.read_target(name).recurrent
+        assert layers is not None
+        for tp_size in tp_sizes:
+            attention = dataclasses.replace(draft.attention, n_kv_heads=draft.attention.n_kv_heads // tp_size)
+            for T, B in ((1, None), (511, None), (8192, None), *((B * N, B) for B in BATCHES for N in BLOCKS)):
+                yield from append_launches(attention, T, B, arch)
+            rank = on_one_rank(layers, tp_size)
+            for B in BATCHES:
+                for N in WIDTHS[1:]:
+                    yield verify_launch(rank, B, N)
+                    yield from (fold_launch(rank, B, N, tracked=tracked) for tracked in (False, True))
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def complaints(compiled: Compiled) -> Iterator[str]:
+    kernel, code = compiled.launch.kernel, compiled.code
+    where = f"{kernel} {compiled.launch.detail}"
+    if code.stack or code.count("LDL", "STL"):
+        yield f"{where} spills: {code.stack} bytes of stack, {code.count('LDL', 'STL')} loads and stores there"
+    if code.registers > REGISTERS[kernel]:
+        yield f"{where} takes {code.registers} registers > {REGISTERS[kernel]}"
+
+
+def row(compiled: Compiled, arch: int) -> dict[str, Any]:
+    code = compiled.code
+    resident = DEVICES[arch].resident(code.registers, compiled.n_warps, compiled.shared)
+    return {
+        "arch": arch,
+        "kernel": compiled.launch.kernel,
+        "launch": compiled.launch.detail,
+        "specialisation": str(compiled.launch.specialisation),
+        "grid": compiled.grid,
+        "warps": compiled.n_warps,
+        "registers": code.registers,
+        "stack": code.stack,
+        "shared": compiled.shared,
+        "resident": resident,
+        "instructions": len(code.instructions),
+        "loops": [loop.last - loop.first + 1 for loop in code.loops],
+        "tensor": code.count("HMMA", "HGMMA", "UTCHMMA"),
+    }
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    columns = ("warps", "registers", "stack", "shared", "resident", "instructions", "tensor")
+    print(f"{'kernel':<15}{'launch':<42}{'grid':>15}{''.join(f'{name:>13}' for name in columns)}  loops")
+    for one in rows:
+        cells = "".join(f"{one[name]:>13}" for name in columns)
+        grid = "x".join(map(str, one["grid"]))
+        print(f"{one['kernel']:<15}{one['launch']:<42}{grid:>15}{cells}  {one['loops']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--archs", type=int, nargs="+", default=list(DEVICES), choices=list(DEVICES))
+    parser.add_argument("--short", action="store_true", help="one model, on one rank")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rows, wrong = [], []
+    for arch in args.archs:
+        done = list(
+            compilations(arch, launches(arch, MODELS[:1] if args.short else MODELS, (1,) if args.short else (1, 2)))
+        )
+        compiled = [one for one in done if isinstance(one, Compiled)]
+        wrong += [f"sm_{arch}: {one}" for one in done if isinstance(one, str) and one]
+        wrong += [f"sm_{arch}: {text}" for one in compiled for text in complaints(one)]
+        print(f"sm_{arch}: {len(compiled)} specialisations")
+        print_table(rows_of_arch := [row(one, arch) for one in compiled])
+        rows += rows_of_arch
+    document = {"torch": torch.__version__, "triton": triton.__version__, "specialisations": rows, "complaints": wrong}
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1))
+    print(json.dumps(document))
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What verify and fold should take on an H200, from their machine code: `python -m launch.kernel_times`. Predicted, not
+measured.
+
+Three bounds, and the prediction is the largest: the bytes that must move, over the memory's bandwidth; the instructions
+of all warps, one per cycle and scheduler; and one program's way from its first load to its last store (`sass.cycles`),
+as often as programs have to follow one another on a multiprocessor.
+"""
+
+import math
+from typing import NamedTuple
+
+from sglang_dflash_kernels.gdn_verify import BLOCK_C
+from sglang_dflash_kernels.record import record_width
+
+from launch import sass
+from launch.compile_kernels import DEVICES, Compiled, compilations, fold_launch, verify_launch
+from sglang_dflash import geometry, sizes
+
+ARCH, BYTES_PER_US, CYCLES_PER_US, SCHEDULERS = 90, 4.8e6, 1755, 4
+MODEL, N = "Qwen3.5-27B", 16
+BATCHES = (1, 8, 64)
+
+
+class Bounds(NamedTuple):
+    """Microseconds of one launch."""
+
+    bytes: float
+    issue: float
+    latency: float
+
+
+def bounds(compiled: Compiled, n_bytes: int, trips: int) -> Bounds:
+    way = compiled.code.executed([trips] * len(compiled.code.loops))
+    device, n_programs = DEVICES[ARCH], math.prod(compiled.grid)
+    at_once = device.n_multiprocessors * device.resident(compiled.code.registers, compiled.n_warps, compiled.shared)
+    issued = n_programs * compiled.n_warps * len(way) / SCHEDULERS / device.n_multiprocessors
+    return Bounds(
+        n_bytes / BYTES_PER_US, issued / CYCLES_PER_US, max(1, n_programs / at_once) * sass.cycles(way) / CYCLES_PER_US
+    )
+
+
+def verify_bytes(layers: sizes.Recurrent, B: int) -> int:
+    """Of one layer: states and inputs in, outputs and records out."""
+    H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
+    rows = 2 * (2 * G * K + 2 * H * V + 2 * H) + 4 * record_width(H, V, G, K)
+    return B * (4 * H * V * K + N * rows)
+
+
+def fold_bytes(layers: sizes.Recurrent, B: int) -> int:
+    """Of all layers: states in and out, records of a block that is accepted whole."""
+    H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
+    return layers.n_layers * B * (8 * H * V * K + 4 * N * record_width(H, V, G, K))
+
+
+def main() -> None:
+    layers = geometry.read_target(MODEL).recurrent
+    assert layers is not None
+    print(f"{MODEL}, blocks of {N}, all {layers.n_layers} layers, us: bytes, issue, latency; the largest")
+    for B in BATCHES:
+        for kernel, launch, n_bytes, trips, times in (
+            (
+                "gdn_verify",
+                verify_launch(layers, B, N),
+                verify_bytes(layers, B),
+                layers.key_width // BLOCK_C,
+                layers.n_layers,
+            ),
+            ("gdn_fold", fold_launch(layers, B, N, tracked=False), fold_bytes(layers, B), N, 1),
+        ):
+            (compiled,) = compilations(ARCH, iter([launch]))
+            assert isinstance(compiled, Compiled), compiled
+            each = bounds(compiled, n_bytes, trips)
+            shown = "".join(f"{us * times:>10,.0f}" for us in (*each, max(each)))
+            way = compiled.code.executed([trips] * len(compiled.code.loops))
+            print(f"{kernel:<12}B={B:<4}{shown}   {len(way)} instructions a warp, {sass.cycles(way)} cycles")
+
+
+if __name__ == "__main__":
+    main()

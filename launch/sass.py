@@ -1,0 +1,136 @@
+"""Read the machine code of a kernel: its instructions, its loops, and how long one warp takes to go through them.
+
+`nvdisasm` prints every instruction with its 128 bits. The upper ones hold what the assembler decided about time: cycles
+until the next instruction may issue, which of six scoreboards this one sets, and which it waits for. So one warp can be
+followed without a GPU: a predicted latency, of which the only guesses are the `CYCLES` that loads and their like take.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import triton
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+NOTHING = 7  # a scoreboard that is none
+# From issue to result, of what sets a scoreboard. Guesses for Hopper: microbenchmarks agree to a fifth or so.
+CYCLES = {"LDG": 800, "LDGSTS": 800, "LDS": 30, "LDSM": 33, "SHFL": 24, "MUFU": 22, "BAR": 30, "HMMA": 33}
+OTHERS_CYCLES = 25
+READ_CYCLES = 12  # until a store has read its operands
+
+INSTRUCTION = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_.]*)(?P<rest>.*?);"  # behind its address and guard
+    r".*\n\s*/\* 0x(?P<control>\w{16}) \*/"
+)
+LABEL = re.compile(r"^(\.L_\w+):", re.M)
+
+
+class Instruction(NamedTuple):
+    op: str  # with its suffixes, as LDG.E.128
+    rest: str
+    stall: int  # cycles until the next may issue
+    sets: int  # scoreboard of its result
+    reads: int  # scoreboard of its operands
+    waits: int  # mask of scoreboards
+
+    @property
+    def name(self) -> str:
+        return self.op.split(".")[0]
+
+
+class Loop(NamedTuple):
+    """An innermost loop: positions of its first instruction and of the branch back."""
+
+    first: int
+    last: int
+
+
+class Code(NamedTuple):
+    instructions: list[Instruction]
+    loops: list[Loop]  # in the order of the code
+    registers: int  # per thread
+    stack: int  # bytes per thread; more than 0 where registers are spilled
+
+    def count(self, *names: str) -> int:
+        """Instructions, anywhere in the code, whose name is one of these; without suffixes."""
+        return sum(i.name in names for i in self.instructions)
+
+    def executed(self, trips: Sequence[int]) -> list[Instruction]:
+        """One warp's way through the code if loop i runs `trips[i]` times and no forward branch is taken.
+
+        Raises:
+            ValueError: the code has another number of innermost loops.
+        """
+        way, at = [], 0
+        for (first, last), n in zip(self.loops, trips, strict=True):
+            way += self.instructions[at:first] + self.instructions[first : last + 1] * n
+            at = last + 1
+        return way + self.instructions[at:]
+
+
+def read(cubin: bytes) -> Code:
+    """The code of a compiled kernel, by NVIDIA's tools that come with Triton."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = output("nvdisasm", "-c", "-hex", file.name)
+        usage = output("cuobjdump", "-res-usage", file.name)
+    instructions, labels = instructions_and_labels(text)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    return Code(instructions, innermost(instructions, labels), registers, stack)
+
+
+def output(tool: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def instructions_and_labels(text: str) -> tuple[list[Instruction], dict[str, int]]:
+    instructions: list[Instruction] = []
+    labels = {}
+    lines = text.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        if label := LABEL.match(line):
+            labels[label[1]] = len(instructions)
+        elif found := INSTRUCTION.match(line + "\n" + following):
+            bits = int(found["control"], 16) >> 41
+            fields = (bits & 15, bits >> 5 & 7, bits >> 8 & 7, bits >> 11 & 63)
+            instructions.append(Instruction(found["op"], found["rest"], *fields))
+    return instructions, labels
+
+
+def innermost(instructions: list[Instruction], labels: dict[str, int]) -> list[Loop]:
+    loops = []
+    for at, instruction in enumerate(instructions):
+        target = re.search(r"`\((\.L_\w+)\)", instruction.rest)
+        if instruction.name == "BRA" and target and labels[target[1]] < at:  # the last branch goes to itself, for ever
+            loops.append(Loop(labels[target[1]], at))
+    return [a for a in loops if not any(b != a and a.first <= b.first and b.last <= a.last for b in loops)]
+
+
+def cycles(way: Sequence[Instruction]) -> int:
+    """Of one warp that is alone: from its first instruction to its last."""
+    now = 0
+    ready = [0] * NOTHING
+    groups: list[int] = []  # when copies to shared memory arrive, by group
+    arrives = 0
+    for i in way:
+        now = max([now, *(at for board, at in enumerate(ready) if i.waits >> board & 1)])
+        latency = CYCLES.get(i.name, OTHERS_CYCLES)
+        if i.name == "LDGSTS":
+            arrives = now + latency
+        elif i.name == "LDGDEPBAR":
+            groups.append(arrives)
+        elif i.name == "DEPBAR":
+            n_pending = int(re.search(r"SB0, (0x[0-9a-f]+)", i.rest)[1], 16)
+            now = max([now, *groups[: len(groups) - n_pending]])
+        elif i.name == "BAR":
+            now += latency
+        if i.sets != NOTHING:
+            ready[i.sets] = now + (0 if i.name in ("LDGSTS", "LDGDEPBAR") else latency)
+        if i.reads != NOTHING:
+            ready[i.reads] = max(ready[i.reads], now + READ_CYCLES)
+        now += max(i.stall, 1)
+    return now

@@ -1,0 +1,113 @@
+"""Every kernel, compiled for GPUs that are not here, by `launch/compile_kernels.py` in processes of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_dflash_kernels import specialisations
+
+from launch import sass
+
+ROOT = Path(__file__).parents[2]
+SERVER = specialisations.Server(  # the one whose launches `--short` makes
+    widths=(1, 2, 4, 6, 8, 12, 16),
+    block_size=16,
+    batch_sizes=(1, 2, 3, 8, 16, 64),
+    n_value_heads=48,
+    value_width=128,
+    tracks=True,
+)
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+def compile_kernels(*arguments: str) -> list[dict[str, Any]]:
+    run = python("-m", "launch.compile_kernels", *arguments)
+    assert run.returncode == 0, run.stderr
+    document = json.loads(run.stdout.splitlines()[-1])
+    assert document["complaints"] == []
+    return document["specialisations"]
+
+
+def test_no_kernel_spills_and_a_server_compiles_what_is_listed() -> None:
+    compiled = compile_kernels("--archs", "90", "--short")
+    met = {
+        kernel: {row["specialisation"] for row in compiled if row["kernel"] == kernel}
+        for kernel in specialisations.KERNELS
+    }
+    assert met == {kernel: set(map(str, keys)) for kernel, keys in specialisations.of_server(SERVER).items()}
+    verify = [row for row in compiled if row["kernel"] == "gdn_verify"]
+    assert all(row["tensor"] for row in verify)
+    assert all(row["resident"] >= 2 for row in compiled)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["80", "90", "100"])
+def test_published_models_on_every_architecture(arch: str) -> None:
+    """fp8 caches before Ada are tried too: that they do not compile is why they are refused at launch."""
+    compiled = compile_kernels("--archs", arch)
+    fp8 = [row for row in compiled if "float8" in row["launch"]]
+    assert bool(fp8) == (arch != "80")
+
+
+WRONG = """
+from launch import compile_kernels
+from sglang_dflash_kernels import specialisations
+for key in ("one", "n_tokens"):
+    specialisations.accept = lambda n_tokens: n_tokens if key == "n_tokens" else key
+    launches = (launch for N in (3, 4, 8) for launch in compile_kernels.step_launches(1, N))
+    print([text for text in compile_kernels.compilations(90, launches) if isinstance(text, str)])
+"""
+
+
+def test_a_list_that_is_not_the_compilers_is_told() -> None:
+    run = python("-c", WRONG)
+    too_few, too_many = run.stdout.splitlines()
+    assert "accept B=1 N=8 compiles, against `specialisations`: one" in too_few
+    assert "accept B=1 N=4 does not compile, against `specialisations`: 4" in too_many
+
+
+def test_a_server_that_folds_nothing_meets_fewer() -> None:
+    met = specialisations.of_server(SERVER._replace(widths=(1, 16), n_value_heads=0))
+    assert met == {
+        "plan_block": {1, 16},
+        "accept": {1, 16},
+        "penalise": {"any"},
+        "append_context": {"accepted", "all"},
+    }
+    met = specialisations.of_server(SERVER._replace(widths=(1,), block_size=8))
+    assert met == {"plan_block": {1, 8}, "accept": {1}, "penalise": {"any"}, "append_context": {"all"}}
+    assert specialisations.of_server(SERVER._replace(tracks=False))["gdn_fold"] == {"untracked"}
+
+
+def line(op: str, rest: str = "", *, stall: int = 1, sets: int = 7, waits: int = 0) -> str:
+    """An instruction as nvdisasm prints it."""
+    control = (stall | sets << 5 | 7 << 8 | waits << 11) << 41
+    return f"        /*0000*/   {op} {rest} ;   /* 0x{0:016x} */\n{' ' * 90}/* 0x{control:016x} */\n"
+
+
+def test_machine_code_is_read_and_followed() -> None:
+    text = (
+        line("LDG.E.128", "R4, [R2.64]", sets=0, stall=2)
+        + ".L_x_0:\n"
+        + line("@P0 FFMA", "R1, R4, R4, R1", waits=1, stall=4)
+        + line("@P1 BRA", "`(.L_x_0)", stall=5)
+        + line("EXIT", stall=5)
+        + ".L_x_1:\n"
+        + line("BRA", "`(.L_x_1)")
+    )
+    instructions, labels = sass.instructions_and_labels(text)
+    code = sass.Code(instructions, sass.innermost(instructions, labels), registers=8, stack=0)
+    assert [i.op for i in code.instructions] == ["LDG.E.128", "FFMA", "BRA", "EXIT", "BRA"]
+    assert code.count("FFMA", "LDG") == 2
+    assert code.loops == [sass.Loop(1, 2)]
+    way = code.executed([3])
+    assert [i.name for i in way] == ["LDG", *["FFMA", "BRA"] * 3, "EXIT", "BRA"]
+    assert sass.cycles(way) == sass.CYCLES["LDG"] + 3 * (4 + 5) + 5 + 1
