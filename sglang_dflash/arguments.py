@@ -58,6 +58,10 @@ class Arguments:
     mixed_chunk: bool
     linear_replay: bool
     linear_replay_spec: bool
+    indexer_topk: bool
+    memory_saver: bool
+    symm_mem: bool
+    torch_compile: bool
     sized_after_capture: bool  # an environment variable of SGLang's
     streaming_session: bool
     page_size: int | None
@@ -110,6 +114,10 @@ def arguments_of(server_args: Any) -> Arguments:
         mixed_chunk=args.enable_mixed_chunk,
         linear_replay=args.enable_linear_replayssm,
         linear_replay_spec=args.enable_linear_replayssm_spec,
+        indexer_topk=args.enable_return_indexer_topk,
+        memory_saver=args.enable_memory_saver,
+        symm_mem=args.enable_symm_mem,
+        torch_compile=args.enable_torch_compile,
         sized_after_capture=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         streaming_session=args.enable_streaming_session,
         page_size=args.page_size,

@@ -33,6 +33,8 @@ from sglang_dflash.step import Plan, Target
 class Choice:
     def __init__(self, runner: ModelRunner) -> None:
         self.sampler = runner.sampler
+        self.device = runner.device
+        self.vocab_size = runner.model_config.vocab_size
         self.ranks = SpecTpSync(get_dp_tp_group())
         self.penalties = Penalties(runner.model_config.vocab_size, runner.device)
         self.processors = Processors()
@@ -76,13 +78,35 @@ class Choice:
         else:
             if batch.return_logprob:  # the sampler turns logits into probabilities in place
                 logits_TV = logits_TV.clone()
-            target_T, site = self._sample(logits_TV, info, plan), SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+            target_T = self._sample(logits_TV, info, plan.verified.positions_BN)
+            site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
 
     def remember(self, batch: ScheduleBatch, accepted: Accepted) -> None:
         """After `choose`, for the same batch: what the step added to each text."""
         self.penalties.count(accepted)
         self.processors.remember(batch, accepted.committed_BN, accepted.n_committed_B)
+
+    def dry_run(self, n_requests: int, n_tokens: int) -> None:
+        """Draw at every slot of the largest step there can be, with every filter: nothing else of `choose` takes as
+        much memory, and only requests that sample take it."""
+        ones_B = torch.ones(n_requests, device=self.device)
+        info = SamplingBatchInfo(
+            temperatures=ones_B[:, None],
+            top_ps=ones_B * 0.95,
+            top_ks=torch.full_like(ones_B, 50, dtype=torch.int32),
+            min_ps=ones_B * 0.05,
+            is_all_greedy=False,
+            is_any_greedy=False,
+            need_top_p_sampling=True,
+            need_top_k_sampling=True,
+            need_min_p_sampling=True,
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
+        logits_TV = torch.zeros(n_requests * n_tokens, self.vocab_size, device=self.device)
+        positions_BN = torch.zeros(n_requests, n_tokens, dtype=torch.int64, device=self.device)
+        self._sample(logits_TV, info, positions_BN)
 
     def _mask_by_grammar(
         self, batch: ScheduleBatch, target: Target, grammar_barrier: Callable[[], None] | None
@@ -98,12 +122,13 @@ class Choice:
         if mask is not None:
             mask.apply(target.output.next_token_logits)
 
-    def _sample(self, logits_TV: torch.Tensor, info: SamplingBatchInfo, plan: Plan) -> torch.Tensor:
+    def _sample(self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor) -> torch.Tensor:
         return self.sampler(
             LogitsProcessorOutput(next_token_logits=logits_TV),
-            dataclasses.replace(over_slots(info, plan.width), has_custom_logit_processor=False),  # they have run
+            # Custom processors have run.
+            dataclasses.replace(over_slots(info, positions_BN.shape[1]), has_custom_logit_processor=False),
             return_logprob=False,
             top_logprobs_nums=[],
             token_ids_logprobs=[],
-            positions=plan.verified.positions_BN.view(-1),
+            positions=positions_BN.view(-1),
         )

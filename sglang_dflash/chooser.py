@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Flags, WidthPolicy
 from sglang_dflash.served import table
 from sglang_dflash.step_clock import Step, StepClock, Tell
@@ -232,19 +233,29 @@ def timed(rids: Sequence[str], decision: Decision, epoch: int) -> Step:
     return Step(len(rids), decision.width, epoch, decision.seconds[decision.width])
 
 
-def candidates(flags: Flags, block_size: int) -> tuple[int, ...]:
+def candidates(flags: Flags, block_size: int, *, may_narrow: bool = True) -> tuple[int, ...]:
     """The widths to choose from, ascending.
 
+    Args:
+        may_narrow: whether the target can verify less than the block.
     Raises:
         ValueError: one is not within the block.
+        NotSupported: one is narrower than the block, and the target cannot do that.
     """
     if flags.width_policy is WidthPolicy.FIXED:
+        return (block_size,)
+    if not may_narrow and flags.widths in ((), (block_size,)):
         return (block_size,)
     for width in flags.widths:
         if not 1 <= width <= block_size:
             raise ValueError(
                 f"SGLANG_DFLASH_WIDTHS: {width} is not within 1..{block_size}, the block that is drafted; drop it"
             )
+    if not may_narrow:
+        raise NotSupported(
+            f"SGLANG_DFLASH_WIDTHS: SGLang verifies whole blocks of this target (its recurrent layers find a token's "
+            f"state by the size of the block); set it to {block_size}, or drop it"
+        )
     return flags.widths or (*(width for width in DEFAULT if width < block_size), block_size)
 
 

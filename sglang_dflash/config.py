@@ -117,6 +117,14 @@ def check_arguments(arguments: Arguments) -> None:
         (arguments.mixed_chunk, "--enable-mixed-chunk", "a step either reads prompts or verifies blocks"),
         (arguments.linear_replay, "--enable-linear-replayssm", "a step of one token would leave its state in a ring"),
         (arguments.linear_replay_spec, "--enable-linear-replayssm-spec", "a block's states are recorded without it"),
+        (arguments.indexer_topk, "--enable-return-indexer-topk", "a draft's forwards would write into it as well"),
+        (
+            arguments.memory_saver,
+            "--enable-memory-saver",
+            "a draft's rotary table would not come back with its weights",
+        ),
+        (arguments.symm_mem, "--enable-symm-mem", "graphs of several widths were never captured with it"),
+        (arguments.torch_compile, "--enable-torch-compile", "it would compile the target anew for every width"),
         (arguments.draft_quantization is not None, "--speculative-draft-model-quantization", "drafts run unquantized"),
     ):
         if asked:

@@ -63,8 +63,12 @@ class LateRows:
     def take(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Features [T, C], positions and slots, int64 [T], of all rows, which are no longer here."""
         rows = self.features_TC[: self.n_rows], torch.cat(self.positions), torch.cat(self.slots)
-        self.positions, self.slots = [], []
+        self.forget()
         return rows
+
+    def forget(self) -> None:
+        """Without writing them: nobody will read their slots."""
+        self.positions, self.slots = [], []
 
 
 class ContextKV:

@@ -13,6 +13,11 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
+from sglang_dflash.errors import STOCK, NotSupported
+from sglang_dflash.host import has
+
+SCALE = "get_dflash_noise_embedding_scale"  # of SGLang's own worker; no model of SGLang's has it
+
 
 class TargetEnds(NamedTuple):
     """The target's two ends, lent to the draft. Modules, not weights: an online update of the target reaches us."""
@@ -28,7 +33,10 @@ def target_ends(model: Any) -> TargetEnds:
     """
     Raises:
         ValueError: the target's head is quantized, so its rows are no plain vectors to score drafts with.
+        NotSupported: the target wants what the draft embeds to be scaled.
     """
+    if has(model, SCALE):
+        raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
     head = model.lm_head
     if not isinstance(head.quant_method, UnquantizedEmbeddingMethod):
         raise ValueError(

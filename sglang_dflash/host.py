@@ -67,6 +67,11 @@ def check(names: Iterable[Name]) -> None:
                 raise HostMismatch(_sentence(f"{name.qualname} has no {kind} {member!r}"))
 
 
+def has(thing: object, name: str) -> bool:
+    """Whether somebody else's object has an optional attribute."""
+    return hasattr(thing, name)
+
+
 def _resolve(name: Name) -> Any:
     try:
         found = importlib.import_module(name.module)

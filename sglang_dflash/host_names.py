@@ -18,12 +18,14 @@ RADIX = "sglang.srt.layers.radix_attention"
 ATTENTION = "sglang.srt.layers.attention.base_attn_backend"
 BASE_WORKER = "sglang.srt.speculative.base_spec_worker"
 CONTEXT = "sglang.srt.runtime_context"
+GRAPHS = "sglang.srt.model_executor.cuda_graph_config"
 POOL = "sglang.srt.mem_cache.memory_pool"
 SIZING = "sglang.srt.mem_cache.allocation_sizing"
 CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info"
 WEIGHTS = "sglang.srt.model_executor.model_runner_components.weight_updater"
 TP_SYNC = "sglang.srt.speculative.spec_tp_sync"
+MODEL_RUNNER = "sglang.srt.model_executor.model_runner"
 FORWARD_CONTEXT = "sglang.srt.model_executor.forward_context"
 
 
@@ -102,7 +104,10 @@ NAMES = (
     ),
     *(
         Name(BASE_WORKER, f"BaseSpecWorker.{method}")
-        for method in ("init_attention_backends", "init_cuda_graphs", "prewarm_sampling", "weight_update_runners")
+        for method in (
+            *("init_attention_backends", "init_cuda_graphs", "prewarm_sampling", "weight_update_runners"),
+            "clear_cache_pool",
+        )
     ),
     Name(
         BATCH,
@@ -188,7 +193,11 @@ NAMES = (
         "MambaPool._allocate_deduplicated_conv_window",
         "conv_shape num_mamba_layers spec_state_size speculative_num_draft_tokens conv_dtype",
     ),
-    Name(POOL, "HybridReqToTokenPool", "mamba_pool_cls"),
+    Name(
+        POOL,
+        "HybridReqToTokenPool",
+        "mamba_pool_cls mamba_pool req_index_to_mamba_index_mapping short_conv_pool ngram_pool",
+    ),
     Name(CONFIGURATOR, "KVCacheConfigurator", "mambaish_config dflash_draft_cell_size_per_token"),
     Name(CONFIGURATOR, "KVCacheConfigurator._handle_max_mamba_cache", "total_rest_memory"),
     Name(CONFIGURATOR, "KVCacheConfigurator._profile_available_bytes", "pre_model_load_memory"),
@@ -214,12 +223,15 @@ NAMES = (
     Name(DFLASH, "validate_dflash_request", "req enable_overlap"),
     Name("sglang.srt.mem_cache.allocator", "BaseTokenToKVPoolAllocator", "page_size"),
     Name("sglang.srt.mem_cache.kv_loc_plan", "KVLocPlan", "bind"),
+    Name("sglang.srt.mem_cache.kv_index_translator", "KVIndexTranslator", "bind_and_verify_backends"),
     Name(POOL, "KVWriteLoc", "for_layer"),
     Name(POOL, "ReqToTokenPool", "size max_context_len device enable_memory_saver req_to_token req_generation"),
     Name(POOL, "MHATokenToKVPool", "get_kv_size_bytes"),
     Name("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool"),
     # the forward
-    Name("sglang.srt.model_executor.cuda_graph_config", "Backend", "DISABLED"),
+    Name(GRAPHS, "Backend", "DISABLED"),
+    Name(GRAPHS, "CudaGraphConfig", "decode"),
+    Name(GRAPHS, "PhaseConfig", "bs"),
     Name(FORWARD_BATCH, "CaptureHiddenMode", "NULL FULL"),
     Name(
         FORWARD_BATCH,
@@ -235,19 +247,25 @@ NAMES = (
     Name(FORWARD_CONTEXT, "ForwardContext", "attn_backend"),
     Name(FORWARD_CONTEXT, "forward_context", "ctx forward_batch"),
     Name(
-        "sglang.srt.model_executor.model_runner",
+        MODEL_RUNNER,
         "ModelRunner",
         "model model_config sampler attn_backend token_to_kv_pool req_to_token_pool kv_index_translator page_size "
         "device gpu_id forward max_running_requests max_total_num_tokens decode_cuda_graph_runner eager_runner "
-        "_get_attention_backend _extend_forward_kwargs",
+        "_get_attention_backend _extend_forward_kwargs prefill_attention_backend_str decode_attention_backend_str "
+        "sampling_prewarm_result",
     ),
     Name(
-        "sglang.srt.model_executor.model_runner",
+        MODEL_RUNNER,
         "ModelRunnerOutput",
         "logits_output can_run_graph expert_distribution_metrics routed_experts_output indexer_topk_output",
     ),
     Name("sglang.srt.model_executor.pool_configurator", "MemoryPoolConfig"),
-    Name("sglang.srt.model_executor.runner", "DecodeCudaGraphRunner", "attn_backend speculative_num_draft_tokens"),
+    Name(
+        "sglang.srt.model_executor.runner",
+        "DecodeCudaGraphRunner",
+        "attn_backend speculative_num_draft_tokens capture_bs",
+    ),
+    Name(MODEL_RUNNER, "SamplingPrewarmResult", "sampling_input_bytes sampling_headroom_bytes"),
     Name("sglang.srt.sampling.sampling_batch_info", "ProcessorEntry", "processor rows indices"),
     Name(
         "sglang.srt.sampling.sampling_batch_info",
@@ -280,6 +298,8 @@ NAMES = (
     ),
     Name("sglang.srt.models.utils", "apply_qk_norm", "q k q_norm k_norm head_dim"),
     Name("sglang.srt.utils", "async_h2d", "dtype device"),
+    Name("sglang.srt.utils.common", "get_cuda_graph_max_batch_size", "max_batch_size"),
+    *(Name("sglang.srt.mem_cache.ple_state_pool", pool, "enabled") for pool in ("ShortConvPool", "NGramPool")),
     Name("sglang.srt.utils", "get_available_gpu_memory", "device gpu_id distributed cpu_group"),
     Name("sglang.srt.utils.async_probe", "sanitize_nan_logits", "logits msg"),
     Name("sglang.srt.utils.hf_transformers_utils", "get_rope_config", "config"),

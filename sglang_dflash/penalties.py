@@ -83,6 +83,22 @@ class Penalties:
             slot_N = torch.arange(committed_PN.shape[1], device=committed_PN.device)
             self._count(committed_PN, slot_N < accepted.n_committed_B[self.asked.index_P, None])
 
+    def dry_run(self, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
+        """Run what a request that asks for a penalty will: the first of the batch asks for one of nothing."""
+        zero_1 = torch.zeros(1, dtype=torch.int64, device=logits_TV.device)
+        none_1 = torch.zeros(1, device=logits_TV.device)
+        asked = Asked(
+            index_P=zero_1,
+            row_P=zero_1,
+            frequency_P=none_1,
+            presence_P=none_1,
+            repetition_P=none_1 + 1,
+            min_new_P=zero_1,
+            stop_PE=zero_1[None] - 1,
+        )
+        counts_1V = self.counts_RV.new_zeros(1, self.counts_RV.shape[1])
+        penalise_(logits_TV.view(*tokens_BN.shape, -1), tokens_BN, zero_1, counts_1V, asked)
+
     # -- the counts ---------------------------------------------------------------------------------------------------
 
     def _count(self, tokens_PN: torch.Tensor, is_output_PN: torch.Tensor) -> None:

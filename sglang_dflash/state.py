@@ -239,6 +239,12 @@ def folds(model_config: ModelConfig, asked: GdnState) -> bool:
     return hybrid_gdn_config(model_config) is not None and asked is GdnState.FOLD
 
 
+def may_narrow(model_config: ModelConfig) -> bool:
+    """Whether such a target can verify less than the block. Of recurrent ones those with Gated DeltaNet can: SGLang's
+    verify of Mamba2 places a request's states by the number of tokens verified, its commit by that of the pool."""
+    return mambaish_config(model_config) is None or hybrid_gdn_config(model_config) is not None
+
+
 def make_state(worker: TpModelWorker, asked: GdnState, width: int) -> State:
     """For blocks of `width` tokens. The target's memory pools and attention backends exist, its graphs do not."""
     config = worker.model_runner.model_config
@@ -246,4 +252,10 @@ def make_state(worker: TpModelWorker, asked: GdnState, width: int) -> State:
         return NoState()
     if not folds(config, asked):
         return SnapshotState(worker)
+    pools = worker.model_runner.req_to_token_pool
+    if pools.short_conv_pool.enabled or pools.ngram_pool.enabled:
+        raise NotSupported(
+            "SGLANG_DFLASH_GDN_STATE=fold does not advance the states of the target's per-layer embeddings; "
+            "set SGLANG_DFLASH_GDN_STATE=snapshot"
+        )
     return InPlaceState(worker) if width == 1 else FoldState(worker)

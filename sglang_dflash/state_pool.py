@@ -17,6 +17,7 @@ from sglang.srt.configs.mamba_utils import BaseLinearStateParams
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 from sglang.srt.runtime_context import get_spec
+from sglang.srt.utils.common import get_cuda_graph_max_batch_size
 from sglang_dflash_kernels.record import record_width
 
 from sglang_dflash import sizes
@@ -67,7 +68,9 @@ class RecordPool(MambaPool):
             **others,
         )
         shape = cache_params.shape
-        n_layers, n_rows, n_tokens = len(mamba_layer_ids), spec_state_size + 1, speculative_num_draft_tokens
+        n_layers, n_tokens = len(mamba_layer_ids), speculative_num_draft_tokens
+        # Some servers capture batches of more requests than there can be, for the ranks to share their rows.
+        n_rows = max(spec_state_size + 1, get_cuda_graph_max_batch_size(spec_state_size))
         self.conv_window_axis = self._detect_conv_window_axis(shape.conv, shape.conv_kernel - 1)
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
             record_LRNX = torch.zeros(n_layers, n_rows, n_tokens, record_values(cache_params), device=device)

@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
-from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner import ModelRunner, SamplingPrewarmResult
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec
@@ -53,11 +53,12 @@ from sglang_dflash.draft_input import DraftInput
 from sglang_dflash.draft_pool import fit_page_tables, ring_of, ring_pool, ring_table
 from sglang_dflash.draft_slots import DraftSlots, SharedSlots, rings_for
 from sglang_dflash.drafter import Drafter
+from sglang_dflash.dry_run import DryRun, Stages, own_states, reserve_bytes
 from sglang_dflash.ends import target_ends
-from sglang_dflash.engines import Timer, build_engines, from_first_rank
+from sglang_dflash.engines import build_engines, from_first_rank
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.planner import Planner
-from sglang_dflash.state import folds, make_state
+from sglang_dflash.state import folds, make_state, may_narrow
 from sglang_dflash.state_pool import use_records
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.step_clock import DecisionClock, OutcomeClock
@@ -127,10 +128,19 @@ class DFlashWorker(BaseSpecWorker):
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         possible = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
+
+    @torch.no_grad()
+    def prewarm_sampling(self) -> SamplingPrewarmResult:
+        """All that a step needs, and a dry run of steps. SGLang's last call before it serves, on the stream that
+        steps run on: PyTorch keeps freed memory for the stream that had it."""
+        wait = torch.get_device_module(self.target_runner.device).synchronize
+        wait()  # for what was begun on another stream
         self._init_stages()
+        wait()
+        return self.target_runner.sampling_prewarm_result
 
     def _init_stages(self) -> None:
-        """All that decode needs; pools and backends exist now."""
+        """Pools and backends exist now, and SGLang's own graphs."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
         on_host = target.device == "cpu" and not self.flags.rehearse.gpu  # what is rehearsed is a GPU
         if on_host:  # a step's inputs are new tensors and no graph reads them: no need to copy them
@@ -142,23 +152,34 @@ class DFlashWorker(BaseSpecWorker):
             )
         self.planner = Planner(target, config.block_size, config.mask_token_id)
         self.drafter = Drafter(draft, slots, config.block_size)
-        widths = candidates(self.flags, config.block_size)
-        engines = build_engines(self._target_worker, self.state, self.state_for, widths, config.block_size)
-        self.verifier = Verifier(self._target_worker, engines, on_host=on_host)
         self.choice = Choice(target)
-        self.accept = choose(self.planner.req_to_token, definition=accept_ref, kernel=accept_triton)
-        self.context_kv = ContextKV(
-            draft.model, draft, slots, n_requests=target.max_running_requests, block_size=config.block_size
+        engines = build_engines(
+            self._target_worker,
+            self.state,
+            self.state_for,
+            candidates(self.flags, config.block_size, may_narrow=may_narrow(target.model_config)),
+            block_size=config.block_size,
+            reserve_bytes=reserve_bytes(target, draft, self.choice, config.block_size),
         )
-        timer = Timer(self.planner, self.drafter, self.verifier, self.accept, self.context_kv)
-        self.width = Chooser(
-            make_policy(
+        self.verifier = Verifier(self._target_worker, engines, on_host=on_host)
+        self.accept = choose(self.planner.req_to_token, definition=accept_ref, kernel=accept_triton)
+        n_requests = target.max_running_requests
+        self.context_kv = ContextKV(draft.model, draft, slots, n_requests=n_requests, block_size=config.block_size)
+        stages = Stages(self.planner, self.drafter, self.verifier, self.choice, self.accept, self.context_kv)
+        dry_run = DryRun(stages, on_host=on_host)
+        with own_states(target.req_to_token_pool, n_requests):
+            dry_run.warm_up(sorted(engines), n_requests)
+            policy = make_policy(
                 self.flags.width_policy,
                 sorted(engines),
-                n_requests=target.max_running_requests,
-                seconds=timer.seconds,
+                n_requests=n_requests,
+                seconds=dry_run.seconds,
                 agree=from_first_rank(get_dp_tp_group()),
-            ),
+            )
+        self.context_kv.late.forget()
+        self.verifier.restore()
+        self.width = Chooser(
+            policy,
             clock=DecisionClock if on_host else OutcomeClock,
             trace=Trace(self.flags.width_trace) if self.flags.width_trace else None,
         )
@@ -172,6 +193,10 @@ class DFlashWorker(BaseSpecWorker):
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
         return [("draft", self.draft_runner)]
+
+    def clear_cache_pool(self) -> None:
+        """Nothing is cached any more: the slots of rows that are to be written later will be others'."""
+        self.context_kv.late.forget()
 
     def forward_batch_generation(
         self,

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_dflash import flags
 from sglang_dflash.chooser import REPORT, Account, Chooser, Fixed, Random, Trace, candidates, make_policy
+from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.step_clock import DecisionClock, OutcomeClock
 from sglang_dflash.width import Adaptive, Decision
@@ -130,6 +131,16 @@ def test_without_a_choice_there_is_nothing_to_regret() -> None:
 )
 def test_widths_to_choose_from(value: str, widths: tuple[int, ...]) -> None:
     assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16) == widths
+
+
+@pytest.mark.parametrize("value", ["auto", "random", "fixed", "16"])
+def test_a_target_that_cannot_narrow_verifies_whole_blocks(value: str) -> None:
+    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, may_narrow=False) == (16,)
+
+
+def test_narrower_widths_are_refused_where_the_target_cannot() -> None:
+    with pytest.raises(NotSupported, match=r"verifies whole blocks of this target .*; set it to 16, or drop it"):
+        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "1,16"}), 16, may_narrow=False)
 
 
 @pytest.mark.parametrize("value", ["0,4", "17"])

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dflash.context_kv import ContextKV, LateRows
+from sglang_dflash.worker import DFlashWorker
 
 BLOCK, N_SLOTS, N_REQUESTS = 4, 24, 3
 
@@ -105,6 +106,20 @@ def test_a_slot_that_passed_to_another_request_keeps_what_that_one_wrote(reader)
     else:
         context.append_prompt(SimpleNamespace(slots_T=torch.tensor([3])), features(1, 2))
     assert k[3:5, 0, 0].tolist() == [2, 1]
+
+
+def test_rows_are_forgotten_with_the_cache():
+    """Their slots are other requests' by the next step."""
+    context, k = make_context()
+    worker = DFlashWorker.__new__(DFlashWorker)
+    worker.context_kv = context
+    one_token(context, ["a"], [3], value=1)
+    worker.clear_cache_pool()
+    context.before_draft(step([[5, 6]], drafts=True))
+    assert not k.any()
+    one_token(context, ["b"], [4], value=2)
+    context.before_draft(step([[5, 6]], drafts=True))
+    assert k[:6, 0, 0].tolist() == [0, 0, 0, 0, 2, 0]
 
 
 requests = st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True).map(sorted)

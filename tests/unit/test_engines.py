@@ -1,17 +1,22 @@
 """Which widths get an engine, where the graphs of all take more memory than there is."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-from sglang_dflash.engines import build_while_they_fit
+from sglang_dflash import engines
+from sglang_dflash.engines import build_while_they_fit, capturing, fewer
 from sglang_dflash.state import NoState
 from sglang_dflash.verifier import Engine
 
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 
 
-def built(free_gib: float, graphs_gib: float) -> tuple[list[int], float]:
+def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple[list[int], float]:
     """The widths in the order in which they were built, and what is then free."""
     left, widths = free_gib, list[int]()
 
@@ -21,7 +26,7 @@ def built(free_gib: float, graphs_gib: float) -> tuple[list[int], float]:
         widths.append(width)
         return Engine(None, None, NoState())  # type: ignore[arg-type]
 
-    engines = build_while_they_fit(WIDTHS, build, lambda: left)
+    engines = build_while_they_fit(WIDTHS, build, lambda: left, reserve_gib)
     assert list(engines) == widths
     return widths, left
 
@@ -37,3 +42,35 @@ def test_half_stays_free_as_far_as_was_known(graphs_gib: float, n_built: int) ->
     widths, left = built(10.0, graphs_gib)
     assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
     assert left >= 5 or graphs_gib > 5
+
+
+@pytest.mark.parametrize(("reserve_gib", "n_built"), [(4.0, 6), (6.5, 4), (8.0, 3), (9.5, 2), (11.0, 1)])
+def test_what_sampling_and_prompts_need_stays_free(reserve_gib: float, n_built: int) -> None:
+    """Where that is more than half of what was free; but for the first width, of which nobody knows what it takes."""
+    widths, left = built(10.0, 1.0, reserve_gib)
+    assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
+    assert left >= reserve_gib or n_built < 3
+
+
+def test_narrow_widths_are_captured_for_fewer_batches() -> None:
+    assert fewer([*range(1, 9), 10, 12, 14, 16, 24, 32, 40, 44, 48]) == [1, 2, 4, 8, 16, 32, 48]
+    assert fewer([1, 2, 3]) == [1, 2, 3]
+    assert fewer([24]) == [24]
+
+
+def test_sglang_captures_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its own sizes again afterwards."""
+    graph = SimpleNamespace(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 3], max_bs=3)))
+
+    @contextmanager
+    def override(cuda_graph_config: CudaGraphConfig) -> Iterator[None]:
+        before, graph.cuda_graph_config = graph.cuda_graph_config, cuda_graph_config
+        yield
+        graph.cuda_graph_config = before
+
+    graph.override = override
+    monkeypatch.setattr(engines, "get_exec", lambda: SimpleNamespace(graph=graph))
+    with capturing([1, 3]):
+        assert graph.cuda_graph_config.decode.bs == [1, 3]
+        assert graph.cuda_graph_config.decode.max_bs == 3
+    assert graph.cuda_graph_config.decode.bs == [1, 2, 3]

@@ -8,7 +8,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_dflash import state
 from sglang_dflash.cpu import mamba_state
-from sglang_dflash.state import InPlaceState, crossing_step, decoding_one_token
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import GdnState
+from sglang_dflash.state import InPlaceState, crossing_step, decoding_one_token, make_state, may_narrow
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size=1, max_size=5), st.integers(16, 96))
@@ -63,3 +65,24 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
     InPlaceState(SimpleNamespace(model_runner=runner)).commit(batch, plan, torch.ones(3, dtype=torch.int32))
     assert torch.equal(conv, want[0])
     assert torch.equal(temporal, want[1])
+
+
+@pytest.mark.parametrize(
+    ("recurrent", "gated_delta_net", "narrow"), [(False, False, True), (True, True, True), (True, False, False)]
+)
+def test_only_some_recurrent_targets_verify_less_than_the_block(recurrent, gated_delta_net, narrow, monkeypatch):
+    monkeypatch.setattr(state, "mambaish_config", lambda config: recurrent or None)
+    monkeypatch.setattr(state, "hybrid_gdn_config", lambda config: gated_delta_net or None)
+    assert may_narrow(None) is narrow
+
+
+@pytest.mark.parametrize("width", [1, 16])
+@pytest.mark.parametrize("pool", ["short_conv_pool", "ngram_pool"])
+def test_states_of_per_layer_embeddings_are_not_folded(pool, width, monkeypatch):
+    monkeypatch.setattr(state, "mambaish_config", lambda config: True)
+    monkeypatch.setattr(state, "hybrid_gdn_config", lambda config: True)
+    off, on = SimpleNamespace(enabled=False), SimpleNamespace(enabled=True)
+    pools = SimpleNamespace(**({"short_conv_pool": off, "ngram_pool": off} | {pool: on}))
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=None, req_to_token_pool=pools))
+    with pytest.raises(NotSupported, match=r"per-layer embeddings; set SGLANG_DFLASH_GDN_STATE=snapshot"):
+        make_state(worker, GdnState.FOLD, width)

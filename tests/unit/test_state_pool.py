@@ -18,6 +18,12 @@ QWEN_27B = {"n_groups": 16, "num_heads": 48, "head_dim": 128, "state_size": 128,
 MIB = 2**20
 
 
+@pytest.fixture(autouse=True)
+def capture_as_many_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang asks its configuration."""
+    monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
+
+
 def params(shape: dict[str, int], n_layers: int) -> Mamba2CacheParams:
     """As SGLang makes them of a Gated DeltaNet config, for one rank."""
     made = Mamba2StateShape.create(tp_world_size=1, intermediate_size=shape["num_heads"] * shape["head_dim"], **shape)
@@ -45,6 +51,13 @@ def test_the_formula_is_what_is_allocated(n_requests: int, n_tokens: int) -> Non
     assert pool.block_bytes == sum(tensor.nbytes for tensor in (cache.intermediate_ssm, *strips))
     persistent = sum(tensor.nbytes for tensor in (cache.temporal, *cache.conv))
     assert pool.mem_usage == pytest.approx((persistent + pool.block_bytes) / 2**30)
+
+
+def test_every_request_of_a_captured_batch_has_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ranks share the rows of a batch SGLang captures a multiple of their number, which may be more than run."""
+    monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: -(-n_requests // 8) * 8)
+    for n_requests, n_rows in ((3, 8), (8, 9), (9, 16)):
+        assert make_pool(RecordPool, n_requests, 4).mamba_cache.intermediate_ssm.shape[1] == n_rows
 
 
 def test_it_is_sglangs_pool_but_for_the_states_per_token() -> None:

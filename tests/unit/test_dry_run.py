@@ -1,0 +1,196 @@
+"""Steps that run dry at launch: of every kind that serving meets, each request with a state of its own."""
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang_dflash_kernels.accept import accept_ref
+from sglang_dflash_kernels.penalise import Asked, penalise_ref
+
+from sglang_dflash import dry_run
+from sglang_dflash.choice import Choice
+from sglang_dflash.dry_run import IN_A_ROW, DryRun, Stages, batch_sizes, own_states, peak_bytes, reserve_bytes
+from sglang_dflash.penalties import Penalties
+from sglang_dflash.step import Block, Plan
+
+BLOCK, V = 4, 11
+
+
+# -- which batches ----------------------------------------------------------------------------------------------------
+
+
+def kernel(size: int) -> tuple[bool, bool, int]:
+    """What Triton compiles a kernel of its own for: an argument of 1, a multiple of 16, a power of two given to it."""
+    return size == 1, size % 16 == 0, (size - 1).bit_length()
+
+
+@given(st.integers(1, 600))
+def test_every_kernel_of_every_batch_is_met(n_requests: int) -> None:
+    sizes = batch_sizes(n_requests)
+    assert {kernel(size) for size in sizes} == {kernel(size) for size in range(1, n_requests + 1)}
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] >= 1
+    assert sizes[-1] == n_requests
+
+
+# -- which steps ------------------------------------------------------------------------------------------------------
+
+
+class Recorded:
+    """Stages that remember what they were called with, as far as a kernel could tell."""
+
+    def __init__(self) -> None:
+        self.calls = set[tuple]()
+
+    def draft(self, plan: Plan, *, graphs: bool) -> None:
+        self.calls.add(("draft", plan.n_requests))
+
+    def use(self, width: int) -> None:
+        self.width = width
+
+    def forward(self, batch: Any) -> SimpleNamespace:
+        n_rows = batch.batch_size * self.width
+        output = SimpleNamespace(next_token_logits=torch.zeros(n_rows, V), hidden_states=torch.ones(n_rows, 2))
+        return SimpleNamespace(logits_output=output)
+
+    def commit(self, batch: Any, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        self.calls.add(("commit", plan.n_requests, plan.width, batch.mamba_track_indices is not None))
+
+    def append(self, rids: list[str], plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
+        assert len(features_TC) == plan.n_requests * plan.width
+        self.calls.add(("append", plan.n_requests, plan.width))
+
+    def before_draft(self, plan: Plan) -> None:
+        assert plan.drafted is not None
+        self.calls.add(("catch up", plan.n_requests))
+
+    def dry_run(self, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
+        self.calls.add(("penalise", *tokens_BN.shape))
+
+    def place(self, anchor_B: torch.Tensor, width: int, **others: Any) -> Plan:
+        zeros_BN = torch.zeros(len(anchor_B), width, dtype=torch.int64)
+        kv = SimpleNamespace(bind=lambda batch, translator: None)
+        block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(len(anchor_B)), 0, kv)  # type: ignore[arg-type]
+        del others["bound_B_cpu"]
+        return Plan(None if width == 1 else block, block, **others)
+
+
+def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple[DryRun, Recorded]:
+    """`device`: what the runner says it is; tensors are on the CPU."""
+    monkeypatch.setattr("sglang_dflash.drafter.enable_num_token_non_padded", lambda: False)
+    mamba = SimpleNamespace(enable_mamba_extra_buffer=tracks)
+    monkeypatch.setattr(dry_run, "get_exec", lambda: SimpleNamespace(mamba=mamba))
+    config = SimpleNamespace(context_len=100, model_is_mrope=False)
+    runner = SimpleNamespace(device=device, model_config=config, page_size=1, kv_index_translator=None)
+    recorded = Recorded()
+    recorded.block_size, recorded.penalties = BLOCK, recorded  # type: ignore[attr-defined]
+    recorded.worker = SimpleNamespace(model_runner=runner)  # type: ignore[attr-defined]
+    stages = Stages(recorded, recorded, recorded, recorded, accept_ref, recorded)  # type: ignore[arg-type]
+    return DryRun(stages, on_host=device == "cpu"), recorded
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+@pytest.mark.parametrize("widths", [(BLOCK,), (1, 2, BLOCK)], ids=["fixed", "several"])
+@pytest.mark.parametrize(("device", "sizes"), [("meta", (1, 2, 3)), ("cpu", (1,))])
+def test_every_kind_of_step_runs_dry(
+    monkeypatch: pytest.MonkeyPatch, device: str, sizes: tuple[int, ...], widths: tuple[int, ...], tracks: bool
+) -> None:
+    """Whatever decides the widths: tracked where the server tracks, appended by counts and without, penalised."""
+    dry, recorded = make(monkeypatch, device="cpu", tracks=tracks)
+    dry.on_host = device == "cpu"  # tensors are made there all the same
+    dry.warm_up(widths, n_requests=3)
+    want = {("commit", size, width, tracks) for size in sizes for width in widths}
+    want |= {(stage, size, width) for stage in ("append", "penalise") for size in sizes for width in widths}
+    want |= {(stage, size) for stage in ("draft", "catch up") for size in sizes}
+    assert want <= recorded.calls
+    assert recorded.calls - want <= {("append", size, 1) for size in sizes}  # those that are caught up
+
+
+def test_on_a_device_steps_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the host's launches hide behind the device as they do when serving; where the host computes nothing hides."""
+    for device, n_runs in (("cuda", IN_A_ROW), ("cpu", 1)):
+        waits, runs = list[int](), list[int]()
+        module = SimpleNamespace(synchronize=lambda waits=waits, runs=runs: waits.append(len(runs)))
+        monkeypatch.setattr(torch, "get_device_module", lambda name, module=module: module)
+        now = itertools.count()
+        monkeypatch.setattr(dry_run.time, "perf_counter", lambda now=now: float(next(now)))
+        dry, _ = make(monkeypatch, device=device, tracks=False)
+        assert dry._time(lambda runs=runs: runs.append(1)) == 1 / n_runs
+        assert waits == [0, n_runs]
+
+
+def test_each_request_has_a_state_of_its_own_meanwhile() -> None:
+    pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
+    pool.req_index_to_mamba_index_mapping = torch.tensor([0, 7, 0, 0, 0], dtype=torch.int32)
+    pool.mamba_pool = SimpleNamespace(size=9)  # type: ignore[assignment]
+    with own_states(pool, 4):
+        assert pool.req_index_to_mamba_index_mapping.tolist() == [1, 2, 3, 4, 0]
+    assert pool.req_index_to_mamba_index_mapping.tolist() == [0, 7, 0, 0, 0]
+    with own_states(SimpleNamespace(), 4):  # type: ignore[arg-type]
+        pass
+
+
+# -- the parts that are not stages' own -------------------------------------------------------------------------------
+
+
+def test_a_penalty_of_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[Asked]()
+
+    def penalise(*args: Any) -> None:
+        asked.append(args[-1])
+        penalise_ref(*args)
+
+    monkeypatch.setattr("sglang_dflash.penalties.penalise_", penalise)
+    logits_TV = torch.randn(2 * BLOCK, V)
+    before_TV = logits_TV.clone()
+    penalties = Penalties(V, torch.device("cpu"))
+    penalties.dry_run(torch.zeros(2, BLOCK, dtype=torch.int64), logits_TV)
+    assert torch.equal(logits_TV, before_TV)
+    assert asked[0].stop_PE.tolist() == [[-1]]
+    assert len(penalties.counts_RV) == 0, "a server that never meets a penalty keeps no counts"
+
+
+def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undersized servers fail at launch, not in traffic; and further widths leave as much."""
+    drawn = list[Any]()
+
+    def sampler(output: Any, info: Any, **others: Any) -> None:
+        drawn.append((tuple(output.next_token_logits.shape), info, others["positions"].shape))
+
+    choice = Choice.__new__(Choice)
+    choice.sampler, choice.device, choice.vocab_size = sampler, torch.device("cpu"), V
+    memory = SimpleNamespace(
+        synchronize=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        memory_allocated=lambda: 1000,
+        max_memory_allocated=lambda: 1500,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda name: memory)
+    schedule = SimpleNamespace(chunked_prefill_size=100, max_prefill_tokens=7)
+    monkeypatch.setattr(dry_run, "get_schedule", lambda: schedule)
+    target = SimpleNamespace(
+        max_running_requests=6, model_config=SimpleNamespace(vocab_size=V), device="cuda", sampling_prewarm_result=None
+    )
+    weight = torch.zeros(3, 10, dtype=torch.bfloat16)  # ten features of two bytes a token
+    draft = SimpleNamespace(model=SimpleNamespace(fc=SimpleNamespace(weight=weight)))
+    assert reserve_bytes(target, draft, choice, BLOCK) == 500 + 2 * 100 * 20  # type: ignore[arg-type]
+    (shape, info, positions), *rest = drawn
+    assert not rest
+    assert shape == (6 * BLOCK, V)
+    assert positions == (6 * BLOCK,)
+    assert (info.need_top_p_sampling, info.need_top_k_sampling, info.need_min_p_sampling) == (True,) * 3
+    assert not info.is_all_greedy
+    assert target.sampling_prewarm_result.sampling_headroom_bytes == 500
+
+    for no_chunks in (None, -1, 0):
+        schedule.chunked_prefill_size = no_chunks
+        assert reserve_bytes(target, draft, choice, BLOCK) == 500 + 2 * 7 * 20  # type: ignore[arg-type]
+
+
+def test_where_the_host_computes_nothing_is_measured() -> None:
+    assert peak_bytes(lambda: pytest.fail("run"), "cpu") == 0
