@@ -7,6 +7,7 @@ as often as programs have to follow one another on a multiprocessor.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from sglang_dflash_kernels.gdn_verify import BLOCK_C
@@ -52,28 +53,24 @@ def fold_bytes(layers: sizes.Recurrent, B: int) -> int:
     return layers.n_layers * B * (8 * H * V * K + 4 * N * record_width(H, V, G, K))
 
 
-def main() -> None:
+def rows() -> Iterator[str]:
+    """The table in Markdown: kernel, requests, instructions of a warp, and microseconds of all layers."""
     layers = geometry.read_target(MODEL).recurrent
     assert layers is not None
-    print(f"{MODEL}, blocks of {N}, all {layers.n_layers} layers, us: bytes, issue, latency; the largest")
+    yield "| kernel | requests | instructions a warp | bytes | issue | latency |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for B in BATCHES:
-        for kernel, launch, n_bytes, trips, times in (
-            (
-                "gdn_verify",
-                verify_launch(layers, B, N),
-                verify_bytes(layers, B),
-                layers.key_width // BLOCK_C,
-                layers.n_layers,
-            ),
-            ("gdn_fold", fold_launch(layers, B, N, tracked=False), fold_bytes(layers, B), N, 1),
+        for launch, n_bytes, trips, n_launches in (
+            (verify_launch(layers, B, N), verify_bytes(layers, B), layers.key_width // BLOCK_C, layers.n_layers),
+            (fold_launch(layers, B, N, tracked=False), fold_bytes(layers, B), N, 1),
         ):
             (compiled,) = compilations(ARCH, iter([launch]))
             assert isinstance(compiled, Compiled), compiled
-            each = bounds(compiled, n_bytes, trips)
-            shown = "".join(f"{us * times:>10,.0f}" for us in (*each, max(each)))
-            way = compiled.code.executed([trips] * len(compiled.code.loops))
-            print(f"{kernel:<12}B={B:<4}{shown}   {len(way)} instructions a warp, {sass.cycles(way)} cycles")
+            each = [us * n_launches for us in bounds(compiled, n_bytes, trips)]
+            cells = [f"**{us:,.0f}** us" if us == max(each) else f"{us:,.0f} us" for us in each]
+            n_instructions = len(compiled.code.executed([trips] * len(compiled.code.loops)))
+            yield f"| `{launch.kernel}` | {B} | {n_instructions:,} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(rows()))

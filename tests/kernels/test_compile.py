@@ -57,6 +57,12 @@ def test_published_models_on_every_architecture(arch: str) -> None:
     assert bool(fp8) == (arch != "80")
 
 
+@pytest.mark.full
+def test_the_predicted_times_are_what_the_page_says() -> None:
+    page = (ROOT / "kernels" / "README.md").read_text()
+    assert python("-m", "launch.kernel_times").stdout in page
+
+
 WRONG = """
 from launch import compile_kernels
 from sglang_dflash_kernels import specialisations
