@@ -17,6 +17,18 @@ REHEARSAL = (
         "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k softmax_scale causal window_size softcap "
         "return_softmax_lse num_splits ver",
     ),
+    Name("sglang.kernels.ops.attention.flash_attention_v4", "flash_attn_with_kvcache"),
+    Name("sglang.kernels.ops.attention.flash_attention_v4", "flash_attn_varlen_func"),
+    Name("sglang.srt.layers.attention.attention_registry", "ATTENTION_BACKENDS"),
+    Name("sglang.srt.layers.attention.attention_registry", "get_device_capability", "device_id"),
+    Name("sglang.srt.layers.attention.flashattention_backend", "get_device_capability", "device_id"),
+    Name("sglang.srt.model_executor.model_runner_components.attention_backend_setup", "attn_backend_wrapper"),
+    Name("sglang.srt.arg_groups.attention_hook", "get_platform"),
+    Name("sglang.srt.arg_groups.attention_hook", "_fa4_page_constraint", "view"),
+    Name("sglang.srt.runtime_context", "override_platform"),
+    Name("sglang.srt.runtime_context", "PlatformContext", "_install"),
+    Name("sglang.srt.utils", "is_blackwell"),
+    Name("sglang.srt.utils", "is_flashinfer_available"),
     Name("sglang.srt.distributed.parallel_state", "get_current_device_stream_fast"),
     Name("sglang.srt.model_executor.model_runner_components.cuda_graph_setup", "get_flags"),
     Name(
@@ -28,4 +40,23 @@ REHEARSAL = (
         "FlashAttentionBackend",
         "_get_scheduler_metadata",
     ),
+)
+
+# Of FlashInfer. Checked when a backend over it is made: importing it takes seconds.
+FLASHINFER = (
+    *(
+        Name(f"flashinfer.{module}", question, "device")
+        for module in ("utils", "decode", "prefill", "xqa")
+        for question in ("get_compute_capability", "get_device_sm_count")
+    ),
+    Name("flashinfer.prefill", "get_batch_prefill_module", "backend args"),
+    Name("flashinfer.prefill", "get_fmha_module"),
+    Name("flashinfer.prefill", "fmha_varlen_plan"),
+    Name("flashinfer.prefill", "get_trtllm_gen_fmha_module"),
+    Name("flashinfer.prefill", "get_trtllm_fmha_v2_module"),
+    Name("flashinfer.decode", "get_batch_prefill_module", "backend args"),
+    Name("flashinfer.decode", "get_batch_decode_module", "args"),
+    Name("flashinfer.decode", "get_trtllm_gen_fmha_module"),
+    Name("flashinfer.xqa", "get_xqa_module"),
+    Name("flashinfer.cascade", "get_cascade_module"),
 )

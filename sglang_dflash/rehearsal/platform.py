@@ -1,6 +1,8 @@
 """What SGLang asks of the rehearsal's platform: the CPU platform's answers, but graphs are captured, and a GPU's
 attention backends are its own."""
 
+from typing import Any
+
 import torch
 from sglang.srt.platforms.interface import PlatformCapabilities
 
@@ -11,6 +13,12 @@ BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha")
 
 class RehearsalPlatform(CpuPlatform):
     capabilities = PlatformCapabilities(graph_capture=True)
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        from sglang_dflash.rehearsal import capability
+
+        super().apply_server_args_defaults(server_args)
+        capability.at_launch()
 
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:
         return algorithm == "DFLASH" and backend in (*BACKENDS, ATTENTION_BACKEND)

@@ -5,9 +5,9 @@ Four groups, in the order SGLang reaches them: the device module, kernels, graph
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType, SimpleNamespace
@@ -19,7 +19,7 @@ from sglang_dflash_kernels import dispatch
 from sglang_dflash import flags
 from sglang_dflash.cpu import install
 from sglang_dflash.rehearsal import attention as definitions
-from sglang_dflash.rehearsal import graph, host
+from sglang_dflash.rehearsal import capability, flashinfer_seams, graph, host
 
 _KERNELS = "sglang.kernels.ops."
 _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
@@ -69,12 +69,11 @@ def _cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve
 
 def graphs() -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.runtime_context import get_exec
 
     # It asks the default device module, which is torch.cuda in a CUDA build of PyTorch.
     _put("sglang.srt.distributed.parallel_state.get_current_device_stream_fast", torch.cpu.current_stream)
-    ForwardBatch.__init__ = _marking_lengths(ForwardBatch.__init__)  # type: ignore[method-assign]
     # A "cpu" runner asks `is_cpu_graph`, which means torch.compile's decode alone.
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
 
@@ -89,19 +88,6 @@ def graphs() -> None:
     _put("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.get_flags", flags)
 
 
-def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
-    """Lengths for planning on the host are its own: it may read them while it captures, and they stand still then."""
-
-    @functools.wraps(init)
-    def init_and_mark(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        lengths, on_device = self.seq_lens_cpu, self.seq_lens
-        if lengths is not None and on_device is not None and lengths.data_ptr() != on_device.data_ptr():
-            host.mark(lengths)
-
-    return init_and_mark
-
-
 def _put(target: str, value: Any) -> None:
     """In that module alone."""
     module, name = target.rsplit(".", 1)
@@ -110,22 +96,34 @@ def _put(target: str, value: Any) -> None:
 
 def attention() -> None:
     """Attention backends over definitions of their kernels."""
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     launches = {
-        _KERNELS + f"attention.flash_attention.{fn.__name__}": graph.launch(fn)
+        _KERNELS + f"attention.{module}.{fn.__name__}": graph.launch(fn)
+        for module in ("flash_attention", "flash_attention_v4")
         for fn in (definitions.flash_attn_with_kvcache, definitions.flash_attn_varlen_func)
     }
     install.install(launches)
     _stub_sgl_kernel()
+    factories = dict(ATTENTION_BACKENDS)
+    factories["fa3"] = _without_scheduler(factories["fa3"])
+    for name in ("flashinfer", "trtllm_mha"):
+        factories[name] = flashinfer_seams.over_flashinfer(factories[name])
+    for name in ("fa3", "fa4", "flashinfer", "trtllm_mha"):
+        ATTENTION_BACKENDS[name] = capability.asks(factories[name])
+    setup = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.attn_backend_wrapper"
+    _put(setup, capability.asks(pkgutil.resolve_name(setup)))
 
-    @register_attention_backend("fa3")  # SGLang's factory asserts a compute capability
-    def fa3(runner: Any) -> Any:
-        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
-        backend = FlashAttentionBackend(runner)
+def _without_scheduler(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """fa3, whose kernel takes a schedule made by another, or none."""
+
+    def make(runner: Any) -> Any:
+        backend = factory(runner)
         backend._get_scheduler_metadata = None
         return backend
+
+    return make
 
 
 def _stub_sgl_kernel() -> None:

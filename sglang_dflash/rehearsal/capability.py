@@ -1,0 +1,105 @@
+"""The GPU that is rehearsed, where SGLang's attention asks which one it runs on; everything else is told the truth.
+
+SGLang asks in three places: while arguments are resolved (`at_launch`), while an attention backend is made
+(`answering`), and FlashInfer asks for itself (`flashinfer.install`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from sglang_dflash import flags
+
+Function = TypeVar("Function", bound=Callable)
+
+
+class Gpu(NamedTuple):
+    """One of each capability, the largest."""
+
+    capability: tuple[int, int]
+    n_processors: int
+
+
+GPUS = {"sm90": Gpu((9, 0), 132), "sm100": Gpu((10, 0), 148)}
+
+_ATTENTION = "sglang.srt.layers.attention."
+_RULES = "sglang.srt.arg_groups.attention_hook"
+
+
+def rehearsed() -> Gpu:
+    return GPUS[flags.read(os.environ).rehearse.gpu]
+
+
+def facts() -> dict[str, Any]:
+    """What SGLang's platform facts are on this GPU, as far as attention asks."""
+    gpu = rehearsed()
+    major, minor = gpu.capability
+    return {
+        "is_sm90": major == 9,
+        "is_sm100": major == 10,
+        "is_sm100_or_sm110": major == 10,
+        "is_sm120": False,
+        "is_blackwell": major == 10,
+        "device_capability": gpu.capability,
+        "device_sm": 10 * major + minor,
+        "has_flashinfer": True,
+    }
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """While an attention backend is made: the facts, and the questions that are not asked through them."""
+    from sglang.srt.runtime_context import override_platform
+
+    answers = facts()
+    put: dict[str, Callable[..., Any]] = {
+        _ATTENTION + "attention_registry.get_device_capability": lambda device_id=0: answers["device_capability"],
+        _ATTENTION + "flashattention_backend.get_device_capability": lambda device_id=0: answers["device_capability"],
+        "sglang.srt.utils.is_blackwell": lambda: answers["is_blackwell"],
+    }
+    before = {target: pkgutil.resolve_name(target) for target in put}
+    with override_platform(**answers):
+        try:
+            _put(put)
+            yield
+        finally:
+            _put(before)
+
+
+def _put(values: Mapping[str, Any]) -> None:
+    for target, value in values.items():
+        module, name = target.rsplit(".", 1)
+        setattr(importlib.import_module(module), name, value)
+
+
+def asks(fn: Function) -> Function:
+    """A function of SGLang that asks, answered."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with answering():
+            return fn(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def at_launch() -> None:
+    """The rules that arguments of attention are resolved by: which backends there are, and their page sizes."""
+    from sglang.srt.runtime_context import PlatformContext, override_platform
+
+    platform = PlatformContext()
+    platform._install(**facts())
+    rule = pkgutil.resolve_name(f"{_RULES}._fa4_page_constraint")
+
+    @functools.wraps(rule)
+    def fa4_page_constraint(view: Any) -> dict:
+        with override_platform(**facts()):
+            return rule(view)
+
+    _put({f"{_RULES}.get_platform": lambda: platform, f"{_RULES}._fa4_page_constraint": fa4_page_constraint})

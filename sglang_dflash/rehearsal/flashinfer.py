@@ -1,0 +1,233 @@
+"""FlashInfer's compiled modules, defined. Its Python runs as it is: wrappers, plan and run apart, workspaces, dtypes.
+
+A sliding window is compiled in or not, as the plan says; SGLang's verify plans without, whatever the layer asks.
+
+Dimension key: as in `attention.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from sglang_dflash.rehearsal import graph
+from sglang_dflash.rehearsal.attention import Mask, Score, attend
+from sglang_dflash.rehearsal.flashinfer_plan import Paged, Planned
+
+NON_CAUSAL, CAUSAL = 0, 1  # FlashInfer's mask modes; 2 is a mask of bits, 3 multi-item scoring
+LOG2_E = math.log2(math.e)  # its log-sum-exp has base 2
+
+
+class Module:
+    """`get_batch_prefill_module`'s, which also decodes, and `get_batch_decode_module`'s."""
+
+    def __init__(self, *, window: bool, softcap: bool) -> None:
+        self.window, self.softcap = window, softcap
+
+    def mask(self, mode: int, window_left: int) -> Mask:
+        if mode not in (NON_CAUSAL, CAUSAL):
+            raise NotImplementedError(f"FlashInfer's mask mode {mode} is not defined in the rehearsal; run it on a GPU")
+        return Mask(mode == CAUSAL, window_left if self.window else -1)
+
+    def score(self, scale: float, softcap: float) -> Score:
+        return Score(scale, softcap if self.softcap else 0.0)
+
+    def plan(
+        self,
+        float_workspace: torch.Tensor,
+        int_workspace: torch.Tensor,
+        pinned_workspace: torch.Tensor,
+        first_query_B1: torch.Tensor,
+        first_page_B1: torch.Tensor,
+        n_keys_B: torch.Tensor,
+        n_rows: int,
+        n_requests: int,
+        n_heads: int,
+        n_kv_heads: int,
+        page_size: int,
+        *others: Any,
+    ) -> list[int]:
+        planned = Planned(first_query_B1.tolist(), first_page_B1.diff().tolist())
+        assert len(planned.n_pages_B) == n_requests, f"{len(planned.n_pages_B)} lengths of {n_requests} requests"
+        assert planned.first_query_B1[-1] <= n_rows, f"{planned.first_query_B1[-1]} queries of {n_rows}"
+        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # FlashInfer says 1 key of a request without
+        assert torch.equal(n_pages.long(), first_page_B1.diff().clamp(min=1).long()), "pages by length and by start"
+        return planned.write(int_workspace)
+
+    @graph.launch
+    def paged_run(
+        self,
+        float_workspace: torch.Tensor,
+        int_workspace: torch.Tensor,
+        plan_info: list[int],
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        first_query_B1: torch.Tensor,
+        first_page_B1: torch.Tensor,
+        pages: torch.Tensor,
+        last_page_len_B: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        pdl: bool,
+        custom_mask: torch.Tensor | None,
+        first_mask_B1: torch.Tensor | None,
+        alibi: torch.Tensor,
+        prefix_len: torch.Tensor | None,
+        positions_in_items: torch.Tensor | None,
+        longest_item: torch.Tensor | None,
+        softcap: float,
+        scale: float,
+        *others: Any,
+    ) -> None:
+        paged = Paged.of(k_cache, v_cache, layout, first_page_B1, pages, last_page_len_B)
+        n_keys_B = paged.n_keys()
+        mask, score = self.mask(mask_mode, window_left), self.score(scale, softcap)
+        for b, rows in Planned.read(int_workspace, plan_info).requests(first_query_B1, first_page_B1):
+            allowed = mask.allowed(rows.stop - rows.start, n_keys_B[b])
+            _write(attend(q[rows], *paged.keys(b, n_keys_B[b]), allowed, score), rows, out, lse)
+
+    @graph.launch
+    def ragged_run(
+        self,
+        float_workspace: torch.Tensor,
+        int_workspace: torch.Tensor,
+        plan_info: list[int],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        first_query_B1: torch.Tensor,
+        first_key_B1: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        pdl: bool,
+        custom_mask: torch.Tensor | None,
+        first_mask_B1: torch.Tensor | None,
+        alibi: torch.Tensor,
+        prefix_len: torch.Tensor | None,
+        positions_in_items: torch.Tensor | None,
+        longest_item: torch.Tensor | None,
+        softcap: float,
+        scale: float,
+        *others: Any,
+    ) -> None:
+        starts = first_key_B1.tolist()
+        mask, score = self.mask(mask_mode, window_left), self.score(scale, softcap)
+        planned = Planned.read(int_workspace, plan_info)
+        for b, rows in planned.requests(first_query_B1, first_key_B1):
+            keys = slice(starts[b], starts[b + 1])
+            allowed = mask.allowed(rows.stop - rows.start, keys.stop - keys.start)
+            _write(attend(q[rows], k[keys], v[keys], allowed, score), rows, out, lse)
+
+
+class DecodeModule(Module):
+    """One query a request, without tensor cores."""
+
+    def plan(  # type: ignore[override]
+        self,
+        float_workspace: torch.Tensor,
+        int_workspace: torch.Tensor,
+        pinned_workspace: torch.Tensor,
+        first_page_B1: torch.Tensor,
+        n_requests: int,
+        n_heads: int,
+        n_kv_heads: int,
+        page_size: int,
+        *others: Any,
+    ) -> list[int]:
+        assert page_size == 1, "the last page's length is not given to this plan, and SGLang plans tokens"
+        return Planned(list(range(n_requests + 1)), first_page_B1.diff().tolist()).write(int_workspace)
+
+    @graph.launch
+    def run(
+        self,
+        float_workspace: torch.Tensor,
+        int_workspace: torch.Tensor,
+        plan_info: list[int],
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        first_page_B1: torch.Tensor,
+        pages: torch.Tensor,
+        last_page_len_B: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        layout: int,
+        window_left: int,
+        pdl: bool,
+        alibi: torch.Tensor,
+        softcap: float,
+        scale: float,
+        *others: Any,
+    ) -> None:
+        paged = Paged.of(k_cache, v_cache, layout, first_page_B1, pages, last_page_len_B)
+        n_keys_B = paged.n_keys()
+        mask, score = self.mask(CAUSAL, window_left), self.score(scale, softcap)
+        first_query_B1 = torch.arange(len(n_keys_B) + 1)
+        for b, rows in Planned.read(int_workspace, plan_info).requests(first_query_B1, first_page_B1):
+            _write(attend(q[rows], *paged.keys(b, n_keys_B[b]), mask.allowed(1, n_keys_B[b]), score), rows, out, lse)
+
+
+def _write(result: tuple[torch.Tensor, torch.Tensor], rows: slice, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    out[rows] = result[0]
+    if lse is not None:
+        lse[rows] = result[1] * LOG2_E
+
+
+def batch_prefill_module(backend: str, *args: Any) -> Module:
+    """Of q, kv, o and index types, head widths of qk and v, position encoding, window, softcap, fp16 scores."""
+    return Module(window=args[7], softcap=args[8])
+
+
+def batch_decode_module(*args: Any) -> DecodeModule:
+    return DecodeModule(window=args[7], softcap=args[8])
+
+
+def fmha_varlen_plan(*args: Any) -> tuple[None, ...]:
+    """Of the Blackwell kernel for packed keys, which plans on the device."""
+    return None, None, None, None
+
+
+@graph.launch
+def fmha_varlen_run(
+    workspace: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    first_query_B1: torch.Tensor,
+    first_key_B1: torch.Tensor,
+    *plan_and_out: Any,
+) -> None:
+    """That kernel: of `plan_and_out` the last are out, lse, mask mode, the five scales and the most queries."""
+    *_, out, lse, mask_mode, scale, q_scale, k_scale, v_scale, o_scale, max_queries = plan_and_out
+    assert q_scale == k_scale == v_scale == o_scale == 1.0, "fp8 scales are not defined in the rehearsal"
+    mask, score = Mask(mask_mode == CAUSAL), Score(scale)
+    starts_q, starts_k = first_query_B1.tolist(), first_key_B1.tolist()
+    for rows, keys in zip(map(slice, starts_q, starts_q[1:]), map(slice, starts_k, starts_k[1:]), strict=True):
+        n_queries, n_keys = rows.stop - rows.start, keys.stop - keys.start
+        assert n_queries <= max_queries, f"{n_queries} queries, at most {max_queries} were announced"
+        if n_queries:
+            _write(attend(q[rows], k[keys], v[keys], mask.allowed(n_queries, n_keys), score), rows, out, lse)
+
+
+@graph.launch
+def merge_state(
+    v_a: torch.Tensor,
+    lse_a: torch.Tensor,
+    v_b: torch.Tensor,
+    lse_b: torch.Tensor,
+    v: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Two attentions over different keys as one over both; log-sum-exps of base 2."""
+    lse.copy_(torch.logaddexp2(lse_a, lse_b))
+    weight_a, weight_b = ((part - lse).exp2()[..., None].to(v.dtype) for part in (lse_a, lse_b))
+    v.copy_(v_a * weight_a + v_b * weight_b)

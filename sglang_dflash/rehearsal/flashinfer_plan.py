@@ -1,0 +1,96 @@
+"""What FlashInfer's host plans and its kernels read: where each request's queries and keys are.
+
+A plan goes where the kernel reads it, into the wrapper's integer workspace, so a replay runs the plan of its own step
+and not the captured one. The kernel splits a request's keys by the planned length and merges by it, but counts what
+it has computed by the length on the device: where the two differ, partial results of different rows are mixed
+(scheduler.cuh, prefill.cuh). So both are compared in every launch.
+
+Dimension key: as in `attention.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from sglang_dflash.rehearsal import graph
+from sglang_dflash.rehearsal.attention import require_int32
+
+NHD = 0  # FlashInfer's layouts; 1 is HND
+CHUNK = 128  # the fewest keys that a request is split by
+
+
+class Planned(NamedTuple):
+    """What the host knew when it planned."""
+
+    first_query_B1: list[int]
+    n_pages_B: list[int]  # or keys, where they have no pages
+
+    def write(self, int_workspace: torch.Tensor) -> list[int]:
+        """Into device memory. Returns what the host keeps, which a graph keeps as it was when captured."""
+        assert not graph.is_capturing(), "a plan reads lengths back, which waits for the device"
+        numbers = torch.tensor([*self.first_query_B1, *self.n_pages_B], dtype=torch.int32)
+        int_workspace.view(torch.int32)[: len(numbers)] = numbers
+        return [len(self.n_pages_B)]
+
+    @classmethod
+    def read(cls, int_workspace: torch.Tensor, plan_info: list[int]) -> Planned:
+        (B,) = plan_info
+        numbers = int_workspace.view(torch.int32)[: 2 * B + 1].tolist()
+        return cls(numbers[: B + 1], numbers[B + 1 :])
+
+    def requests(self, first_query_B1: torch.Tensor, first_page_B1: torch.Tensor) -> Iterator[tuple[int, slice]]:
+        """Each request that has queries, and their rows.
+
+        Raises:
+            AssertionError: the device's lengths are not the planned ones.
+        """
+        starts, n_pages_B = first_query_B1.tolist(), first_page_B1.diff().tolist()
+        assert starts == self.first_query_B1, f"queries start at {starts}, planned {self.first_query_B1}"
+        assert len(n_pages_B) == len(self.n_pages_B), f"{len(n_pages_B)} requests, planned {len(self.n_pages_B)}"
+        for b, (n_pages, planned) in enumerate(zip(n_pages_B, self.n_pages_B, strict=True)):
+            n_queries = starts[b + 1] - starts[b]
+            # A row that pads a graph is planned with a length that is none; it and its queries are in the first chunk.
+            is_padding = planned <= n_queries and n_pages <= CHUNK
+            assert n_pages == planned or is_padding, (
+                f"request {b} has {n_pages} pages of keys on the device and was planned with {planned} on the host: "
+                "FlashInfer would split by one length and merge by the other"
+            )
+            if n_queries:
+                yield b, slice(starts[b], starts[b + 1])
+
+
+class Paged(NamedTuple):
+    """Keys by page numbers in rows of no fixed width."""
+
+    k_cache: torch.Tensor  # [pages, page size, G, E]
+    v_cache: torch.Tensor
+    first_page_B1: torch.Tensor
+    pages: torch.Tensor
+    last_page_len_B: torch.Tensor
+
+    @classmethod
+    def of(cls, k_cache: torch.Tensor, v_cache: torch.Tensor, layout: int, *where: torch.Tensor) -> Paged:
+        require_int32(first_page_B1=where[0], pages=where[1], last_page_len_B=where[2])
+        if layout != NHD:
+            k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        return cls(k_cache, v_cache, *where)
+
+    def n_keys(self) -> list[int]:
+        starts, page = self.first_page_B1.tolist(), self.k_cache.shape[1]
+        last = self.last_page_len_B.tolist()
+        assert len(last) == len(starts) - 1, f"{len(last)} last pages of {len(starts) - 1} requests"
+        assert all(1 <= n <= page for n in last), f"last pages hold {last} of {page}"
+        n_pages = [end - start for start, end in pairwise(starts)]
+        return [max(n - 1, 0) * page + (n > 0) * rest for n, rest in zip(n_pages, last, strict=True)]
+
+    def keys(self, b: int, n_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start, end = self.first_page_B1[b : b + 2].tolist()
+        assert end <= len(self.pages), f"pages {start} to {end} of {len(self.pages)}"
+        pages, n_pages = self.pages[start:end].long(), len(self.k_cache)
+        assert ((pages >= 0) & (pages < n_pages)).all(), f"pages {pages.tolist()} of {n_pages}"
+        k, v = (cache.index_select(0, pages).flatten(0, 1)[:n_keys] for cache in (self.k_cache, self.v_cache))
+        return k, v

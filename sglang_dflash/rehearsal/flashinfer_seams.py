@@ -1,0 +1,99 @@
+"""FlashInfer without CUDA: its compiled modules are the definitions, and what it asks of a GPU is answered."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_dflash import host as sglang
+from sglang_dflash.host_names_rehearsal import FLASHINFER
+from sglang_dflash.rehearsal import capability, flashinfer, host, trtllm
+
+_BACKENDS = "sglang.srt.layers.attention."
+
+
+@functools.cache
+def install() -> None:
+    """Once a process, when the first backend over FlashInfer is made: importing it takes seconds."""
+    sglang.check(FLASHINFER)
+    define(capability.rehearsed())
+    # SGLang imported them with its models, and without FlashInfer, which to it is a part of CUDA.
+    available = pkgutil.resolve_name("sglang.srt.utils.is_flashinfer_available")
+    _put("sglang.srt.utils", is_flashinfer_available=lambda: True)
+    for name in ("flashinfer_backend", "trtllm_mla_backend", "trtllm_mha_backend"):
+        importlib.reload(importlib.import_module(_BACKENDS + name))
+    _put("sglang.srt.utils", is_flashinfer_available=available)
+    _put(_BACKENDS + "flashinfer_backend", torch=_TORCH)
+
+
+def define(gpu: capability.Gpu) -> None:
+    """FlashInfer over the definitions, on such a GPU."""
+    for name in ("utils", "decode", "prefill", "xqa"):
+        _put(
+            f"flashinfer.{name}",
+            get_compute_capability=lambda device: gpu.capability,
+            get_device_sm_count=lambda device: gpu.n_processors,
+        )
+    _put(
+        "flashinfer.prefill",
+        torch=_TORCH,
+        get_batch_prefill_module=flashinfer.batch_prefill_module,
+        get_fmha_module=lambda *args: SimpleNamespace(run=flashinfer.fmha_varlen_run),
+        fmha_varlen_plan=flashinfer.fmha_varlen_plan,
+        get_trtllm_gen_fmha_module=_TRTLLM_GEN,
+        get_trtllm_fmha_v2_module=lambda *args: SimpleNamespace(run=trtllm.fmha_v2),
+    )
+    _put(
+        "flashinfer.decode",
+        torch=_TORCH,
+        get_batch_prefill_module=flashinfer.batch_prefill_module,
+        get_batch_decode_module=flashinfer.batch_decode_module,
+        get_trtllm_gen_fmha_module=_TRTLLM_GEN,
+    )
+    _put("flashinfer.xqa", get_xqa_module=lambda *args: SimpleNamespace(xqa=trtllm.xqa))
+    _put("flashinfer.cascade", get_cascade_module=lambda: SimpleNamespace(merge_state=flashinfer.merge_state))
+
+
+def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """SGLang's factory of a backend."""
+
+    def make(runner: Any) -> Any:
+        install()
+        return factory(runner)
+
+    return make
+
+
+class _Torch(ModuleType):
+    """torch, to modules that name CUDA, or ask for pinned memory, which needs a GPU's driver."""
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(torch)[name] if name in vars(torch) else torch.__getattr__(name)
+
+
+def _allocating(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate(*args: Any, pin_memory: bool = False, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        tensor = fn(*args, device="cpu" if device == "cuda" else device, **kwargs)
+        return host.mark(tensor) if pin_memory else tensor
+
+    return allocate
+
+
+def _put(module: str, **values: Any) -> None:
+    """In that module alone."""
+    owner = importlib.import_module(module)
+    for name, value in values.items():
+        setattr(owner, name, value)
+
+
+_TORCH = _Torch("torch")
+_TORCH.empty, _TORCH.zeros = _allocating(torch.empty), _allocating(torch.zeros)  # type: ignore[attr-defined]
+_TORCH.cuda = SimpleNamespace(device=lambda device: nullcontext())  # type: ignore[attr-defined]
+_TRTLLM_GEN = functools.cache(trtllm.TrtllmGen)

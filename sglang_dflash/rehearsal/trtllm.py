@@ -1,0 +1,269 @@
+"""The compiled kernels behind FlashInfer's TensorRT-LLM entry points, defined. FlashInfer's Python runs as it is.
+
+XQA decodes and verifies on sm90, with a mask of bits in the block; fmha v2 reads prompts there. trtllm-gen does both on
+sm100. All of them take a page table's row length from its width and ignore its strides.
+
+Dimension key: as in `attention.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_dflash.rehearsal import graph
+from sglang_dflash.rehearsal.attention import Mask, Paged, Score, attend, pages_of, refuse, require_int32
+
+PAGE_SIZES = (16, 32, 64, 128)  # XQA's and trtllm-gen's; the last with grouped queries alone
+USED = 4096  # bytes of a workspace that are looked at, and written as scratch
+
+
+def require_zeros(what: str, buffer: torch.Tensor) -> None:
+    assert not buffer.view(-1).view(torch.uint8)[:USED].any(), f"{what} must be zero at every launch: someone wrote it"
+
+
+def scribble(workspace: torch.Tensor) -> None:
+    """A kernel's scratch is anything after it."""
+    workspace.view(-1).view(torch.uint8)[:USED] = 0xFF
+
+
+def require_table(table: torch.Tensor, n_requests: int, page_size: int) -> None:
+    require_int32(page_table=table)
+    assert table.is_contiguous(), f"a page table with strides {table.stride()}: the kernel takes its width for them"
+    assert table.shape[0] == n_requests, f"{table.shape[0]} rows of pages for {n_requests} requests"
+    assert page_size in PAGE_SIZES, f"{page_size} tokens a page, not {PAGE_SIZES}"
+
+
+def require_window(window_left: int) -> None:
+    assert window_left != 0, "a window of one token is not one to every kernel"
+
+
+class Draft(NamedTuple):
+    """Which of the last N keys each of N queries sees: bits, in words of 16."""
+
+    bits_BNW: torch.Tensor
+
+    def allowed(self, b: int, n_keys: int) -> torch.Tensor:
+        """Bool [N, L]: everything before the block, and what the bits say of it."""
+        N = self.bits_BNW.shape[1]
+        bits_NW16 = self.bits_BNW[b].to(torch.int32)[..., None] >> torch.arange(16)
+        allowed_NL = torch.ones(N, n_keys, dtype=torch.bool)
+        allowed_NL[:, n_keys - N :] = (bits_NW16 & 1).bool().flatten(1)[:, :N]
+        return allowed_NL
+
+
+@graph.launch
+def xqa(
+    fp8: bool,
+    n_processors: int,
+    n_kv_heads: int,
+    window: int,
+    q_scale: float,
+    out: torch.Tensor,
+    rcp_out_scale: float,
+    q: torch.Tensor,
+    sinks: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    page_table: torch.Tensor,
+    max_keys: int,
+    n_keys_B1: torch.Tensor,
+    n_requests: int,
+    kv_scale: float,
+    semaphores: torch.Tensor,
+    workspace: torch.Tensor,
+    pdl: bool,
+    n_queries: int,
+    first_query_B1: torch.Tensor | None,
+    mask: torch.Tensor | None,
+) -> None:
+    """q and out: [B, 1, A, E], or [B, 1, N, A, E] with a mask; caches [pages, page size, G, E]; window 0: none."""
+    assert not fp8, "fp8 keys and values are not defined in the rehearsal"
+    assert first_query_B1 is None, "as many queries for each request"
+    require_zeros("XQA's semaphores", semaphores)
+    scribble(workspace)
+    page_size, n_pages = k_cache.shape[1], len(k_cache)
+    require_table(page_table, n_requests, page_size)
+    require_int32(seq_lens=n_keys_B1)
+    draft = None
+    if n_queries > 1:
+        assert mask is not None, "a mask with more than one query"
+        assert mask.dtype == torch.uint16, f"a mask of {mask.dtype}"
+        assert mask.shape == (n_requests, n_queries, -(-n_queries // 32) * 2), f"a mask of {tuple(mask.shape)}"
+        assert mask.is_contiguous(), "the mask's rows lie behind one another"
+        draft = Draft(mask)
+    q_BNAE = q.view(n_requests, n_queries, *q.shape[-2:])
+    out_BNAE = out.view(q_BNAE.shape)
+    scale = q_scale * kv_scale / q.shape[-1] ** 0.5
+    score = Score(scale, sinks_A=None if sinks is None else sinks.flatten())
+    for b, n_keys in enumerate(n_keys_B1.flatten().tolist()):
+        assert n_queries <= n_keys <= max_keys, f"request {b}: {n_keys} keys of {n_queries} to {max_keys}"
+        pages = pages_of(page_table[b], n_keys, page_size, n_pages)
+        k, v = (cache.index_select(0, pages).flatten(0, 1)[:n_keys] for cache in (k_cache, v_cache))
+        allowed = Mask(causal=n_queries == 1, left=window - 1).allowed(n_queries, n_keys)
+        if draft is not None:
+            allowed &= draft.allowed(b, n_keys)
+        out_BNAE[b] = attend(q_BNAE[b], k, v, allowed, score)[0] * (kv_scale * rcp_out_scale)
+
+
+class TrtllmGen:
+    """`get_trtllm_gen_fmha_module`'s. Caches are [pages, G, page size, E]."""
+
+    @graph.launch
+    def trtllm_paged_attention_decode(
+        self,
+        out: torch.Tensor,
+        out_scales: torch.Tensor | None,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        workspace: torch.Tensor,
+        counters: torch.Tensor,
+        page_table: torch.Tensor,
+        n_keys_B: torch.Tensor,
+        max_queries: int,
+        max_keys: int,
+        scale: float,
+        v_scale: float,
+        o_sf_scale: float,
+        o_sf_vec_size: int,
+        o_sf_start_index: int,
+        n_requests: int,
+        window_left: int,
+        top_k: int,
+        n_processors: int,
+        pdl: bool,
+        workspace_bytes: int,
+        sinks: torch.Tensor | None,
+        first_query_B1: torch.Tensor | None,
+        *others: Any,
+    ) -> None:
+        """Causal in the block. Each request has `max_queries` queries where their starts are not given."""
+        require_zeros("trtllm-gen's counters", counters)
+        if first_query_B1 is None:
+            assert len(q) == n_requests * max_queries, f"{len(q)} queries: {max_queries} for each of {n_requests}"
+            first_query_B1 = torch.arange(0, len(q) + 1, max_queries, dtype=torch.int32)
+        assert n_keys_B.max() <= max_keys, f"{n_keys_B.tolist()} keys, at most {max_keys} were announced"
+        require_table(page_table, n_requests, k_cache.shape[2])
+        paged = Paged(page_table, n_keys_B, first_query_B1, max_queries)
+        self.run(paged, (out, q, k_cache, v_cache), Mask(True, window_left), Score(scale, sinks_A=sinks), v_scale)
+        scribble(workspace)
+
+    @graph.launch
+    def trtllm_paged_attention_context(
+        self,
+        out: torch.Tensor,
+        out_scales: torch.Tensor | None,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        workspace: torch.Tensor,
+        counters: torch.Tensor,
+        page_table: torch.Tensor,
+        n_keys_B: torch.Tensor,
+        max_queries: int,
+        max_keys: int,
+        scale: float,
+        v_scale: float,
+        o_sf_scale: float,
+        o_sf_vec_size: int,
+        o_sf_start_index: int,
+        n_requests: int,
+        window_left: int,
+        first_query_B1: torch.Tensor,
+        first_key_B1: torch.Tensor,
+        n_processors: int,
+        pdl: bool,
+        workspace_bytes: int,
+        sinks: torch.Tensor | None,
+        k_scales: torch.Tensor | None,
+        v_scales: torch.Tensor | None,
+        skip_threshold: float | None,
+        shares_pages: bool,
+        fp16_softmax: bool | None,
+        compress: bool | None,
+        causal: bool,
+        *others: Any,
+    ) -> None:
+        require_starts(first_key_B1, n_keys_B)
+        assert n_keys_B.max() <= max_keys, f"{n_keys_B.tolist()} keys, at most {max_keys} were announced"
+        require_table(page_table, n_requests, k_cache.shape[2])
+        paged = Paged(page_table, n_keys_B, first_query_B1, max_queries)
+        self.run(paged, (out, q, k_cache, v_cache), Mask(causal, window_left), Score(scale, sinks_A=sinks), v_scale)
+        scribble(workspace)
+
+    def run(
+        self, paged: Paged, tensors: tuple[torch.Tensor, ...], mask: Mask, score: Score, v_scale: float | torch.Tensor
+    ) -> None:
+        out, q, k_cache, v_cache = tensors
+        assert not isinstance(v_scale, torch.Tensor), "scales on the device are fp8's, not defined in the rehearsal"
+        assert k_cache.stride(-1) == v_cache.stride(-1) == q.stride(-1) == 1, "heads are rows"
+        assert k_cache.stride() == v_cache.stride(), "the kernel takes the keys' strides for the values'"
+        require_int32(seq_lens=paged.n_keys_B, cum_seq_lens_q=paged.first_query_B1)
+        require_window(mask.left)
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        out.copy_(paged.run(q, k_cache, v_cache, mask, score)[0] * v_scale)
+
+
+def require_starts(first_key_B1: torch.Tensor, n_keys_B: torch.Tensor) -> None:
+    require_int32(cum_seq_lens_kv=first_key_B1)
+    starts, lengths = first_key_B1.tolist(), n_keys_B.tolist()
+    assert starts == [sum(lengths[:b]) for b in range(len(starts))], f"keys start at {starts}, lengths are {lengths}"
+
+
+@graph.launch
+def fmha_v2(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    workspace_bytes: int,
+    page_table: torch.Tensor,
+    page_size: int,
+    n_keys_B: torch.Tensor,
+    first_query_B1: torch.Tensor,
+    first_key_B1: torch.Tensor,
+    layout: str,
+    max_queries: int,
+    max_keys: int,
+    n_requests: int,
+    mask_mode: str,
+    softmax_scale: float,
+    scale: float,
+    v_scale: float,
+    window_left: int,
+    chunked: int,
+    alibi: bool,
+    softcap: float,
+    skip_threshold: float,
+    lse: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Prompts over pages. Values lie at block addresses counted from the keys' first: page by page behind the keys', or
+    where the second half of a [B, 2, P] table says."""
+    assert layout in ("q_paged_kv_nhd", "q_paged_kv_hnd"), f"layout {layout} is not defined in the rehearsal"
+    assert mask_mode in ("causal", "padding"), f"mask mode {mask_mode} is not defined in the rehearsal"
+    refuse("fmha_v2", {"alibi": alibi, "chunked": chunked or None, "lse": lse, "skipping": skip_threshold or None})
+    require_window(window_left)
+    require_starts(first_key_B1, n_keys_B)
+    require_int32(seq_lens=n_keys_B, cum_seq_lens_q=first_query_B1, block_tables=page_table)
+    assert page_table.is_contiguous(), "the kernel takes a page table's width for its stride"
+    assert n_keys_B.max() <= max_keys, f"{n_keys_B.tolist()} keys, at most {max_keys} were announced"
+    block_bytes = k_cache[0].numel() * k_cache.element_size()
+    behind = (v_cache.data_ptr() - k_cache.data_ptr()) // block_bytes
+    if page_table.dim() == 3:
+        keys, values = page_table.unbind(1)
+        assert (values == keys + behind).all(), f"values {behind} blocks behind their keys, not where the table says"
+        page_table = keys
+    else:
+        assert (behind, k_cache.stride(0)) == (1, 2 * k_cache[0].numel()), "keys and values of a page lie together"
+    if layout.endswith("hnd"):
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    paged = Paged(page_table, n_keys_B, first_query_B1, max_queries)
+    mask, score = Mask(mask_mode == "causal", window_left), Score(scale, softcap, sinks)
+    out.copy_(paged.run(q, k_cache, v_cache, mask, score)[0] * v_scale)
+    scribble(workspace)

@@ -1,0 +1,206 @@
+"""FlashInfer's own wrappers over the definitions of its modules, against PyTorch's attention; plans that go red."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.rehearsal import graph
+from sglang_dflash.rehearsal.capability import GPUS
+from tests.rehearsal.scene import SCALE, A, E, G, Scene, starts
+
+BLOCK = 4  # queries of a captured request
+BATCH = 3
+
+
+@pytest.fixture(scope="module", autouse=True, params=["sm90", "sm100"])
+def gpu(request: pytest.FixtureRequest) -> None:
+    from sglang_dflash.rehearsal import flashinfer_seams
+
+    flashinfer_seams.define(GPUS[request.param])
+
+
+def workspace() -> torch.Tensor:
+    return torch.empty(1024, dtype=torch.uint8)
+
+
+def paged(**buffers: Any) -> Any:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    return BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", backend="fa2", **buffers)
+
+
+def captured() -> Any:
+    """A wrapper as SGLang makes one for a graph of `BATCH` requests."""
+    return paged(
+        use_cuda_graph=True,
+        qo_indptr_buf=torch.zeros(BATCH + 1, dtype=torch.int32),
+        paged_kv_indptr_buf=torch.zeros(BATCH + 1, dtype=torch.int32),
+        paged_kv_indices_buf=torch.zeros(1000, dtype=torch.int32),
+        paged_kv_last_page_len_buf=torch.ones(BATCH, dtype=torch.int32),
+    )
+
+
+def where(scene: Scene) -> tuple[torch.Tensor, ...]:
+    return scene.first_query, scene.first_page, scene.page_numbers, scene.last_page_len
+
+
+def plan(wrapper: Any, scene: Scene, **options: Any) -> None:
+    wrapper.begin_forward(*where(scene), A, G, E, scene.page_size, q_data_type=torch.float32, **options)
+
+
+def run(wrapper: Any, scene: Scene, **options: Any) -> torch.Tensor:
+    return wrapper.forward(scene.q, (scene.k_cache, scene.v_cache), sm_scale=SCALE, **options)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("causal", "left"), [(True, -1), (False, -1), (True, 6), (False, 6)])
+def test_paged_keys(page_size: int, causal: bool, left: int) -> None:
+    scene, wrapper = Scene([4, 1, 3], [37, 9, 3], page_size), paged()
+    plan(wrapper, scene, causal=causal, window_left=left)
+    out = run(wrapper, scene, causal=causal, window_left=left)
+    torch.testing.assert_close(out, scene.expected(causal=causal, left=left))
+
+
+def test_a_window_that_was_not_planned_is_not_there() -> None:
+    """As SGLang verifies with a sliding layer: the window is compiled in, or it is not."""
+    scene, wrapper = Scene([4], [37]), paged()
+    plan(wrapper, scene)
+    out = run(wrapper, scene, causal=True, window_left=6)
+    torch.testing.assert_close(out, scene.expected(causal=True))
+
+
+def test_a_prompt_and_its_prefix_are_merged() -> None:
+    """The new keys lie packed, those before them on pages; and one request has none before."""
+    from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
+    from flashinfer.cascade import merge_state
+
+    scene = Scene([5, 4], [20, 4])
+    new = [[part[-n:] for part in scene.keys(b)] for b, n in enumerate(scene.n_queries)]
+    k, v = (torch.cat([request[i] for request in new]) for i in range(2))
+    ragged, prefix = BatchPrefillWithRaggedKVCacheWrapper(workspace(), "NHD", backend="auto"), paged()
+    ragged.begin_forward(scene.first_query, scene.first_query, A, G, E, q_data_type=torch.float32)
+    pages = torch.tensor(scene.pages[0][:15], dtype=torch.int32)
+    last = torch.ones(2, dtype=torch.int32)
+    prefix.begin_forward(scene.first_query, starts([15, 0]), pages, last, A, G, E, 1, q_data_type=torch.float32)
+    out_new, lse_new = ragged.forward_return_lse(scene.q, k, v, causal=True, sm_scale=SCALE)
+    caches = (scene.k_cache, scene.v_cache)
+    out_old, lse_old = prefix.forward_return_lse(scene.q, caches, causal=False, sm_scale=SCALE)
+    torch.testing.assert_close(merge_state(out_new, lse_new, out_old, lse_old)[0], scene.expected(causal=True))
+
+
+@pytest.mark.parametrize("tensor_cores", [False, True])
+def test_decoding(tensor_cores: bool) -> None:
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
+
+    scene = Scene([1] * BATCH, [7, 1, 30])
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        workspace(),
+        "NHD",
+        backend="fa2",
+        use_cuda_graph=True,
+        use_tensor_cores=tensor_cores,
+        paged_kv_indptr_buffer=torch.zeros(BATCH + 1, dtype=torch.int32),
+        paged_kv_indices_buffer=torch.zeros(1000, dtype=torch.int32),
+        paged_kv_last_page_len_buffer=torch.ones(BATCH, dtype=torch.int32),
+    )
+    types = {"data_type": torch.float32, "q_data_type": torch.float32}
+    arguments = (*where(scene)[1:], A, G, E, 1)
+    wrapper.begin_forward(*arguments, **types)
+    torch.testing.assert_close(run(wrapper, scene), scene.expected(causal=True))
+
+    scene = Scene([1] * BATCH, [8, 2, 31], seed=1)
+    wrapper._paged_kv_indptr_buf.copy_(scene.first_page)  # SGLang writes them there itself
+    wrapper._paged_kv_indices_buf[: len(scene.page_numbers)] = scene.page_numbers
+    fast_decode_plan(wrapper, *where(scene)[1:], A, G, E, 1, **types, global_override_indptr_cpu=scene.first_page)
+    torch.testing.assert_close(run(wrapper, scene), scene.expected(causal=True))
+
+
+def replan(wrapper: Any, scene: Scene, planned: list[int]) -> None:
+    """SGLang's plan of a replay: without a look at the device, by the lengths that the host says."""
+    from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
+
+    lengths = torch.tensor(planned, dtype=torch.int32)
+    wrapper.begin_forward = partial(fast_prefill_plan, wrapper)
+    plan(
+        wrapper,
+        scene,
+        qo_indptr_host=scene.first_query,
+        kv_indptr_host=starts(planned),
+        kv_lens_host=lengths,
+        max_q_len=BLOCK,
+        max_kv_len=max(planned),
+    )
+
+
+def capture() -> tuple[Any, Scene, graph.Graph, torch.Tensor]:
+    wrapper, scene = captured(), Scene([BLOCK] * BATCH, [12, 40, 9])
+    plan(wrapper, scene)
+    run(wrapper, scene, causal=False)
+    taken = graph.Graph()
+    with torch.inference_mode(), graph.graph(taken):
+        out = run(wrapper, scene, causal=False)
+    return wrapper, scene, taken, out
+
+
+def move(scene: Scene, into: Scene) -> None:
+    """Another scene in the memory that was captured."""
+    for name in ("q", "k_cache", "v_cache"):
+        target, source = vars(into)[name], vars(scene)[name]
+        target[: len(source)].copy_(source[: len(target)])
+        vars(scene)[name] = target
+
+
+def test_a_replay_runs_the_plan_of_its_own_step() -> None:
+    wrapper, scene, taken, out = capture()
+    later = Scene([BLOCK] * BATCH, [14, 36, 10], seed=1)
+    move(later, scene)
+    replan(wrapper, later, later.n_keys)
+    taken.replay()
+    torch.testing.assert_close(out, later.expected(causal=False))
+
+
+@pytest.mark.parametrize("planned", [[15, 36, 10], [14, 35, 10], [14, 36, 200]])
+def test_the_host_plans_what_the_device_has(planned: list[int]) -> None:
+    wrapper, scene, taken, _ = capture()
+    later = Scene([BLOCK] * BATCH, [14, 36, 10], seed=1)
+    move(later, scene)
+    replan(wrapper, later, planned)
+    with pytest.raises(AssertionError, match="split by one length and merge by the other"):
+        taken.replay()
+
+
+def test_a_padding_row_may_be_planned_short() -> None:
+    """SGLang's fill value is 1, and the block is on the device alone."""
+    wrapper, scene, taken, out = capture()
+    later = Scene([BLOCK] * BATCH, [14, 36, 1 + BLOCK], seed=1)
+    move(later, scene)
+    replan(wrapper, later, [14, 36, 1])
+    taken.replay()
+    torch.testing.assert_close(out[: 2 * BLOCK], later.expected(causal=False)[: 2 * BLOCK])
+
+
+def test_pages_are_in_the_cache() -> None:
+    scene, wrapper = Scene([2], [5]), paged()
+    scene.pages[0][3] = len(scene.k_cache)
+    plan(wrapper, scene)
+    with pytest.raises(AssertionError, match=r"pages .* of 8"):
+        run(wrapper, scene)
+
+
+def test_a_plan_waits_for_the_device() -> None:
+    wrapper, scene = captured(), Scene([BLOCK] * BATCH, [12, 40, 9])
+    with pytest.raises((graph.CaptureError, AssertionError)), graph.graph(graph.Graph()):
+        plan(wrapper, scene)
+
+
+def test_masks_of_bits_are_refused() -> None:
+    scene = Scene([BLOCK] * BATCH, [12, 40, 9])
+    wrapper = captured()
+    wrapper._custom_mask_buf = torch.zeros(100, dtype=torch.uint8)
+    plan(wrapper, scene)
+    with pytest.raises(NotImplementedError, match="mask mode 2"):
+        run(wrapper, scene)
