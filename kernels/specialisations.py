@@ -21,7 +21,7 @@ class Server(NamedTuple):
     batch_sizes: Iterable[int]  # requests of a step, padding included
     n_value_heads: int  # of a recurrent layer, on one rank; 0 where no state is folded
     value_width: int
-    tracks: bool  # whether a request's state may be wanted at a multiple of the track interval as well
+    tracks: bool  # whether steps say where states at multiples of the track interval go; then all of them do
 
 
 def plan_block(n_tokens: int) -> Hashable:
@@ -63,7 +63,5 @@ def of_server(server: Server) -> dict[str, set[Hashable]]:
     if server.n_value_heads and drafted:
         heads = server.n_value_heads, server.value_width
         specialisations["gdn_verify"] = {gdn_verify(B, N, *heads) for B in server.batch_sizes for N in drafted}
-        specialisations["gdn_fold"] = {
-            gdn_fold(tracked=tracked) for tracked in (False, True) if server.tracks or not tracked
-        }
+        specialisations["gdn_fold"] = {gdn_fold(tracked=server.tracks)}
     return specialisations

@@ -5,6 +5,7 @@ Four groups, in the order SGLang reaches them: the device module, kernels, graph
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import pkgutil
@@ -69,11 +70,12 @@ def _cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve
 
 def graphs() -> None:
     from sglang.srt.model_executor.cuda_graph_config import Backend
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.runtime_context import get_exec
 
     # It asks the default device module, which is torch.cuda in a CUDA build of PyTorch.
     _put("sglang.srt.distributed.parallel_state.get_current_device_stream_fast", torch.cpu.current_stream)
+    ForwardBatch.__init__ = _marking_lengths(ForwardBatch.__init__)  # type: ignore[method-assign]
     # A "cpu" runner asks `is_cpu_graph`, which means torch.compile's decode alone.
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
 
@@ -86,6 +88,19 @@ def graphs() -> None:
         return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
 
     _put("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.get_flags", flags)
+
+
+def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
+    """Lengths for planning on the host are its own: it may read them while it captures, and they stand still then."""
+
+    @functools.wraps(init)
+    def init_and_mark(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        lengths, on_device = self.seq_lens_cpu, self.seq_lens
+        if lengths is not None and on_device is not None and lengths.data_ptr() != on_device.data_ptr():
+            host.mark(lengths)
+
+    return init_and_mark
 
 
 def _put(target: str, value: Any) -> None:

@@ -42,7 +42,9 @@ def test_no_kernel_spills_and_a_server_compiles_what_is_listed() -> None:
         kernel: {row["specialisation"] for row in compiled if row["kernel"] == kernel}
         for kernel in specialisations.KERNELS
     }
-    assert met == {kernel: set(map(str, keys)) for kernel, keys in specialisations.of_server(SERVER).items()}
+    untracked = specialisations.of_server(SERVER._replace(tracks=False))
+    listed = {kernel: keys | untracked[kernel] for kernel, keys in specialisations.of_server(SERVER).items()}
+    assert met == {kernel: set(map(str, keys)) for kernel, keys in listed.items()}
     verify = [row for row in compiled if row["kernel"] == "gdn_verify"]
     assert all(row["tensor"] for row in verify)
     assert all(row["resident"] >= 2 for row in compiled)
@@ -90,7 +92,10 @@ def test_a_server_that_folds_nothing_meets_fewer() -> None:
     }
     met = specialisations.of_server(SERVER._replace(widths=(1,), block_size=8))
     assert met == {"plan_block": {1, 8}, "accept": {1}, "penalise": {"any"}, "append_context": {"all"}}
-    assert specialisations.of_server(SERVER._replace(tracks=False))["gdn_fold"] == {"untracked"}
+    assert [specialisations.of_server(SERVER._replace(tracks=tracks))["gdn_fold"] for tracks in (False, True)] == [
+        {"untracked"},
+        {"tracked"},
+    ]
 
 
 def line(op: str, rest: str = "", *, stall: int = 1, sets: int = 7, waits: int = 0) -> str:

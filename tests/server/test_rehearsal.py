@@ -5,15 +5,18 @@ Answers alone would not show a wrong draft, so every request's steps are compare
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from launch import parameters
 from launch.tiny import Pair
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.oracle import oracle
-from tests.server.rehearsals import REHEARSALS, Rehearsal
+from tests.server.rehearsals import GRAPHS, REHEARSALS, Rehearsal, attention
 from tests.server.sliding import with_layers
 from tests.server.talk import steps
 
@@ -106,3 +109,41 @@ def test_after_a_hit_the_draft_sees_what_it_should(serving: Serving, questions: 
         answer = serving.server.generate(text[:n_second], max_new_tokens=32)
         n_unseen = answer.meta["cached_tokens"] if rehearsal.draft_window else 0
         assert steps(answer) == expert.accepted_histogram(text[:n_second], 32, n_unseen)
+
+
+# -- and what it is for: mistakes that no server without captured graphs shows ---------------------------------------
+
+FAULTS = Path(__file__).parent / "faults"
+FAULTY = {
+    # fault: how the server is launched, and what shows it
+    "drafts_in_the_graph": (Rehearsal((*attention("fa3"), *GRAPHS)), "steps"),
+    "a_value_read_in_the_draft": (Rehearsal((*attention("fa3"), *GRAPHS)), "launch"),
+    "a_host_length_in_the_draft": (Rehearsal((*attention("fa3"), *GRAPHS)), "steps"),
+    "a_page_table_in_new_memory": (Rehearsal((*attention("fa3"), *GRAPHS)), "answers"),
+    "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "answers"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_fault_is_seen(fault: str, pool: Any, questions: Callable, reference: Callable) -> None:
+    rehearsal, shown_by = FAULTY[fault]
+    env = dict(rehearsal.env) | parameters.path_with(FAULTS) | {"FAULT": fault}
+    if shown_by == "launch":
+        with pytest.raises(ServerError, match="not permitted while a stream is captured; at faults/sitecustomize"):
+            pool.get(target=rehearsal.target, flags=rehearsal.flags, env=env)
+        return
+    server = pool.get(target=rehearsal.target, flags=rehearsal.flags, env=env)
+    assert f"fault put in: {fault}" in server.log_text()
+    prompts = questions(6, rehearsal.target)
+    answers = server.generate_many(prompts, concurrency=1, max_new_tokens=48)
+    expected = [reference(prompt, 48, rehearsal.target) for prompt in prompts]
+    if shown_by == "answers":
+        assert [answer.token_ids for answer in answers] != expected
+        pool.drop(server)
+        return
+    assert [answer.token_ids for answer in answers] == expected  # a draft spoils no answer
+    expert = oracle(PAIRS[rehearsal.target], None, None)
+    wanted = [sum(expert.accepted_histogram(prompt, 48).values()) for prompt in prompts]
+    assert sum(answer.meta["spec_verify_ct"] for answer in answers) > 3 * sum(wanted)
+    pool.drop(server)
