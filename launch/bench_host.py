@@ -3,12 +3,12 @@
     python -m launch.bench_host [--requests 1 8 32] [--repeats 5] [--target hybrid] [--out FILE.json]
 
 On a GPU a step can be no faster than its host. The servers run as on a GPU, captured graphs and fa3, but replays and
-kernel launches return at once (`host_time/sitecustomize.py`), so what is left is Python and the operations outside of
+kernels return at once (`host_time/sitecustomize.py`), so what is left is Python and the plain operations outside of
 graphs, run here on tensors of a CPU. Figures are CPU seconds of the scheduler's thread, so a busy machine changes them
 little. Both servers stay up, and are asked in turn.
 
 `step`: from one decode step's launch to the next one's, the scheduler included. `launch`: the worker's part of it,
-`run_batch`.
+`run_batch`. `kernels`: launched outside of graphs in a step; what a launcher takes is not in the seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -39,8 +39,17 @@ ARMS = {  # by name: whose worker, and its flags of environment
     "ours, widths chosen": (Arm.PLUGIN, {"SGLANG_DFLASH_WIDTHS": "auto"}),
 }
 PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
-N_PROMPT, MAX_NEW_TOKENS = 16, 192
+N_PROMPT, MAX_NEW_TOKENS = 16, 720
 SKIPPED = 8  # steps of a round that come before all requests run
+
+
+class Step(NamedTuple):
+    """A line of `host_time/sitecustomize.py`."""
+
+    n_requests: int
+    seconds: float
+    launch_seconds: float
+    kernels: int
 
 
 class Timed:
@@ -66,21 +75,22 @@ class Timed:
         answers = self.server.generate_many(
             prompts, concurrency=n_requests, max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True
         )
-        steps = [line[1:] for line in self._lines()[n_before:] if line[0] == n_requests][SKIPPED:]
+        steps = [line for line in self._lines()[n_before:] if line.n_requests == n_requests][SKIPPED:]
         assert len(steps) > SKIPPED, f"{self.server.name}: {len(steps)} steps of {n_requests} requests are too few"
         n_steps = sum(answer.meta["spec_verify_ct"] for answer in answers)
         return {
             "arm": self.server.name,
             "requests": n_requests,
             "steps": len(steps),
-            "step_us": 1e6 * statistics.median(step for step, _ in steps),
-            "launch_us": 1e6 * statistics.median(launch for _, launch in steps),
+            "step_us": 1e6 * statistics.median(step.seconds for step in steps),
+            "launch_us": 1e6 * statistics.median(step.launch_seconds for step in steps),
+            "kernels": statistics.median(step.kernels for step in steps),
             "committed": sum(len(answer.token_ids) for answer in answers) / n_steps,
         }
 
-    def _lines(self) -> list[tuple[int, float, float]]:
-        lines = [line.split() for line in self.file.read_text().splitlines()]
-        return [(int(n), float(step), float(launch)) for n, step, launch in lines]
+    def _lines(self) -> list[Step]:
+        lines = map(str.split, self.file.read_text().splitlines())
+        return [Step(int(n), float(step), float(launch), int(kernels)) for n, step, launch, kernels in lines]
 
 
 def measure(options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
@@ -110,7 +120,7 @@ def measure(options: argparse.Namespace, console: Console) -> list[dict[str, Any
 def table(rows: Sequence[dict[str, Any]], against: str = "stock") -> Table:
     """Medians over the repeats, and the ratio to `against` round by round."""
     shown = Table(
-        "requests", "arm", "step, us", "launch, us", f"step over {against}", f"launch over {against}", "committed"
+        "requests", "arm", "step, us", "launch, us", f"step / {against}", f"launch / {against}", "kernels", "tokens"
     )
     for n_requests in sorted({row["requests"] for row in rows}):
         there = [row for row in rows if row["requests"] == n_requests]
@@ -125,6 +135,7 @@ def table(rows: Sequence[dict[str, Any]], against: str = "stock") -> Table:
                     ratio([a[what] / b[what] for a, b in zip(mine, base, strict=True)])
                     for what in ("step_us", "launch_us")
                 ),
+                f"{statistics.median(row['kernels'] for row in mine):.0f}",
                 f"{statistics.median(row['committed'] for row in mine):.2f}",
             )
     return shown

@@ -9,7 +9,7 @@ flashinfer, triton, trtllm_mha) plan and run, and Triton kernels run in Triton's
     host         which tensors are the host's, and who may read them
     streams      which stream may still be writing what another reads
     attention    what paged attention computes, and FlashAttention's entry points
-    flashinfer   FlashInfer's compiled modules, under its own Python; trtllm: the kernels behind its TensorRT-LLM entries
+    flashinfer   FlashInfer's compiled modules, under its own Python; trtllm: the kernels behind its TensorRT-LLM part
     capability   which GPU SGLang's attention and FlashInfer are told of
     seams        where SGLang names CUDA although another platform runs, each with its reason
     platform     what SGLang asks
