@@ -34,6 +34,11 @@ class Rehearse(NamedTuple):
     kernels: bool = False  # our Triton kernels run in Triton's interpreter, not their definitions
 
 
+class Probe(StrEnum):
+    OFF = "0"
+    ON = "1"
+
+
 class WidthPolicy(StrEnum):
     AUTO = "auto"
     FIXED = "fixed"
@@ -51,6 +56,7 @@ class Flags:
         widths: those it may choose from, ascending; empty: its own.
         width_trace: the directory every step's width is written to; None: nothing is written.
         rehearse: see `Rehearse`.
+        probe: our worker tells what it looks like inside, see `prove.probe`.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 
@@ -60,6 +66,7 @@ class Flags:
     widths: tuple[int, ...]
     width_trace: Path | None
     rehearse: Rehearse
+    probe: bool
     overlap: bool
 
 
@@ -124,6 +131,12 @@ FLAGS = (
         example="sm90,kernels",
     ),
     Flag(
+        "SGLANG_DFLASH_PROBE",
+        Probe.OFF,
+        tuple(Probe),
+        "`1`: watch every step from inside for `python -m sglang_dflash.prove`, and tell it in `/server_info`. Slower.",
+    ),
+    Flag(
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
@@ -171,6 +184,7 @@ def read(environ: Mapping[str, str]) -> Flags:
         **_widths(raw["SGLANG_DFLASH_WIDTHS"]),
         width_trace=None if trace == "off" else Path(trace),
         rehearse=_rehearse(raw["SGLANG_DFLASH_REHEARSE"]),
+        probe=Probe(raw["SGLANG_DFLASH_PROBE"]) is Probe.ON,
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
 

@@ -90,6 +90,10 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     config = DFlashConfig.from_server_args(server_args)
     ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
     hook_scheduler(config, target_of(server_args))
+    if flags.read(os.environ).probe:
+        from sglang_dflash.prove.probe import ProbedWorker
+
+        return ProbedWorker
     return DFlashWorker
 
 

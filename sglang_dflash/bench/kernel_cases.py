@@ -165,7 +165,7 @@ def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: 
     key = KeyTransform(torch.cat((angles.cos(), angles.sin()), dim=1), weight_LE, 1e-6)
     N = n_rows // (B or 1)
     n_kept_B = None if B is None else torch.randint(1, N + 1, (B,), device=device, dtype=torch.int32)
-    n_kept = n_rows if B is None else int(n_kept_B.sum())
+    n_kept = n_rows if n_kept_B is None else int(n_kept_B.sum())
 
     def launch() -> None:
         append_context(*rows, caches=caches, key=key, n_kept_B=n_kept_B)

@@ -15,6 +15,7 @@ Knows nothing of servers or models.
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 Draw = tuple[int, ...]  # token ids; shorter where the answer ended
@@ -65,10 +66,14 @@ def token_at(draw: Draw, position: int) -> int:
     return draw[position] if position < len(draw) else ENDED
 
 
+def _token(draw: Draw, position: int) -> Outcome:
+    return (token_at(draw, position),)
+
+
 def views() -> Iterator[tuple[str, Callable[[Draw], Outcome]]]:
     yield "tokens 1 and 2", lambda draw: (token_at(draw, 0), token_at(draw, 1))
     for position in range(N_POSITIONS):
-        yield f"token {position + 1}", lambda draw, position=position: (token_at(draw, position),)
+        yield f"token {position + 1}", partial(_token, position=position)
 
 
 def cells(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:

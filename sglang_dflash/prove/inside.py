@@ -1,0 +1,180 @@
+"""What the probe saw inside the scheduler of a server of ours, beside what plain torch says of the same prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash import geometry
+from sglang_dflash.prove import served
+from sglang_dflash.prove.machine import DENSE, OWN, Place
+from sglang_dflash.prove.record import Failed, Finding, Once, Skipped, require
+from sglang_dflash.prove.served import Expected, Launch, Torch, Watched
+from sglang_dflash.sizes import ring_slots
+
+STEPS_WITHIN = 0.1  # of tokens per step, where rounding differs
+BYTES_WITHIN = 0.02  # a page of padding, alignment
+EVERY_WIDTH = (("SGLANG_DFLASH_WIDTHS", "random"),)
+FP32 = 4
+
+
+def watch_whole_blocks(place: Place) -> Watched:
+    launch = Launch(place.main_pair, place.backends[0], env=tuple(served.WHOLE_BLOCKS.items()))
+    return served.watch(place, launch)
+
+
+def watch_every_width(place: Place) -> Watched:
+    return served.watch(place, Launch(place.main_pair, place.backends[0], env=EVERY_WIDTH))
+
+
+def by_plain_torch(place: Place) -> tuple[Torch, list[Expected]]:
+    """Of the prompts that the watched server was asked; it has ended by now."""
+    asked = whole_blocks(place).prompts
+    torch = Torch(place, place.main_pair)
+    return torch, [torch.generate(prompt, served.n_new(place)) for prompt in asked]
+
+
+whole_blocks, every_width, plain_torch = Once(watch_whole_blocks), Once(watch_every_width), Once(by_plain_torch)
+
+
+# -- drafts and padding --------------------------------------------------------------------------------------------
+
+
+def drafts(place: Place) -> Finding:
+    return judge_drafts(whole_blocks(place).dflash["probe"])
+
+
+def drafts_at_every_width(place: Place) -> Finding:
+    return judge_drafts(every_width(place).dflash["probe"])
+
+
+def judge_drafts(probe: dict[str, Any]) -> Finding:
+    rows = probe["drafts"]
+    if not probe["captured"]:
+        raise Failed("no graph of the draft was captured", {"drafts": rows})
+    bad = [row for row in rows if row["changed"]]
+    n_steps, widths = sum(row["steps"] for row in rows), sorted({row["width"] for row in rows})
+    sizes = sorted({row["requests"] for row in rows})
+    where = f"{n_steps} steps of {sizes[0]} to {sizes[-1]} requests, widths {', '.join(map(str, widths))}"
+    if bad:
+        worst = max(bad, key=lambda row: row["changed"])
+        text = (
+            f"{len(bad)} of {len(rows)} sizes have other drafts after the target's replay, most with "
+            f"{worst['requests']} requests at width {worst['width']}: {worst['changed']} in {worst['steps']} steps"
+        )
+        raise Failed(text, {"drafts": rows})
+    return Finding(f"no draft changed in {where}", {"drafts": rows})
+
+
+def padding(place: Place) -> Finding:
+    return judge_padding(whole_blocks(place).dflash["probe"])
+
+
+def padding_at_every_width(place: Place) -> Finding:
+    return judge_padding(every_width(place).dflash["probe"])
+
+
+def judge_padding(probe: dict[str, Any]) -> Finding:
+    rows, slot = probe["rows"], probe["padding_slot"]
+    n_padded, n_bad = sum(row["padded"] for row in rows), sum(row["not_finite"] for row in rows)
+    n_real = sum(row["not_finite_real"] for row in rows)
+    numbers = {"rows": rows, "padding_slot": slot}
+    if not n_padded:
+        raise Failed("no replay had a padded row, so nothing was looked at", numbers)
+    text = (
+        f"{n_padded} padded rows: {n_bad} values that are not finite; requests' own rows {n_real}; "
+        f"padding slot {slot['target']} in the target's K and V, {slot['draft']} in the draft's"
+    )
+    return require(not (n_bad or n_real or slot["target"] or slot["draft"]), text, numbers)
+
+
+# -- beside plain torch --------------------------------------------------------------------------------------------
+
+
+def answers(place: Place) -> Finding:
+    watched, (torch, expected) = whole_blocks(place), plain_torch(place)
+    allowed, numbers, bad = served.tie(place, watched.launch.attention), {}, []
+    for concurrency, said in watched.answers.items():
+        parted = served.apart(
+            watched.prompts, [one.token_ids for one in expected], [one.token_ids for one in said], torch.gap
+        )
+        bad += [one for one in parted if one.gap > allowed]
+        numbers[str(concurrency)] = {"equal": len(said) - len(parted), "of": len(said), "apart": list(map(str, parted))}
+    counts = ", ".join(f"{row['equal']} of {row['of']} with {c} at once" for c, row in numbers.items())
+    excuse = f"; the others part where two tokens are within {allowed} nats" if allowed else ""
+    text = f"{counts}{excuse}" if not bad else f"{counts}; {bad[0]}"
+    return require(not bad, text, numbers)
+
+
+def steps(place: Place) -> Finding:
+    watched, (_, expected) = whole_blocks(place), plain_torch(place)
+    theirs = [one.histogram for one in expected]
+    ours = {c: [served.histogram(one) for one in said] for c, said in watched.answers.items()}
+    plain = served.committed_per_step(theirs)
+    measured = {c: served.committed_per_step(histograms) for c, histograms in ours.items()}
+    numbers = {"plain_torch": round(plain, 4), "served": {str(c): round(value, 4) for c, value in measured.items()}}
+    shown = ", ".join(f"{value:.3f} with {c} at once" for c, value in measured.items())
+    if place.gpu is None:
+        equal = sum(a == b for histograms in ours.values() for a, b in zip(histograms, theirs, strict=True))
+        of = sum(map(len, ours.values()))
+        return require(
+            equal == of, f"{plain:.3f} tokens a step by plain torch, {shown}; {equal} of {of} answers alike", numbers
+        )
+    holds = all(abs(value / plain - 1) <= STEPS_WITHIN for value in measured.values())
+    return require(holds, f"{plain:.3f} tokens a step by plain torch, {shown}", numbers)
+
+
+# -- times and bytes -----------------------------------------------------------------------------------------------
+
+
+def stages(place: Place) -> Finding:
+    rows = whole_blocks(place).dflash["probe"]["stages"]
+    one = {row["stage"]: row for row in rows if row["requests"] == 1}
+    if missing := {"step", "plan", "draft", "verify", "choose", "accept", "commit", "append"} - set(one):
+        raise Failed(f"no times of {', '.join(sorted(missing))}", {"stages": rows})
+    shown = [f"{name} {row['host_ms']:.2f}{device(row)}" for name, row in one.items()]
+    unit = "host" if place.gpu is None else "host / device"
+    return Finding(f"ms {unit}, one request: {', '.join(shown)}", {"stages": rows})
+
+
+def device(row: dict[str, Any]) -> str:
+    return "" if row["device_ms"] is None else f" / {row['device_ms']:.2f}"
+
+
+def memory(place: Place) -> Finding:
+    """Bytes of the pools as they were allocated, against the formulas of the capacity report."""
+    watched = whole_blocks(place)
+    found, counted = watched.dflash["probe"]["bytes"], count(place, watched)
+    rows = {name: {"allocated": found[name], "counted": counted[name]} for name in counted}
+    off = {name: row["allocated"] / row["counted"] - 1 for name, row in rows.items()}
+    shown = ", ".join(
+        f"{name.replace('_', ' ')} {rows[name]['allocated'] / 2**20:.1f} MiB ({share:+.1%})"
+        for name, share in off.items()
+    )
+    return require(all(abs(share) <= BYTES_WITHIN for share in off.values()), shown, {"bytes": found, "counted": rows})
+
+
+def count(place: Place, watched: Watched) -> dict[str, int]:
+    found, info, models = watched.dflash["probe"]["bytes"], watched.info, place.pairs[watched.launch.pair]
+    if not Path(models.target).is_dir():
+        raise Skipped(f"{models.target} is no directory, so its config.json is not here to be counted")
+    target, draft = geometry.read_target(str(models.target)), geometry.read_draft(str(models.draft))
+    ranks, block = info["tp_size"], watched.dflash["block_size"]
+    wide = place.exact(watched.launch.attention) and watched.launch.pair != OWN  # served in fp32
+    attention = [replace(one.attention, itemsize=FP32) if wide else one.attention for one in (target, draft)]
+    per_token, draft_per_token = (one.bytes_per_token(ranks) for one in attention)
+    page, window = found["page_size"], info.get("speculative_draft_window_size") or draft.window
+    draft_tokens = found["target_tokens"]
+    if window:
+        draft_tokens = (found["requests"] + 1) * ring_slots(window, block, page)
+    counted = {
+        "target_kv": (found["target_tokens"] + page) * per_token,
+        "draft_kv": (draft_tokens + page) * draft_per_token,
+    }
+    if target.recurrent and watched.launch.pair != DENSE:
+        rank = target.recurrent.shard(ranks)
+        rank = replace(rank, conv_itemsize=FP32) if wide else rank
+        counted["state_bytes"] = found["states"] * rank.state_bytes
+        counted["block_bytes"] = found["block_rows"] * rank.record_bytes(block)
+    return counted
