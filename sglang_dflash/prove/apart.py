@@ -38,7 +38,7 @@ def run_apart(
     told = log.with_suffix(".results")
     told.unlink(missing_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
-    adopt_orphans()
+    adopt_orphans(True)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     words = [*this_program(), "--child", str(told), "--only", *(check.name for check in checks), *arguments]
     began = time.monotonic()
@@ -56,6 +56,7 @@ def run_apart(
         finally:
             end_children(besides=before)
             wait_quietly(process, GRACE_S)
+            adopt_orphans(False)
     seconds = time.monotonic() - began
     found = {result.name: result for result in read(told)}
     why = f"took more than {limit_s / 60:.1f} minutes" if timed_out else ended(process.returncode, log)
@@ -100,9 +101,9 @@ def ended(status: int, log: Path) -> str:
     return f"its process ended with {how}: {' | '.join(last) or 'it said nothing'}"
 
 
-def adopt_orphans() -> None:
+def adopt_orphans(adopts: bool) -> None:
     """Linux: what a child leaves behind becomes ours, so that it can be found and ended."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopts), 0, 0, 0)
 
 
 def end_children(*, besides: set[int]) -> None:

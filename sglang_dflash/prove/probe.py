@@ -20,7 +20,7 @@ import torch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 
-from sglang_dflash.engines import Timer
+from sglang_dflash.dry_run import DryRun, Stages, own_states
 from sglang_dflash.stage_times import STAGES, DeviceClock, HostClock, Interval
 from sglang_dflash.state_pool import RecordPool
 from sglang_dflash.worker import DFlashWorker
@@ -83,14 +83,19 @@ class Probe:
 
     def sweep(self) -> None:
         worker = self.worker
-        timer = Timer(worker.planner, worker.drafter, worker.verifier, worker.accept, worker.context_kv)
-        for width in worker.verifier.engines:
-            for n_requests in self.sizes():
-                plan = timer._plan(n_requests, width)
-                tokens_BN = worker.drafter.draft(plan, graphs=True)
-                self.begin((n_requests, width), tokens_BN)
-                timer._after_draft(n_requests, width)()
-                self.end()
+        stages = Stages(
+            worker.planner, worker.drafter, worker.verifier, worker.choice, worker.accept, worker.context_kv
+        )
+        dry_run, sizes = DryRun(stages, on_host=False), self.sizes()
+        with own_states(self.target.req_to_token_pool, max(sizes, default=0)):
+            for width in worker.verifier.engines:
+                for n_requests in sizes:
+                    tokens_BN = worker.drafter.draft(dry_run._plan(n_requests, width), graphs=True)
+                    self.begin((n_requests, width), tokens_BN)
+                    dry_run._after_draft(n_requests, width)()
+                    self.end()
+        worker.context_kv.late.forget()
+        worker.verifier.restore()
 
     # -- steps that are served -------------------------------------------------------------------------------------
 
