@@ -226,7 +226,7 @@ NAMES = (
     Name("sglang.srt.mem_cache.kv_index_translator", "KVIndexTranslator", "bind_and_verify_backends"),
     Name(POOL, "KVWriteLoc", "for_layer"),
     Name(POOL, "ReqToTokenPool", "size max_context_len device enable_memory_saver req_to_token req_generation"),
-    Name(POOL, "MHATokenToKVPool", "get_kv_size_bytes"),
+    Name(POOL, "MHATokenToKVPool", "get_kv_size_bytes k_buffer v_buffer"),
     Name("sglang.srt.mem_cache.swa_memory_pool", "SWAKVPool"),
     # the forward
     Name(GRAPHS, "Backend", "DISABLED"),

@@ -20,7 +20,9 @@ import torch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 
+from sglang_dflash import host
 from sglang_dflash.dry_run import DryRun, Stages, own_states
+from sglang_dflash.host_names_probe import PROBE
 from sglang_dflash.stage_times import STAGES, DeviceClock, HostClock, Interval
 from sglang_dflash.state_pool import RecordPool
 from sglang_dflash.worker import DFlashWorker
@@ -42,6 +44,7 @@ class Rows(NamedTuple):
 
 class ProbedWorker(DFlashWorker):
     def _init_stages(self) -> None:
+        host.check(PROBE)
         super()._init_stages()
         self.probe = Probe(self)
         self.probe.sweep()

@@ -17,6 +17,7 @@ from sglang_dflash import host_names
 from sglang_dflash.bench.chat import HTTP_NAMES
 from sglang_dflash.host_names import NAMES, SEAMS, Name
 from sglang_dflash.host_names_metrics import METRICS
+from sglang_dflash.host_names_probe import PROBE
 from sglang_dflash.host_names_rehearsal import REHEARSAL
 
 PACKAGE = Path(host_names.__file__).parent
@@ -153,7 +154,7 @@ def lazy(module: str) -> set[str]:
     return {n.value for n in ast.walk(function) if isinstance(n, ast.Constant)} if function else set()
 
 
-@pytest.mark.parametrize("name", [*SEAMS, *NAMES, *METRICS, *REHEARSAL, *HTTP_NAMES], ids=lambda name: name.qualname)
+@pytest.mark.parametrize("name", [*SEAMS, *NAMES, *METRICS, *REHEARSAL, *PROBE, *HTTP_NAMES], ids=lambda name: name.qualname)
 def test_the_installed_sglang_has_it(name: Name) -> None:
     assert problem(name) == ""
 
@@ -194,13 +195,13 @@ def imports() -> Iterator[tuple[str, str, str]]:
 
 
 def test_what_the_package_imports_is_in_the_table() -> None:
-    listed = {(name.module, name.qualname.split(".")[0]) for name in (*SEAMS, *NAMES, *METRICS, *REHEARSAL)}
+    listed = {(name.module, name.qualname.split(".")[0]) for name in (*SEAMS, *NAMES, *METRICS, *REHEARSAL, *PROBE)}
     unlisted = [line for line in imports() if line[1:] not in listed]
     assert not unlisted, "add a line for each to host_names.py"
 
 
 def test_nothing_is_listed_twice() -> None:
-    lines = [(name.module, name.qualname) for name in (*SEAMS, *NAMES, *METRICS, *REHEARSAL)]
+    lines = [(name.module, name.qualname) for name in (*SEAMS, *NAMES, *METRICS, *REHEARSAL, *PROBE)]
     assert sorted(set(lines)) == sorted(lines)
 
 
