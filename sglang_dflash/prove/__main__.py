@@ -18,7 +18,7 @@ from sglang_dflash.bench.rows import write
 from sglang_dflash.bench.server import end_on_sigterm
 from sglang_dflash.prove import report
 from sglang_dflash.prove.apart import run_apart, run_here
-from sglang_dflash.prove.machine import OFFLINE, Place, place_of
+from sglang_dflash.prove.machine import Place, place_of
 from sglang_dflash.prove.record import Check, Needs, Result, Status
 
 LEAST_S = 20.0  # no process is started for less
@@ -89,7 +89,7 @@ def run_all(checks: Sequence[Check], place: Place, options: argparse.Namespace, 
         if able := [check for check in together if not why[check.name]]:
             limit_s = min(left_s, 60 * sum(check.minutes for check in able))
             log = options.folder / f"{number:02d}-{able[0].name.replace(' ', '-').replace(',', '')}.log"
-            results += run_apart(able, own, log=log, limit_s=limit_s, env={"PYTHONUNBUFFERED": "1"} | OFFLINE)
+            results += run_apart(able, own, log=log, limit_s=limit_s, env=place.child_env)
         for result in results:
             print(report.line(result), flush=True)
             found[result.name] = result

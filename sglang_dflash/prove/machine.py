@@ -113,6 +113,11 @@ class Place:
         """Whether answers and steps are computed in fp32 there, so that they can be compared exactly."""
         return OWN not in self.pairs and (self.gpu is None or attention in FP32_ATTENTION)
 
+    @property
+    def child_env(self) -> dict[str, str]:
+        """Of a process that checks. Triton reads whether it interprets when it is imported."""
+        return {"PYTHONUNBUFFERED": "1"} | OFFLINE | ({} if self.gpu else {"TRITON_INTERPRET": "1"})
+
     def flags(self, pair: str, attention: str, page_size: int | None = None) -> list[str]:
         """Of a server of `pair`, without models, speculation, host and port."""
         page_size = page_size or self.page_sizes(attention)[0]

@@ -52,9 +52,8 @@ class Launch(NamedTuple):
     env: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
 
-    def server(self, place: Place, arm: Arm) -> Server:
+    def server(self, place: Place, arm: Arm, port: int) -> Server:
         models = place.pairs[self.pair]
-        port = free_port(place.port)
         own = dict(self.env) if arm is Arm.PLUGIN else {}
         flags = [*place.flags(self.pair, self.attention, self.page_size), *self.flags]
         return Server(
@@ -74,9 +73,11 @@ def serving(place: Place, launch: Launch, arms: Sequence[Arm]) -> Iterator[dict[
         ServerError: one does not start, or is not what its name says.
     """
     with ExitStack() as stack:
-        servers = {}
+        servers, port = dict[Arm, Server](), place.port
         for arm in arms:
-            servers[arm] = launch.server(place, arm)
+            port = free_port(port)  # of this process, whether or not it is listened on yet
+            servers[arm] = launch.server(place, arm, port)
+            port += 1
             stack.callback(servers[arm].stop)
             servers[arm].start()
         for arm, server in servers.items():
