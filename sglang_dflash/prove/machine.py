@@ -31,12 +31,13 @@ else:
 """
 MAX_REQUESTS = 32  # of a tiny pair's server on a GPU
 GPU_FLAGS = (
-    *("--mem-fraction-static", "0.2"),  # three servers side by side
+    *("--mem-fraction-static", "0.3"),
+    *("--max-total-tokens", "131072"),  # of a tiny model a card holds millions, whose bookkeeping takes minutes
     *("--max-running-requests", str(MAX_REQUESTS)),
     *("--cuda-graph-max-bs-decode", str(MAX_REQUESTS)),
     *("--sampling-backend", "pytorch"),
 )
-HYBRID_GPU_FLAGS = ("--mamba-radix-cache-strategy", "extra_buffer")
+HYBRID_GPU_FLAGS = ("--mamba-radix-cache-strategy", "extra_buffer", "--max-mamba-cache-size", "256")
 # Of the target and the draft alike: what SGLang itself would choose first, then those that a GPU also has.
 ATTENTION = {
     "sm80": ("flashinfer", "triton"),
@@ -101,8 +102,8 @@ class Place:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether several servers fit."""
-        return OWN not in self.pairs
+        """Whether servers start beside one another. On a GPU each takes what it finds free for its own."""
+        return self.gpu is None and OWN not in self.pairs
 
     @property
     def main_pair(self) -> str:

@@ -205,6 +205,8 @@ def test_a_pair_of_ones_own_is_served_alone_and_with_its_flags(monkeypatch: pyte
     options = program.parse(["--model-path", "M", "--draft-path", "D", "--flags", "--tp-size", "2"])
     own = machine.place_of(options)
     assert not own.side_by_side
+    assert not place(Path(), H200).side_by_side
+    assert place(Path()).side_by_side
     assert own.flags(own.main_pair, "fa3", 16) == ["--attention-backend", "fa3", "--page-size", "16", "--tp-size", "2"]
     assert not own.exact("triton")
 
