@@ -29,6 +29,7 @@ class Options:
     block_size: slots drafted per step; None takes the checkpoint's.
     width: slots verified per step, a prefix of the block; None verifies all.
     draft_window: context tokens the draft sees, as `--speculative-draft-window-size`; None for all.
+    page_size: the window begins where a page does, as SGLang's paged backends need it, and may be longer by page - 1.
     n_unseen: tokens at the start that the draft never sees, as those of a cached prefix when it keeps a window's ring.
     generator: of the samples at temperature > 0, on the target's device; None takes torch's own.
     """
@@ -39,6 +40,7 @@ class Options:
     block_size: int | None = None
     width: int | None = None
     draft_window: int | None = None
+    page_size: int = 1
     n_unseen: int = 0
     generator: torch.Generator | None = None
 
@@ -51,8 +53,10 @@ class Options:
 
     def window(self, prefix_len: int) -> int:
         """Context tokens the draft sees after `prefix_len`."""
-        seen = prefix_len - self.n_unseen
-        return seen if self.draft_window is None else min(seen, self.draft_window)
+        if self.draft_window is None:
+            return prefix_len - self.n_unseen
+        first = max(prefix_len - self.draft_window, self.n_unseen)
+        return prefix_len - first + first % self.page_size
 
 
 class Step(NamedTuple):

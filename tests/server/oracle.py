@@ -17,10 +17,10 @@ from sglang_dflash.model.target import Target, stop_token_ids
 class Oracle:
     """One pair in fp32, greedy."""
 
-    def __init__(self, pair: Pair, block_size: int | None, draft_window: int | None) -> None:
+    def __init__(self, pair: Pair, block_size: int | None, draft_window: int | None, page_size: int = 1) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
         self.draft = DraftModel.from_pretrained(pair.draft, dtype=torch.float32)
-        self.block_size, self.draft_window = block_size, draft_window
+        self.block_size, self.draft_window, self.page_size = block_size, draft_window, page_size
 
     def accepted_histogram(self, prompt: Sequence[int], max_new_tokens: int, n_unseen: int = 0) -> dict[int, int]:
         """How many decode steps accepted 0, 1, 2, ... drafts; the prompt's own step is not one of them."""
@@ -29,6 +29,7 @@ class Oracle:
             stop_token_ids=stop_token_ids(self.target),
             block_size=self.block_size,
             draft_window=self.draft_window,
+            page_size=self.page_size,
             n_unseen=n_unseen,
         )
         _, *steps = spec_steps(self.draft, self.target, torch.tensor([prompt]), options)
@@ -61,5 +62,5 @@ class Oracle:
 
 
 @cache
-def oracle(pair: Pair, block_size: int | None, draft_window: int | None) -> Oracle:
-    return Oracle(pair, block_size, draft_window)
+def oracle(pair: Pair, block_size: int | None, draft_window: int | None, page_size: int = 1) -> Oracle:
+    return Oracle(pair, block_size, draft_window, page_size)

@@ -11,9 +11,11 @@ from sglang_dflash.model.config import FULL, SLIDING
 from tests.server.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
 
 SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90"),)
+INTERPRETED = (("SGLANG_DFLASH_REHEARSE", "sm90,kernels"),)
 SM100 = (("SGLANG_DFLASH_REHEARSE", "sm100"),)
 SNAPSHOT = (("SGLANG_DFLASH_GDN_STATE", "snapshot"),)
 
+PAGES_64 = ("--page-size", "64")
 EAGER = ("--disable-cuda-graph",)
 NO_PREFILL_GRAPHS = ("--cuda-graph-backend-prefill", "disabled")
 GRAPHS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", *NO_PREFILL_GRAPHS)
@@ -40,6 +42,10 @@ class Rehearsal(NamedTuple):
     max_new_tokens: int = 64
 
     @property
+    def page_size(self) -> int:
+        return int(self.flags[self.flags.index("--page-size") + 1]) if "--page-size" in self.flags else 1
+
+    @property
     def captures(self) -> bool:
         return EAGER[0] not in self.flags
 
@@ -48,12 +54,12 @@ REHEARSALS = {
     "fa3-eager": Rehearsal((*attention("fa3"), *EAGER)),
     "fa3-graphs": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK)),
     "fa3-prefill-graphs-pages-window": Rehearsal(
-        (*attention("fa3"), *BREAKABLE, *PAGES, *TRACK, *window(64)), knows_steps=False, full=False
+        (*attention("fa3"), *BREAKABLE, *PAGES, *TRACK, *window(64)), draft_window=64, full=False
     ),
     "fa3-graphs-beside-eager": Rehearsal((*attention("fa3"), *SMALL_GRAPHS, *CHUNKED)),
     "fa3-graphs-dense": Rehearsal((*attention("fa3"), *BREAKABLE), target="dense"),
     "fa3-graphs-pages": Rehearsal((*attention("fa3"), *GRAPHS, *PAGES, *TRACK)),
-    "fa3-graphs-pages-64": Rehearsal((*attention("fa3"), *GRAPHS, "--page-size", "64")),
+    "fa3-graphs-pages-64": Rehearsal((*attention("fa3"), *GRAPHS, *PAGES_64)),
     "fa3-graphs-window": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK, *window(64)), draft_window=64),
     "fa3-graphs-sliding": Rehearsal((*attention("fa3"), *GRAPHS), target="dense", draft_layers=(SLIDING, FULL)),
     "fa3-graphs-all-sliding": Rehearsal(
@@ -66,6 +72,61 @@ REHEARSALS = {
     ),
     "fa3-graphs-no-overlap": Rehearsal((*attention("fa3"), *GRAPHS, "--disable-overlap-schedule")),
     "fa3-graphs-snapshot": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK), SM90 + SNAPSHOT),
+    "fa4-eager": Rehearsal((*attention("fa4"), *EAGER, *PAGES_64), SM100),
+    "fa4-graphs": Rehearsal((*attention("fa4"), *BREAKABLE, *PAGES_64, *TRACK), SM100),
+    "fa4-graphs-sm90-sliding": Rehearsal((*attention("fa4"), *GRAPHS), target="dense", draft_layers=(SLIDING, FULL)),
+    "fa4-graphs-window-widths": Rehearsal(
+        (*attention("fa4"), *GRAPHS, *PAGES_64, *window(64)), SM100 + RANDOM_WIDTHS, knows_steps=False
+    ),
+    "flashinfer-eager": Rehearsal((*attention("flashinfer"), *EAGER)),
+    "flashinfer-graphs": Rehearsal((*attention("flashinfer"), *GRAPHS, *TRACK)),
+    "flashinfer-graphs-dense": Rehearsal((*attention("flashinfer"), *BREAKABLE), target="dense"),
+    "flashinfer-graphs-pages-window": Rehearsal(
+        (*attention("flashinfer"), *GRAPHS, *PAGES, *TRACK, *window(64)), draft_window=64
+    ),
+    "flashinfer-graphs-window": Rehearsal((*attention("flashinfer"), *GRAPHS, *TRACK, *window(64)), draft_window=64),
+    "flashinfer-graphs-widths": Rehearsal(
+        (*attention("flashinfer"), *GRAPHS, *TRACK), SM90 + RANDOM_WIDTHS, knows_steps=False
+    ),
+    # Its sliding layers see up to N - 1 tokens more than they should, so steps may differ from plain torch's.
+    "flashinfer-graphs-sliding": Rehearsal(
+        (*attention("flashinfer"), *GRAPHS), target="dense", draft_layers=(SLIDING, FULL), knows_steps=False
+    ),
+    "flashinfer-graphs-beside-eager": Rehearsal((*attention("flashinfer"), *SMALL_GRAPHS, *CHUNKED)),
+    "trtllm-xqa-eager": Rehearsal((*attention("trtllm_mha"), *EAGER, *PAGES)),
+    "trtllm-xqa-graphs": Rehearsal((*attention("trtllm_mha"), *GRAPHS, *PAGES, *TRACK)),
+    "trtllm-gen-graphs": Rehearsal((*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES_64, *TRACK), SM100),
+    "trtllm-gen-graphs-sliding": Rehearsal(
+        (*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES),
+        SM100,
+        target="dense",
+        draft_layers=(SLIDING, FULL),
+    ),
+    "trtllm-gen-graphs-window-widths": Rehearsal(
+        (*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)),
+        SM100 + RANDOM_WIDTHS,
+        knows_steps=False,
+    ),
+    "trtllm-and-a-draft-on-fa4": Rehearsal((*attention("trtllm_mha"), *BREAKABLE, *PAGES_64, *TRACK), SM100),
+    "fa3-and-a-draft-on-flashinfer": Rehearsal((*attention("fa3", draft="flashinfer"), *GRAPHS, *TRACK)),
+    "triton-graphs": Rehearsal((*attention("triton"), *GRAPHS), n_prompts=4, max_new_tokens=32),
+    "triton-eager-pages-window": Rehearsal(
+        (*attention("triton"), *EAGER, *PAGES, *window(64)), draft_window=64, n_prompts=4, max_new_tokens=32
+    ),
+    "fa3-graphs-two-ranks": Rehearsal(
+        (*attention("fa3"), *GRAPHS, "--tp", "2"), (*SM90, ("SGLANG_CPU_OMP_THREADS_BIND", "0|1"))
+    ),
+    "flashinfer-and-a-draft-on-trtllm": Rehearsal(
+        (*attention("flashinfer", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)),
+        SM100,
+        draft_window=64,
+        full=False,
+        n_prompts=8,
+        max_new_tokens=48,
+    ),
+    "fa3-graphs-interpreted": Rehearsal(
+        (*attention("fa3"), *GRAPHS), INTERPRETED, full=False, n_prompts=2, max_new_tokens=24
+    ),
     "fa3-graphs-stock": Rehearsal((*attention("fa3"), *BREAKABLE), arm=Arm.STOCK),
     "fa3-graphs-stock-dense": Rehearsal((*attention("fa3"), *GRAPHS), arm=Arm.STOCK, target="dense"),
 }

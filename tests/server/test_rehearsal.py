@@ -70,7 +70,7 @@ def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) 
     answers = serving.generate(concurrency)
     assert [answer.token_ids for answer in answers] == serving.expected
     if serving.rehearsal.knows_steps:
-        expert = oracle(serving.pair, None, serving.rehearsal.draft_window)
+        expert = oracle(serving.pair, None, serving.rehearsal.draft_window, serving.rehearsal.page_size)
         n_new = serving.rehearsal.max_new_tokens
         assert list(map(steps, answers)) == [expert.accepted_histogram(prompt, n_new) for prompt in serving.prompts]
 
@@ -101,7 +101,7 @@ def test_after_a_hit_the_draft_sees_what_it_should(serving: Serving, questions: 
     rehearsal = serving.rehearsal
     if not rehearsal.knows_steps:
         pytest.skip("the oracle cannot know how steps go here")
-    expert = oracle(serving.pair, None, rehearsal.draft_window)
+    expert = oracle(serving.pair, None, rehearsal.draft_window, rehearsal.page_size)
     text = [token for prompt in questions(8, rehearsal.target, seed=6) for token in prompt][:300]
     for n_first, n_second in ((150, 180), (210, 300)):
         serving.server.flush_cache()

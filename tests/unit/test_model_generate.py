@@ -264,3 +264,19 @@ def test_a_target_that_cannot_be_unread_is_refused():
     both_in_one_layer = SimpleNamespace(config=FalconH1Config(num_hidden_layers=2))
     with pytest.raises(ValueError, match=r"keeps its past in \['LinearAttentionAndFullAttentionLayer'\]"):
         Target(both_in_one_layer, (0,))
+
+
+@pytest.mark.parametrize(
+    ("options", "prefix_len", "n_seen"),
+    [
+        ({}, 100, 100),
+        ({"n_unseen": 30}, 100, 70),
+        ({"draft_window": 64}, 100, 64),
+        ({"draft_window": 64}, 40, 40),
+        ({"draft_window": 64, "n_unseen": 60}, 100, 40),
+        ({"draft_window": 64, "page_size": 16}, 100, 68),  # from 36, which lies in the page that begins at 32
+        ({"draft_window": 64, "page_size": 16, "n_unseen": 48}, 100, 52),
+    ],
+)
+def test_what_the_draft_sees_of_the_context(options: dict, prefix_len: int, n_seen: int) -> None:
+    assert Options(max_new_tokens=1, **options).window(prefix_len) == n_seen
