@@ -177,6 +177,19 @@ def test_metadata_is_checked(gpu: str, changes: Any, complaint: str) -> None:
         decode(scene, **changes(scene))
 
 
+def test_scratch_is_not_semaphores() -> None:
+    """One buffer for both kernels of sm90 works, as SGLang cuts it, and only so."""
+    on("sm90")
+    scene, workspace = Scene([4, 4], [40, 21], 16), torch.zeros(XQA_SEMAPHORES + MIB, dtype=torch.uint8)
+    for _ in range(2):
+        decode(scene, workspace_buffer=workspace)
+        fmha_v2(scene, False, workspace_buffer=workspace[XQA_SEMAPHORES:])
+    assert workspace[XQA_SEMAPHORES:].any()  # or it would prove nothing
+    fmha_v2(scene, False, workspace_buffer=workspace)
+    with pytest.raises(AssertionError, match="semaphores must be zero"):
+        decode(scene, workspace_buffer=workspace)
+
+
 @pytest.mark.parametrize("gpu", ["sm90", "sm100"])
 def test_pages_have_a_size_the_kernel_knows(gpu: str) -> None:
     on(gpu)
