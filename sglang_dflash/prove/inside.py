@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash import geometry
+from sglang_dflash import capacity_report, geometry
+from sglang_dflash.flags import Worker
 from sglang_dflash.prove import served
-from sglang_dflash.prove.machine import DENSE, OWN, Place
+from sglang_dflash.prove.machine import DENSE, OWN, Gpu, Place
 from sglang_dflash.prove.record import Failed, Finding, Once, Skipped, require
 from sglang_dflash.prove.served import Expected, Launch, Torch, Watched
 from sglang_dflash.sizes import ring_slots
@@ -152,7 +153,30 @@ def memory(place: Place) -> Finding:
         f"{name.replace('_', ' ')} {rows[name]['allocated'] / 2**20:.1f} MiB ({share:+.1%})"
         for name, share in off.items()
     )
-    return require(all(abs(share) <= BYTES_WITHIN for share in off.values()), shown, {"bytes": found, "counted": rows})
+    numbers: dict[str, Any] = {"bytes": found, "counted": rows}
+    if place.gpu is not None and watched.launch.pair == OWN:
+        numbers["tokens"] = {"served": found["target_tokens"], "counted": counted_tokens(place.gpu, watched, place)}
+        shown += f"; tokens of K and V {found['target_tokens']:,}, counted {numbers['tokens']['counted']:,}"
+    return require(all(abs(share) <= BYTES_WITHIN for share in off.values()), shown, numbers)
+
+
+def counted_tokens(gpu: Gpu, watched: Watched, place: Place) -> int:
+    """By the capacity report, for a card of which nothing is taken before the launch."""
+    info, models = watched.info, place.pairs[watched.launch.pair]
+    flags = {
+        "--model": models.target,
+        "--draft": models.draft,
+        "--gpu-memory": gpu.memory / 2**30,
+        "--block": watched.dflash["block_size"],
+        "--tp": info["tp_size"],
+        "--mem-fraction": info["mem_fraction_static"],
+        "--max-running-requests": watched.dflash["probe"]["bytes"]["requests"],
+        "--page-size": info["page_size"],
+        "--window": info.get("speculative_draft_window_size"),
+    }
+    words = [str(word) for pair in flags.items() if pair[1] is not None for word in pair]
+    report = capacity_report.answer(capacity_report.arguments().parse_args(words))
+    return report.results[Worker.PLUGIN].n_tokens
 
 
 def count(place: Place, watched: Watched) -> dict[str, int]:

@@ -23,7 +23,10 @@ def document(place: Place, checks: Sequence[Check], results: Sequence[Result], c
         "form": "short" if place.short else "whole",
         "environment": {name: portable(value) for name, value in inherited().items()},
         "ok": not any(result.is_bad for result in results),
-        "results": [dataclasses.asdict(result) | {"proves": proves[result.name]} for result in results],
+        "results": [
+            dataclasses.asdict(result) | {"proves": proves[result.name], "text": portable(result.text)}
+            for result in results
+        ],
     }
 
 

@@ -1,10 +1,12 @@
 """What is made of what was seen: each verdict can fall both ways."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_dflash import geometry
 from sglang_dflash.bench import tiny
 from sglang_dflash.bench.tiny import Arm
 from sglang_dflash.prove import inside, machine, outside, served
@@ -103,3 +105,38 @@ def test_an_answer_that_ends_early_is_no_tie() -> None:
 def test_tokens_per_step() -> None:
     assert served.committed_per_step([{0: 1, 4: 1}, {2: 2}]) == 1 + 8 / 4
     assert served.committed_per_step([]) != served.committed_per_step([])  # of nothing: nan
+
+
+def watched_bytes(kv_itemsize: int) -> served.Watched:
+    """A server of the hybrid pair: 100 tokens in pages of one, 4 states, 2 requests and a row of padding."""
+    target, draft = geometry.read_target(str(tiny.HYBRID.target)), geometry.read_draft(str(tiny.HYBRID.draft))
+    wide = [replace(one.attention, itemsize=kv_itemsize).bytes_per_token(1) for one in (target, draft)]
+    recurrent = replace(target.recurrent, conv_itemsize=4)
+    pools = {
+        "target_tokens": 100,
+        "target_kv": 101 * wide[0],
+        "draft_kv": 101 * wide[1],
+        "page_size": 1,
+        "requests": 2,
+        "states": 4,
+        "state_bytes": 4 * recurrent.state_bytes,
+        "block_rows": 3,
+        "block_bytes": 3 * recurrent.record_bytes(16),
+    }
+    dflash = {"block_size": 16, "probe": {"bytes": pools}}
+    info = {"tp_size": 1, "mem_fraction_static": 0.8, "page_size": 1, "speculative_draft_window_size": None}
+    return served.Watched(Launch("hybrid", "fa3"), PROMPTS, {}, dflash, info)
+
+
+def test_pools_that_take_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inside, "whole_blocks", lambda _: watched_bytes(4))
+    assert "(+0.0%)" in inside.memory(place()).text
+    monkeypatch.setattr(inside, "whole_blocks", lambda _: watched_bytes(2))
+    with pytest.raises(Failed, match=r"target kv .* \(-50.0%\)"):
+        inside.memory(place())
+
+
+def test_tokens_of_a_card_are_counted_for_a_pair_of_ones_own() -> None:
+    own = Place(H200, "sm90", {machine.OWN: tiny.HYBRID}, (), True, Path("logs"), 31600)
+    watched = watched_bytes(2)._replace(launch=Launch(machine.OWN, "fa3"))
+    assert inside.counted_tokens(H200, watched, own) > 1_000_000
