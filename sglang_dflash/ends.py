@@ -26,7 +26,7 @@ class TargetEnds(NamedTuple):
     head: Any  # a module with .weight [V or its shard, H]
     n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
     first_token: int  # the id of this shard's first row
-    tp_group: GroupCoordinator
+    tp_group: GroupCoordinator | None  # that shares the head; None: every rank has the whole
 
 
 def target_ends(model: Any) -> TargetEnds:
@@ -37,18 +37,22 @@ def target_ends(model: Any) -> TargetEnds:
     """
     if has(model, SCALE):
         raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
-    head = model.lm_head
+    head, embed = model.lm_head, model.get_input_embeddings()
+    if isinstance(head, nn.Embedding):  # Gemma's: the embedding itself, whole on every rank
+        return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None)
     if not isinstance(head.quant_method, UnquantizedEmbeddingMethod):
         raise ValueError(
             f"DFLASH: the target's lm_head is quantized ({type(head.quant_method).__name__}) and the draft borrows it; "
             "use a checkpoint with a plain lm_head, or SGLANG_DFLASH_WORKER=stock"
         )
     tp_group = get_parallel().tp_group
+    if tp_group.world_size == 1:
+        tp_group = None
     shard = head.shard_indices
     return TargetEnds(
-        embed=model.get_input_embeddings(),
+        embed=embed,
         head=head,
-        n_vocab=head.org_vocab_size if tp_group.world_size == 1 else shard.num_org_elements,
+        n_vocab=head.org_vocab_size if tp_group is None else shard.num_org_elements,
         first_token=shard.org_vocab_start_index,
         tp_group=tp_group,
     )
@@ -58,7 +62,7 @@ def likeliest(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """The target head's argmax, int64 [B, D]; under tensor parallelism every rank returns the same tokens."""
     weight_VH = ends.head.weight[: ends.n_vocab]
     logits_BDV = hidden_BDH.to(weight_VH.dtype) @ weight_VH.T
-    if ends.tp_group.world_size == 1:
+    if ends.tp_group is None:
         return logits_BDV.argmax(dim=-1)
     best_BD, token_BD = logits_BDV.max(dim=-1)
     best_RBD = ends.tp_group.all_gather(best_BD[None].contiguous(), dim=0)  # R ranks

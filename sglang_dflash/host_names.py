@@ -296,6 +296,8 @@ NAMES = (
         "table_qk_norm_rope_",
         "qkv positions q_weight k_weight cos_sin_cache num_q_heads num_k_heads head_dim eps",
     ),
+    Name("sglang.srt.models.minimax_m2", "MiniMaxM2ForCausalLM", "model get_input_embeddings"),
+    Name("sglang.srt.models.minimax_m2", "MiniMaxM2ForCausalLM.set_eagle3_layers_to_capture", "layer_ids"),
     Name("sglang.srt.models.utils", "apply_qk_norm", "q k q_norm k_norm head_dim"),
     Name("sglang.srt.utils", "async_h2d", "dtype device"),
     Name("sglang.srt.utils.common", "get_cuda_graph_max_batch_size", "max_batch_size"),

@@ -40,6 +40,14 @@ REHEARSAL = (
         "FlashAttentionBackend",
         "_get_scheduler_metadata",
     ),
+    # layers of single families
+    Name("sglang.srt.layers.moe.fused_moe_native", "moe_forward_native", "layer x topk_output moe_runner_config"),
+    Name("sglang.srt.layers.quantization.unquant", "UnquantizedFusedMoEMethod", "use_triton_kernels with_bias"),
+    Name("sglang.kernels.ops.kvcache.mla_buffer", "set_mla_kv_buffer_naive", "kv_buffer loc cache_k_nope cache_k_rope"),
+    Name("sglang.kernels.ops.activation.softcap", "_softcap_logits", "full_logits final_logit_softcapping output"),
+    Name("sglang.srt.models.minimax_m2", "rms_sumsq_serial", "x1 x2"),
+    Name("sglang.srt.models.minimax_m2", "rms_apply_serial", "x1 x2 w1 w2 sum_sq tp_world eps"),
+    Name("sglang.srt.layers.layernorm", "Gemma4RMSNorm", "with_scale"),
 )
 
 # Of FlashInfer. Checked when a backend over it is made: importing it takes seconds.

@@ -108,6 +108,7 @@ def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
     from sglang_dflash.requests import refusal
     from sglang_dflash.served import add_dflash
     from sglang_dflash.state_pool import count_records
+    from sglang_dflash.target_models import complete
     from sglang_dflash.weight_update import own_checkpoint_only
 
     hooks: Hooks = {
@@ -126,6 +127,7 @@ def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
         if not target.recurrent:
             hooks[LONGEST_HIT] = (leave_the_end, HookType.AFTER)
     set_hooks(hooks)
+    complete(target.architecture)
 
 
 def start_metrics(result: None, reporter: Any) -> None:

@@ -1,5 +1,12 @@
 #!/usr/bin/env bash
-# MiniMax-M2.5: not with SGLang 0.5.23, neither by our worker nor by its own. Its draft is z-lab/MiniMax-M2.5-DFlash.
-echo "MiniMax-M2.5: SGLang 0.5.23 cannot capture its features (MiniMaxM2ForCausalLM has no" \
-  "set_dflash_layers_to_capture), so no DFLASH worker can serve it; serve it without --speculative-algorithm" >&2
-exit 1
+# MiniMax-M2.5: launch/recipes/minimax-m2.5.sh h200|b200 [further flags]. By our worker alone: SGLang 0.5.23 has no
+# set_dflash_layers_to_capture for it, which sglang_dflash/target_models.py adds.
+source "$(dirname "$0")/gpu.sh"
+flags=(
+  --model-path MiniMaxAI/MiniMax-M2.5
+  --speculative-algorithm DFLASH
+  --speculative-draft-model-path z-lab/MiniMax-M2.5-DFlash # its block is the one in its config
+  --tp-size 4 # 230 GB of weights in fp8; over 8 an expert's share is no multiple of the scales' 128
+  --trust-remote-code # of the target; no draft's code is run
+)
+exec python3 -m sglang.launch_server $DFLASH_FLAGS "${flags[@]}" "$@"

@@ -25,6 +25,8 @@ def activate() -> str | None:
     if rehearsed:
         # Triton reads it when it is imported: here nothing runs kernels yet, and every process after inherits it.
         os.environ["TRITON_INTERPRET"] = "1"
+        # What SGLang compiles runs as it is written, a launch for each operation; PyTorch reads it where it compiles.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
         return "sglang_dflash.rehearsal.platform.RehearsalPlatform"
     return "sglang_dflash.cpu.platform.CpuPlatform"
 

@@ -81,6 +81,39 @@ def fused_gate_sigmoid_mul_add(
     final_hidden_states.copy_(torch.addcmul(final_hidden_states.float(), gate_T1, shared_output.float()))
 
 
+def rms_sumsq_serial(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of every row of x1 [T, F] and then of x2 [T, F'], fp32; zeros up to a multiple of 4."""
+    sums = torch.cat([x.float().square().sum(dim=-1) for x in (x1, x2)])
+    return F.pad(sums, (0, -len(sums) % 4))
+
+
+def rms_apply_serial(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    sum_sq: torch.Tensor,
+    tp_world: int = 1,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norms of x1 [T, F] and x2 [T, F'], in their types; a row's features are those of `tp_world` ranks."""
+    sums = sum_sq[: 2 * len(x1)].view(2, -1, 1)
+    return tuple(  # type: ignore[return-value]
+        (x.float() * torch.rsqrt(sum_T1 / (x.shape[-1] * tp_world) + eps) * w.float()).to(x.dtype)
+        for x, w, sum_T1 in zip((x1, x2), (w1, w2), sums, strict=True)
+    )
+
+
+def softcap_logits(
+    full_logits: torch.Tensor, final_logit_softcapping: float | None, output: torch.Tensor | None = None
+) -> torch.Tensor:
+    """cap * tanh(logits / cap), or the logits where there is no cap; in place, or in fp32 into `output`."""
+    capped = full_logits
+    if final_logit_softcapping is not None:
+        capped = final_logit_softcapping * (full_logits.float() / final_logit_softcapping).tanh()
+    return (full_logits if output is None else output).copy_(capped)
+
+
 def table_qk_norm_rope_(
     qkv: torch.Tensor,
     positions: torch.Tensor,

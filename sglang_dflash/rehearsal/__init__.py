@@ -12,6 +12,7 @@ flashinfer, triton, trtllm_mha) plan and run, and Triton kernels run in Triton's
     flashinfer   FlashInfer's compiled modules, under its own Python; trtllm: the kernels behind its TensorRT-LLM part
     capability   which GPU SGLang's attention and FlashInfer are told of
     seams        where SGLang names CUDA although another platform runs, each with its reason
+    models       layers of single families of targets
     platform     what SGLang asks
 
 What is proved: which Python runs in capture and replay, and that its metadata is right; that nothing captured depends

@@ -30,9 +30,10 @@ class RehearsalPlatform(CpuPlatform):
 
     def init_backend(self) -> None:
         from sglang_dflash.cpu import install, register_choices
-        from sglang_dflash.rehearsal import seams
+        from sglang_dflash.rehearsal import models, seams
 
         seams.device()
+        models.before_loading()
         register_choices()
         install.install(seams.as_launches(install.at_import()))
 
@@ -40,8 +41,9 @@ class RehearsalPlatform(CpuPlatform):
         super().post_load_model(model)
         from sglang_dflash import host
         from sglang_dflash.host_names_rehearsal import REHEARSAL
-        from sglang_dflash.rehearsal import seams
+        from sglang_dflash.rehearsal import models, seams
 
         seams.graphs()
+        models.layers(model)
         seams.attention()
         host.check(REHEARSAL)  # the attention modules load now, and not before

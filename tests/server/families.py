@@ -6,6 +6,7 @@ learns in seconds. So drafts are accepted, and which ones depends on the target'
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from sglang_dflash.train.draft import Data, Settings, train_draft
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tokens import Rows
+from tests.server.rehearsals import GRAPHS, SM90, attention
 
 N_LAYERS, VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4, 128, 64, 4, 2, 16
 END, MASK = 2, 3
@@ -59,14 +61,56 @@ IMAGES = {"image_token_id": 127, "video_token_id": 126, "vision_start_token_id":
 NO_WARMUP = ("--skip-server-warmup",)
 
 
+LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "head_dim": 8, "num_key_value_heads": HEADS, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_mtp_layers": 0,
+    "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",  # SGLang reads these
+}  # fmt: skip
+GEMMA4 = {
+    "sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "global_head_dim": 32,
+    "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    "initializer_range": 0.03,  # of the embeddings, in effect: everything else is normalised after it is multiplied
+}  # fmt: skip
+GEMMA4_OUTER = {
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "head_dim": 16,
+    },
+    "image_token_id": 1000, "video_token_id": 1001, "audio_token_id": 1002, "audio_config": None,  # never said
+}  # fmt: skip
+
+
 class Family(NamedTuple):
-    """`model` and `config` are names in Transformers; `fields` are those of its text model."""
+    """`model` and `config` are names in Transformers; `fields` are those of its text model, `outer` of the whole."""
 
     model: str
     config: str
     fields: Mapping[str, Any]
     flags: tuple[str, ...] = ()
     vision: bool = False
+    outer: Mapping[str, Any] = MappingProxyType({})
+    env: tuple[tuple[str, str], ...] = ()
+
+
+def yarn(**more: float) -> dict[str, Any]:
+    scaling = {"factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
+    return {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10_000.0} | scaling | more}
+
+
+def rehearsed(
+    model: str,
+    config: str,
+    fields: Mapping[str, Any],
+    *,
+    backend: str = "fa3",
+    flags: tuple[str, ...] = (),
+    outer: Mapping[str, Any] = MappingProxyType({}),
+) -> Family:
+    """A family that is served as on a GPU, with captured graphs."""
+    return Family(model, config, fields, (*flags, *attention(backend), *GRAPHS), bool(outer), outer, SM90)
 
 
 FAMILIES = {
@@ -90,6 +134,55 @@ FAMILIES = {
     ),
 }
 
+# What SGLang serves with the attention backends, or the layers, of GPUs only.
+REHEARSED = {
+    # Every other layer slides; each head has a sink.
+    "gpt-oss": rehearsed(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "sliding_window": 16}
+        | yarn(truncate=False),
+    ),
+    # The text model of Kimi-K2.5.
+    "deepseek-v3": rehearsed(
+        "DeepseekV3ForCausalLM", "DeepseekV3Config", DENSE_MLP | LATENT | yarn(mscale=1.0, mscale_all_dim=1.0)
+    ),
+    "minimax-m2": rehearsed(
+        "MiniMaxM2ForCausalLM",
+        "MiniMaxM2Config",
+        {
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rotary_dim": 8,
+            # SGLang reads these.
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+        },
+    ),
+    "qwen3-next": rehearsed(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        EXPERTS | GATED_DELTA_NET | DENSE_MLP | {"shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5},
+        flags=HYBRID_FLAGS,
+    ),
+    # SGLang refuses it fa3, and this one has no heads that fa4 could not take.
+    "gemma-4": rehearsed(
+        "Gemma4ForConditionalGeneration", "Gemma4Config", DENSE_MLP | GEMMA4, backend="fa4", outer=GEMMA4_OUTER
+    ),
+    "gemma-4-moe": rehearsed(
+        "Gemma4ForConditionalGeneration",
+        "Gemma4Config",
+        DENSE_MLP
+        | GEMMA4
+        | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+        backend="fa4",
+        outer=GEMMA4_OUTER,
+    ),
+}
+
 
 def make_target(family: Family) -> PreTrainedModel:
     """Random weights, fp32, wide enough that what a token's past says decides what comes next."""
@@ -97,12 +190,18 @@ def make_target(family: Family) -> PreTrainedModel:
     fields = COMMON | {"initializer_range": 0.16} | dict(family.fields)
     config_class = getattr(transformers, family.config)
     if family.vision:
-        fields = {"text_config": fields, "vision_config": VISION, **IMAGES}
+        fields = {"text_config": fields, **(family.outer or {"vision_config": VISION, **IMAGES})}
     config = config_class(**fields)
     if "linear_conv_kernel_dim" in family.fields:
         # SGLang reads the layer pattern from this field, which Transformers leaves out.
         config.get_text_config().full_attention_interval = N_LAYERS
-    return getattr(transformers, family.model)(config).eval()
+    target = getattr(transformers, family.model)(config).eval()
+    for name, tensor in target.state_dict().items():
+        if name.endswith(".sinks"):  # SGLang keeps them in bf16
+            tensor.copy_(tensor.bfloat16())
+        elif name.endswith(".e_score_correction_bias"):
+            tensor.normal_(std=0.1)
+    return target
 
 
 def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:

@@ -1,9 +1,10 @@
-"""Every family of targets that SGLang's CPU route can run: with DFLASH, its answers are those without, in fp32.
+"""Every family of targets: with DFLASH, its answers are those without, in fp32.
 
 For each family a target of random weights and a draft that was taught its loops: what Transformers says, what the
 server says without speculation and what it says under our worker must be one text, and each decode step must accept
 what the plain-torch DFlash accepts, which reads the same features by other means. `launch/recipes/README.md` says which
-published models a family stands for, and which families are not proved here.
+published models a family stands for. What SGLang serves on GPUs only is rehearsed (`sglang_dflash.rehearsal`): with a
+GPU's attention backend and captured graphs.
 """
 
 from collections import Counter
@@ -18,11 +19,12 @@ from launch.tiny import Pair
 from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options, Step, spec_steps
-from tests.server.families import FAMILIES, NO_WARMUP, Family, write_pair
+from tests.server.families import FAMILIES, NO_WARMUP, REHEARSED, Family, write_pair
 from tests.server.talk import steps
 
 pytestmark = pytest.mark.full
 
+ALL = FAMILIES | REHEARSED
 N_PROMPTS, N_TOKENS = 8, 48
 N_AGAIN = 20  # tokens of an answer that its next prompt holds: found in the cache
 COMMITTED_PER_STEP = 2.0
@@ -39,9 +41,9 @@ class Served(NamedTuple):
     name: str
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=ALL)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    family = FAMILIES[request.param]
+    family = ALL[request.param]
     pair, prompts = write_pair(family, tmp_path_factory.mktemp(request.param))
     target = getattr(transformers, family.model).from_pretrained(pair.target, dtype=torch.float32).eval()
     draft = DraftModel.from_pretrained(pair.draft, dtype=torch.float32)
@@ -52,7 +54,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module", params=["off", "plugin"])
 def server(request: pytest.FixtureRequest, pool: Any, served: Served) -> Iterator[Server]:
-    running = pool.get(request.param, target=served.name, pair=served.pair, flags=(*served.family.flags, *NO_WARMUP))
+    family = served.family
+    flags = (*family.flags, *NO_WARMUP, "--decode-log-interval", "1")
+    running = pool.get(request.param, target=served.name, pair=served.pair, flags=flags, env=dict(family.env))
     yield running
     pool.drop(running)
 
@@ -88,5 +92,13 @@ def test_steps_are_those_of_plain_torch(server: Server, served: Served) -> None:
     assert sum(len(set(text)) for text in texts(served)) / N_PROMPTS > DIFFERENT_TOKENS, "the texts are monotonous"
 
 
+def test_what_is_rehearsed_is_captured(server: Server, served: Served) -> None:
+    """And nothing else is: SGLang's line about every decode batch says so."""
+    ask(server, served.prompts, N_TOKENS)
+    decoded = [line for line in server.log_text().splitlines() if "Decode batch" in line]
+    assert decoded
+    assert all(f"cpu graph: {served.name in REHEARSED}" in line for line in decoded)
+
+
 def test_every_family_is_another_architecture() -> None:
-    assert len({family.model for family in FAMILIES.values()}) == len(FAMILIES)
+    assert len({(family.model, "enable_moe_block" in family.fields) for family in ALL.values()}) == len(ALL)

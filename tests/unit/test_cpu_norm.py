@@ -1,5 +1,7 @@
 """Norms, gates and splits against definitions written one row, or one head, at a time."""
 
+import math
+
 import pytest
 import torch
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
@@ -99,3 +101,25 @@ def test_norm_and_rotation_of_queries_and_keys(dtype: torch.dtype):
     )
     torch.testing.assert_close(qkv, want, atol=2**-7 if dtype == torch.bfloat16 else 1e-5, rtol=0)
     assert torch.equal(qkv[:, 5 * E :], want[:, 5 * E :])
+
+
+@pytest.mark.parametrize("tp_world", [1, 2])
+def test_norms_of_q_and_k_from_their_sums_of_squares(tp_world: int):
+    """Of two ranks with the same features the sums are twice as large, and the norms the same."""
+    q, k, w_q, w_k = torch.randn(3, 8), torch.randn(3, 4), torch.randn(8), torch.randn(4)
+    sums = norm.rms_sumsq_serial(q, k)
+    assert sums.tolist() == pytest.approx([sum(x * x for x in row.tolist()) for x2 in (q, k) for row in x2] + [0, 0])
+    got = norm.rms_apply_serial(q, k, w_q, w_k, sums * tp_world, tp_world, 1e-3)
+    for x, weight, out in zip((q, k), (w_q, w_k), got, strict=True):
+        for row, normed in zip(x, out, strict=True):
+            torch.testing.assert_close(normed, row / ((row @ row) / len(row) + 1e-3).sqrt() * weight)
+
+
+def test_softcapped_logits():
+    logits, output = torch.randn(2, 5).bfloat16() * 50, torch.empty(2, 5)
+    want = torch.tensor([[30 * math.tanh(x / 30) for x in row] for row in logits.tolist()])
+    assert norm.softcap_logits(logits, 30.0, output) is output
+    torch.testing.assert_close(output, want)
+    assert torch.equal(norm.softcap_logits(logits.clone(), None, output), logits.float())
+    assert norm.softcap_logits(logits, 30.0) is logits
+    torch.testing.assert_close(logits, want.bfloat16())

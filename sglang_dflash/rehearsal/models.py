@@ -1,0 +1,77 @@
+"""What families of targets need to be rehearsed: layers that SGLang computes with kernels of GPUs only, or on the host.
+
+Put in place once the target is loaded: by then all of SGLang's models are imported.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_dflash.cpu import install, norm
+from sglang_dflash.rehearsal import graph
+
+_MINIMAX = "sglang.srt.models.minimax_m2"
+_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
+
+
+def before_loading() -> None:
+    """Qwen3-Next makes its norms on the device of the default device module: that of PyTorch's build, not of here."""
+    get_device_module = torch.get_device_module
+
+    def default_here(device: torch.device | str | None = None) -> ModuleType:
+        return torch.cpu if device is None else get_device_module(device)
+
+    torch.get_device_module = default_here  # type: ignore[assignment]
+
+
+def layers(model: torch.nn.Module) -> None:
+    from sglang.kernels.ops.kvcache.mla_buffer import set_mla_kv_buffer_naive
+
+    install.install(
+        {
+            _EXPERTS: experts(),
+            # Latent attention's K/V: SGLang's own torch form, which picks the rows to write by a mask.
+            f"{set_mla_kv_buffer_naive.__module__}.set_mla_kv_buffer_naive": graph.launch(set_mla_kv_buffer_naive),
+            # MiniMax-M2's norms of q and k: Triton kernels behind an assertion that there is CUDA.
+            f"{_MINIMAX}.rms_sumsq_serial": graph.launch(norm.rms_sumsq_serial),
+            f"{_MINIMAX}.rms_apply_serial": graph.launch(norm.rms_apply_serial),
+            # Gemma's: libdevice's tanh is not among what Triton interprets.
+            "sglang.kernels.ops.activation.softcap._softcap_logits": graph.launch(norm.softcap_logits),
+        }
+    )
+    _weigh_norms(model)
+
+
+def _weigh_norms(model: torch.nn.Module) -> None:
+    """Gemma-4 folds its router's scale into the weight of a norm "without scale": its kernel applies it, as here."""
+    from sglang.srt.layers.layernorm import Gemma4RMSNorm
+
+    for module in model.modules():
+        if isinstance(module, Gemma4RMSNorm):
+            module.with_scale = True
+
+
+def experts() -> Any:
+    """SGLang's experts in plain torch, which count on the host who goes where, as the one launch they are on a GPU.
+
+    Weights that were laid out for `triton_kernels` (gpt-oss) have their last two dimensions exchanged.
+    """
+    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+
+    @graph.launch
+    def forward(layer: Any, x: torch.Tensor, topk_output: Any, moe_runner_config: Any) -> torch.Tensor:
+        method = layer.quant_method
+        if method.use_triton_kernels:
+            layer = SimpleNamespace(
+                num_experts=layer.num_experts,
+                w13_weight=layer.w13_weight.transpose(1, 2),
+                w2_weight=layer.w2_weight.transpose(1, 2),
+                w13_weight_bias=layer.w13_weight_bias if method.with_bias else None,
+                w2_weight_bias=layer.w2_weight_bias if method.with_bias else None,
+            )
+        return moe_forward_native(layer, x, topk_output, moe_runner_config)
+
+    return forward

@@ -1,0 +1,34 @@
+"""What SGLang's model of a target lacks to be DFLASH's, added to its class in the scheduler that serves it.
+
+SGLang's models show their features by a method `set_dflash_layers_to_capture`, and their embedding by a method
+`get_input_embeddings()`. A model may lack the first though it captures features for EAGLE3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+MINIMAX_M2 = "MiniMaxM2ForCausalLM"
+
+
+def complete(architecture: str) -> None:
+    """Called once the target is loaded, before SGLang asks it for its features."""
+    if architecture == MINIMAX_M2:
+        from sglang.srt.models.minimax_m2 import MiniMaxM2ForCausalLM
+
+        MiniMaxM2ForCausalLM.set_dflash_layers_to_capture = set_dflash_layers_to_capture
+        MiniMaxM2ForCausalLM.get_input_embeddings = get_input_embeddings
+
+
+def set_dflash_layers_to_capture(self: Any, layer_ids: list[int]) -> None:
+    """Capture the outputs of these layers, numbered from 0: as EAGLE3's are."""
+    self.set_eagle3_layers_to_capture(layer_ids)
+
+
+def get_input_embeddings(self: Any, input_ids: torch.Tensor | None = None) -> Any:
+    """The embedding, or as SGLang has it what it makes of ids."""
+    embedding = self.model.embed_tokens
+    return embedding if input_ids is None else embedding(input_ids)
