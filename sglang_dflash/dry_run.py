@@ -81,6 +81,13 @@ class DryRun:
         draft_s, *verify_s = (np.median(rounds / round_R1, axis=0) * round_R1.min()).tolist()
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
+    def end(self) -> None:
+        """Leave nothing behind that serving would take for its own."""
+        self.stages.context_kv.late.forget()
+        self.stages.verifier.restore()
+        # With it the scheduler would not wait until the first prompt has read the tables.
+        self.runner.shared_read_done_event = None
+
     def _plan(self, n_requests: int, width: int) -> Plan:
         rows_B = torch.arange(n_requests, dtype=torch.int64, device=self.runner.device)
         prefix_len = min(CONTEXT, self.runner.model_config.context_len // 2)

@@ -32,6 +32,7 @@ class Rehearse(NamedTuple):
 
     gpu: str = ""  # its compute capability, "sm90" or "sm100"
     kernels: bool = False  # our Triton kernels run in Triton's interpreter, not their definitions
+    streams: bool = False  # what is not ordered between two streams, or a stream and the host, is an error
 
 
 class Probe(StrEnum):
@@ -126,9 +127,10 @@ FLAGS = (
         ("off", "1", "sm90", "sm100"),
         "On a machine without a GPU: run what a server runs on one of this compute capability (`1`: sm90), captured "
         "graphs and its attention backends, over definitions of their kernels. `,kernels`: our Triton "
-        "kernels too, in Triton's interpreter. For tests; refused where a GPU is.",
-        pattern="(1|sm90|sm100),kernels",
-        example="sm90,kernels",
+        "kernels too, in Triton's interpreter; `,streams`: the server ends where a stream or the host touches what "
+        "another stream may still be at. For tests; refused where a GPU is.",
+        pattern="(1|sm90|sm100)(,kernels|,streams|,kernels,streams)",
+        example="sm90,kernels,streams",
     ),
     Flag(
         "SGLANG_DFLASH_PROBE",
@@ -215,7 +217,7 @@ def _rehearse(value: str) -> Rehearse:
     if value == "off":
         return Rehearse()
     gpu, *more = value.split(",")
-    return Rehearse("sm90" if gpu == "1" else gpu, kernels="kernels" in more)
+    return Rehearse("sm90" if gpu == "1" else gpu, kernels="kernels" in more, streams="streams" in more)
 
 
 def _on(value: str) -> bool:

@@ -252,7 +252,7 @@ NAMES = (
         "model model_config sampler attn_backend token_to_kv_pool req_to_token_pool kv_index_translator page_size "
         "device gpu_id forward max_running_requests max_total_num_tokens decode_cuda_graph_runner eager_runner "
         "_get_attention_backend _extend_forward_kwargs prefill_attention_backend_str decode_attention_backend_str "
-        "sampling_prewarm_result",
+        "sampling_prewarm_result shared_read_done_event",
     ),
     Name(
         MODEL_RUNNER,

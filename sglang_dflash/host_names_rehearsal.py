@@ -50,6 +50,17 @@ REHEARSAL = (
     Name("sglang.srt.layers.layernorm", "Gemma4RMSNorm", "with_scale"),
 )
 
+# With `,streams`.
+STREAMS = (
+    Name("sglang.srt.utils.common", "async_d2h", "tensor"),
+    Name("sglang.srt.managers.scheduler", "Scheduler", "run_event_loop _apply_war_barrier"),
+    Name("sglang.srt.managers.overlap_utils", "_is_cuda"),
+    Name("sglang.srt.model_executor.runner.decode_cuda_graph_runner", "make_external_event", "device_module"),
+    Name("sglang.srt.model_executor.forward_batch_info", "compute_position_torch"),
+    Name("sglang.srt.mem_cache.allocation", "write_cache_indices"),
+    Name("sglang.srt.model_executor.cuda_graph_buffer_registry", "CudaGraphBufferRegistry", "fill_from"),
+)
+
 # Of FlashInfer. Checked when a backend over it is made: importing it takes seconds.
 FLASHINFER = (
     *(

@@ -176,8 +176,7 @@ class DFlashWorker(BaseSpecWorker):
                 seconds=dry_run.seconds,
                 agree=from_first_rank(get_dp_tp_group()),
             )
-        self.context_kv.late.forget()
-        self.verifier.restore()
+        dry_run.end()
         self.width = Chooser(
             policy,
             clock=DecisionClock if on_host else OutcomeClock,

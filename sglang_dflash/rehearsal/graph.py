@@ -25,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sglang_dflash.rehearsal import host
+from sglang_dflash.rehearsal import host, streams, watch
 from sglang_dflash.rehearsal.pool import MIB, Pool
 from sglang_dflash.rehearsal.tape import CaptureError, Node, Tape, capture_error, keep
 
@@ -69,7 +69,7 @@ class Graph:
 
     def replay(self) -> None:
         self.n_replays += 1
-        with torch.inference_mode():
+        with torch.inference_mode(), watch.launch():
             for run, args, kwargs, outs in self.nodes:
                 result = run(*args, **kwargs)
                 if outs:
@@ -115,16 +115,27 @@ def launch(fn: Function) -> Function:
         global _tape
         tape = _tape
         if tape is None:
-            return fn(*args, **kwargs)
+            with watch.launch():
+                return fn(*args, **kwargs)
         _tape = None
         try:
-            with _disable_current_modes(), host.unwatched():
+            with watch.launch(), _disable_current_modes(), host.unwatched():
                 out = fn(*args, **kwargs)
                 return tape.record(fn, args, kwargs, out, mutates=True)
         finally:
             _tape = tape
 
     return call  # type: ignore[return-value]
+
+
+class EventInGraph(streams.Event):
+    """Recorded while a graph is captured, it is recorded at that point of every replay (CUDA's external events)."""
+
+    record = launch(streams.Event.record)
+
+
+def pool() -> Pool:
+    return _pool
 
 
 def addresses(tree: Any) -> Any:

@@ -1,11 +1,13 @@
 """What SGLang asks of the rehearsal's platform: the CPU platform's answers, but graphs are captured, and a GPU's
 attention backends are its own."""
 
+import os
 from typing import Any
 
 import torch
 from sglang.srt.platforms.interface import PlatformCapabilities
 
+from sglang_dflash import flags
 from sglang_dflash.cpu.platform import ATTENTION_BACKEND, CpuPlatform
 
 BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha")
@@ -28,22 +30,30 @@ class RehearsalPlatform(CpuPlatform):
 
         return DecodeCudaGraphRunner
 
+    def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
+        """As on a GPU, where copies from pinned memory do not wait; without streams there is nothing to wait for."""
+        return flags.read(os.environ).rehearse.streams
+
     def init_backend(self) -> None:
         from sglang_dflash.cpu import install, register_choices
-        from sglang_dflash.rehearsal import models, seams
+        from sglang_dflash.rehearsal import models, overlap, seams
 
         seams.device()
         models.before_loading()
         register_choices()
-        install.install(seams.as_launches(install.at_import()))
+        with_streams = overlap.device() if flags.read(os.environ).rehearse.streams else {}
+        install.install(seams.as_launches(install.at_import()) | with_streams)
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         super().post_load_model(model)
         from sglang_dflash import host
-        from sglang_dflash.host_names_rehearsal import REHEARSAL
-        from sglang_dflash.rehearsal import models, seams
+        from sglang_dflash.host_names_rehearsal import REHEARSAL, STREAMS
+        from sglang_dflash.rehearsal import models, overlap, seams
 
         seams.graphs()
         models.layers(model)
         seams.attention()
+        if flags.read(os.environ).rehearse.streams:
+            host.check(STREAMS)
+            overlap.scheduler()
         host.check(REHEARSAL)  # the attention modules load now, and not before

@@ -16,6 +16,7 @@ from bisect import bisect_right, insort
 
 import numpy as np
 import torch
+from torch import from_numpy  # before `watch.py` replaces it: this memory is the device's
 
 MIB = 1 << 20
 ROUND = 512
@@ -29,7 +30,7 @@ class Pool:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._memory = np.empty(capacity, np.uint8)
-        self._whole = torch.from_numpy(self._memory).untyped_storage()
+        self._whole = from_numpy(self._memory).untyped_storage()
         self._base = self._memory.ctypes.data
         self._starts: list[int] = []  # of the segments, ascending
         self._small: dict[int, bool] = {}
@@ -48,7 +49,7 @@ class Pool:
         segment, offset, size = self._take(-(-n_bytes // ROUND) * ROUND)
         block = self._memory[offset : offset + n_bytes]
         weakref.finalize(block, self._give, segment, offset, size).atexit = False
-        return torch.from_numpy(block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        return from_numpy(block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
         """The cells of a tensor in the pool, without its ownership of them: what a captured launch knows of it."""

@@ -15,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_dflash.rehearsal import host
 from sglang_dflash.rehearsal.pool import Pool
 
-# What waits for the device, or has a shape that only the device knows, or is made of host data.
+# What waits for the device, or has a shape that only the device knows.
 WAITS = {
     f"aten::{name}"
     for name in (
         *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere"),
         *("masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
-        *("lift_fresh", "lift_fresh_copy", "_pin_memory"),
     )
 }
+OF_HOST_DATA = {f"aten::{name}" for name in ("lift_fresh", "lift_fresh_copy", "_pin_memory")}
 ALLOCATES = {f"aten::{name}" for name in ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")}
 INDEXES = {"aten::index", "aten::index_put", "aten::index_put_"}
 
@@ -121,13 +121,22 @@ def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
     Raises:
         CaptureError: CUDA would not permit it.
     """
-    if name in WAITS:
+    if name in OF_HOST_DATA:
         raise capture_error(name)
-    if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
-        raise capture_error(f"{name} with a mask, whose result has a size that only the device knows")
-    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None and func._overloadname != "self_int":
-        raise capture_error(f"{name} without output_size")
+    if reason := waits(func, name, args, kwargs):
+        raise capture_error(reason)
     host.require_device(name, args, kwargs, capture_error)
+
+
+def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
+    """Why the host waits for the device in this operation; empty where it does not."""
+    if name in WAITS:
+        return name
+    if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+        return f"{name} with a mask, whose result has a size that only the device knows"
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is None and func._overloadname != "self_int":
+        return f"{name} without output_size"
+    return ""
 
 
 def capture_error(what: str) -> CaptureError:
@@ -179,7 +188,12 @@ def writes_into(func: Any, args: tuple, kwargs: dict, cells: torch.Tensor) -> An
     except (RuntimeError, NotImplementedError):  # it does not take these strides, or this type
         cells.copy_(expected)
         return None
-    if torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (cells, expected))):  # NaN for NaN
+    if same_bytes(cells, expected):
         return overload
     cells.copy_(expected)
     return None
+
+
+def same_bytes(*two: torch.Tensor) -> bool:
+    """Equal, and NaN where the other is NaN."""
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in two))

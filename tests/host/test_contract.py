@@ -18,7 +18,7 @@ from sglang_dflash.bench.chat import HTTP_NAMES
 from sglang_dflash.host_names import NAMES, SEAMS, Name
 from sglang_dflash.host_names_metrics import METRICS
 from sglang_dflash.host_names_probe import PROBE
-from sglang_dflash.host_names_rehearsal import REHEARSAL
+from sglang_dflash.host_names_rehearsal import REHEARSAL, STREAMS
 
 PACKAGE = Path(host_names.__file__).parent
 
@@ -154,7 +154,7 @@ def lazy(module: str) -> set[str]:
     return {n.value for n in ast.walk(function) if isinstance(n, ast.Constant)} if function else set()
 
 
-TABLES = (*SEAMS, *NAMES, *METRICS, *REHEARSAL, *PROBE)
+TABLES = (*SEAMS, *NAMES, *METRICS, *REHEARSAL, *STREAMS, *PROBE)
 
 
 @pytest.mark.parametrize("name", [*TABLES, *HTTP_NAMES], ids=lambda name: name.qualname)

@@ -30,6 +30,8 @@ def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
         ("1", Rehearse("sm90")),
         ("SM100", Rehearse("sm100")),
         ("sm90,kernels", Rehearse("sm90", kernels=True)),
+        ("1,streams", Rehearse("sm90", streams=True)),
+        ("sm100,kernels,streams", Rehearse("sm100", kernels=True, streams=True)),
     ],
 )
 def test_rehearse(value: str, rehearse: Rehearse) -> None:

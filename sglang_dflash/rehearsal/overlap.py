@@ -1,0 +1,89 @@
+"""Where SGLang 0.5.23 orders streams on CUDA alone: each place, so that the overlapped loop is the one beside a GPU.
+
+Not reached: what asks a tensor whether it is on "cpu" before `record_stream` (the relay's indices, which the scheduler
+keeps for two steps anyway, and mixed batches); the unified memory pool, HiCache, pipeline parallelism, disaggregation.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from typing import Any
+
+import torch
+
+from sglang_dflash.rehearsal import graph, host, streams, watch
+
+_SRT = "sglang.srt."
+
+
+def device() -> dict[str, Any]:
+    """Streams and events of the device module, pinned memory; SGLang's names that take part in it. Before kernels are
+    made launches."""
+    for name, value in streams.names().items():
+        setattr(torch.cpu, name, value)
+    watch.install()
+    from triton.runtime.interpreter import GridExecutor
+
+    GridExecutor.__call__ = watch.interpreted(GridExecutor.__call__)
+    return {
+        "torch.Tensor.cpu": watch.to_host,
+        "torch.Tensor.pin_memory": watch.pin,
+        "torch.Tensor.record_stream": streams.record_stream,
+        _SRT + "utils.common.async_d2h": watch.async_d2h,
+    }
+
+
+@functools.cache  # a process loads two models, and has one scheduler
+def scheduler() -> None:
+    from sglang.srt.environ import envs
+    from sglang.srt.managers.scheduler import Scheduler
+
+    envs.SGLANG_ENABLE_WAR_BARRIER.set(True)  # CUDA's default
+    # Its lengths come to the host over a stream and pinned memory of their own; on any other device by `.cpu()`.
+    _put("managers.overlap_utils._is_cuda", True)
+    # The end of a replay's reads of the scheduler's tables is marked by an event inside of the graph.
+    _put(
+        "model_executor.runner.decode_cuda_graph_runner.make_external_event", lambda device_module: graph.EventInGraph()
+    )
+
+    # PyTorch's forms of kernels that SGLang has for other devices: they read device memory.
+    _launch("model_executor.forward_batch_info.compute_position_torch")
+    _launch("mem_cache.allocation.write_cache_indices")
+    _mark_host_buffers()
+
+    run = Scheduler.run_event_loop
+
+    @functools.wraps(run)
+    def run_event_loop(self: Scheduler) -> None:
+        """What came before, weights, pools, captures, is done."""
+        with watch.Watch(graph.pool()):
+            run(self)
+
+    Scheduler.run_event_loop = run_event_loop
+
+
+def _mark_host_buffers() -> None:
+    """Static buffers that SGLang asks for on "cpu", which is the device here, are told by their names."""
+    from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry as Registry
+
+    fill = Registry.fill_from
+
+    @functools.wraps(fill)
+    def fill_from(self: Registry, *args: Any, **kwargs: Any) -> Any:
+        for name, slot in self._slots.items():
+            if name.endswith("_cpu") and slot.buffer is not None:
+                host.mark(slot.buffer)
+        return fill(self, *args, **kwargs)
+
+    Registry.fill_from = fill_from
+
+
+def _launch(target: str) -> None:
+    _put(target, graph.launch(pkgutil.resolve_name(_SRT + target)))
+
+
+def _put(target: str, value: Any) -> None:
+    module, name = target.rsplit(".", 1)
+    setattr(importlib.import_module(_SRT + module), name, value)

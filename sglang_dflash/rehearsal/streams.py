@@ -1,0 +1,274 @@
+"""Streams without a device: everything runs at once, and is remembered as if it might still be running.
+
+Streams and the host are actors. Each has a vector clock: how far of every other actor it is known to be past. A launch
+comes after what the host did before it; `wait_stream`, `wait_event` and the waits of the host join clocks; nothing else
+orders two actors. Memory remembers who wrote it last and who has read it since. Whoever touches it must be past that,
+or `UnorderedAccess` names both places.
+
+Memory is a storage, views share it, and the pool of captured graphs is one memory. Freed memory goes back to the stream
+it was made on, by the rule of CUDA's caching allocator: that stream's next tensor may have it, so whoever used it on
+another stream must be done (`record_stream` says that the allocator sees to it).
+
+`watch.py` says what touches which memory.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+Clock = dict["Actor", int]
+Place = tuple[tuple[str, int], ...]
+
+MIB = 1 << 20
+NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")
+N_SHOWN = 3
+
+
+class UnorderedAccess(RuntimeError):
+    """Two actors touch the same memory, one of them writes, and nothing says who comes first. On a GPU a race."""
+
+
+class Actor:
+    """The host, or a stream. Invariant: `clock[other]` is how much of `other` is done before whatever comes next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: Clock = {}
+        self.freed: list[Memory] = []  # what was made here and is free again, while others may still use it
+
+    def join(self, clock: Clock) -> None:
+        for actor, done in clock.items():
+            if self.clock.get(actor, 0) < done:
+                self.clock[actor] = done
+
+    def act(self) -> int:
+        """The time of something new."""
+        if self is not HOST:
+            self.join(HOST.clock)
+        self.clock[self] = self.clock.get(self, 0) + 1
+        return self.clock[self]
+
+
+HOST = Actor("the host")
+
+
+class Access(NamedTuple):
+    actor: Actor
+    time: int
+    what: str
+    place: Place
+
+    def before(self, actor: Actor) -> bool:
+        return actor is self.actor or actor.clock.get(self.actor, 0) >= self.time
+
+    def __str__(self) -> str:
+        where = " < ".join(f"{'/'.join(file.rsplit('/', 2)[-2:])}:{line}" for file, line in self.place)
+        return f"{self.what} on {self.actor.name} at {where}"
+
+
+def access(actor: Actor, what: str) -> Access:
+    """What `actor` does now, for the code that is running outside of torch and of the rehearsal."""
+    return Access(actor, actor.act(), what, tuple(here()))
+
+
+def here() -> Iterator[tuple[str, int]]:
+    frame, shown = sys._getframe(1), 0
+    while frame.f_back is not None and shown < N_SHOWN:
+        frame = frame.f_back
+        file = frame.f_code.co_filename
+        if not any(part in file for part in NOT_SHOWN):
+            shown += 1
+            yield file, frame.f_lineno
+
+
+class Memory:
+    """Who has touched it."""
+
+    def __init__(self, owner: Actor | None = None, n_bytes: int = 0) -> None:
+        """`owner`: the stream it was made on; None: not known."""
+        self.owner, self.n_bytes = owner, n_bytes
+        self.written: Access | None = None
+        self.reads: dict[Actor, Access] = {}
+
+    def read(self, by: Access) -> None:
+        if self.written is not None and not self.written.before(by.actor):
+            raise unordered(by, "reads what may not be written yet", self.written)
+        self.reads[by.actor] = by
+
+    def write(self, by: Access) -> None:
+        for earlier in self.uses():
+            if not earlier.before(by.actor):
+                raise unordered(by, "writes what may still be in use", earlier)
+        self.written, self.reads = by, {}
+
+    def uses(self) -> list[Access]:
+        """Those that whoever writes comes after."""
+        return [*self.reads.values(), *filter(None, [self.written])]
+
+    def used_elsewhere(self) -> bool:
+        return any(use.actor is not self.owner for use in self.uses())
+
+    def hand_over(self, by: Access) -> None:
+        """`by` may get this memory from the allocator."""
+        for earlier in self.uses():
+            if not earlier.before(by.actor):
+                raise unordered(by, "may be given the memory of a tensor that is gone but still in use", earlier)
+
+
+def unordered(by: Access, does: str, earlier: Access) -> UnorderedAccess:
+    return UnorderedAccess(
+        f"{by}: {does}: {earlier}. On a GPU nothing orders the two; `wait_event` or `wait_stream` would"
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> Memory:
+    """Kept by the storage itself, so it is gone with it."""
+    storage = tensor.untyped_storage()
+    memory = storage.__dict__.get("memory")
+    if memory is None:
+        memory = storage.__dict__["memory"] = Memory()
+    return memory
+
+
+def allocated(tensor: torch.Tensor, by: Access) -> Memory:
+    """A new tensor on a device.
+
+    Raises:
+        UnorderedAccess: its memory may be that of another, which is gone, but which a stream may still be at.
+    """
+    storage = tensor.untyped_storage()
+    n_bytes, owner = storage.nbytes(), by.actor
+    owner.freed = [memory for memory in owner.freed if not all(use.before(owner) for use in memory.uses())]
+    for memory in owner.freed:  # the allocator keeps two kinds of blocks apart
+        if memory.n_bytes >= n_bytes and (memory.n_bytes > MIB) == (n_bytes > MIB):
+            memory.hand_over(by)
+    memory = storage.__dict__["memory"] = Memory(owner, n_bytes)
+    weakref.finalize(storage, _free, memory).atexit = False
+    return memory
+
+
+def _free(memory: Memory) -> None:
+    if memory.owner is not None and memory.used_elsewhere():
+        memory.owner.freed.append(memory)
+
+
+def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    """The allocator gives this memory to nobody before `stream` is done with it."""
+    memory_of(tensor).owner = None
+
+
+class Stream(Actor):
+    """What stands for `torch.cuda.Stream`."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        file, line = next(here(), ("", 0))
+        super().__init__(f"stream {len(_streams)} (of {file.rsplit('/', 1)[-1]}:{line})")
+        _streams.append(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        self.act()
+        self.join(event.clock)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Done: what is not done yet is not rehearsed."""
+        self.synchronize()
+        return True
+
+    def synchronize(self) -> None:
+        self.act()
+        HOST.join(self.clock)
+
+
+class Event:
+    """What stands for `torch.cuda.Event`. Until it is recorded, waiting for it is waiting for nothing, as on a GPU."""
+
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> None:
+        self.clock: Clock = {}
+        self.recorded_at = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        stream.act()
+        self.clock, self.recorded_at = dict(stream.clock), time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        HOST.join(self.clock)
+
+    def query(self) -> bool:
+        """Done: what is not done yet is not rehearsed."""
+        self.synchronize()
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the host's."""
+        return (end.recorded_at - self.recorded_at) * 1e3
+
+
+_streams: list[Stream] = []
+_current = [Stream()]
+_current[0].name = "the default stream"
+
+
+class StreamContext:
+    """Makes a stream the current one; None changes nothing. Can be entered again."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        _current.append(self.stream or _current[-1])
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        _current.pop()
+
+
+def current_stream(device: object = None) -> Stream:
+    return _current[-1]
+
+
+def default_stream(device: object = None) -> Stream:
+    return _current[0]
+
+
+def set_stream(stream: Stream) -> None:
+    _current[-1] = stream
+
+
+def synchronize(device: object = None) -> None:
+    """The host waits for every stream."""
+    for stream in _streams:
+        stream.synchronize()
+
+
+def names() -> dict[str, Any]:
+    """What of `torch.cpu` these are."""
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "StreamContext": StreamContext,
+        "stream": StreamContext,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "set_stream": set_stream,
+        "synchronize": synchronize,
+    }
