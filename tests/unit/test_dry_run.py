@@ -111,6 +111,18 @@ def test_every_kind_of_step_runs_dry(
     assert recorded.calls - want <= {("append", size, 1) for size in sizes}  # those that are caught up
 
 
+def test_it_leaves_no_event_for_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's next barrier would wait for it, not for the first prompt."""
+    dry, recorded = make(monkeypatch, device="cpu", tracks=False)
+    ended = list[str]()
+    recorded.late = SimpleNamespace(forget=lambda: ended.append("late rows"))  # type: ignore[attr-defined]
+    recorded.restore = lambda: ended.append("engine")  # type: ignore[attr-defined]
+    dry.runner.shared_read_done_event = object()
+    dry.end()
+    assert dry.runner.shared_read_done_event is None
+    assert ended == ["late rows", "engine"]
+
+
 def test_on_a_device_steps_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the host's launches hide behind the device as they do when serving; where the host computes nothing hides."""
     for device, n_runs in (("cuda", IN_A_ROW), ("cpu", 1)):
