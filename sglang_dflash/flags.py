@@ -185,7 +185,7 @@ def read(environ: Mapping[str, str]) -> Flags:
         gdn_state=GdnState(raw["SGLANG_DFLASH_GDN_STATE"]),
         **_widths(raw["SGLANG_DFLASH_WIDTHS"]),
         width_trace=None if trace == "off" else Path(trace),
-        rehearse=_rehearse(raw["SGLANG_DFLASH_REHEARSE"]),
+        rehearse=_rehearse(raw["SGLANG_DFLASH_REHEARSE"], worker),
         probe=Probe(raw["SGLANG_DFLASH_PROBE"]) is Probe.ON,
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
@@ -213,10 +213,15 @@ def _widths(value: str) -> dict[str, Any]:
     return {"width_policy": WidthPolicy.AUTO, "widths": tuple(sorted(set(map(int, value.split(",")))))}
 
 
-def _rehearse(value: str) -> Rehearse:
+def _rehearse(value: str, worker: Worker) -> Rehearse:
     if value == "off":
         return Rehearse()
     gpu, *more = value.split(",")
+    if "streams" in more and worker is Worker.STOCK:  # its host buffers are asked for on "cpu", the device's name here
+        raise ValueError(
+            f"SGLANG_DFLASH_REHEARSE={value} cannot tell the built-in worker's host tensors from the device's; "
+            "leave out `,streams` or unset SGLANG_DFLASH_WORKER"
+        )
     return Rehearse("sm90" if gpu == "1" else gpu, kernels="kernels" in more, streams="streams" in more)
 
 

@@ -85,5 +85,10 @@ def test_a_flag_of_the_stock_worker_is_refused_with_ours_and_left_alone_with_sto
     assert flags.read(environ | {"SGLANG_DFLASH_WORKER": "stock"}).worker is Worker.STOCK
 
 
+def test_streams_of_the_stock_worker_are_not_rehearsed() -> None:
+    with pytest.raises(ValueError, match="leave out `,streams`"):
+        flags.read({"SGLANG_DFLASH_REHEARSE": "sm90,streams", "SGLANG_DFLASH_WORKER": "stock"})
+
+
 def test_the_readme_has_the_table() -> None:
     assert flags.table() in README.read_text(), "write sglang_dflash.flags.table() into env/README.md"
