@@ -105,6 +105,11 @@ class ServerPool:
             require_nothing_lost(server)
             self._drop(key)
 
+    def forget(self, server: Server) -> None:
+        """Stop one that has ended, or will, by a fault."""
+        for key in [key for key, one in self.live.items() if one is server]:
+            self._drop(key)
+
     def stop_all(self) -> None:
         with ThreadPoolExecutor() as threads:
             list(threads.map(self._drop, tuple(self.live)))

@@ -12,6 +12,7 @@ from tests.server.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
 
 SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90"),)
 INTERPRETED = (("SGLANG_DFLASH_REHEARSE", "sm90,kernels"),)
+STREAMS = (("SGLANG_DFLASH_REHEARSE", "sm90,streams"),)
 SM100 = (("SGLANG_DFLASH_REHEARSE", "sm100"),)
 SNAPSHOT = (("SGLANG_DFLASH_GDN_STATE", "snapshot"),)
 
@@ -126,6 +127,10 @@ REHEARSALS = {
     ),
     "fa3-graphs-interpreted": Rehearsal(
         (*attention("fa3"), *GRAPHS), INTERPRETED, full=False, n_prompts=2, max_new_tokens=24
+    ),
+    "fa3-graphs-streams": Rehearsal((*attention("fa3"), *GRAPHS), STREAMS),
+    "flashinfer-prefill-graphs-pages-streams": Rehearsal(
+        (*attention("flashinfer"), *BREAKABLE, *PAGES, *TRACK), STREAMS
     ),
     "fa3-graphs-stock": Rehearsal((*attention("fa3"), *BREAKABLE), arm=Arm.STOCK),
     "fa3-graphs-stock-dense": Rehearsal((*attention("fa3"), *GRAPHS), arm=Arm.STOCK, target="dense"),

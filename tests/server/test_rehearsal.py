@@ -120,7 +120,9 @@ FAULTY = {
     "a_value_read_in_the_draft": (Rehearsal((*attention("fa3"), *GRAPHS)), "launch"),
     "a_host_length_in_the_draft": (Rehearsal((*attention("fa3"), *GRAPHS)), "steps"),
     "a_page_table_in_new_memory": (Rehearsal((*attention("fa3"), *GRAPHS)), "answers"),
-    "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "answers"),
+    # SGLang sees that its metadata was made for another number of requests; a row of another backend it would not see.
+    "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "full-CG prefill metadata"),
+    "a_barrier_left_out": (REHEARSALS["fa3-graphs-streams"], "UnorderedAccess"),
 }
 
 
@@ -136,6 +138,12 @@ def test_a_fault_is_seen(fault: str, pool: Any, questions: Callable, reference: 
     server = pool.get(target=rehearsal.target, flags=rehearsal.flags, env=env)
     assert f"fault put in: {fault}" in server.log_text()
     prompts = questions(6, rehearsal.target)
+    if shown_by not in ("steps", "answers"):
+        with pytest.raises(ServerError):
+            server.generate_many(prompts, concurrency=3, max_new_tokens=48)
+        assert shown_by in server.log_text()
+        pool.forget(server)
+        return
     answers = server.generate_many(prompts, concurrency=1, max_new_tokens=48)
     expected = [reference(prompt, 48, rehearsal.target) for prompt in prompts]
     if shown_by == "answers":

@@ -8,6 +8,7 @@ import os
 from after_loading import edit_after_loading
 
 DRAFTER, DRAFT_MODEL, WORKER = (f"sglang_dflash.{name}" for name in ("drafter", "draft_model", "worker"))
+SCHEDULER = "sglang.srt.managers.scheduler"
 FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 
 
@@ -72,6 +73,11 @@ def prompts_on_the_last_width(worker) -> None:
     worker.Verifier.restore = lambda self: None
 
 
+def a_barrier_left_out(scheduler) -> None:
+    """The scheduler writes a request's row while the forward before may still read it."""
+    scheduler.Scheduler._apply_war_barrier = lambda self: None
+
+
 FAULTS = {
     fault.__name__: (fault, module)
     for fault, module in (
@@ -80,6 +86,7 @@ FAULTS = {
         (a_host_length_in_the_draft, DRAFT_MODEL),
         (a_page_table_in_new_memory, FLASH_ATTENTION),
         (prompts_on_the_last_width, WORKER),
+        (a_barrier_left_out, SCHEDULER),
     )
 }
 fault, module = FAULTS[os.environ["FAULT"]]
