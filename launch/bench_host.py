@@ -33,10 +33,10 @@ from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.server import Server
 
 HOST_TIME = Path(__file__).parent / "host_time"
-ARMS = {  # by name: whose worker, and its flags of environment
+# By name: whose worker, and its flags of environment. Where nothing is computed there is no width to choose.
+ARMS = {
     "stock": (Arm.STOCK, {}),
     "ours": (Arm.PLUGIN, {"SGLANG_DFLASH_WIDTHS": "fixed"}),
-    "ours, widths chosen": (Arm.PLUGIN, {"SGLANG_DFLASH_WIDTHS": "auto"}),
 }
 PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
 N_PROMPT, MAX_NEW_TOKENS = 16, 720
