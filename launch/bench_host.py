@@ -28,8 +28,8 @@ from rich.table import Table
 from launch import tiny
 from launch.parameters import path_with
 from launch.tiny import Arm, Pair
-from sglang_dflash.bench import machine
 from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.rows import head as head_of
 from sglang_dflash.bench.server import Server
 
 HOST_TIME = Path(__file__).parent / "host_time"
@@ -158,7 +158,9 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     rows = measure(options, console)
     console.print(table(rows))
     if options.out is not None:
-        options.out.write_text(json.dumps({"machine": machine.describe(), "rows": rows}, indent=1) + "\n")
+        head = head_of("host", " ".join(["python -m launch.bench_host", *arguments]))
+        document = head | {"level": "R: rehearsed on CPU", "rows": rows}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
