@@ -5,6 +5,7 @@ Answers alone would not show a wrong draft, so every request's steps are compare
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.oracle import oracle
-from tests.server.rehearsals import GRAPHS, REHEARSALS, Rehearsal, attention
+from tests.server.rehearsals import REHEARSALS, Rehearsal
 from tests.server.sliding import with_layers
 from tests.server.talk import steps
 
@@ -114,13 +115,14 @@ def test_after_a_hit_the_draft_sees_what_it_should(serving: Serving, questions: 
 # -- and what it is for: mistakes that no server without captured graphs shows ---------------------------------------
 
 FAULTS = Path(__file__).parent / "faults"
+CAPTURED = "not permitted while a stream is captured; at faults/sitecustomize"
 FAULTY = {
-    # fault: how the server is launched, and what shows it
-    "drafts_in_the_graph": (Rehearsal((*attention("fa3"), *GRAPHS)), "steps"),
-    "a_value_read_in_the_draft": (Rehearsal((*attention("fa3"), *GRAPHS)), "launch"),
-    "a_host_length_in_the_draft": (Rehearsal((*attention("fa3"), *GRAPHS)), "steps"),
-    "a_page_table_in_new_memory": (Rehearsal((*attention("fa3"), *GRAPHS)), "answers"),
-    # SGLang sees that its metadata was made for another number of requests; a row of another backend it would not see.
+    # fault: how the server is launched, and what shows it: its answers, its steps, or the error it ends with
+    "drafts_in_the_graph": (REHEARSALS["fa3-graphs"], "steps"),
+    "a_value_read_in_the_draft": (REHEARSALS["fa3-graphs"], CAPTURED),
+    "a_host_length_in_the_draft": (REHEARSALS["fa3-graphs"], "steps"),
+    "a_page_table_in_new_memory": (REHEARSALS["fa3-graphs"], "answers"),
+    # SGLang sees that its metadata was made for another number of requests; of another backend it would not.
     "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "full-CG prefill metadata"),
     "a_barrier_left_out": (REHEARSALS["fa3-graphs-streams"], "UnorderedAccess"),
 }
@@ -131,27 +133,22 @@ FAULTY = {
 def test_a_fault_is_seen(fault: str, pool: Any, questions: Callable, reference: Callable) -> None:
     rehearsal, shown_by = FAULTY[fault]
     env = dict(rehearsal.env) | parameters.path_with(FAULTS) | {"FAULT": fault}
-    if shown_by == "launch":
-        with pytest.raises(ServerError, match="not permitted while a stream is captured; at faults/sitecustomize"):
-            pool.get(target=rehearsal.target, flags=rehearsal.flags, env=env)
+    prompts = questions(6, rehearsal.target)
+    if shown_by not in ("steps", "answers"):
+        with pytest.raises(ServerError, match=shown_by), ExitStack() as stack:  # noqa: PT012, at launch or later
+            server = pool.get(target=rehearsal.target, flags=rehearsal.flags, env=env)
+            stack.callback(pool.forget, server)
+            server.generate_many(prompts, concurrency=3, max_new_tokens=48)
         return
     server = pool.get(target=rehearsal.target, flags=rehearsal.flags, env=env)
     assert f"fault put in: {fault}" in server.log_text()
-    prompts = questions(6, rehearsal.target)
-    if shown_by not in ("steps", "answers"):
-        with pytest.raises(ServerError):
-            server.generate_many(prompts, concurrency=3, max_new_tokens=48)
-        assert shown_by in server.log_text()
-        pool.forget(server)
-        return
     answers = server.generate_many(prompts, concurrency=1, max_new_tokens=48)
+    pool.drop(server)
     expected = [reference(prompt, 48, rehearsal.target) for prompt in prompts]
     if shown_by == "answers":
         assert [answer.token_ids for answer in answers] != expected
-        pool.drop(server)
         return
     assert [answer.token_ids for answer in answers] == expected  # a draft spoils no answer
     expert = oracle(PAIRS[rehearsal.target], None, None)
     wanted = [sum(expert.accepted_histogram(prompt, 48).values()) for prompt in prompts]
     assert sum(answer.meta["spec_verify_ct"] for answer in answers) > 3 * sum(wanted)
-    pool.drop(server)
