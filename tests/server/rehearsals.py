@@ -114,9 +114,6 @@ REHEARSALS = {
     "triton-eager-pages-window": Rehearsal(
         (*attention("triton"), *EAGER, *PAGES, *window(64)), draft_window=64, n_prompts=4, max_new_tokens=32
     ),
-    "fa3-graphs-two-ranks": Rehearsal(
-        (*attention("fa3"), *GRAPHS, "--tp", "2"), (*SM90, ("SGLANG_CPU_OMP_THREADS_BIND", "0|1"))
-    ),
     "flashinfer-and-a-draft-on-trtllm": Rehearsal(
         (*attention("flashinfer", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)),
         SM100,
