@@ -42,7 +42,6 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.nodes: list[Node] = []
-        self.n_replays = 0
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         global _tape
@@ -72,7 +71,6 @@ class Graph:
         """Nothing: a tape runs as it is."""
 
     def replay(self) -> None:
-        self.n_replays += 1
         with torch.inference_mode(), watch.launch():
             for run, args, kwargs, outs in self.nodes:
                 result = run(*args, **kwargs)
