@@ -46,10 +46,6 @@ class Graph:
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         global _tape
         assert _tape is None, "one stream is captured at a time"
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            raise CaptureError(
-                "collectives of several ranks are not recorded; rehearse --tp-size 2 with --disable-cuda-graph"
-            )
         host.watch(capture_error)
         self._began = time.perf_counter()
         _tape = Tape(_pool)

@@ -61,6 +61,8 @@ class Tape(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name in ALLOCATES:
             return self.pool.like(out)
+        if name.startswith("c10d::"):  # writes to its arguments, which its schema does not say
+            return self.record(functools.partial(run_collective, func), args, kwargs, out, mutates=True)
         return self.record(func, args, kwargs, out, mutates=func._schema.is_mutable)
 
     def record(self, run: Callable[..., Any], args: tuple, kwargs: dict, out: Any, *, mutates: bool) -> Any:
@@ -114,6 +116,12 @@ class Tape(TorchDispatchMode):
             for storage, tensor in self.outside.items()
             if held(storage) <= self.n_uses[storage] + 1
         ]
+
+
+def run_collective(func: Any, *args: Any, **kwargs: Any) -> None:
+    """An operation between ranks, until it is done: on a GPU the stream waits for it."""
+    out = func(*args, **kwargs)
+    (out[-1] if isinstance(out, tuple) else out).wait()
 
 
 def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:

@@ -1,6 +1,6 @@
 """The rehearsal by itself: what a captured graph replays, what it refuses, and whose memory is whose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -47,6 +47,29 @@ def test_host_values_are_those_of_the_capture() -> None:
     n[0] = 5
     captured.replay()
     assert out.tolist() == [1.0] * 4
+
+
+@pytest.fixture
+def ranks() -> Iterator[None]:
+    """One rank: what it gathers is its own."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("ranks")
+def test_ranks_talk_in_every_replay() -> None:
+    x_TH = torch.zeros(4, 8)
+
+    def forward() -> torch.Tensor:
+        gathered_TH = torch.empty_like(x_TH)
+        torch.distributed.all_gather_single(gathered_TH, x_TH + 1)
+        return gathered_TH * 2
+
+    captured, out_TH = capture(forward)
+    x_TH += 2
+    captured.replay()
+    assert torch.equal(out_TH, torch.full((4, 8), 6.0))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tests.server.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
 
 SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90"),)
 INTERPRETED = (("SGLANG_DFLASH_REHEARSE", "sm90,kernels"),)
+TWO_RANKS = (*SM90, ("SGLANG_CPU_OMP_THREADS_BIND", "0|1"))
 STREAMS = (("SGLANG_DFLASH_REHEARSE", "sm90,streams"),)
 SM100 = (("SGLANG_DFLASH_REHEARSE", "sm100"),)
 SNAPSHOT = (("SGLANG_DFLASH_GDN_STATE", "snapshot"),)
@@ -72,6 +73,7 @@ REHEARSALS = {
         (*attention("fa3"), *FULL_PREFILL), SM90 + RANDOM_WIDTHS, target="dense", knows_steps=False
     ),
     "fa3-graphs-no-overlap": Rehearsal((*attention("fa3"), *GRAPHS, "--disable-overlap-schedule")),
+    "fa3-graphs-two-ranks": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK, "--tp-size", "2"), TWO_RANKS),
     "fa3-graphs-snapshot": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK), SM90 + SNAPSHOT),
     "fa4-eager": Rehearsal((*attention("fa4"), *EAGER, *PAGES_64), SM100),
     "fa4-graphs": Rehearsal((*attention("fa4"), *BREAKABLE, *PAGES_64, *TRACK), SM100),
