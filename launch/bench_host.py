@@ -2,10 +2,10 @@
 
     python -m launch.bench_host [--requests 1 8 32] [--repeats 5] [--target hybrid] [--out FILE.json]
 
-On a GPU a step can be no faster than its host. The servers run as on a GPU, captured graphs and fa3, but replays and
-kernels return at once (`host_time/sitecustomize.py`), so what is left is Python and the plain operations outside of
-graphs, run here on tensors of a CPU. Figures are CPU seconds of the scheduler's thread, so a busy machine changes them
-little. Both servers stay up, and are asked in turn.
+On a GPU a step can be no faster than its host. The servers run as on a GPU, captured graphs and fa3, but replays,
+kernels and matrix products return at once (`host_time/sitecustomize.py`), so what is left is Python and the small
+operations outside of graphs, run here on tensors of a CPU. Figures are CPU seconds of the scheduler's thread, so a busy
+machine changes them little. Both servers stay up, and are asked in turn.
 
 `step`: from one decode step's launch to the next one's, the scheduler included. `launch`: the worker's part of it,
 `run_batch`. `kernels`: launched outside of graphs in a step; what a launcher takes is not in the seconds.
@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
@@ -72,12 +73,12 @@ class Timed:
         """Let as many requests run at once to their end; medians of the steps with all of them."""
         n_before = len(self._lines())
         prompts = [[5 + i] * N_PROMPT for i in range(n_requests)]
-        answers = self.server.generate_many(
-            prompts, concurrency=n_requests, max_new_tokens=MAX_NEW_TOKENS, ignore_eos=True
-        )
+        parameters = {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "ignore_eos": True}
+        body = {"input_ids": prompts, "sampling_params": parameters}  # in one request, so that all begin together
+        answers = httpx.post(f"{self.server.url}/generate", json=body, timeout=600).raise_for_status().json()
         steps = [line for line in self._lines()[n_before:] if line.n_requests == n_requests][SKIPPED:]
         assert len(steps) > SKIPPED, f"{self.server.name}: {len(steps)} steps of {n_requests} requests are too few"
-        n_steps = sum(answer.meta["spec_verify_ct"] for answer in answers)
+        n_steps = sum(answer["meta_info"]["spec_verify_ct"] for answer in answers)
         return {
             "arm": self.server.name,
             "requests": n_requests,
@@ -85,7 +86,7 @@ class Timed:
             "step_us": 1e6 * statistics.median(step.seconds for step in steps),
             "launch_us": 1e6 * statistics.median(step.launch_seconds for step in steps),
             "kernels": statistics.median(step.kernels for step in steps),
-            "committed": sum(len(answer.token_ids) for answer in answers) / n_steps,
+            "committed": sum(len(answer["output_ids"]) for answer in answers) / n_steps,
         }
 
     def _lines(self) -> list[Step]:

@@ -1,8 +1,8 @@
 """Takes the silicon out of a rehearsed server, and writes down what its decode steps take of the host.
 
-For processes that have this folder on PYTHONPATH. Replays do nothing, and a kernel's stand-in returns what it returned
-to the first call of these shapes: what is left of a step is Python, SGLang's and the worker's, and plain torch
-operations outside of graphs. What is generated means nothing then.
+For processes that have this folder on PYTHONPATH. Replays do nothing. A kernel's stand-in, a matrix product and an
+argmax return what they returned to the first call of these shapes: what is left of a step is Python, SGLang's and the
+worker's, and small torch operations outside of graphs. What is generated means nothing then.
 
 `HOST_TIME` is the file: a line per decode step that follows one of as many requests, `requests seconds seconds
 launches`: CPU time of the scheduler's thread from one step's launch to the next one's, and inside the launch; kernels
@@ -12,6 +12,7 @@ launched outside of graphs, whose launcher's own time is not in these seconds.
 import functools
 import os
 import time
+from operator import attrgetter
 
 import torch
 from after_loading import edit_after_loading
@@ -26,26 +27,29 @@ def kind(argument):
     return argument.fn if hasattr(argument, "fn") else None  # an interpreted Triton kernel, which launches itself
 
 
+def once(run, *, is_kernel):
+    results = {}
+
+    @functools.wraps(run)
+    def call(*args, **kwargs):
+        if not decoding[0]:
+            return run(*args, **kwargs)
+        launched[0] += is_kernel
+        key = tuple(map(kind, (*args, *kwargs.values())))
+        if key not in results:
+            results[key] = run(*args, **kwargs)
+        return results[key]
+
+    return call
+
+
 def take_the_silicon_out(graph) -> None:
     launch = graph.launch
-
-    def once(fn):
-        run, results = launch(fn), {}
-
-        @functools.wraps(fn)
-        def call(*args, **kwargs):
-            if not decoding[0]:
-                return run(*args, **kwargs)
-            launched[0] += 1
-            key = tuple(map(kind, (*args, *kwargs.values())))
-            if key not in results:
-                results[key] = run(*args, **kwargs)
-            return results[key]
-
-        return call
-
-    graph.launch = once
+    graph.launch = lambda fn: once(launch(fn), is_kernel=True)
     graph.Graph.replay = lambda self: None
+    products = (torch.nn.functional, "linear"), (torch, "mm"), (torch, "bmm"), (torch, "matmul"), (torch, "baddbmm")
+    for owner, name in (*products, (torch, "argmax"), (torch.Tensor, "argmax"), (torch.Tensor, "__matmul__")):
+        setattr(owner, name, once(attrgetter(name)(owner), is_kernel=False))
 
 
 def time_the_steps(scheduler) -> None:
