@@ -4,9 +4,10 @@ Every launch is SGLang's default but for the draft: no flag on memory is given. 
 our worker serves on.
 """
 
-from sglang_dflash import geometry, models
-from sglang_dflash.capacity import Serving, capacity, default_mem_fraction
-from sglang_dflash.capacity_report import CONTEXT
+from sglang_dflash.capacity import geometry
+from sglang_dflash.capacity import known_models as models
+from sglang_dflash.capacity.division import Serving, capacity, default_mem_fraction
+from sglang_dflash.capacity.report import CONTEXT
 from sglang_dflash.flags import Worker
 
 # GiB, as the drivers report them.

@@ -31,7 +31,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from launch import sass
-from sglang_dflash import geometry, models, sizes
+from sglang_dflash.capacity import geometry
+from sglang_dflash.capacity import known_models as models
+from sglang_dflash.memory import sizes
 
 MODELS = ("Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3-Coder-Next")
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)

@@ -15,7 +15,8 @@ from sglang_dflash_kernels.record import record_width
 
 from launch import sass
 from launch.compile_kernels import DEVICES, Compiled, compilations, fold_launch, verify_launch
-from sglang_dflash import geometry, sizes
+from sglang_dflash.capacity import geometry
+from sglang_dflash.memory import sizes
 
 ARCH, BYTES_PER_US, CYCLES_PER_US, SCHEDULERS = 90, 4.8e6, 1755, 4
 MODEL, N = "Qwen3.5-27B", 16

@@ -30,7 +30,7 @@ from launch import report, tiny
 from launch.bench_serve import RESULTS, tokenize
 from sglang_dflash.bench.prompts import held_out
 from sglang_dflash.bench.rows import head, write
-from sglang_dflash.model.draft import DraftModel
+from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.target import stop_token_ids
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.capacity import CARDS
-from sglang_dflash import geometry, models
-from sglang_dflash.capacity import Capacity, RadixStates, Serving, capacity, default_mem_fraction
-from sglang_dflash.capacity_report import CONTEXT
+from sglang_dflash.capacity import geometry
+from sglang_dflash.capacity import known_models as models
+from sglang_dflash.capacity.division import Capacity, RadixStates, Serving, capacity, default_mem_fraction
+from sglang_dflash.capacity.report import CONTEXT
 from sglang_dflash.flags import Worker
 
 FOLDER = Path(__file__).parent / "recipes"

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from launch.published import BLOCK, committed
-from sglang_dflash.step_cost import StepCost
-from sglang_dflash.width import Acceptance, Adaptive, Decision
+from sglang_dflash.width.cost import StepCost
+from sglang_dflash.width.policy import Acceptance, Adaptive, Decision
 
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 ANSWER_TOKENS = 256, 4096  # lengths of answers, drawn evenly between

@@ -3,9 +3,9 @@
     python -m launch.simulate_width
 
 Nothing is served and no GPU is used: acceptances are drawn from curves fitted to the published acceptance lengths,
-step times come from the published throughputs, and `sglang_dflash.width` decides as in a server, one step late. What
-is assumed, and what the fits leave over, is part of the JSON document under `launch/results/`, beside a plot. Prints
-Markdown tables; the last line of stdout is the document's path.
+step times come from the published throughputs, and `sglang_dflash.width.policy` decides as in a server, one step late.
+What is assumed, and what the fits leave over, is part of the JSON document under `launch/results/`, beside a plot.
+Prints Markdown tables; the last line of stdout is the document's path.
 """
 
 import argparse
@@ -34,10 +34,10 @@ from launch.published import (
     step_seconds,
 )  # fmt: skip
 from launch.replay_width import NEAR, SETTLED, WIDTHS, Replay, Text, followed, histogram, pooled, replay, static
-from sglang_dflash import width as policy
 from sglang_dflash.bench import machine
 from sglang_dflash.bench.rows import portable, write
-from sglang_dflash.step_cost import StepCost
+from sglang_dflash.width import policy
+from sglang_dflash.width.cost import StepCost
 
 RESULTS = tiny.ROOT / "launch" / "results"
 DRAFT_SHARES = 0.05, 0.10  # tried beside 0

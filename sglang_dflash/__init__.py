@@ -32,3 +32,5 @@ Words. One per thing, here and in every module; SGLang's own names stay SGLang's
     slot          an index in the block, 0..N-1; a KV slot is a row of a cache
     width         how many tokens of a block are verified
 """
+
+__version__ = "0.1.0"

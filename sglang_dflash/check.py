@@ -18,10 +18,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points, version
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
 
-from sglang_dflash import capacity_report, flags, host, plugin, served
+from sglang_dflash import flags, plugin
+from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
-from sglang_dflash.host_names import NAMES, SEAMS, SGLANG
+from sglang_dflash.host import contract as host
+from sglang_dflash.host.names import SECTIONS, SGLANG
+from sglang_dflash.width.cost import table
 
 ENTRY_POINTS = {
     "sglang.srt.plugins": ("sglang_dflash", "sglang_dflash.plugin:register"),
@@ -69,7 +75,7 @@ def live() -> str:
 
     Raises:
         RuntimeError: the plugin ended the process, as it does under another SGLang.
-        HostMismatch: see `plugin.require_live`.
+        HostMismatch: see `host.require_live`.
     """
     from sglang.srt.plugins import load_plugins
 
@@ -77,7 +83,7 @@ def live() -> str:
         load_plugins()
     except SystemExit as end:  # the plugin's own way of stopping a launch
         raise RuntimeError(str(end)) from None
-    plugin.require_live()
+    host.require_live()
     if flags.read(os.environ).worker is Worker.STOCK:
         return "SGLANG_DFLASH_WORKER=stock: SGLang's built-in worker serves DFLASH"
     return "our worker serves DFLASH"
@@ -85,7 +91,8 @@ def live() -> str:
 
 def contract() -> str:
     host.require()
-    return f"all {len(SEAMS) + len(NAMES)} names we need are in sglang {SGLANG}"
+    n_names = len(SECTIONS["seams"]) + len(SECTIONS["served"])
+    return f"all {n_names} names we need are in sglang {SGLANG}"
 
 
 def machine() -> str:
@@ -137,17 +144,48 @@ def report(argv: Sequence[str]) -> list[Finding]:
     return [find(name, check) for name, check in checks.items()]
 
 
+def fetch(url: str) -> dict[str, Any]:
+    """What a running server says of its DFLASH: `internal_states[0]["dflash"]` of `GET /server_info`.
+
+    Raises:
+        OSError: nobody answers.
+        ValueError: the server is another one, or does not serve DFLASH with our worker.
+    """
+    try:
+        with urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as response:
+            states = json.load(response)["internal_states"]
+    except URLError as error:
+        raise OSError(f"no SGLang server answers at {url}: {error}; give the URL it listens on") from error
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{url} is no SGLang server: its /server_info has no internal_states") from error
+    try:
+        return states[0]["dflash"]
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"the server at {url} does not serve DFLASH with our worker") from error
+
+
+def render(dflash: dict[str, Any]) -> str:
+    width, costs = dflash["width"], dflash["width"]["seconds"]
+    lines = [f"sglang-dflash {dflash['version']}, blocks of {dflash['block_size']}, width {width['policy']}"]
+    if costs:
+        lines.append("seconds per step, requests x width:")
+        lines.append(table(costs))
+    if width["n_steps"]:
+        lines.append(width["account"])
+    return "\n".join(lines)
+
+
 def show_served(argv: Sequence[str], *, as_json: bool) -> int:
     urls = [argument for argument in argv if argument != "--json"]
     if len(urls) != 1:
         print("--server takes one URL, such as http://127.0.0.1:30000", file=sys.stderr)
         return 1
     try:
-        dflash = served.fetch(urls[0])
+        dflash = fetch(urls[0])
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(json.dumps(dflash) if as_json else served.render(dflash))
+    print(json.dumps(dflash) if as_json else render(dflash))
     return 0
 
 

@@ -7,11 +7,12 @@ sentence and names the flag or field that mends it. How SGLang keeps its argumen
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_dflash import backends, checkpoint
-from sglang_dflash.arguments import Arguments, Target, arguments_of, target_of
-from sglang_dflash.checkpoint import Checkpoint
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft.checkpoint import Checkpoint
 from sglang_dflash.errors import STOCK, NotSupported
-from sglang_dflash.sizes import kept_window
+from sglang_dflash.host import backends
+from sglang_dflash.host.arguments import Arguments, Target, arguments_of, target_of
+from sglang_dflash.memory.sizes import kept_window
 
 
 @dataclass(frozen=True)

@@ -12,4 +12,4 @@ class NotSupported(ValueError):
 
 
 class HostMismatch(RuntimeError):
-    """The installed SGLang lacks a name or a parameter that `host_names.py` lists."""
+    """The installed SGLang lacks a name or a parameter that `host/sglang-0.5.23.txt` lists."""

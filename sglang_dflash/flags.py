@@ -5,6 +5,7 @@ does is decided where it is used; this module knows neither SGLang nor the worke
 """
 
 import re
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -57,7 +58,7 @@ class Flags:
         widths: those it may choose from, ascending; empty: its own.
         width_trace: the directory every step's width is written to; None: nothing is written.
         rehearse: see `Rehearse`.
-        probe: our worker tells what it looks like inside, see `prove.probe`.
+        probe: our worker tells what it looks like inside, see `probe.py`.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 
@@ -250,3 +251,24 @@ def _refuse_unknown(environ: Mapping[str, str], worker: Worker) -> None:
             raise ValueError(f"{name} is not a flag of sglang-dflash (they are: {known}); unset it")
         if worker is not Worker.STOCK:
             raise ValueError(f"{name} steers SGLang's built-in worker only; unset it or set SGLANG_DFLASH_WORKER=stock")
+
+
+# Flag names that model cards use and SGLang 0.5.23 has renamed.
+OLD_NAMES = {
+    "--speculative-dflash-draft-window-size": "--speculative-draft-window-size",
+    "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
+}
+
+
+def add_old_names(parser: ArgumentParser) -> None:
+    """Let each old name set what its new name sets, with the same type and choices; the one given last wins."""
+    for old, new in OLD_NAMES.items():
+        action = parser._option_string_actions[new]  # argparse has no public look-up
+        parser.add_argument(
+            old,
+            dest=action.dest,
+            type=action.type or str,
+            choices=action.choices,
+            default=SUPPRESS,
+            help=f"Older name of {new}.",
+        )

@@ -13,44 +13,21 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_dflash import cli, flags, host
+from sglang_dflash import flags
 from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Worker
-from sglang_dflash.host_names_metrics import METRICS
+from sglang_dflash.host import contract as host
+from sglang_dflash.host.names import HOOKS, SECTIONS
 
 if TYPE_CHECKING:
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.arguments import Target
     from sglang_dflash.config import DFlashConfig
+    from sglang_dflash.host.arguments import Target
 
     Hooks = dict[str, tuple[Callable[..., Any], HookType]]
 
 logger = logging.getLogger(__name__)
-
-CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
-ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
-VALIDATE_REQUEST = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
-FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
-LONGEST_HIT = "sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len"
-SESSION = "sglang.srt.session.session_controller.Session.create_req"
-UPDATE_FROM_DISK = (
-    "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
-)
-INTERNAL_STATE = (
-    "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state"
-)
-COUNT_STATES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._handle_max_mamba_cache"
-KV_BYTES = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes"
-KV_BYTES_PER_TOKEN = "sglang.srt.speculative.dflash_utils.scale_kv_cell_size_per_token_for_dflash"
-REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
-START_METRICS = f"{REPORTER}.__post_init__"
-IDLE = f"{REPORTER}._maybe_log_idle_metrics"
-OUTCOME = (
-    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
-    "_resolve_spec_v2_tokens"
-)
-ROW_HEADROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
 def register() -> None:
@@ -68,8 +45,8 @@ def register() -> None:
 
     from sglang_dflash.cpu import register_choices
 
-    HookRegistry.register(CREATE_WORKER, create_worker, HookType.AROUND)
-    HookRegistry.register(ADD_CLI_ARGS, add_old_flags, HookType.AFTER)
+    HookRegistry.register(HOOKS["create_worker"], create_worker, HookType.AROUND)
+    HookRegistry.register(HOOKS["add_cli_args"], add_old_flags, HookType.AFTER)
     register_resolution_hook("handle_deprecated_dp_attention")(apply_flags)
     register_resolution_hook("handle_speculative_decoding")(check_arguments)
     register_choices()
@@ -82,16 +59,16 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     host.require()
     from sglang.srt.models.registry import ModelRegistry
 
-    from sglang_dflash.arguments import target_of
     from sglang_dflash.config import DFlashConfig
-    from sglang_dflash.draft_model import DFlashDraftModel
+    from sglang_dflash.draft.sglang_model import DFlashDraftModel
+    from sglang_dflash.host.arguments import target_of
     from sglang_dflash.worker import DFlashWorker
 
     config = DFlashConfig.from_server_args(server_args)
     ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
     hook_scheduler(config, target_of(server_args))
     if flags.read(os.environ).probe:
-        from sglang_dflash.prove.probe import ProbedWorker
+        from sglang_dflash.probe import ProbedWorker
 
         return ProbedWorker
     return DFlashWorker
@@ -101,46 +78,49 @@ def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
     """What only a scheduler that serves DFLASH needs; it has these modules loaded anyway."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.draft_input import row_headroom
-    from sglang_dflash.draft_pool import leave_room, target_alone
-    from sglang_dflash.finish import create_req, update_finish_state
-    from sglang_dflash.hits import leave_the_end
-    from sglang_dflash.requests import refusal
-    from sglang_dflash.served import add_dflash
-    from sglang_dflash.state_pool import count_records
-    from sglang_dflash.target_models import complete
-    from sglang_dflash.weight_update import own_checkpoint_only
+    from sglang_dflash.draft.weight_update import own_checkpoint_only
+    from sglang_dflash.host.draft_input import row_headroom
+    from sglang_dflash.host.requests import create_req, refusal, update_finish_state
+    from sglang_dflash.host.target_models import complete
+    from sglang_dflash.memory.records import count_records
+    from sglang_dflash.memory.rings import leave_room, leave_the_end, target_alone
 
     hooks: Hooks = {
-        VALIDATE_REQUEST: (lambda stock, request, overlap: refusal(request), HookType.AFTER),
-        ROW_HEADROOM: (row_headroom, HookType.AFTER),
-        FINISH: (update_finish_state, HookType.AROUND),
-        SESSION: (create_req, HookType.AROUND),
-        UPDATE_FROM_DISK: (own_checkpoint_only(config), HookType.AROUND),
-        INTERNAL_STATE: (add_dflash, HookType.AFTER),
-        START_METRICS: (start_metrics, HookType.AFTER),
-        COUNT_STATES: (count_records, HookType.AROUND),
+        HOOKS["validate_request"]: (lambda stock, request, overlap: refusal(request), HookType.AFTER),
+        HOOKS["row_headroom"]: (row_headroom, HookType.AFTER),
+        HOOKS["finish"]: (update_finish_state, HookType.AROUND),
+        HOOKS["session"]: (create_req, HookType.AROUND),
+        HOOKS["update_from_disk"]: (own_checkpoint_only(config), HookType.AROUND),
+        HOOKS["internal_state"]: (add_dflash, HookType.AFTER),
+        HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
+        HOOKS["count_states"]: (count_records, HookType.AROUND),
     }
     if config.draft_window is not None:
-        hooks[KV_BYTES] = (leave_room(config), HookType.AROUND)
-        hooks[KV_BYTES_PER_TOKEN] = (target_alone, HookType.AROUND)
+        hooks[HOOKS["kv_bytes"]] = (leave_room(config.draft_window, config.block_size), HookType.AROUND)
+        hooks[HOOKS["kv_bytes_per_token"]] = (target_alone, HookType.AROUND)
         if not target.recurrent:
-            hooks[LONGEST_HIT] = (leave_the_end, HookType.AFTER)
+            hooks[HOOKS["longest_hit"]] = (leave_the_end, HookType.AFTER)
     set_hooks(hooks)
     complete(target.architecture)
+
+
+def add_dflash(result: Any, controller: Any, *_: object) -> Any:
+    """AFTER `SchedulerInternalStateController.get_internal_state`: our worker's report beside SGLang's state."""
+    result.internal_state["dflash"] = controller.scheduler.draft_worker.describe()
+    return result
 
 
 def start_metrics(result: None, reporter: Any) -> None:
     """AFTER `SchedulerMetricsReporter.__post_init__`: a scheduler that reports metrics reports ours from now on."""
     if not reporter.current_scheduler_metrics_enabled:
         return
-    host.check(METRICS)
+    host.check(SECTIONS["metrics"])
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.metrics import Meter
+    from sglang_dflash.metrics.meter import Meter
 
     meter = Meter.of(reporter)
-    set_hooks({OUTCOME: (meter.add, HookType.AFTER), IDLE: (meter.idle, HookType.AFTER)})
+    set_hooks({HOOKS["outcome"]: (meter.add, HookType.AFTER), HOOKS["idle"]: (meter.idle, HookType.AFTER)})
 
 
 def set_hooks(hooks: "Hooks") -> None:
@@ -154,7 +134,7 @@ def set_hooks(hooks: "Hooks") -> None:
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:
     """AFTER `ServerArgs.add_cli_args`: the flag names that model cards still use."""
-    cli.add_old_names(parser)
+    flags.add_old_names(parser)
 
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -173,10 +153,10 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     from sglang.srt.arg_groups.overrides import declare_resolution
 
-    from sglang_dflash.chooser import candidates
     from sglang_dflash.config import DFlashConfig
+    from sglang_dflash.width.chooser import candidates
 
-    require_live()
+    host.require_live()
     config = DFlashConfig.from_server_args(server_args)
     candidates(flags.read(os.environ), config.block_size)  # raises when one is not within the block
     # Written out, so that SGLang's own resolution finds them decided and does not fall back to others.
@@ -208,15 +188,3 @@ def asks_for_dflash(server_args: Any) -> bool:
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"
-
-
-def require_live() -> None:
-    """Check that a DFLASH launch of this process reaches our worker, or was not meant to.
-
-    The CPU platform asks as well: SGLang loads it even where `SGLANG_PLUGINS` leaves the plugin out.
-
-    Raises:
-        HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
-    """
-    if flags.read(os.environ).worker is not Worker.STOCK:
-        host.require_hooks(CREATE_WORKER, ADD_CLI_ARGS)

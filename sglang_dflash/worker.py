@@ -44,26 +44,26 @@ from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 from sglang_dflash_kernels.accept import Accepted, accept_ref, accept_triton
 from sglang_dflash_kernels.dispatch import choose
 
-from sglang_dflash import flags
-from sglang_dflash.choice import Choice
-from sglang_dflash.chooser import Chooser, Trace, candidates, make_policy
+from sglang_dflash import __version__, flags
 from sglang_dflash.config import DFlashConfig
-from sglang_dflash.context_kv import ContextKV
-from sglang_dflash.draft_input import DraftInput
-from sglang_dflash.draft_pool import fit_page_tables, ring_of, ring_pool, ring_table
-from sglang_dflash.draft_slots import DraftSlots, SharedSlots, rings_for
-from sglang_dflash.drafter import Drafter
-from sglang_dflash.dry_run import DryRun, Stages, own_states, reserve_bytes
-from sglang_dflash.ends import target_ends
-from sglang_dflash.engines import build_engines, from_first_rank
+from sglang_dflash.draft.target_ends import target_ends
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.planner import Planner
-from sglang_dflash.state import folds, make_state, may_narrow
-from sglang_dflash.state_pool import use_records
+from sglang_dflash.host.draft_input import DraftInput
+from sglang_dflash.memory.records import use_records
+from sglang_dflash.memory.rings import fit_page_tables, ring_of, ring_pool, ring_table
+from sglang_dflash.memory.slots import DraftSlots, SharedSlots, rings_for
+from sglang_dflash.stages.calls import Stages
+from sglang_dflash.stages.choice import Choice
+from sglang_dflash.stages.context_kv import ContextKV
+from sglang_dflash.stages.drafter import Drafter
+from sglang_dflash.stages.dry_run import DryRun, own_states, reserve_bytes
+from sglang_dflash.stages.engines import build_engines, from_first_rank
+from sglang_dflash.stages.planner import Planner
+from sglang_dflash.stages.state import folds, make_state, may_narrow
+from sglang_dflash.stages.verifier import Verifier
 from sglang_dflash.step import Plan, Target
-from sglang_dflash.step_clock import DecisionClock, OutcomeClock
-from sglang_dflash.verifier import Verifier
-from sglang_dflash.version import __version__
+from sglang_dflash.width.chooser import Chooser, Trace, candidates, make_policy
+from sglang_dflash.width.clock import DecisionClock, OutcomeClock
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class DFlashWorker(BaseSpecWorker):
         """The draft's KV pool has the target's slots. With a window it has rings, and a request table of its own."""
         if self.config.draft_window is not None:
             assert memory_pool_config is not None, "the target's pools are made first"
-            ring = ring_of(self.config)
+            ring = ring_of(self.config.draft_window, self.config.block_size)
             req_to_token_pool = ring_table(memory_pool_config, ring, self.device)
             memory_pool_config = ring_pool(memory_pool_config, ring)
         self._draft_worker.alloc_memory_pool(
@@ -148,25 +148,30 @@ class DFlashWorker(BaseSpecWorker):
         slots: DraftSlots = SharedSlots()
         if config.draft_window is not None:
             slots = rings_for(draft)(
-                target, draft, size=ring_of(config), window=config.draft_window, block_size=config.block_size
+                target,
+                draft,
+                size=ring_of(config.draft_window, config.block_size),
+                window=config.draft_window,
+                block_size=config.block_size,
             )
-        self.planner = Planner(target, config.block_size, config.mask_token_id)
-        self.drafter = Drafter(draft, slots, config.block_size)
-        self.choice = Choice(target)
+        planner = Planner(target, config.block_size, config.mask_token_id)
+        drafter = Drafter(draft, slots, config.block_size)
+        choice = Choice(target)
         engines = build_engines(
             self._target_worker,
             self.state,
             self.state_for,
             candidates(self.flags, config.block_size, may_narrow=may_narrow(target.model_config)),
             block_size=config.block_size,
-            reserve_bytes=reserve_bytes(target, draft, self.choice, config.block_size),
+            reserve_bytes=reserve_bytes(target, draft, choice, config.block_size),
         )
-        self.verifier = Verifier(self._target_worker, engines, on_host=on_host)
-        self.accept = choose(self.planner.req_to_token, definition=accept_ref, kernel=accept_triton)
+        verifier = Verifier(self._target_worker, engines, on_host=on_host)
+        accept = choose(planner.req_to_token, definition=accept_ref, kernel=accept_triton)
         n_requests = target.max_running_requests
-        self.context_kv = ContextKV(draft.model, draft, slots, n_requests=n_requests, block_size=config.block_size)
-        stages = Stages(self.planner, self.drafter, self.verifier, self.choice, self.accept, self.context_kv)
-        dry_run = DryRun(stages, on_host=on_host)
+        context_kv = ContextKV(draft.model, draft, slots, n_requests=n_requests, block_size=config.block_size)
+        self.stages = Stages(planner, drafter, verifier, choice, accept, context_kv)
+        self.calls = self.stages.calls()
+        dry_run = DryRun(self.stages, on_host=on_host)
         with own_states(target.req_to_token_pool, n_requests):
             dry_run.warm_up(sorted(engines), n_requests)
             policy = make_policy(
@@ -195,7 +200,7 @@ class DFlashWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         """Nothing is cached any more: the slots of rows that are to be written later will be others'."""
-        self.context_kv.late.forget()
+        self.stages.context_kv.late.forget()
 
     def forward_batch_generation(
         self,
@@ -229,13 +234,13 @@ class DFlashWorker(BaseSpecWorker):
     def prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         """The target reads the prompt; its features become the draft's context; the first token is the anchor."""
         self.width.interrupt()
-        self.choice.begin(batch)
-        self.verifier.restore()
+        self.stages.choice.begin(batch)
+        self.stages.verifier.restore()
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
-        anchor_B = self.choice.anchors(batch, result.next_token_ids)
+        anchor_B = self.stages.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
         # At once, so that a prefix the scheduler now puts into the radix cache has its draft K/V.
-        self.context_kv.append_prompt(batch, result.logits_output.hidden_states)
+        self.stages.context_kv.append_prompt(batch, result.logits_output.hidden_states)
         result.logits_output.hidden_states = None  # not for the host
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = DraftInput(bonus_tokens=anchor_B, new_seq_lens=batch.seq_lens)
@@ -245,18 +250,18 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
         """One DFlash step. Nothing in it waits for the device."""
-        rids = [req.rid for req in batch.reqs]
+        calls, rids = self.calls, [req.rid for req in batch.reqs]
         width = self.width.choose(rids, time.perf_counter())
-        plan = self.planner.plan(batch, width)
-        self.context_kv.before_draft(plan)
-        tokens_BN = self.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)
-        target = self.verifier.verify(batch, plan, tokens_BN)
-        target_BN = self.choice.choose(batch, plan, tokens_BN, target, grammar_barrier)
-        accepted = self.accept(tokens_BN, target_BN, plan.prefix_len_B)
-        self.choice.remember(batch, accepted)
-        self.verifier.commit(batch, plan, accepted.n_committed_B)
+        plan = calls.plan(batch, width)
+        self.stages.context_kv.before_draft(plan)
+        tokens_BN = calls.draft(plan, graphs=batch.can_run_decode_cuda_graph)
+        target = calls.verify(batch, plan, tokens_BN)
+        target_BN = calls.choose(batch, plan, tokens_BN, target, grammar_barrier)
+        accepted = calls.accept(tokens_BN, target_BN, plan.prefix_len_B)
+        self.stages.choice.remember(batch, accepted)
+        calls.commit(batch, plan, accepted.n_committed_B)
         publish(accepted.next_prefix_len_B)
-        self.context_kv.append(rids, plan, target.features_TC, accepted.n_committed_B)
+        calls.append(rids, plan, target.features_TC, accepted.n_committed_B)
         return self.step_result(batch, plan, target, accepted)
 
     def idle(self, publish: Publish) -> GenerationBatchResult:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # MiniMax-M2.5: launch/recipes/minimax-m2.5.sh h200|b200 [further flags]. By our worker alone: SGLang 0.5.23 has no
-# set_dflash_layers_to_capture for it, which sglang_dflash/target_models.py adds.
+# set_dflash_layers_to_capture for it, which sglang_dflash/host/target_models.py adds.
 source "$(dirname "$0")/gpu.sh"
 flags=(
   --model-path MiniMaxAI/MiniMax-M2.5

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Server
-from sglang_dflash.draft_files import read_object
+from sglang_dflash.draft.files import read_object
 from sglang_dflash.flags import Worker
 
 # In the log of every server whose DFLASH worker is ours, and of no other.

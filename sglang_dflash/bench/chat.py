@@ -16,7 +16,7 @@ import httpx
 
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Steps
-from sglang_dflash.host_names import Name
+from sglang_dflash.host.names import Name
 
 Message = dict[str, str]
 PATH = "/v1/chat/completions"

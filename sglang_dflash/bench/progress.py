@@ -1,45 +1,15 @@
-"""What a starting server is doing, read off its log, and shown while people wait.
-
-A server spends most of its start importing Python packages, twice: once itself, once in each process it spawns. The
-stages below are recognised by lines SGLang 0.5.23 logs; a line that a later release words differently leaves the
-display one stage behind and nothing else.
-"""
+"""Servers that start, side by side: what each is doing, shown while people wait."""
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-if TYPE_CHECKING:
-    from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.server import START_TIMEOUT_S, Server
 
 
-# Against hangs only: a start is a minute of CPU, and a process that ends is noticed at once.
-START_TIMEOUT_S = 1200.0
-
-
-# (what the log says, how many times, what it means), in order of appearance.
-_MARKS = (
-    ("server_args=", 1, "starting scheduler and detokenizer"),
-    ("Init parallel begin", 1, "setting up the device"),
-    ("Load weight begin", 1, "loading the target"),
-    ("Load weight begin", 2, "loading the draft"),
-    ("KV Cache is allocated", 1, "allocating KV and recurrent state"),
-    ("cuda graph begin", 1, "capturing CUDA graphs"),
-    ("Application startup complete", 1, "warming up"),
-    ("fired up and ready to roll", 1, "ready"),
-)
-
-
-def stage_of(log: str) -> str:
-    """The last stage whose mark is in `log`."""
-    reached = [stage for mark, count, stage in _MARKS if log.count(mark) >= count]
-    return reached[-1] if reached else "importing SGLang"
-
-
-def wait_ready(servers: Sequence["Server"], console: Console, timeout_s: float = START_TIMEOUT_S) -> float:
+def wait_ready(servers: Sequence[Server], console: Console, timeout_s: float = START_TIMEOUT_S) -> float:
     """Wait for started servers side by side, showing each one's stage.
 
     On a terminal one live line per server; elsewhere one line per change of stage.

@@ -19,7 +19,6 @@ import psutil
 
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import HOST, port_is_free
-from sglang_dflash.bench.progress import START_TIMEOUT_S, stage_of
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -30,6 +29,29 @@ GRACE_S = 20.0
 REQUEST_TIMEOUT_S = 300.0
 # The server closes a connection that has been idle for 5 s; one that is taken up at that moment is reset.
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
+
+# Against hangs only: a start is a minute of CPU, and a process that ends is noticed at once.
+START_TIMEOUT_S = 1200.0
+
+
+# What a starting server is doing, read off its log: (what it says, how many times, what it means), in order of
+# appearance. A line that a later release words differently leaves the display one stage behind and nothing else.
+_MARKS = (
+    ("server_args=", 1, "starting scheduler and detokenizer"),
+    ("Init parallel begin", 1, "setting up the device"),
+    ("Load weight begin", 1, "loading the target"),
+    ("Load weight begin", 2, "loading the draft"),
+    ("KV Cache is allocated", 1, "allocating KV and recurrent state"),
+    ("cuda graph begin", 1, "capturing CUDA graphs"),
+    ("Application startup complete", 1, "warming up"),
+    ("fired up and ready to roll", 1, "ready"),
+)
+
+
+def stage_of(log: str) -> str:
+    """The last stage whose mark is in `log`."""
+    reached = [stage for mark, count, stage in _MARKS if log.count(mark) >= count]
+    return reached[-1] if reached else "importing SGLang"
 
 
 class Generation(NamedTuple):

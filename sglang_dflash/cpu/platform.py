@@ -11,7 +11,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_dflash import plugin
+from sglang_dflash.host import contract
 
 ATTENTION_BACKEND = "torch_native"
 
@@ -32,7 +32,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Raises HostMismatch where SGLANG_PLUGINS keeps this platform and leaves the plugin out."""
         if algorithm != "DFLASH":
             return False
-        plugin.require_live()
+        contract.require_live()
         return True
 
     def supports_speculative_draft_attention_backend(self, algorithm: str, backend: str) -> bool:

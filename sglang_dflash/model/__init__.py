@@ -10,7 +10,8 @@ and it is the independent oracle that the engine's steps are compared with. Noth
 """
 
 from sglang_dflash.model.config import DraftConfig
-from sglang_dflash.model.draft import ContextKV, DraftModel
+from sglang_dflash.model.draft import ContextKV
 from sglang_dflash.model.generate import Step
+from sglang_dflash.model.pretrained import DraftModel
 
 __all__ = ["ContextKV", "DraftConfig", "DraftModel", "Step"]

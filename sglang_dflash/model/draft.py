@@ -11,18 +11,13 @@ training and inference run the very same forward.
 Knows nothing of targets, sampling or losses.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedModel
 
-from sglang_dflash.model import checkpoint
 from sglang_dflash.model.config import DraftConfig
-from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.rope import Rotation, rope_frequencies, rotate, rotation_at
 
 
@@ -114,7 +109,7 @@ class Layer(nn.Module):
         return hidden_RANH + self.mlp(self.post_attention_layernorm(hidden_RANH))
 
 
-class DraftModel(nn.Module):
+class Draft(nn.Module):
     """The draft of a DFlash checkpoint; parameter names are the checkpoint's tensor names."""
 
     def __init__(self, config: DraftConfig) -> None:
@@ -192,44 +187,3 @@ class DraftModel(nn.Module):
         if window is not None:
             visible = visible & (distance_RANK.abs() < window)
         return visible
-
-    def spec_generate(
-        self,
-        input_ids: torch.Tensor,
-        target: PreTrainedModel,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        stop_token_ids: Sequence[int] = (),
-        **options: Any,
-    ) -> torch.Tensor:
-        """Prompt and continuation, [1, prompt + new tokens]: exactly what `target` would say by itself.
-
-        input_ids: int64 [1, prompt]. The result ends with the first of `stop_token_ids`, or after `max_new_tokens`.
-        options: the rest of `sglang_dflash.model.generate.Options`.
-        Raises ValueError when draft and target do not belong together.
-        """
-        chosen = Options(
-            max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **options
-        )
-        new = [token for step in spec_steps(self, target, input_ids, chosen) for token in step.committed]
-        return torch.cat([input_ids, input_ids.new_tensor([new])], dim=1)
-
-    @classmethod
-    def from_pretrained(
-        cls, source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> Self:
-        """Load a DFlash v1 checkpoint from a folder or from the Hugging Face hub; nothing of it is executed.
-
-        dtype: None keeps the checkpoint's.
-        Raises ValueError for a config or tensors that are not those of a DFlash v1 draft.
-        """
-        folder = checkpoint.local_folder(source)
-        draft = cls(DraftConfig.from_folder(folder))
-        tensors = checkpoint.read_tensors(folder, {name: p.shape for name, p in draft.named_parameters()})
-        draft.load_state_dict(tensors, assign=True)
-        draft.requires_grad_(False)
-        return draft.to(device=device, dtype=dtype).eval()
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors, in the dtype the parameters have."""
-        checkpoint.write(Path(folder), self.config.to_json(), self.state_dict())

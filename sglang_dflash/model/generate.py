@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from sglang_dflash.model.draft import ContextKV, Draft
 from sglang_dflash.model.target import Target, check_pair
-
-if TYPE_CHECKING:
-    from sglang_dflash.model.draft import ContextKV, DraftModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,7 @@ class Step(NamedTuple):
 
 
 @torch.inference_mode()
-def spec_steps(draft: DraftModel, target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[Step]:
+def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[Step]:
     """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
 
     input_ids: int64 [1, prompt].
@@ -98,7 +96,7 @@ def spec_steps(draft: DraftModel, target: PreTrainedModel, input_ids: torch.Tens
 
 
 def draft_block(
-    draft: DraftModel, target: PreTrainedModel, anchor: torch.Tensor, context: ContextKV, sizes: tuple[int, int | None]
+    draft: Draft, target: PreTrainedModel, anchor: torch.Tensor, context: ContextKV, sizes: tuple[int, int | None]
 ) -> torch.Tensor:
     """The anchor (int64 [1]) and the draft's guesses after it: int64 [N]; `sizes` = (N, window, None for all)."""
     N, draft_window = sizes
@@ -131,7 +129,7 @@ def _ended(step: Step, stop_token_ids: tuple[int, ...], n_left: int) -> Step:
     return Step(committed[: ends[0] + 1] if ends else committed, step.n_accepted)
 
 
-def _checked_sizes(draft: DraftModel, input_ids: torch.Tensor, options: Options) -> tuple[int, int]:
+def _checked_sizes(draft: Draft, input_ids: torch.Tensor, options: Options) -> tuple[int, int]:
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; give one prompt, [1, at least one token]")
     N = options.block_size or draft.config.block_size

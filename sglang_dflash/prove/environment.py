@@ -34,7 +34,7 @@ def versions() -> dict[str, Any]:
     import torch
 
     found = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("sglang", "torch", "triton", "transformers", "sglang_dflash.version"):
+    for name in ("sglang", "torch", "triton", "transformers", "sglang_dflash"):
         found[name.removesuffix(".version")] = importlib.import_module(name).__version__
     return found
 

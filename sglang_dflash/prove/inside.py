@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash import capacity_report, geometry
+from sglang_dflash.capacity import geometry
+from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
+from sglang_dflash.memory.sizes import ring_slots
 from sglang_dflash.prove import served
 from sglang_dflash.prove.machine import DENSE, OWN, Gpu, Place
 from sglang_dflash.prove.record import Failed, Finding, Once, Skipped, require
 from sglang_dflash.prove.served import Expected, Launch, Torch, Watched
-from sglang_dflash.sizes import ring_slots
 
 STEPS_WITHIN = 0.1  # of tokens per step, where rounding differs
 BYTES_WITHIN = 0.02  # a page of padding, alignment

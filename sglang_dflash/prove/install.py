@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import sglang_dflash
+from sglang_dflash import __version__
 from sglang_dflash.check import ENTRY_POINTS
-from sglang_dflash.version import __version__
 
 PACKAGE = Path(sglang_dflash.__file__).parent
 KERNELS = ("sglang_dflash_kernels", "kernels")  # beside the package: as it is installed, and in a checkout

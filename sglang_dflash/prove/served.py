@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from sglang_dflash import served
+from sglang_dflash import check
 from sglang_dflash.bench import in_torch, tiny
 from sglang_dflash.bench.compare import Difference, differences
 from sglang_dflash.bench.errors import ServerError
@@ -107,7 +107,7 @@ def watch(place: Place, launch: Launch) -> Watched:
     with serving(place, launch, [Arm.PLUGIN]) as servers:
         server = servers[Arm.PLUGIN]
         answers = {c: ask(server, asked, concurrency=c, n_new=n_new(place)) for c in (1, *CROWDS)}
-        return Watched(launch, asked, answers, served.fetch(server.url), server.server_info())
+        return Watched(launch, asked, answers, check.fetch(server.url), server.server_info())
 
 
 # -- plain torch ---------------------------------------------------------------------------------------------------

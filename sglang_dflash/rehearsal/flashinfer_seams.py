@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from sglang_dflash import host as sglang
-from sglang_dflash.host_names_rehearsal import FLASHINFER
+from sglang_dflash.host import contract as sglang
+from sglang_dflash.host.names import SECTIONS
 from sglang_dflash.rehearsal import capability, flashinfer, host, trtllm
 
 _BACKENDS = "sglang.srt.layers.attention."
@@ -22,7 +22,7 @@ _BACKENDS = "sglang.srt.layers.attention."
 @functools.cache
 def install() -> None:
     """Once a process, when the first backend over FlashInfer is made: importing it takes seconds."""
-    sglang.check(FLASHINFER)
+    sglang.check(SECTIONS["flashinfer"])
     define(capability.rehearsed())
     # SGLang imported them with its models, and without FlashInfer, which to it is a part of CUDA.
     available = pkgutil.resolve_name("sglang.srt.utils.is_flashinfer_available")

@@ -46,14 +46,14 @@ class RehearsalPlatform(CpuPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         super().post_load_model(model)
-        from sglang_dflash import host
-        from sglang_dflash.host_names_rehearsal import REHEARSAL, STREAMS
+        from sglang_dflash.host import contract as host
+        from sglang_dflash.host.names import SECTIONS
         from sglang_dflash.rehearsal import models, overlap, seams
 
         seams.graphs()
         models.layers(model)
         seams.attention()
         if flags.read(os.environ).rehearse.streams:
-            host.check(STREAMS)
+            host.check(SECTIONS["streams"])
             overlap.scheduler()
-        host.check(REHEARSAL)  # the attention modules load now, and not before
+        host.check(SECTIONS["rehearsal"])  # the attention modules load now, and not before

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from sglang_dflash.model import DraftModel
 from sglang_dflash.model.config import FULL, DraftConfig
-from sglang_dflash.model.draft import DraftModel
 from sglang_dflash.model.generate import Options
 from sglang_dflash.model.target import Target, check_pair, stop_token_ids
 from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving

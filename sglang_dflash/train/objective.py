@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from sglang_dflash.model.draft import DraftModel
+from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
 from sglang_dflash.train.tokens import Rows
 

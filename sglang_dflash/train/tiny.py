@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from sglang_dflash.model.draft import DraftModel
+from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.train import corpus
 from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from launch.tiny import Pair
-from sglang_dflash.model.draft import DraftModel
+from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, draft_logits, spec_steps
 from sglang_dflash.model.target import Target, stop_token_ids
 

@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from sglang_dflash.bench.server import Generation, Server
-from sglang_dflash.metric_table import METRICS, PREFIX
-from sglang_dflash.stage_times import SAMPLE_EVERY, STAGES
+from sglang_dflash.metrics.stage_times import SAMPLE_EVERY, STAGES
+from sglang_dflash.metrics.table import METRICS, PREFIX
 from tests.server.talk import as_prompt, conversation
 from tests.server.variants import METRICS as ENABLED
 from tests.server.variants import VARIANTS, window

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
-from sglang_dflash.arguments import device_of
-from sglang_dflash.backends import BACKENDS, Needs, resolve, why_not
-from sglang_dflash.checkpoint import Layer
+from sglang_dflash.draft.checkpoint import Layer
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.host.arguments import device_of
+from sglang_dflash.host.backends import BACKENDS, Needs, resolve, why_not
 
 FULL, SLIDING = Layer(None, causal=False), Layer(2048, causal=True)
 CAUSAL, BLIND_WINDOW = Layer(None, causal=True), Layer(2048, causal=False)

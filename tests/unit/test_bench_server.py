@@ -15,8 +15,8 @@ from rich.console import Console
 from sglang_dflash.bench import server as server_module
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import HOST, free_port, port_is_free
-from sglang_dflash.bench.progress import stage_of, wait_ready
-from sglang_dflash.bench.server import Server
+from sglang_dflash.bench.progress import wait_ready
+from sglang_dflash.bench.server import Server, stage_of
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).parent / "launch_fake_server.py"

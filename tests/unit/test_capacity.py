@@ -16,8 +16,9 @@ from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool, MHATokenToKVPool
 from sglang.srt.model_executor.cuda_graph_config import Backend
 
-from sglang_dflash import geometry, models, sizes, state_pool
-from sglang_dflash.capacity import (
+from sglang_dflash.capacity import geometry
+from sglang_dflash.capacity import known_models as models
+from sglang_dflash.capacity.division import (
     GIB,
     Bound,
     RadixStates,
@@ -27,8 +28,10 @@ from sglang_dflash.capacity import (
     default_mem_fraction,
 )
 from sglang_dflash.flags import Worker
-from sglang_dflash.sizes import Attention, Recurrent, block_bytes, ring_slots
-from sglang_dflash.state_pool import RecordPool, count_records
+from sglang_dflash.memory import records as state_pool
+from sglang_dflash.memory import sizes
+from sglang_dflash.memory.records import RecordPool, count_records
+from sglang_dflash.memory.sizes import Attention, Recurrent, block_bytes, ring_slots
 
 TINY = Recurrent(3, 4, 64, 2, 64, conv_window=3, conv_itemsize=2, state_itemsize=4)
 QWEN_27B = geometry.read_target("Qwen3.5-27B")
@@ -60,7 +63,7 @@ def test_recurrent_bytes_are_what_pools_allocate(
     kind: type[MambaPool], tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The largest captured batch, as long as nothing rounds it up.
-    monkeypatch.setattr("sglang_dflash.state_pool.get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
+    monkeypatch.setattr("sglang_dflash.memory.records.get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     n_slots, n_requests, n_tokens = 6, 4, 8
     rank = TINY.shard(tp_size)
     cache = kind(

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from launch import capacity as readme_table
-from sglang_dflash import capacity_report, check, geometry, models
-from sglang_dflash.capacity import GIB
-from sglang_dflash.geometry import Config, read_draft, read_target
+from sglang_dflash import check
+from sglang_dflash.capacity import geometry
+from sglang_dflash.capacity import known_models as models
+from sglang_dflash.capacity import report as capacity_report
+from sglang_dflash.capacity.division import GIB
+from sglang_dflash.capacity.geometry import Config, read_draft, read_target
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "sglang_dflash" / "assets"
@@ -214,7 +217,7 @@ def test_check_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 def test_it_needs_neither_sglang_nor_torch() -> None:
-    code = "import sys; from sglang_dflash import capacity_report; print({'sglang', 'torch'} & set(sys.modules))"
+    code = "import sys; import sglang_dflash.capacity.report; print({'sglang', 'torch'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"
 

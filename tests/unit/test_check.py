@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.backends import Needs, resolve
-from sglang_dflash.checkpoint import Layer
+from sglang_dflash.draft.checkpoint import Layer
 from sglang_dflash.flags import Worker
+from sglang_dflash.host.backends import Needs, resolve
 
 ENV = Path(__file__).parents[2] / "env"
 CPU = (

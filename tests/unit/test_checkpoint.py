@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import checkpoint
-from sglang_dflash.checkpoint import Layer
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft.checkpoint import Layer
 from sglang_dflash.errors import NotSupported
 
 

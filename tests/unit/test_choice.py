@@ -22,9 +22,9 @@ from sglang.srt.sampling.custom_logit_processor import (
 )
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
 
-from sglang_dflash.choice import Choice
-from sglang_dflash.processors import Processors
-from sglang_dflash.slots import over_slots
+from sglang_dflash.stages.choice import Choice
+from sglang_dflash.stages.processors import Processors
+from sglang_dflash.stages.sampling import over_slots
 
 V, N = 50, 4
 WHOLE = 1 << 30  # SGLang's top_k for the whole vocabulary

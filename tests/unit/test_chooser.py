@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.chooser import REPORT, Account, Chooser, Fixed, Random, Trace, candidates, make_policy
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import WidthPolicy
-from sglang_dflash.step_clock import DecisionClock, OutcomeClock
-from sglang_dflash.width import Adaptive, Decision
+from sglang_dflash.width.chooser import REPORT, Account, Chooser, Fixed, Random, Trace, candidates, make_policy
+from sglang_dflash.width.clock import DecisionClock, OutcomeClock
+from sglang_dflash.width.policy import Adaptive, Decision
 
 
 class Scripted:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sglang_dflash import checkpoint
-from sglang_dflash.arguments import Arguments, Target
 from sglang_dflash.config import combine
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.host.arguments import Arguments, Target
 
 TARGET = Target(
     "target", "Qwen3_5ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=True

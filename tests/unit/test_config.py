@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import checkpoint
-from sglang_dflash.arguments import Arguments, Target
-from sglang_dflash.checkpoint import Checkpoint, Layer
 from sglang_dflash.config import combine
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft.checkpoint import Checkpoint, Layer
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.host.arguments import Arguments, Target
 
 TARGET = Target(
     "target", "Qwen3ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=False

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dflash.context_kv import ContextKV, LateRows
+from sglang_dflash.stages.context_kv import ContextKV, LateRows
 from sglang_dflash.worker import DFlashWorker
 
 BLOCK, N_SLOTS, N_REQUESTS = 4, 24, 3
@@ -112,7 +112,7 @@ def test_rows_are_forgotten_with_the_cache():
     """Their slots are other requests' by the next step."""
     context, k = make_context()
     worker = DFlashWorker.__new__(DFlashWorker)
-    worker.context_kv = context
+    worker.stages = SimpleNamespace(context_kv=context)
     one_token(context, ["a"], [3], value=1)
     worker.clear_cache_pool()
     context.before_draft(step([[5, 6]], drafts=True))

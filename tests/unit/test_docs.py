@@ -21,11 +21,12 @@ from xml.etree import ElementTree
 import pytest
 from sglang_dflash_kernels.record import record_width
 
-from sglang_dflash import capacity_report, cli, flags
-from sglang_dflash.chooser import Chooser, Fixed
+from sglang_dflash import flags
+from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
-from sglang_dflash.metric_table import METRICS, PREFIX
-from sglang_dflash.step_clock import DecisionClock
+from sglang_dflash.metrics.table import METRICS, PREFIX
+from sglang_dflash.width.chooser import Chooser, Fixed
+from sglang_dflash.width.clock import DecisionClock
 
 
 def load(name: str) -> ModuleType:
@@ -200,7 +201,7 @@ OTHERS = {"--json", "--server", "--help", "--nproc-per-node"}
 @of_pages
 def test_options_exist(page: Path) -> None:
     fields = re.findall(r"^    (\w+): A\[", source_of_sglang("srt/arg_groups/fields"), re.MULTILINE)
-    known = {"--" + field.replace("_", "-") for field in fields} | set(cli.OLD_NAMES) | OTHERS
+    known = {"--" + field.replace("_", "-") for field in fields} | set(flags.OLD_NAMES) | OTHERS
     for path in OURS:
         for names in re.findall(r"add(?:_argument)?\(\s*((?:\"--[a-z-]+\",?\s*)+)", path.read_text()):
             known |= set(re.findall(r"--[a-z-]+", names))

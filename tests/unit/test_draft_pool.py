@@ -8,12 +8,12 @@ import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 
-from sglang_dflash import draft_pool
-from sglang_dflash.draft_pool import leave_room, ring_pool, ring_table, target_alone
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.memory import rings as draft_pool
+from sglang_dflash.memory.rings import leave_room, ring_pool, ring_table, target_alone
 from sglang_dflash.worker import DFlashWorker
 
-CONFIG: Any = SimpleNamespace(draft_window=64, block_size=16)
+WINDOW, BLOCK = 64, 16
 
 
 def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes: int | None) -> int:
@@ -25,7 +25,7 @@ def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes
         mambaish_config=object() if hybrid else None,
         _calculate_mamba_ratio=lambda: 5,
     )
-    return leave_room(CONFIG)(lambda configurator, before: 10**6, configurator, 0.0)
+    return leave_room(WINDOW, BLOCK)(lambda configurator, before: 10**6, configurator, 0.0)
 
 
 @pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])

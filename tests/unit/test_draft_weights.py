@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from sglang_dflash.draft_weights import checkpoint_names, fused_name, lay_side_by_side
+from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side
 
 
 def test_parts_of_a_fused_projection_know_their_place() -> None:

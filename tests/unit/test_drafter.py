@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.draft_slots import SharedSlots
-from sglang_dflash.drafter import Drafter
+from sglang_dflash.memory.slots import SharedSlots
+from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.step import Block, Plan
 
 EAGER, GRAPHS = object(), object()
@@ -46,7 +46,7 @@ def test_directly_without_graphs(decode_runner: object, way: str) -> None:
 @pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16)])
 def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured forward returns the same cells every time, and another graph's replay may write there."""
-    monkeypatch.setattr("sglang_dflash.drafter.enable_num_token_non_padded", lambda: False)
+    monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     N = 16
     of_the_graph_T = torch.arange(n_requests * N)
     runner = Runner(GRAPHS)

@@ -12,10 +12,10 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang_dflash_kernels.accept import accept_ref
 from sglang_dflash_kernels.penalise import Asked, penalise_ref
 
-from sglang_dflash import dry_run
-from sglang_dflash.choice import Choice
-from sglang_dflash.dry_run import IN_A_ROW, DryRun, Stages, batch_sizes, own_states, peak_bytes, reserve_bytes
-from sglang_dflash.penalties import Penalties
+from sglang_dflash.stages import dry_run
+from sglang_dflash.stages.choice import Choice
+from sglang_dflash.stages.dry_run import IN_A_ROW, DryRun, Stages, batch_sizes, own_states, peak_bytes, reserve_bytes
+from sglang_dflash.stages.penalties import Penalties
 from sglang_dflash.step import Block, Plan
 
 BLOCK, V = 4, 11
@@ -82,7 +82,7 @@ class Recorded:
 
 def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple[DryRun, Recorded]:
     """`device`: what the runner says it is; tensors are on the CPU."""
-    monkeypatch.setattr("sglang_dflash.drafter.enable_num_token_non_padded", lambda: False)
+    monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     mamba = SimpleNamespace(enable_mamba_extra_buffer=tracks)
     monkeypatch.setattr(dry_run, "get_exec", lambda: SimpleNamespace(mamba=mamba))
     config = SimpleNamespace(context_len=100, model_is_mrope=False)
@@ -157,7 +157,7 @@ def test_a_penalty_of_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
         asked.append(args[-1])
         penalise_ref(*args)
 
-    monkeypatch.setattr("sglang_dflash.penalties.penalise_", penalise)
+    monkeypatch.setattr("sglang_dflash.stages.penalties.penalise_", penalise)
     logits_TV = torch.randn(2 * BLOCK, V)
     before_TV = logits_TV.clone()
     penalties = Penalties(V, torch.device("cpu"))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_dflash.ends import likeliest, target_ends
+from sglang_dflash.draft.target_ends import likeliest, target_ends
 from sglang_dflash.errors import NotSupported
 
 

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 
-from sglang_dflash import engines
-from sglang_dflash.engines import build_while_they_fit, capturing, fewer
-from sglang_dflash.state import NoState
-from sglang_dflash.verifier import Engine
+from sglang_dflash.stages import engines
+from sglang_dflash.stages.engines import build_while_they_fit, capturing, fewer
+from sglang_dflash.stages.state import NoState
+from sglang_dflash.stages.verifier import Engine
 
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 

@@ -12,7 +12,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session, SessionReqNode
 
 from launch.parameters import token_ids, tokenizer
-from sglang_dflash.finish import create_req, update_finish_state
+from sglang_dflash.host.requests import create_req, update_finish_state
 
 TEXT = "Here are the capitals:\n- The capital of Italy is Rome.\n- The capital of Cuba is Havana."
 STOPS = [".", ".\n", " is ", ":", "\n", " capital of", "Rome", "ba", "zzz"]
@@ -83,7 +83,7 @@ def test_the_order_of_the_list_does_not_matter(stop: list[str]) -> None:
 
 
 def test_sglang_s_own_test_would_take_the_later_stop() -> None:
-    """If this fails, SGLang has mended it, and `finish.py` can go."""
+    """If this fails, SGLang has mended it, and `requests.py` can go."""
     req = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
     assert ended(req)[0] == {"type": "stop", "matched": "\n"}
 

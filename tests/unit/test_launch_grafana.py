@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.tiny import ROOT
-from sglang_dflash.metric_table import METRICS, PREFIX, table
+from sglang_dflash.metrics.table import METRICS, PREFIX, table
 
 FOLDER = ROOT / "launch" / "grafana"
 DASHBOARD = json.loads((FOLDER / "dflash.json").read_text())
@@ -88,4 +88,4 @@ def test_flags_that_are_advised_exist() -> None:
 
 
 def test_the_readme_has_the_table() -> None:
-    assert table() in (FOLDER / "README.md").read_text(), "write sglang_dflash.metric_table.table() into it"
+    assert table() in (FOLDER / "README.md").read_text(), "write sglang_dflash.metrics.table.table() into it"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from sglang_dflash.metric_table import METRICS, PREFIX, Kind
-from sglang_dflash.metrics import WRITE_EVERY, Exports, Meter, Pool
-from sglang_dflash.stage_times import STAGES, StageTimes
+from sglang_dflash.metrics.meter import WRITE_EVERY, Exports, Meter, Pool
+from sglang_dflash.metrics.stage_times import STAGES, StageTimes
+from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}
 BLOCK = 4

@@ -13,7 +13,7 @@ from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_pena
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_dflash_kernels.accept import accept_ref
 
-from sglang_dflash.penalties import Penalties, asks, stop_tokens
+from sglang_dflash.stages.penalties import Penalties, asks, stop_tokens
 from tests.fixtures.sequential import penalised
 
 V, N = 7, 4

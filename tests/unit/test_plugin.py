@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import cli, host, plugin
+from sglang_dflash import flags, plugin
 from sglang_dflash.errors import HostMismatch
-from sglang_dflash.host_names import Name
+from sglang_dflash.host import contract as host
+from sglang_dflash.host.names import Name
 
 
 class Bag:
@@ -127,7 +128,7 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.Monk
 
     config = SimpleNamespace(block_size=8, draft_attention_backend="trtllm_mha")
     monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)
-    monkeypatch.setattr(plugin, "require_live", lambda: None)
+    monkeypatch.setattr(plugin.host, "require_live", lambda: None)
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
     server_args = SimpleNamespace(speculative_algorithm="DFLASH")
 
@@ -141,7 +142,7 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.Monk
 
 
 def test_metrics_are_started_where_sglang_reports_its_own(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:
-    monkeypatch.setattr(plugin, "METRICS", [Name("sglang.bag", "Bag", "given")])
+    monkeypatch.setitem(plugin.SECTIONS, "metrics", (Name("sglang.bag", "Bag", "given"),))
     plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=False))
     with pytest.raises(HostMismatch, match="Bag has no member 'given'"):
         plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
@@ -151,7 +152,7 @@ def test_old_names_set_what_the_new_names_set() -> None:
     parser = ArgumentParser()
     parser.add_argument("--speculative-draft-window-size", type=int)
     parser.add_argument("--mamba-radix-cache-strategy", choices=["auto", "extra_buffer"], default="auto")
-    cli.add_old_names(parser)
+    flags.add_old_names(parser)
     assert vars(parser.parse_args([])) == {"speculative_draft_window_size": None, "mamba_radix_cache_strategy": "auto"}
     old = ["--speculative-dflash-draft-window-size", "64", "--mamba-scheduler-strategy", "extra_buffer"]
     assert vars(parser.parse_args(old)) == {

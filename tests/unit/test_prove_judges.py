@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import geometry
 from sglang_dflash.bench import tiny
 from sglang_dflash.bench.tiny import Arm
+from sglang_dflash.capacity import geometry
 from sglang_dflash.prove import inside, machine, outside, served
 from sglang_dflash.prove.machine import Gpu, Place
 from sglang_dflash.prove.record import Failed

@@ -20,10 +20,11 @@ import pytest
 
 from launch import recipe_table
 from launch.recipe_table import ARCHITECTURES, FOLDER, GPUS, RECIPES, REHEARSED, TEXT_MODELS, Refused
-from sglang_dflash import checkpoint, models
-from sglang_dflash.arguments import Arguments, Target
+from sglang_dflash.capacity import known_models as models
+from sglang_dflash.capacity.geometry import Config
 from sglang_dflash.config import combine
-from sglang_dflash.geometry import Config
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.host.arguments import Arguments, Target
 from tests.server import families
 from tests.server.families import FAMILIES
 

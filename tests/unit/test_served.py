@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import check, served
+from sglang_dflash import check
 from sglang_dflash.bench.ports import free_port
 
 DFLASH = {
@@ -70,7 +70,7 @@ def test_as_json(url: tuple[str, dict], monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_a_width_that_is_not_chosen_has_no_costs() -> None:
     width = {"policy": "always 8", "seconds": {}, "n_steps": {}, "account": ""}
-    assert served.render(DFLASH | {"width": width}) == "sglang-dflash 0.1.0, blocks of 8, width always 8"
+    assert check.render(DFLASH | {"width": width}) == "sglang-dflash 0.1.0, blocks of 8, width always 8"
 
 
 @pytest.mark.parametrize(

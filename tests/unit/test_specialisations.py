@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang_dflash_kernels.specialisations import Server, of_server
 
-from sglang_dflash.dry_run import batch_sizes
+from sglang_dflash.stages.dry_run import batch_sizes
 
 
 @given(st.integers(1, 600), st.sampled_from([8, 12, 16, 24, 32, 48, 64]))

@@ -1,12 +1,14 @@
 """Which steps are measured, and that reading them never waits."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_dflash import stage_times
-from sglang_dflash.stage_times import STAGES, DeviceClock, HostClock, StageTimes, time_stages
+from sglang_dflash.metrics import stage_times
+from sglang_dflash.metrics.stage_times import STAGES, DeviceClock, HostClock, StageTimes, time_stages
+from sglang_dflash.stages.calls import Calls
 
 
 class Device:
@@ -28,23 +30,17 @@ class Device:
         return event
 
 
-def worker(device: str, run: Any) -> Any:
-    return SimpleNamespace(
-        device=device,
-        drafter=SimpleNamespace(draft=lambda *args, **kwargs: run("draft", *args, **kwargs)),
-        verifier=SimpleNamespace(verify=lambda *args: run("verify", *args), commit=lambda *args: run("commit", *args)),
-        choice=SimpleNamespace(choose=lambda *args: run("choose", *args)),
-        context_kv=SimpleNamespace(append=lambda *args: run("append", *args)),
-    )
+def calls_of(run: Any) -> Calls:
+    return Calls(*(partial(run, name) for name in Calls._fields))
 
 
-def step(worker: Any) -> list[Any]:
+def step(calls: Calls) -> list[Any]:
     return [
-        worker.drafter.draft("plan", graphs=True),
-        worker.verifier.verify("plan"),
-        worker.choice.choose("plan"),
-        worker.verifier.commit("plan"),
-        worker.context_kv.append("plan"),
+        calls.draft("plan", graphs=True),
+        calls.verify("plan"),
+        calls.choose("plan"),
+        calls.commit("plan"),
+        calls.append("plan"),
     ]
 
 
@@ -57,8 +53,7 @@ def test_one_step_in_so_many_is_measured_and_all_go_through(monkeypatch: pytest.
         device.now_ms += took_ms[stage]
         return stage, kwargs
 
-    timed = worker("some", run)
-    times = time_stages(timed)
+    timed, times = time_stages(calls_of(run), "some")
     for n_step in range(1, 2 * times.every + 2):
         assert step(timed) == [(stage, {"graphs": True} if stage == "draft" else {}) for stage in STAGES]
         assert len(device.events) == 2 * len(STAGES) * (n_step // times.every)
@@ -84,5 +79,5 @@ def test_the_host_s_clock_knows_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_clock_is_the_device_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_times.torch, "get_device_module", lambda name: Device())
-    assert isinstance(time_stages(worker("cpu", None)).clock, HostClock)
-    assert isinstance(time_stages(worker("cuda", None)).clock, DeviceClock)
+    assert isinstance(time_stages(calls_of(None), "cpu")[1].clock, HostClock)
+    assert isinstance(time_stages(calls_of(None), "cuda")[1].clock, DeviceClock)

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_dflash import state
 from sglang_dflash.cpu import mamba_state
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import GdnState
-from sglang_dflash.state import InPlaceState, crossing_step, decoding_one_token, make_state, may_narrow
+from sglang_dflash.stages import state
+from sglang_dflash.stages.state import InPlaceState, crossing_step, decoding_one_token, make_state, may_narrow
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size=1, max_size=5), st.integers(16, 96))

@@ -10,8 +10,8 @@ import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 
-from sglang_dflash import state_pool
-from sglang_dflash.state_pool import RecordPool, block_bytes, count_records, snapshot_bytes
+from sglang_dflash.memory import records as state_pool
+from sglang_dflash.memory.records import RecordPool, block_bytes, count_records, snapshot_bytes
 
 TINY = {"n_groups": 2, "num_heads": 4, "head_dim": 64, "state_size": 64, "conv_kernel": 4}
 QWEN_27B = {"n_groups": 16, "num_heads": 48, "head_dim": 128, "state_size": 128, "conv_kernel": 4}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from sglang_dflash.step_clock import DecisionClock, OutcomeClock, Step, StepClock
+from sglang_dflash.width.clock import DecisionClock, OutcomeClock, Step, StepClock
 
 
 def step(n_requests: int, width: int) -> Step:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.tally import Tally, goes_on
+from sglang_dflash.metrics.tally import Tally, goes_on
 
 
 def tally() -> Tally:

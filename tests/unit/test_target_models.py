@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash import target_models
+from sglang_dflash.host import target_models
 
 
 class Model:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 import sglang_dflash
-from sglang_dflash import checkpoint
+from sglang_dflash.draft import checkpoint
 from sglang_dflash.model import DraftConfig, DraftModel
 from sglang_dflash.train.draft import Data, DraftRun, Settings, draft_config_for, initialised, train_draft
 from sglang_dflash.train.features import read_rows

@@ -11,9 +11,9 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash_kernels.accept import accept_ref
 
 from sglang_dflash import worker as worker_module
-from sglang_dflash.state import NoState
+from sglang_dflash.stages.state import NoState
+from sglang_dflash.stages.verifier import Engine, Verifier
 from sglang_dflash.step import Block, Plan, Target
-from sglang_dflash.verifier import Engine, Verifier
 from sglang_dflash.worker import DFlashWorker, not_published
 
 OWN = SimpleNamespace(name="SGLang's own backend"), SimpleNamespace(name="SGLang's own graphs")

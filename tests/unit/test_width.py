@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dflash.step_cost import StepCost
-from sglang_dflash.width import (
+from sglang_dflash.width.cost import StepCost
+from sglang_dflash.width.policy import (
     EXPLORE,
     MEMORY,
     PRIOR,

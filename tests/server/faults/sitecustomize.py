@@ -7,7 +7,7 @@ import os
 
 from after_loading import edit_after_loading
 
-DRAFTER, DRAFT_MODEL, WORKER = (f"sglang_dflash.{name}" for name in ("drafter", "draft_model", "worker"))
+DRAFTER, DRAFT_MODEL, WORKER = (f"sglang_dflash.{name}" for name in ("stages.drafter", "draft.sglang_model", "worker"))
 SCHEDULER = "sglang.srt.managers.scheduler"
 FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 

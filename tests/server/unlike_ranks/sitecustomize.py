@@ -6,7 +6,7 @@ does. Python imports `sitecustomize` before anything else, so the module below i
 
 from after_loading import edit_after_loading
 
-MODULE = "sglang_dflash.choice"
+MODULE = "sglang_dflash.stages.choice"
 SAID = "random numbers of its own: rank "
 
 

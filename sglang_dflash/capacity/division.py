@@ -1,0 +1,260 @@
+"""How many requests a card holds, with our worker and with SGLang's: the division of memory, followed step by step.
+
+    card x mem_fraction_static
+      - weights of target and draft, and what SGLang keeps for images      -> rest
+      - persistent states, and what each request's block needs besides     -> K and V; slots of states, requests
+      / bytes of K and V per token, target's and draft's                   -> tokens; requests of a given length
+
+The workers differ in what a block needs on a hybrid target, a state per token or a record per token, and in the K and V
+of a draft with a window, which ours keeps in a ring per request and SGLang's in as many slots as the target has.
+
+Pure functions of frozen records; `geometry` makes the records of config.json, `capacity_report` the text. It does not
+know how fast anything is, nor what graphs and activations take: they live in what `mem_fraction` leaves.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+from sglang_dflash.flags import Worker
+from sglang_dflash.memory.sizes import Attention, Recurrent, kept_window, ring_slots, round_up
+
+MIB, GIB = 2**20, 2**30
+
+# SGLang 0.5.23's defaults, under DFLASH where that changes them.
+MAX_REQUESTS = 48
+MAMBA_RATIO = 0.9
+IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, taken off before K and V are sized
+
+
+class RadixStates(IntEnum):
+    """Recurrent states a request occupies: its own, those in the prefix tree, and those being tracked for it."""
+
+    EXTRA_BUFFER = 5
+    EXTRA_BUFFER_LAZY = 4
+    NO_BUFFER = 3
+    OFF = 1  # no prefix cache, and as many states as requests
+
+
+class Bound(StrEnum):
+    """What limits the number of requests."""
+
+    WEIGHTS = "weights"
+    STATE = "recurrent state"
+    TOKENS = "KV tokens"
+    FLAG = "--max-running-requests"
+
+
+@dataclass(frozen=True)
+class Target:
+    """`weight_bytes` is of all ranks; `image_width` the hidden size of its image encoder, 0 without one."""
+
+    name: str
+    attention: Attention
+    recurrent: Recurrent | None
+    n_heads: int
+    weight_bytes: int
+    weights_from: str
+    image_width: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Draft:
+    """`window` is how far all of its layers look back; None if one of them sees the whole context."""
+
+    name: str
+    attention: Attention
+    n_heads: int
+    weight_bytes: int
+    window: int | None
+    block_size: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A launch. `context` is a request's tokens, prompt and answer; `window` is `--speculative-draft-window-size`."""
+
+    mem_fraction: float
+    block_size: int
+    context: int
+    tp_size: int = 1
+    window: int | None = None
+    max_requests: int = MAX_REQUESTS
+    mamba_ratio: float = MAMBA_RATIO
+    page_size: int = 1
+    radix: RadixStates = RadixStates.EXTRA_BUFFER
+
+
+class States(NamedTuple):
+    """The recurrent part: persistent states, what blocks need besides, and how many requests that is for."""
+
+    n_slots: int
+    n_requests: int
+    persistent_bytes: float
+    block_bytes: float
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What one card holds, per rank.
+
+    Attributes:
+        slack_bytes: what is left for graphs, activations and everything SGLang does not count.
+        request_block_bytes: what one request's block needs besides its states.
+        limits: requests at once by each thing that limits them.
+    """
+
+    worker: Worker
+    target_weights: float
+    draft_weights: float
+    image_bytes: int
+    slack_bytes: float
+    n_states: int
+    state_bytes: float
+    request_block_bytes: int
+    block_bytes: float
+    ring_bytes: float
+    n_tokens: int
+    target_bytes_per_token: int
+    draft_bytes_per_token: int
+    limits: Mapping[Bound, int]
+
+    @property
+    def requests(self) -> int:
+        return min(self.limits.values())
+
+    @property
+    def bound(self) -> Bound:
+        return min(self.limits, key=lambda bound: self.limits[bound])
+
+
+def capacity(target: Target, draft: Draft, serving: Serving, card_gib: float, worker: Worker) -> Capacity:
+    """Divide the memory of one card.
+
+    Args:
+        card_gib: memory that is free before the model loads.
+    Raises:
+        ValueError: the launch does not fit the models.
+    """
+    _check(target, draft, serving)
+    tp_size, card = serving.tp_size, card_gib * GIB
+    weights = target.weight_bytes / tp_size, draft.weight_bytes / tp_size
+    image_bytes = IMAGE_CACHE_BYTES if target.image_width else 0
+    rest = card * serving.mem_fraction - sum(weights) - image_bytes
+    states = _states(target.recurrent, serving, rest, worker)
+    n_requests = min(serving.max_requests, states.n_requests)
+    per_token = target.attention.bytes_per_token(tp_size)
+    draft_per_token = draft.attention.bytes_per_token(tp_size)
+    ring_bytes = 0
+    window = kept_window(serving.window, draft.window)
+    if window is not None and worker is Worker.PLUGIN:
+        # SGLang's pools have a row for padding, and so do rings.
+        ring_bytes = (n_requests + 1) * ring_slots(window, serving.block_size, serving.page_size) * draft_per_token
+        draft_per_token = 0
+    left = rest - states.persistent_bytes - states.block_bytes - ring_bytes
+    n_tokens = max(0, int(left)) // (per_token + draft_per_token) // serving.page_size * serving.page_size
+    limits = {
+        # A step reserves room for the block it will verify and the block in flight.
+        Bound.TOKENS: n_tokens // round_up(serving.context + 2 * serving.block_size, serving.page_size),
+        Bound.FLAG: serving.max_requests,
+    }
+    if target.recurrent:
+        limits = {Bound.STATE: states.n_requests} | limits
+    if rest <= 0:
+        limits = {Bound.WEIGHTS: 0}
+    return Capacity(
+        worker,
+        *weights,
+        image_bytes=image_bytes,
+        slack_bytes=card * (1 - serving.mem_fraction),
+        n_states=states.n_slots,
+        state_bytes=states.persistent_bytes,
+        request_block_bytes=_request_block_bytes(target.recurrent, serving, worker),
+        block_bytes=states.block_bytes,
+        ring_bytes=ring_bytes,
+        n_tokens=n_tokens,
+        target_bytes_per_token=per_token,
+        draft_bytes_per_token=draft_per_token,
+        limits=limits,
+    )
+
+
+def heads(target: Target, draft: Draft) -> dict[str, int]:
+    """What tensor parallelism has to split evenly, by name."""
+    counts = {target.name: target.n_heads, draft.name: draft.n_heads}
+    if target.recurrent:
+        counts[f"{target.name}'s recurrent layers"] = target.recurrent.n_key_heads
+    return counts
+
+
+def _check(target: Target, draft: Draft, serving: Serving) -> None:
+    for name, n_heads in heads(target, draft).items():
+        if n_heads % serving.tp_size:
+            raise ValueError(f"{name}: {n_heads} heads cannot be split over --tp {serving.tp_size}; use a divisor")
+    if serving.window is not None and serving.window < serving.block_size:
+        raise ValueError(
+            f"--window {serving.window} is smaller than the block of {serving.block_size}; "
+            f"give at least {serving.block_size}"
+        )
+
+
+def _request_block_bytes(recurrent: Recurrent | None, serving: Serving, worker: Worker) -> int:
+    if recurrent is None:
+        return 0
+    rank = recurrent.shard(serving.tp_size)
+    return rank.record_bytes(serving.block_size) if worker is Worker.PLUGIN else rank.snapshot_bytes(serving.block_size)
+
+
+def _states(recurrent: Recurrent | None, serving: Serving, rest: float, worker: Worker) -> States:
+    """`KVCacheConfigurator._handle_max_mamba_cache`, told how many states a block takes up."""
+    if recurrent is None:
+        return States(0, serving.max_requests, 0, 0)
+    state = recurrent.shard(serving.tp_size).state_bytes
+    block = _request_block_bytes(recurrent, serving, worker) / state  # in states
+    n_slots = serving.max_requests
+    if serving.radix is not RadixStates.OFF:
+        budget = rest * serving.mamba_ratio / (1 + serving.mamba_ratio)
+        # One row of each pool is for padding.
+        n_slots = max(0, int((budget - state * (1 + block)) // (state * (1 + block / serving.radix))))
+    n_requests = n_slots // serving.radix
+    n_rows = min(serving.max_requests, n_requests) + 1
+    return States(n_slots, n_requests, (n_slots + 1) * state, n_rows * block * state)
+
+
+# -- SGLang's default for --mem-fraction-static --------------------------------------------------------------------
+
+
+class Tier(NamedTuple):
+    """What SGLang sets by a card's memory: tokens per prefill chunk, and graphs it expects to capture."""
+
+    below_gib: float
+    chunk: int
+    max_batch: int  # of decode graphs
+    max_batch_tp4: int  # from 4 ranks on
+    n_prefill_graphs: int
+
+
+TIERS = (
+    Tier(20, 2048, 8, 8, 42),
+    Tier(35, 4096, 48, 160, 50),
+    Tier(60, 4096, 32, 160, 50),
+    Tier(160, 8192, 256, 512, 58),
+    Tier(float("inf"), 16384, 512, 512, 74),
+)
+
+
+def default_mem_fraction(card_gib: float, *, tp_size: int, image_width: int) -> float:
+    """`handle_gpu_memory_settings` of SGLang 0.5.23 on CUDA, for a launch that sets none of the flags it reads."""
+    tier = next(tier for tier in TIERS if card_gib < tier.below_gib)
+    max_batch = tier.max_batch_tp4 if tp_size >= 4 else tier.max_batch
+    reserved = 512 + tier.chunk * 1.5 + tp_size / 8 * 1024 + max_batch * 2 + tier.n_prefill_graphs * 8
+    if card_gib > 60:
+        reserved = max(reserved, 10 * 1024)
+    fraction = round(1 - reserved / (card_gib * 1024), 3)
+    if not image_width:
+        return fraction
+    # It measures encoders of Qwen's configs, which do not say num_hidden_layers, by their width alone.
+    return fraction * 0.95 * max(0.8, min(1.05, 1 - 0.1 * (image_width**2 / 1024**2 - 1)))

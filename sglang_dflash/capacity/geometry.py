@@ -1,0 +1,244 @@
+"""What `capacity` needs to know of a target and a draft, read from a Hugging Face config.json.
+
+The weights are counted where they are: in the headers of safetensors files beside the config, else in their index, else
+the config's own sizes are multiplied out. A config of another family, or one that leaves something open, is refused.
+"""
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_dflash.capacity import known_models as models
+from sglang_dflash.capacity.division import Draft, Target
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft import files as draft_files
+from sglang_dflash.memory.sizes import Attention, Recurrent
+
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CONV_ITEMSIZE = 2  # SGLANG_MAMBA_CONV_DTYPE is bfloat16 unless set
+MTP = "mtp."  # tensors of a checkpoint's own drafter, which SGLang does not load under DFLASH
+
+
+class Family(NamedTuple):
+    """How the attention of a `model_type` differs in its weights."""
+
+    output_gate: bool  # the query projection makes a gate for the output as well
+    qk_norm: bool
+
+
+FAMILIES = {
+    "llama": Family(output_gate=False, qk_norm=False),
+    "qwen3": Family(output_gate=False, qk_norm=True),
+    "qwen3_moe": Family(output_gate=False, qk_norm=True),
+    "qwen3_next": Family(output_gate=True, qk_norm=True),
+    "qwen3_5_text": Family(output_gate=True, qk_norm=True),
+    "qwen3_5_moe_text": Family(output_gate=True, qk_norm=True),
+}
+
+
+class Config:
+    """Look-up in a config.json, its `text_config` first.
+
+    A field that memory cannot be computed from is a ValueError, which says which one and where.
+    """
+
+    def __init__(self, config: Mapping[str, Any], name: str) -> None:
+        self.whole, self.name = config, name
+        self.text = config | config["text_config"] if isinstance(config.get("text_config"), dict) else config
+
+    def get(self, field: str, default: Any = None) -> Any:
+        """What is there; null counts as missing."""
+        value = self.text.get(field)
+        return default if value is None else value
+
+    def count(self, field: str, default: int | None = None) -> int:
+        """An integer of at least 0."""
+        value = self.get(field, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{self.name}: {field} is {value!r}, not a number; its memory cannot be computed, add it")
+        return value
+
+    def choice(self, field: str, value: Any, choices: Mapping[str, Any]) -> Any:
+        """What `choices` has for the field's `value`."""
+        if value not in choices:
+            raise ValueError(f"{self.name}: {field} is {value!r}, and only {', '.join(choices)} can be computed")
+        return choices[value]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight."""
+        return self.choice("dtype", self.get("dtype", self.get("torch_dtype")), ITEMSIZES)
+
+    @property
+    def family(self) -> Family:
+        return self.choice("model_type", self.get("model_type"), FAMILIES)
+
+    @property
+    def head_dim(self) -> int:
+        llama = self.get("model_type") == "llama"  # which may leave it out
+        return self.count("head_dim", self.count("hidden_size") // self.count("num_attention_heads") if llama else None)
+
+    def layer_kinds(self) -> list[str]:
+        """ "full_attention" or "linear_attention", layer by layer."""
+        n_layers, interval = self.count("num_hidden_layers"), self.count("full_attention_interval", 0)
+        kinds = self.get("layer_types")
+        if kinds is None and interval:
+            kinds = ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
+        if kinds is None and self.get("linear_num_value_heads"):
+            raise ValueError(f"{self.name}: neither layer_types nor full_attention_interval says which layers attend")
+        kinds = kinds or ["full_attention"] * n_layers
+        unknown = set(kinds) - {"full_attention", "linear_attention"}
+        if unknown or self.get("use_sliding_window"):
+            raise ValueError(f"{self.name}: layers with {min(unknown, default='a window')} cannot be computed")
+        if len(kinds) != n_layers:
+            raise ValueError(f"{self.name}: layer_types has {len(kinds)} entries for num_hidden_layers {n_layers}")
+        return kinds
+
+
+def read_target(model: str) -> Target:
+    """The target at `model`: a directory, its config.json, or a name of `models`.
+
+    Raises:
+        ValueError: there is none, or its memory cannot be computed from it.
+    """
+    folder, whole, source = _find(model, models.TARGETS)
+    config = Config(whole, model)
+    weights, weights_from = _weights(folder, config)
+    kinds = config.layer_kinds()
+    return Target(
+        name=model,
+        attention=Attention(
+            kinds.count("full_attention"), config.count("num_key_value_heads"), config.head_dim, config.itemsize
+        ),
+        recurrent=_recurrent(config, kinds.count("linear_attention")),
+        n_heads=config.count("num_attention_heads"),
+        weight_bytes=weights,
+        weights_from=weights_from,
+        image_width=Config(whole["vision_config"], model).count("hidden_size") if whole.get("vision_config") else 0,
+        source=source,
+    )
+
+
+def read_draft(model: str) -> Draft:
+    """The DFlash draft at `model`, likewise. Its tensors are known from its config, so its weights are exact.
+
+    Raises:
+        ValueError, NotSupported: see `checkpoint.parse`.
+    """
+    _, config, source = _find(model, models.DRAFTS)
+    draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # whichever it is, it takes no memory
+    itemsize = Config(config | {"dtype": draft.dtype}, model).itemsize
+    shapes = checkpoint.expected_shapes(draft, bias=bool(config.get("attention_bias", False)))
+    return Draft(
+        name=model,
+        attention=Attention(draft.n_layers, draft.n_kv_heads, draft.head_dim, itemsize),
+        n_heads=draft.n_heads,
+        weight_bytes=sum(map(prod, shapes.values())) * itemsize,
+        window=draft.window,
+        block_size=draft.block_size,
+        source=source,
+    )
+
+
+def _find(model: str, known: Mapping[str, models.Model]) -> tuple[Path | None, dict[str, Any], str]:
+    """Where it is, its config.json, and where that is from."""
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        found = models.find(model, known)
+        return None, dict(found.config), found.source
+    config = draft_files.read_object(file, "give a model's directory or its config.json")
+    return file.parent, config, str(file)
+
+
+def _recurrent(config: Config, n_layers: int) -> Recurrent | None:
+    if not n_layers:
+        return None
+    return Recurrent(
+        n_layers=n_layers,
+        n_value_heads=config.count("linear_num_value_heads"),
+        value_width=config.count("linear_value_head_dim"),
+        n_key_heads=config.count("linear_num_key_heads"),
+        key_width=config.count("linear_key_head_dim"),
+        conv_window=config.count("linear_conv_kernel_dim") - 1,
+        conv_itemsize=CONV_ITEMSIZE,
+        state_itemsize=config.choice("mamba_ssm_dtype", config.get("mamba_ssm_dtype", "float32"), ITEMSIZES),
+    )
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
+def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
+    """Bytes of all weights, and what they were read from."""
+    index = folder / "model.safetensors.index.json" if folder else None
+    files = sorted(folder.glob("*.safetensors")) if folder else []
+    if files:
+        return sum(map(_header_bytes, files)), "headers of the safetensors files"
+    if index and index.is_file():
+        return json.loads(index.read_text())["metadata"]["total_size"], f"{index.name}, a drafter of its own included"
+    if config.whole.get("quantization_config") or config.get("quantization_config"):
+        raise ValueError(
+            f"{config.name}: config.json does not say how large quantized weights are; "
+            "put model.safetensors.index.json beside it"
+        )
+    return n_parameters(config) * config.itemsize, "computed from config.json"
+
+
+def _header_bytes(file: Path) -> int:
+    """The tensors of a safetensors file, by its header: eight bytes of length, then JSON."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    spans = [tensor["data_offsets"] for name, tensor in header.items() if "data_offsets" in tensor and MTP not in name]
+    return sum(end - start for start, end in spans)
+
+
+def n_parameters(config: Config) -> int:
+    """What SGLang loads of a model like `config`: the language model and the image encoder, no drafter."""
+    hidden = config.count("hidden_size")
+    embedding = config.count("vocab_size") * hidden
+    tied = config.whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    mixers = {"full_attention": _attention, "linear_attention": _gated_delta_net}
+    layers = sum(mixers[kind](config) + _mlp(config, i) + 2 * hidden for i, kind in enumerate(config.layer_kinds()))
+    vision = config.whole.get("vision_config")
+    return embedding * (1 if tied else 2) + layers + hidden + (_vision(Config(vision, config.name)) if vision else 0)
+
+
+def _attention(config: Config) -> int:
+    hidden, head_dim, family = config.count("hidden_size"), config.head_dim, config.family
+    q, kv = config.count("num_attention_heads") * head_dim, config.count("num_key_value_heads") * head_dim
+    into = q * (1 + family.output_gate) + 2 * kv
+    bias = into + hidden if config.get("attention_bias") else 0
+    return hidden * into + q * hidden + bias + 2 * head_dim * family.qk_norm
+
+
+def _gated_delta_net(config: Config) -> int:
+    net = _recurrent(config, 1)
+    assert net is not None
+    hidden, values = config.count("hidden_size"), net.n_value_heads * net.value_width
+    # Queries, keys, values, the output's gate, and a decay and a rate per head go in.
+    into = hidden * (net.n_channels + values + 2 * net.n_value_heads)
+    return into + net.n_channels * (net.conv_window + 1) + 2 * net.n_value_heads + net.value_width + values * hidden
+
+
+def _mlp(config: Config, layer: int) -> int:
+    hidden, n_experts = config.count("hidden_size"), config.count("num_experts", 0)
+    dense = (layer + 1) % config.count("decoder_sparse_step", 1) or layer in config.get("mlp_only_layers", [])
+    if dense or not n_experts:
+        return 3 * hidden * config.count("intermediate_size")
+    shared = config.count("shared_expert_intermediate_size", 0)
+    return n_experts * (3 * hidden * config.count("moe_intermediate_size") + hidden) + (
+        3 * hidden * shared + hidden if shared else 0
+    )
+
+
+def _vision(vision: Config) -> int:
+    """Qwen3.5's image encoder: patches, positions, blocks, and the layer that merges patches into tokens."""
+    width, inner, depth = vision.count("hidden_size"), vision.count("intermediate_size"), vision.count("depth")
+    merged = width * vision.count("spatial_merge_size") ** 2
+    patch = vision.count("in_channels") * vision.count("temporal_patch_size") * vision.count("patch_size") ** 2
+    block = 4 * width * width + 4 * width + 2 * width * inner + inner + width + 4 * width
+    merger = 2 * width + merged * merged + merged + (merged + 1) * vision.count("out_hidden_size")
+    return (patch + 1) * width + vision.count("num_position_embeddings") * width + depth * block + merger

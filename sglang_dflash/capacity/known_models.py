@@ -1,0 +1,63 @@
+"""Targets and drafts whose published configs are known here: `assets/models.json`, with the source of each.
+
+Only the fields that memory is computed from are kept, under the names they have in config.json.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+FILE = Path(__file__).parents[1] / "assets" / "models.json"
+
+
+class Model(NamedTuple):
+    """`draft` is the target's DFlash draft, and empty for a draft."""
+
+    config: Mapping[str, Any]
+    source: str
+    draft: str = ""
+
+
+def _read(kind: str) -> Mapping[str, Model]:
+    return MappingProxyType({name: Model(**fields) for name, fields in json.loads(FILE.read_text())[kind].items()})
+
+
+TARGETS, DRAFTS = _read("targets"), _read("drafts")
+# Supported by DFlash drafts, and never looked up or not found.
+NOT_AT_HAND: tuple[str, ...] = tuple(json.loads(FILE.read_text())["not_at_hand"])
+
+
+def find(name: str, known: Mapping[str, Model]) -> Model:
+    """The model called `name`, in any case, with or without its organisation.
+
+    Raises:
+        ValueError: it is not known here.
+    """
+    for other in known:
+        if _called(other, name):
+            return known[other]
+    for other in NOT_AT_HAND:
+        if _called(other, name):
+            raise ValueError(f"{other}: config not at hand; pass a directory with its config.json")
+    raise ValueError(
+        f"{name} is no directory, no config.json and none of the models known here "
+        f"({', '.join(other.split('/')[-1] for other in known)}); pass a directory with its config.json"
+    )
+
+
+def draft_of(target: str) -> str:
+    """The published draft of a target that is known here.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for name, model in TARGETS.items():
+        if _called(name, target):
+            return model.draft
+    raise ValueError(f"no draft is known for {target}; give --draft")
+
+
+def _called(name: str, given: str) -> bool:
+    return given.lower() in (name.lower(), name.split("/")[-1].lower())

@@ -1,0 +1,224 @@
+"""How many requests a card holds, before anything is bought, downloaded or launched.
+
+    python -m sglang_dflash.check --model Qwen3.5-27B --gpu-memory 140.4
+    python -m sglang_dflash.check --model DIR --draft DIR --gpu-memory 80 --context 32768 --tp 2 --json
+
+Computed from config.json files alone, for our worker and for SGLang's built-in DFLASH beside it.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from sglang_dflash.capacity import geometry
+from sglang_dflash.capacity import known_models as models
+from sglang_dflash.capacity.division import (
+    GIB,
+    MAMBA_RATIO,
+    MAX_REQUESTS,
+    MIB,
+    Bound,
+    Capacity,
+    Draft,
+    RadixStates,
+    Serving,
+    Target,
+    capacity,
+    default_mem_fraction,
+    heads,
+)
+from sglang_dflash.flags import Worker
+
+CONTEXT = 8192
+RATIOS = [tenth / 10 for tenth in range(1, 101)]  # of --mamba-full-memory-ratio, that are tried
+TP_SIZES = (2, 4, 8)
+WINDOW = 4096  # of --speculative-draft-window-size, likewise
+NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
+STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
+
+
+class Report(NamedTuple):
+    """A question and its two answers."""
+
+    target: Target
+    draft: Draft
+    serving: Serving
+    card_gib: float
+    results: dict[Worker, Capacity]
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sglang_dflash.check", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--model", required=True, help="the target: a directory, a config.json, or one of " + ", ".join(models.TARGETS))
+    add("--draft", help="its DFlash draft, likewise; left out, the published one of a model that is named")
+    add("--gpu-memory", type=float, required=True, metavar="GIB", help="of a card, as its driver reports it")
+    add("--context", type=int, default=CONTEXT, help="tokens of a request, prompt and answer (%(default)s)")
+    add("--block", type=int, help="--speculative-num-draft-tokens; left out, what the draft was trained for")
+    add("--window", type=int, help="--speculative-draft-window-size")
+    add("--tp", type=int, default=1, help="--tp-size (%(default)s)")
+    add("--mem-fraction", type=float, help="--mem-fraction-static; left out, what SGLang sets for the card")
+    add("--max-running-requests", type=int, default=MAX_REQUESTS, help="SGLang's default under DFLASH is %(default)s")
+    add("--mamba-full-memory-ratio", type=float, default=MAMBA_RATIO, help="SGLang's default is %(default)s")
+    add("--mamba-ssm-dtype", choices=geometry.ITEMSIZES, help="left out, what config.json says, else float32")
+    add("--mamba-radix-cache-strategy", choices=STRATEGIES, default="extra_buffer", help="off: --disable-radix-cache")
+    add("--page-size", type=int, default=1, help="(%(default)s)")
+    add("--json", action="store_true", help="one JSON document instead of tables")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the report; the exit status is 1 if our worker cannot serve, or the question cannot be answered."""
+    options = arguments().parse_args(argv)
+    try:
+        report = answer(options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(document(report)))
+    else:
+        console = Console(highlight=False, soft_wrap=True)
+        console.print(table(report))
+        for line in sentences(report):
+            console.print(line, markup=False)
+    return 0 if report.results[Worker.PLUGIN].requests else 1
+
+
+def answer(options: argparse.Namespace) -> Report:
+    """
+    Raises:
+        ValueError: a model that cannot be found or computed, or flags that do not fit it.
+    """
+    target = geometry.read_target(options.model)
+    if target.recurrent and options.mamba_ssm_dtype:
+        recurrent = dataclasses.replace(target.recurrent, state_itemsize=geometry.ITEMSIZES[options.mamba_ssm_dtype])
+        target = dataclasses.replace(target, recurrent=recurrent)
+    draft = geometry.read_draft(options.draft or models.draft_of(options.model))
+    fraction = options.mem_fraction
+    if fraction is None:
+        fraction = default_mem_fraction(options.gpu_memory, tp_size=options.tp, image_width=target.image_width)
+    serving = Serving(
+        mem_fraction=fraction,
+        block_size=options.block or draft.block_size,
+        context=options.context,
+        tp_size=options.tp,
+        window=options.window,
+        max_requests=options.max_running_requests,
+        mamba_ratio=options.mamba_full_memory_ratio,
+        page_size=options.page_size,
+        radix=STRATEGIES[options.mamba_radix_cache_strategy],
+    )
+    return report_of(target, draft, serving, options.gpu_memory)
+
+
+def report_of(target: Target, draft: Draft, serving: Serving, card_gib: float) -> Report:
+    results = {worker: capacity(target, draft, serving, card_gib, worker) for worker in Worker}
+    return Report(target, draft, serving, card_gib, results)
+
+
+def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
+    """Changes of one flag that let more requests run at once, and how many then do."""
+    serving, now = report.serving, report.results[worker]
+
+    def then(**changes: Any) -> int:
+        changed = dataclasses.replace(serving, **changes)
+        return capacity(report.target, report.draft, changed, report.card_gib, worker).requests
+
+    tried: dict[str, int] = {}
+    if report.target.recurrent:
+        ratio = max(RATIOS, key=lambda ratio: then(mamba_ratio=ratio))
+        tried[f"--mamba-full-memory-ratio {ratio}"] = then(mamba_ratio=ratio)
+    most = then(max_requests=4096)
+    tried[f"--max-running-requests {most}"] = most
+    if worker is Worker.PLUGIN and not now.ring_bytes:
+        tried[f"--speculative-draft-window-size {WINDOW}"] = then(window=WINDOW)
+    if not now.requests:
+        counts = heads(report.target, report.draft).values()
+        cards = (tp_size for tp_size in TP_SIZES if not any(count % tp_size for count in counts))
+        tried |= next(({f"--tp-size {n}": then(tp_size=n)} for n in cards if then(tp_size=n)), {})
+    yield from ((flag, n) for flag, n in tried.items() if n > now.requests)
+
+
+# -- as text -------------------------------------------------------------------------------------------------------
+
+
+def table(report: Report) -> Table:
+    serving, draft, results = report.serving, report.draft, report.results.values()
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{report.target.name} + {draft.name}, {serving.tp_size} x {report.card_gib:g} GiB (computed)",
+        caption=f"blocks of {serving.block_size}, {serving.context} tokens a request, "
+        f"--mem-fraction-static {serving.mem_fraction:.3f}, --mamba-full-memory-ratio {serving.mamba_ratio:g}, "
+        f"--max-running-requests {serving.max_requests}, pages of {serving.page_size}; sizes per card",
+    )
+    made.add_column("")
+    for worker in report.results:
+        made.add_column(NAMES[worker], justify="right", no_wrap=True)
+    rows = {
+        "weights, target": [size(c.target_weights) for c in results],
+        "weights, draft": [size(c.draft_weights) for c in results],
+        "target K and V per token": [f"{c.target_bytes_per_token:,} B" for c in results],
+        "draft K and V per token": [f"{c.draft_bytes_per_token:,} B" for c in results],
+        "draft rings": [size(c.ring_bytes) for c in results],
+        "recurrent states": [f"{c.n_states} = {size(c.state_bytes)}" for c in results],
+        "per request for its block": [size(c.request_block_bytes) for c in results],
+        "for all blocks": [size(c.block_bytes) for c in results],
+        "tokens of K and V": [f"{c.n_tokens:,} = {size(kv_bytes(c))}" for c in results],
+        "left for graphs, activations": [size(c.slack_bytes) for c in results],
+    }
+    rows |= {f"limit: {bound}": [limit(c, bound) for c in results] for bound in Bound}
+    rows["[bold]requests at once[/bold]"] = [f"[bold]{c.requests}[/bold]" for c in results]
+    for name, cells in rows.items():
+        if set(cells) - {"", "0.00 MiB", "0 = 0.00 MiB"}:
+            made.add_row(name, *cells)
+    return made
+
+
+def sentences(report: Report) -> Iterator[str]:
+    """What bounds each worker and what lifts it, then where the numbers are from."""
+    for worker, result in report.results.items():
+        count = f"{result.requests} requests at once" if result.requests else "cannot start"
+        better = " or ".join(f"{n} with {flag}" for flag, n in lifts(report, worker))
+        yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or 'no single flag tried gives more'}."
+    yield f"Target: {report.target.source}; weights {report.target.weights_from}."
+    yield f"Draft: {report.draft.source}; weights computed from config.json."
+    yield "Memory divided as SGLang 0.5.23 does (P: computed, not measured); weights of a rank are their share of all."
+
+
+def size(n_bytes: float) -> str:
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.2f} MiB"
+
+
+def kv_bytes(result: Capacity) -> int:
+    return result.n_tokens * (result.target_bytes_per_token + result.draft_bytes_per_token)
+
+
+def limit(result: Capacity, bound: Bound) -> str:
+    return str(result.limits[bound]) if bound in result.limits else ""
+
+
+# -- as JSON -------------------------------------------------------------------------------------------------------
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The report's records as they are; `level` says how far they prove anything."""
+    return {
+        "level": "P: computed",
+        "card_gib": report.card_gib,
+        "target": dataclasses.asdict(report.target),
+        "draft": dataclasses.asdict(report.draft),
+        "serving": dataclasses.asdict(report.serving),
+        "workers": {
+            worker: dataclasses.asdict(result)
+            | {"requests": result.requests, "bound": result.bound, "lifts": dict(lifts(report, worker))}
+            for worker, result in report.results.items()
+        },
+    }

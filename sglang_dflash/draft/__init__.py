@@ -1,0 +1,1 @@
+"""The draft: what its checkpoint says, and the model SGLang runs."""

@@ -1,0 +1,279 @@
+"""The DFlash draft as an SGLang model: one forward pass turns a block of mask tokens into draft tokens.
+
+The draft has no embedding and no head of its own: `attach` lends it the target's, so that one forward (one CUDA graph)
+runs from token ids to token ids. Its context is not text but features, the target's hidden states, which
+`context_kv` turns into K and V for every layer. It knows nothing about requests, steps or acceptance.
+
+Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab `DFlashDraftModel`, version 1.
+Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L draft layers, Q query heads, G KV heads,
+E head width, H hidden, C features (captured layers x H), V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from sglang.kernels.ops.attention.table_qk_norm_rope import table_qk_norm_rope_
+from sglang.srt.layers.activation import SiluAndMul
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding import get_rope
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models.utils import apply_qk_norm
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.hf_transformers_utils import get_rope_config
+from torch import nn
+
+from sglang_dflash.draft.target_ends import TargetEnds, likeliest
+from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side
+
+# Drafts of partly rotated or multi-modal targets carry the target's rotary fields along; `rope_dim` is their own width.
+COPIED_FROM_TARGET = frozenset({"rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
+
+
+class DraftAttention(nn.Module):
+    """Attention of one draft layer. Full layers see the whole block; sliding layers are causal with a window."""
+
+    def __init__(self, config: Any, layer_id: int) -> None:
+        super().__init__()
+        tp_size = get_parallel().tp_size
+        self.head_dim = config.head_dim
+        self.n_kv_heads = max(1, config.num_key_value_heads // tp_size)
+        self.q_size = config.num_attention_heads // tp_size * self.head_dim
+        self.kv_size = self.n_kv_heads * self.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            self.head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            bias=config.attention_bias,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
+        )
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        rope_theta, rope_scaling = get_rope_config(config)
+        if (
+            rope_scaling is not None and "rope_dim" in rope_scaling
+        ):  # beside it, copied fields of the target mean nothing
+            rope_scaling = {k: v for k, v in rope_scaling.items() if k not in COPIED_FROM_TARGET}
+        self.rotary_emb = get_rope(
+            self.head_dim,
+            rotary_dim=self.head_dim,
+            max_position=config.max_position_embeddings,
+            base=rope_theta,
+            rope_scaling=rope_scaling,
+        )
+        one_kernel = self.qkv_proj.weight.dtype == torch.bfloat16 or self.qkv_proj.weight.is_cpu
+        self.norm_rotate = self.norm_rotate_in_one if one_kernel else self.norm_rotate_in_two
+        sliding = config.layer_types[layer_id] == "sliding_attention"
+        self.attn = RadixAttention(
+            num_heads=self.q_size // self.head_dim,
+            head_dim=self.head_dim,
+            scaling=self.head_dim**-0.5,
+            num_kv_heads=self.n_kv_heads,
+            layer_id=layer_id,
+            # HF counts the current token into the window, SGLang counts the tokens left of it.
+            sliding_window_size=config.sliding_window - 1 if sliding else -1,
+            attn_type=AttentionType.DECODER if sliding else AttentionType.ENCODER_ONLY,
+        )
+
+    def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H]: the slots of all blocks, over the context K/V of `batch` and themselves, whose K/V are written."""
+        qkv, _ = self.qkv_proj(hidden_TH)
+        q, k, v = self.norm_rotate(qkv, positions_T)
+        out, _ = self.o_proj(self.attn(q, k, v, batch))
+        return out
+
+    def norm_rotate_in_one(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
+        """q and k normalised and rotated, and v, of qkv [T, (q + 2 kv) E]: one launch, in place.
+
+        Three views, [T, q E], [T, kv E], [T, kv E]; heads are a rank's.
+        """
+        table_qk_norm_rope_(
+            qkv,
+            positions_T,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.rotary_emb.cos_sin_cache,
+            self.q_size // self.head_dim,
+            self.n_kv_heads,
+            self.head_dim,
+            self.q_norm.variance_epsilon,
+        )
+        return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+
+    def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The same through SGLang's layers, for dtypes that its single kernel does not take."""
+        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
+        return *self.rotary_emb(positions_T, q, k), v
+
+
+class DraftMLP(nn.Module):
+    """down(silu(gate x) * up x), [T, H] -> [T, H]."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias=False)
+        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = SiluAndMul()
+
+    def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        gate_up, _ = self.gate_up_proj(hidden_TH)
+        out, _ = self.down_proj(self.act(gate_up))
+        return out
+
+
+class DraftLayer(nn.Module):
+    """A pre-norm layer. The residual travels beside the hidden states, for SGLang's norms add it themselves."""
+
+    def __init__(self, config: Any, layer_id: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = DraftAttention(config, layer_id)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = DraftMLP(config)
+
+    def forward(
+        self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, residual_TH: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and residual, both [T, H]; `residual_TH` is None in the first layer."""
+        if residual_TH is None:
+            residual_TH, hidden_TH = hidden_TH, self.input_layernorm(hidden_TH)
+        else:
+            hidden_TH, residual_TH = self.input_layernorm(hidden_TH, residual_TH)
+        hidden_TH = self.self_attn(positions_T, hidden_TH, batch)
+        hidden_TH, residual_TH = self.post_attention_layernorm(hidden_TH, residual_TH)
+        return self.mlp(hidden_TH), residual_TH
+
+
+class DFlashDraftModel(nn.Module):
+    """Draft tokens from a block of mask tokens; context K/V from target features.
+
+    SGLang builds it from the checkpoint's config and loads it; then the worker calls `attach` once. The config has
+    been validated before (`config.py`): fields are read here as they are.
+    """
+
+    # Set by `attach`.
+    ends: TargetEnds
+    qkv_LXH: torch.Tensor  # X: the rows of a layer's q, k and v projections, those of k and v from `first_k_row` on
+    bias_LX: torch.Tensor | None
+    k_norm_LE: torch.Tensor
+    first_k_row: int
+    kv_shape: tuple[int, int, int]  # 2 (K or V), G, E
+
+    def __init__(self, config: Any, quant_config: None = None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        n_features = len(config.dflash_config["target_layer_ids"])
+        self.layers = nn.ModuleList([DraftLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.fc = nn.Linear(n_features * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.loaded: set[str] = set()
+
+    def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The target's embedding, [T] -> [T, H].
+
+        By this name SGLang's graph runner knows that we embed token ids ourselves.
+        """
+        return self.ends.embed(input_ids)
+
+    def get_attention_sliding_window_size(self) -> int | None:
+        """Tokens left of the current one that sliding layers see; None without sliding layers."""
+        return self.config.sliding_window - 1 if "sliding_attention" in self.config.layer_types else None
+
+    # -- after loading --------------------------------------------------------------------------------------------
+
+    def attach(self, ends: TargetEnds, max_position: int) -> None:
+        """Borrow the target's embedding and head, and lay the context weights of all layers side by side.
+
+        Args:
+            max_position: one more than the largest position that will be asked for.
+        Raises:
+            ValueError: the checkpoint left a parameter unset.
+        """
+        missing = sorted(checkpoint_names(dict(self.named_parameters())) - self.loaded)
+        if missing:
+            raise ValueError(f"draft checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
+        # Around nn.Module's bookkeeping, or the target's weights would count as (and be updated as) the draft's.
+        object.__setattr__(self, "ends", ends)
+        attentions = self.attentions
+        attentions[0].rotary_emb._ensure_cos_sin_cache_length(max_position - 1)
+        self.qkv_LXH = lay_side_by_side([a.qkv_proj.weight for a in attentions])
+        self.k_norm_LE = lay_side_by_side([a.k_norm.weight for a in attentions])
+        self.bias_LX = lay_side_by_side([a.qkv_proj.bias for a in attentions]) if self.config.attention_bias else None
+        self.first_k_row = attentions[0].q_size
+        self.kv_shape = (2, attentions[0].n_kv_heads, attentions[0].head_dim)
+
+    @property
+    def attentions(self) -> list[DraftAttention]:
+        """One per layer."""
+        return [cast(DraftLayer, layer).self_attn for layer in self.layers]
+
+    # -- the two things a draft does ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
+    ) -> LogitsProcessorOutput:
+        """Fill the blocks.
+
+        Args:
+            input_ids: int64 [B * N], each block its anchor, then N - 1 mask tokens.
+            positions: int64 [B * N].
+        Returns:
+            SGLang's output type, whose `hidden_states` slot carries tokens_T, int64 [B * N]: the anchors and the
+            drafts. The slot is borrowed because it is what SGLang's graph runner hands back row by row.
+        """
+        hidden_TH, residual_TH = self.forward_embed(input_ids), None
+        for layer in self.layers:
+            hidden_TH, residual_TH = layer(positions, hidden_TH, residual_TH, forward_batch)
+        hidden_TH, _ = self.norm(hidden_TH, residual_TH)
+        tokens_BN = input_ids.view(forward_batch.batch_size, -1)
+        drafts_BDH = hidden_TH.view(*tokens_BN.shape, -1)[:, 1:]
+        tokens_BN = torch.cat([tokens_BN[:, :1], likeliest(drafts_BDH, self.ends)], dim=1)
+        return LogitsProcessorOutput(next_token_logits=None, hidden_states=tokens_BN.view(-1))
+
+    def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E].
+
+        The features are fused once (fc, norm) and projected by every layer's own K and V weights.
+        """
+        fused_TH = self.hidden_norm(self.fc(features_TC))
+        kv_LTX = torch.matmul(fused_TH, self.qkv_LXH[:, self.first_k_row :].transpose(1, 2))
+        if self.bias_LX is not None:
+            kv_LTX += self.bias_LX[:, None, self.first_k_row :]
+        k_TLGE, v_TLGE = kv_LTX.view(*kv_LTX.shape[:2], *self.kv_shape).transpose(0, 1).unbind(2)
+        return k_TLGE, v_TLGE
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load a checkpoint, or update some of its tensors while serving.
+
+        Raises:
+            ValueError: a tensor that this draft does not have, or of another shape than the config says.
+        """
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            name = name.removeprefix("model.")
+            if name.endswith("rotary_emb.inv_freq"):  # a buffer some exporters save; ours follows from the config
+                continue
+            fused, shard = fused_name(name)
+            if fused not in parameters:
+                raise ValueError(f"draft checkpoint has a tensor {name!r} that a DFlash v1 draft does not know")
+            parameter = parameters[fused]
+            load = parameter.__dict__.get("weight_loader", default_weight_loader)
+            load(parameter, tensor, *shard)
+            self.loaded.add(name)
+
+
+EntryClass = DFlashDraftModel

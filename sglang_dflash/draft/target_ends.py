@@ -1,0 +1,69 @@
+"""The target's two ends, its embedding and its head: found and checked once, lent to the draft.
+
+Dimensions: B requests, D drafts per block, H hidden, V vocabulary (this rank's shard of it), R tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+from sglang.srt.runtime_context import get_parallel
+from torch import nn
+
+from sglang_dflash.errors import STOCK, NotSupported
+
+SCALE = "get_dflash_noise_embedding_scale"  # of SGLang's own worker; no model of SGLang's has it
+
+
+class TargetEnds(NamedTuple):
+    """The target's two ends, lent to the draft. Modules, not weights: an online update of the target reaches us."""
+
+    embed: nn.Module  # token ids -> hidden
+    head: Any  # a module with .weight [V or its shard, H]
+    n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
+    first_token: int  # the id of this shard's first row
+    tp_group: GroupCoordinator | None  # that shares the head; None: every rank has the whole
+
+
+def target_ends(model: Any) -> TargetEnds:
+    """
+    Raises:
+        ValueError: the target's head is quantized, so its rows are no plain vectors to score drafts with.
+        NotSupported: the target wants what the draft embeds to be scaled.
+    """
+    if SCALE in dir(model):
+        raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
+    head, embed = model.lm_head, model.get_input_embeddings()
+    if isinstance(head, nn.Embedding):  # Gemma's: the embedding itself, whole on every rank
+        return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None)
+    if not isinstance(head.quant_method, UnquantizedEmbeddingMethod):
+        raise ValueError(
+            f"DFLASH: the target's lm_head is quantized ({type(head.quant_method).__name__}) and the draft borrows it; "
+            "use a checkpoint with a plain lm_head, or SGLANG_DFLASH_WORKER=stock"
+        )
+    tp_group = get_parallel().tp_group
+    if tp_group.world_size == 1:
+        tp_group = None
+    shard = head.shard_indices
+    return TargetEnds(
+        embed=embed,
+        head=head,
+        n_vocab=head.org_vocab_size if tp_group is None else shard.num_org_elements,
+        first_token=shard.org_vocab_start_index,
+        tp_group=tp_group,
+    )
+
+
+def likeliest(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+    """The target head's argmax, int64 [B, D]; under tensor parallelism every rank returns the same tokens."""
+    weight_VH = ends.head.weight[: ends.n_vocab]
+    logits_BDV = hidden_BDH.to(weight_VH.dtype) @ weight_VH.T
+    if ends.tp_group is None:
+        return logits_BDV.argmax(dim=-1)
+    best_BD, token_BD = logits_BDV.max(dim=-1)
+    best_RBD = ends.tp_group.all_gather(best_BD[None].contiguous(), dim=0)  # R ranks
+    token_RBD = ends.tp_group.all_gather((token_BD + ends.first_token)[None].contiguous(), dim=0)
+    return token_RBD.gather(0, best_RBD.argmax(dim=0, keepdim=True))[0]

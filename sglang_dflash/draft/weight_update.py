@@ -1,0 +1,71 @@
+"""`/update_weights_from_disk` while serving: one checkpoint is named, and it goes to the model it belongs to.
+
+SGLang loads it into every model it serves. A target's tensors bear names that a draft has too, and a load that fails is
+rolled back from the checkpoint that failed. So a DFlash draft's checkpoint goes to the draft alone, any other to the
+target alone; a draft that is not like the one served is refused before a tensor is touched. Text depends on the target
+only: after a new one the old draft is still exact, and accepted as often as it fits.
+
+Graphs read the weights where they are, so loading new ones in place needs no new graphs. SGLang can be asked to capture
+them again all the same; it knows of one width's only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft import files as draft_files
+from sglang_dflash.draft.checkpoint import Checkpoint
+from sglang_dflash.draft.sglang_model import DFlashDraftModel
+
+Update = Callable[..., tuple[bool, str]]
+# What is built when the server starts; a new draft has to fit into it.
+BUILT = (
+    "target_layer_ids", "mask_token_id", "n_layers", "layers", "hidden_size", "intermediate_size", "n_heads",
+    "n_kv_heads", "head_dim", "rope",
+)  # fmt: skip
+
+
+def own_checkpoint_only(served: Checkpoint) -> Callable[..., tuple[bool, str]]:
+    """AROUND `WeightUpdater.update_weights_from_disk`: whether it went well, and a sentence.
+
+    Args:
+        served: the draft that the server was started with.
+    """
+
+    def update(
+        stock: Update, updater: Any, model_path: str, *args: Any, recapture_cuda_graph: bool = False, **kwargs: Any
+    ) -> tuple[bool, str]:
+        if recapture_cuda_graph:
+            return False, "recapture_cuda_graph is not supported with DFLASH; leave it out: weights are loaded in place"
+        for_draft = isinstance(updater.get_model(), DFlashDraftModel)
+        if for_draft and not is_draft(model_path):
+            return True, f"Succeeded to update the target; the draft stays: {model_path} is not a DFlash draft."
+        if is_draft(model_path) and not for_draft:
+            return True, f"The target stays: {model_path} is a DFlash draft."
+        if for_draft:
+            try:
+                require_like(served, checkpoint.read(model_path))
+            except ValueError as error:
+                return False, str(error)
+        return stock(updater, model_path, *args, **kwargs)
+
+    return update
+
+
+def is_draft(path: str) -> bool:
+    """Whether the checkpoint says so itself; one without a config says nothing."""
+    try:
+        config = draft_files.read_config(path, None)
+    except ValueError:
+        return False
+    return DFlashDraftModel.__name__ in config.get("architectures", ())
+
+
+def require_like(served: Checkpoint, new: Checkpoint) -> None:
+    """Raises ValueError when the new draft does not fit into what was built for the served one."""
+    for name in BUILT:
+        ours, theirs = vars(served)[name], vars(new)[name]
+        if ours != theirs:
+            raise ValueError(f"{new.path}: {name} is {theirs}, and the draft being served has {ours}; restart with it")

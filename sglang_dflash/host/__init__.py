@@ -1,0 +1,1 @@
+"""What we know of SGLang: the names we lean on, its arguments, its scheduler's requests."""

@@ -1,0 +1,175 @@
+"""Which attention backend may run the draft: pure rules over its layers, its KV cache and the device.
+
+A DFlash draft needs a mask that ordinary decoding does not: in a full layer every slot of the block sees the whole
+block. A backend that cannot express a layer's mask gives other drafts, and acceptance falls without an error; so the
+pairing is refused here. Whether a kernel is installed is SGLang's to say.
+
+One difference is allowed: flashinfer gives all slots of a block the window of the first, so that slot i of a sliding
+layer sees i tokens more than the window (at most N - 1 of thousands). What is served is the target's in any case.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_dflash.draft.checkpoint import Layer
+from sglang_dflash.errors import NotSupported
+
+FLAG = "--speculative-draft-attention-backend"
+# The draft's own dtype, or bf16 whatever the draft's.
+UNQUANTIZED = ("auto", "bf16", "bfloat16")
+PAGES = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one backend computes right for a block of the draft.
+
+    Attributes:
+        devices: where it runs.
+        block_window: a slot sees the later slots of its block (non-causal) in layers with a window too.
+        fp8_kv: where it reads a draft KV cache of fp8_e4m3; below compute capability 8.9 ours cannot be written either.
+        own_kv: SGLang keeps the draft's cache in the draft's dtype, whatever was asked for.
+        pages: tokens of a KV page that it takes; empty: any.
+        one_pass: a full layer's context is read once for the block; False: once for every slot.
+        because: where in SGLang 0.5.23 this was read.
+    """
+
+    devices: tuple[str, ...]
+    block_window: bool
+    fp8_kv: tuple[str, ...]
+    because: str
+    own_kv: bool = False
+    pages: tuple[int, ...] = ()
+    one_pass: bool = True
+
+
+# Causal layers without a window are ordinary and right on all of them, those with one on all but flashinfer (above).
+# The order is that of preference.
+BACKENDS = {
+    "fa3": Backend(
+        devices=("sm80", "sm89", "sm90"),
+        block_window=True,
+        fp8_kv=("sm90",),
+        because="flashattention_backend.forward_extend: causal follows attn_type per layer, window is (left, right); "
+        "its kernels for 8.x take fp16 and bf16 only",
+    ),
+    "fa4": Backend(
+        devices=("sm90", "sm100", "sm110", "sm120"),
+        block_window=True,
+        fp8_kv=(),
+        own_kv=True,
+        because="the same code, with kernels of its own for 12.x (flash_attention_v4_sm120.py); kv_cache_dtype.py: it "
+        "needs K and Q of one dtype, so its DFLASH draft gets a cache of the draft's",
+    ),
+    "trtllm_mha": Backend(
+        devices=("sm90", "sm100", "sm120"),
+        block_window=False,
+        fp8_kv=("sm90", "sm100", "sm120"),
+        pages=PAGES,
+        one_pass=False,
+        because="trtllm_mha_backend.forward_extend: a non-causal layer runs as rows of one token over the context and "
+        "the whole block (encoder_page_table), a causal one in the verify kernel; in such rows a window would be the "
+        "last slot's",
+    ),
+    "flashinfer": Backend(
+        devices=("sm80", "sm89", "sm90", "sm100", "sm120"),
+        block_window=True,
+        fp8_kv=("sm89", "sm90", "sm100", "sm120"),
+        because="flashinfer_backend.forward_extend: causal per layer; update_sliding_window: K and V are trimmed to a "
+        "window per request and the plan of a verify has none",
+    ),
+    "triton": Backend(
+        devices=("sm80", "sm89", "sm90", "sm100", "sm120"),
+        block_window=True,
+        fp8_kv=("sm89", "sm90", "sm100", "sm120"),
+        because="triton_backend.forward_extend: causal per layer; extend_attention.py: its window bounds the past, and "
+        "in a non-causal layer the future, which a block within the window never meets",
+    ),
+    "torch_native": Backend(
+        devices=("cpu",),
+        block_window=True,
+        fp8_kv=(),
+        because="sglang_dflash.cpu.attention: our own masks, tested against their definition",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the draft's backend has to serve.
+
+    Attributes:
+        device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
+        kv_dtype: what the flags say of the draft's KV cache, such as "auto" or "fp8_e4m3".
+        page_size: tokens of a KV page; None: not resolved yet.
+    """
+
+    layers: Sequence[Layer]
+    device: str
+    kv_dtype: str = "auto"
+    page_size: int | None = None
+
+    @property
+    def full_layers(self) -> bool:
+        """Some layers see the whole block."""
+        return any(not layer.causal and layer.window is None for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that will run the draft, and why when nobody named it."""
+
+    name: str
+    reason: str
+
+
+def resolve(*, asked: str | None, target: str | None, needs: Needs) -> Choice:
+    """The draft's backend: the one asked for, else the target's, else the first that fits.
+
+    A target's backend that would read the context of a full layer once for every slot stands back for those that are
+    preferred to it and read it once.
+
+    Args:
+        asked: the flag's value.
+        target: the target's prefill backend.
+    Raises:
+        NotSupported: the backend asked for, or every backend, would compute a wrong mask here.
+    """
+    fits = [name for name in BACKENDS if not why_not(name, needs)]
+    if asked is not None:
+        reason = why_not(asked, needs)
+        if reason:
+            raise NotSupported(f"{FLAG} {asked}: {reason}; use {' or '.join(fits) or 'another draft'}")
+        return Choice(asked, f"named by {FLAG}")
+    if target in fits and (BACKENDS[target].one_pass or not needs.full_layers):
+        return Choice(target, "the target's")
+    if fits:
+        return Choice(fits[0], f"the target's {target} does not fit this draft as well")
+    raise NotSupported(
+        f"no draft attention backend fits this draft on {needs.device} with a KV cache of {needs.kv_dtype}; its layers "
+        f"are {sorted(map(str, set(needs.layers)))}, and --speculative-draft-kv-cache-dtype auto keeps its own dtype"
+    )
+
+
+def why_not(name: str, needs: Needs) -> str:
+    """Why `name` cannot run the draft, as half a sentence; empty when it can."""
+    backend = BACKENDS.get(name)
+    if backend is None:
+        return f"it is not a draft backend of this plugin ({', '.join(BACKENDS)})"
+    if needs.device not in backend.devices:
+        return f"it does not run on {needs.device} ({', '.join(backend.devices)} only)"
+    if not backend.block_window and any(not layer.causal and layer.window is not None for layer in needs.layers):
+        return "it cannot combine a sliding window with a non-causal block, which this draft's sliding layers need"
+    if not backend.own_kv and needs.kv_dtype not in UNQUANTIZED and not _reads(backend, needs):
+        return (
+            f"a draft KV cache of {needs.kv_dtype} cannot be written and read on {needs.device} "
+            "(--speculative-draft-kv-cache-dtype auto leaves it in the draft's own dtype)"
+        )
+    if backend.pages and needs.page_size is not None and needs.page_size not in backend.pages:
+        return f"it needs --page-size {', '.join(map(str, backend.pages))}, not {needs.page_size}"
+    return ""
+
+
+def _reads(backend: Backend, needs: Needs) -> bool:
+    """A quantized cache: of those that SGLang offers, `append_context` writes fp8_e4m3 alone."""
+    return needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv

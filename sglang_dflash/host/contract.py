@@ -1,0 +1,113 @@
+"""The host contract: is the SGLang that is running the one this package was written for?
+
+`require` compares it with the table in `sglang-0.5.23.txt` and stops at the first difference. The same table is checked
+against SGLang's source by `tests/host`, without importing it.
+"""
+
+import importlib
+import inspect
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from sglang_dflash import __version__, flags
+from sglang_dflash.errors import HostMismatch
+from sglang_dflash.flags import Worker
+from sglang_dflash.host.names import HOOKS, SECTIONS, SGLANG, Name
+
+
+def require_seams() -> None:
+    """Check the version and the names that hooks are put on.
+
+    Raises:
+        HostMismatch: another SGLang, or one that lacks a seam.
+    """
+    version = importlib.import_module("sglang").__version__
+    if version != SGLANG:
+        raise HostMismatch(_sentence(f"sglang {version} is installed"))
+    check(SECTIONS["seams"])
+
+
+def require() -> None:
+    """Check everything.
+
+    Raises:
+        HostMismatch: see `require_seams`.
+    """
+    require_seams()
+    check(SECTIONS["served"])
+
+
+def require_hooks(*targets: str) -> None:
+    """Check that SGLang applied our hooks; it logs and ignores a plugin or a hook that it cannot load.
+
+    Raises:
+        HostMismatch: a hook is not in place.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for target in targets:
+        if target not in HookRegistry._patched:
+            raise HostMismatch(
+                f"sglang-dflash is installed but does not hook {target}: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it "
+                "out, or SGLang's log says why; include sglang_dflash, or set SGLANG_DFLASH_WORKER=stock"
+            )
+
+
+def require_live() -> None:
+    """Check that a DFLASH launch of this process reaches our worker, or was not meant to.
+
+    The CPU platform asks as well: SGLang loads it even where `SGLANG_PLUGINS` leaves the plugin out.
+
+    Raises:
+        HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
+    """
+    if flags.read(os.environ).worker is not Worker.STOCK:
+        require_hooks(HOOKS["create_worker"], HOOKS["add_cli_args"])
+
+
+def check(names: Iterable[Name]) -> None:
+    """Compare names with the running SGLang.
+
+    Raises:
+        HostMismatch: a module, a name or a member is not there; the first that is found.
+    """
+    for name in names:
+        found = _resolve(name)
+        known = _members(found)
+        for member in name.members.split():
+            if member not in known:
+                kind = "parameter" if inspect.isroutine(found) else "member"
+                raise HostMismatch(_sentence(f"{name.qualname} has no {kind} {member!r}"))
+
+
+def _resolve(name: Name) -> Any:
+    try:
+        found = importlib.import_module(name.module)
+    except ModuleNotFoundError:
+        raise HostMismatch(_sentence(f"there is no module {name.module}")) from None
+    for part in name.qualname.split("."):
+        if not hasattr(found, part):
+            raise HostMismatch(_sentence(f"{name.module} has no {name.qualname}"))
+        found = getattr(found, part)
+    return found
+
+
+def _members(found: Any) -> set[str]:
+    if inspect.isroutine(found):
+        return set(inspect.signature(found).parameters)
+    if not inspect.isclass(found):
+        return set(dir(found))
+    members = set()
+    for base in found.__mro__:
+        members |= set(vars(base)) | set(inspect.get_annotations(base))
+        for function in map(inspect.unwrap, filter(inspect.isfunction, vars(base).values())):
+            members |= set(function.__code__.co_names)  # attributes that a method sets
+            members |= set(function.__code__.co_varnames[: function.__code__.co_argcount])  # and what it is given
+    return members
+
+
+def _sentence(found: str) -> str:
+    version = importlib.import_module("sglang").__version__
+    subject = found if found.startswith("sglang ") else f"sglang {version}: {found}"
+    return f"{subject}; sglang-dflash {__version__} needs sglang {SGLANG}"

@@ -1,0 +1,84 @@
+"""What SGLang's scheduler asks about a request: whether it can be served, and where its answer ends.
+
+Refused here means: the client gets a 400 with the sentence, nothing is dropped.
+
+SGLang tests all tokens of a step together: stop strings in the order of the request's list, then stop tokens. If a
+block holds two stops, the later one may win, and the answer is longer than without speculation. So when a request with
+stop strings has ended, SGLang's own test is asked again, token by token. It may then say that the answer goes on: it
+looks for a stop string in fewer tokens when it looks after every token.
+
+SGLang ends an aborted request without a test, with all of its last block: past the end token, or `max_new_tokens`. An
+answer that would have ended inside the block is cut there; what ended it is still the abort.
+
+What came after the end stays with the request, whose memory is counted by it, until a session goes on from there: the
+history is what the client was told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.session.session_controller import Session
+
+from sglang_dflash import __version__
+
+Stock = Callable[..., None]
+
+
+def refusal(req: Req) -> str | None:
+    """Why this request cannot be served exactly, or None."""
+    wanted = [name for name, asked in asked_for(req).items() if asked]
+    if not wanted:
+        return None
+    return (
+        f"sglang-dflash {__version__} does not support {', '.join(wanted)} with DFLASH speculation; leave it out, "
+        "or start the server without --speculative-algorithm"
+    )
+
+
+def asked_for(req: Req) -> dict[str, bool]:
+    """What returns rows that a step does not keep: the target's last hidden state, the sampler's support."""
+    return {
+        "return_hidden_states": bool(req.return_hidden_states),
+        "return_sampling_mask": bool(req.return_sampling_mask),
+    }
+
+
+def update_finish_state(stock: Stock, req: Req, new_accepted_len: int = 1) -> None:
+    """AROUND `Req.update_finish_state`: the request's newest `new_accepted_len` output tokens have just been added."""
+    if req.finished() or new_accepted_len < 2:
+        stock(req, new_accepted_len)
+        return
+    abort, req.to_finish = req.to_finish, None
+    stock(req, new_accepted_len)
+    params = req.sampling_params
+    if req.finished() and (params.stop_strs or params.stop_regex_strs):
+        find_first_end(stock, req, new_accepted_len)
+    req.finished_reason = abort or req.finished_reason
+
+
+def find_first_end(stock: Stock, req: Req, n: int) -> None:
+    """Ask again about the last `n` tokens, one by one."""
+    step, grammar = req.output_ids[-n:], req.grammar
+    del req.output_ids[-n:]
+    req.finished_reason = req.finished_len = None
+    for i, token in enumerate(step):
+        req.output_ids.append(token)
+        # The grammar has read the whole step: only at its end does it know whether the text is complete.
+        req.grammar = grammar if i == n - 1 else None
+        stock(req, 1)
+        if req.finished():
+            req.finished_len = req.finished_len or len(req.output_ids)
+            break
+    req.grammar = grammar
+    req.output_ids.extend(step[i + 1 :])
+
+
+def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs: Any) -> Req:
+    """AROUND `Session.create_req`: the next request of a session, its history before it."""
+    for node in session.req_nodes.values():
+        if node.req.finished_len is not None:
+            del node.req.output_ids[node.req.finished_len :]
+    return stock(session, *args, **kwargs)

@@ -1,0 +1,155 @@
+"""DFLASH on the server's `/metrics`, beside SGLang's own and with its labels (`--enable-metrics`).
+
+What there is, is in `metric_table.py`. A step adds to plain integers where SGLang has its outcome on the host; now and
+then they are handed to Prometheus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from sglang_dflash.memory.slots import RingSlots
+from sglang_dflash.metrics.stage_times import STAGES, StageTimes, time_stages
+from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
+from sglang_dflash.metrics.tally import Tally, goes_on
+
+WRITE_EVERY = 64  # blocks; a scheduler that runs out of work writes at once
+SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
+
+
+class Pool(NamedTuple):
+    """How much of a pool requests hold."""
+
+    size: int
+    in_use: Callable[[], int]
+
+
+class Exports:
+    """The metrics of `METRICS` in Prometheus, under their names."""
+
+    def __init__(self, collector: Any, *, block_size: int, widths: Sequence[int]) -> None:
+        """`collector`: SGLang's, whose labels they get, and whose kind of metric where it brings its own (Ray)."""
+        kinds = {
+            Kind.COUNTER: collector._counter_cls or Counter,
+            Kind.GAUGE: collector._gauge_cls or Gauge,
+            Kind.HISTOGRAM: collector._histogram_cls or Histogram,
+        }
+        options: dict[str, dict[str, Any]] = {
+            "committed_tokens": {"buckets": list(range(1, block_size + 1))},
+            "stage_seconds": {"buckets": SECONDS},
+            "pool_size": {"multiprocess_mode": "mostrecent"},
+            "pool_in_use": {"multiprocess_mode": "mostrecent"},
+        }
+        made = {
+            metric.name: kinds[metric.kind](
+                name=f"{PREFIX}{metric.name}",
+                documentation=metric.tells,
+                labelnames=[*collector.labels, *metric.labels],
+                **options.get(metric.name, {}),
+            )
+            for metric in METRICS
+        }
+
+        def series(name: str, **labels: object) -> Any:
+            return made[name].labels(**collector.labels, **labels)
+
+        positions = range(1, block_size)
+        # Made at once, so that a series begins with 0 and not with its first count.
+        self.committed = series("committed_tokens")
+        self.verified = {p: series("verified_drafts_total", position=p) for p in positions}
+        self.accepted = {p: series("accepted_drafts_total", position=p) for p in positions}
+        self.steps = {width: series("steps_total", width=width) for width in widths}
+        self.seconds = {stage: series("stage_seconds", stage=stage) for stage in STAGES}
+        self.cut_blocks, self.cut_committed = series("cut_blocks_total"), series("cut_committed_tokens_total")
+        self.series = series
+
+    def write(self, tally: Tally) -> None:
+        """Add what was counted."""
+        for n_committed, n in tally.committed().items():
+            for _ in range(n):
+                self.committed.observe(n_committed)
+        for counters, counts in zip((self.verified, self.accepted), tally.by_position(), strict=True):
+            for position, n in counts.items():
+                counters[position].inc(n)
+        for width, n in tally.n_steps.items():
+            self.steps[width].inc(n)
+        self.cut_blocks.inc(tally.n_cut_blocks.total())
+        self.cut_committed.inc(sum(n_committed * n for n_committed, n in tally.n_cut_blocks.items()))
+
+    def write_pools(self, pools: Mapping[str, Pool]) -> None:
+        for name, pool in pools.items():
+            self.series("pool_size", pool=name).set(pool.size)
+            self.series("pool_in_use", pool=name).set(pool.in_use())
+
+
+class Meter:
+    """Counts what a scheduler's decode steps come to.
+
+    Invariant: `tally` is what has not been written; `is_written` says that this is nothing, and the pools as they are.
+    """
+
+    def __init__(
+        self,
+        exports: Exports,
+        times: StageTimes,
+        is_cut: Callable[[int, int], bool],
+        pools: Mapping[str, Pool],
+    ) -> None:
+        """`is_cut`: of a request's row and prefix length, see `RingSlots.is_cut`."""
+        self.exports, self.times, self.is_cut, self.pools = exports, times, is_cut, pools
+        self.tally = Tally()
+        self.is_written = False
+
+    @classmethod
+    def of(cls, reporter: Any) -> Meter:
+        """Of the scheduler whose `SchedulerMetricsReporter` that is; our worker serves it."""
+        scheduler = reporter.scheduler
+        worker = scheduler.draft_worker
+        worker.calls, times = time_stages(worker.calls, worker.device)
+        slots = worker.stages.context_kv.slots
+        rows, pools = scheduler.req_to_token_pool, dict[str, Pool]()
+        if isinstance(slots, RingSlots):
+            pools["rings"] = Pool(rows.size, lambda: rows.size - rows.available_size())
+        if scheduler.is_hybrid_ssm:
+            # Asked for later: the scheduler makes its observer after this.
+            pools["states"] = Pool(
+                rows.mamba_pool.size, lambda: scheduler.pool_stats_observer.get_pool_stats().mamba_num_used
+            )
+        return cls(
+            Exports(
+                reporter.metrics_collector,
+                block_size=worker.config.block_size,
+                widths=sorted(worker.stages.verifier.engines),
+            ),
+            times,
+            slots.is_cut,
+            pools,
+        )
+
+    def add(self, tokens_B: list[list[int]], processor: Any, result: Any, batch: Any) -> list[list[int]]:
+        """AFTER `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`: a step's outcome is on the host."""
+        counted = [
+            (n_accepted, self.is_cut(req.kv.req_pool_idx, req.kv.kv_committed_len - len(tokens)))
+            for req, n_accepted, tokens in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, tokens_B, strict=True)
+            if goes_on(req)
+        ]
+        self.tally.add(result.speculative_num_draft_tokens, [n for n, _ in counted], [cut for _, cut in counted])
+        self.is_written = False
+        if self.tally.n_blocks.total() >= WRITE_EVERY:
+            self.write()
+        return tokens_B
+
+    def idle(self, result: None, reporter: Any) -> None:
+        """AFTER `SchedulerMetricsReporter._maybe_log_idle_metrics`: nothing runs; what is pending is written."""
+        if not self.is_written:
+            self.write()
+
+    def write(self) -> None:
+        self.exports.write(self.tally)
+        for stage, seconds in self.times.read():
+            self.exports.seconds[stage].observe(seconds)
+        self.exports.write_pools(self.pools)
+        self.tally, self.is_written = Tally(), True

@@ -1,0 +1,97 @@
+"""How long the stages of a step take: measured in one step of `SAMPLE_EVERY`, and never by waiting.
+
+On a device two events are recorded around a stage, and read some steps later, when the device has passed them: the time
+between them is the device's, gaps in which it waited for the host included. On the CPU it is the host's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from sglang_dflash.stages.calls import Calls
+
+SAMPLE_EVERY = 32  # steps
+STAGES = ("draft", "verify", "choose", "commit", "append")  # in this order; planning and accepting take next to nothing
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Clock(Protocol):
+    def mark(self) -> Any:
+        """This moment of the work that is being given to the device."""
+
+    def seconds(self, began: Any, ended: Any) -> float | None:
+        """Between two moments; None while the device has not reached the second."""
+
+
+class HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, began: float, ended: float) -> float:
+        return ended - began
+
+
+class DeviceClock:
+    def __init__(self, device: str) -> None:
+        self.event = torch.get_device_module(device).Event
+
+    def mark(self) -> torch.Event:
+        event = self.event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, began: torch.Event, ended: torch.Event) -> float | None:
+        return began.elapsed_time(ended) / 1e3 if ended.query() else None
+
+
+class Interval(NamedTuple):
+    stage: str
+    began: Any
+    ended: Any
+
+
+class StageTimes:
+    """Invariant: `intervals` are those not read yet, oldest first."""
+
+    def __init__(self, clock: Clock, every: int = SAMPLE_EVERY) -> None:
+        self.clock, self.every = clock, every
+        self.n_steps = 0
+        self.intervals = deque[Interval]()
+
+    def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
+        """`run`, measured in the steps that are sampled. A step begins with the first stage."""
+
+        def run_timed(*args: P.args, **kwargs: P.kwargs) -> R:
+            self.n_steps += stage == STAGES[0]
+            if self.n_steps % self.every:
+                return run(*args, **kwargs)
+            began = self.clock.mark()
+            result = run(*args, **kwargs)
+            self.intervals.append(Interval(stage, began, self.clock.mark()))
+            return result
+
+        return run_timed
+
+    def read(self) -> Iterator[tuple[str, float]]:
+        """Stages and their seconds, as far as they are known by now; each once."""
+        while self.intervals:
+            stage, began, ended = self.intervals[0]
+            seconds = self.clock.seconds(began, ended)
+            if seconds is None:
+                return
+            self.intervals.popleft()
+            yield stage, seconds
+
+
+def time_stages(calls: Calls, device: str) -> tuple[Calls, StageTimes]:
+    """The calls of a step, measured from now on, and what was measured."""
+    times = StageTimes(HostClock() if device == "cpu" else DeviceClock(device))
+    timed = {stage: times.timed(stage, call) for stage, call in calls._asdict().items() if stage in STAGES}
+    return calls._replace(**timed), times

@@ -1,0 +1,134 @@
+"""Choose: the token the target says after every slot, under each request's own sampling parameters.
+
+One rule for greedy and sampled requests: draw the target's token at every slot as SGLang would draw it there without
+speculation, given the drafted prefix; acceptance then keeps drafts while they are equal. That is exact for a draft
+that proposes one token with certainty, and no exact rule accepts more (Leviathan et al. 2023, arXiv:2211.17192).
+
+The logits of a slot go through what they go through without speculation, in that order: penalties, grammar, bias,
+custom processors. The drawing is SGLang's own sampler, run over B x N rows instead of B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+from sglang_dflash_kernels.accept import Accepted
+
+from sglang_dflash.stages.penalties import Penalties
+from sglang_dflash.stages.processors import Processors
+from sglang_dflash.stages.sampling import over_slots
+from sglang_dflash.step import Plan, Target
+
+
+class Choice:
+    def __init__(self, runner: ModelRunner) -> None:
+        self.sampler = runner.sampler
+        self.device = runner.device
+        self.vocab_size = runner.model_config.vocab_size
+        self.ranks = SpecTpSync(get_dp_tp_group())
+        self.penalties = Penalties(runner.model_config.vocab_size, runner.device)
+        self.processors = Processors()
+
+    # -- prefill: SGLang draws ----------------------------------------------------------------------------------------
+
+    def begin(self, batch: ScheduleBatch) -> None:
+        """Before SGLang draws the prompts' own tokens."""
+        self.penalties.begin(batch)
+
+    def anchors(self, batch: ScheduleBatch, drawn_B: torch.Tensor) -> torch.Tensor:
+        """anchor_B, int64: the tokens SGLang drew, the same on every rank."""
+        anchor_B = self.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, drawn_B).to(torch.int64)
+        self.penalties.count_anchors(anchor_B)
+        self.processors.remember(batch, anchor_B[:, None], torch.ones_like(anchor_B))
+        return anchor_B
+
+    # -- decode: we draw ----------------------------------------------------------------------------------------------
+
+    def choose(
+        self,
+        batch: ScheduleBatch,
+        plan: Plan,
+        tokens_BN: torch.Tensor,
+        target: Target,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        """target_BN, int64: what the target says after each slot. Edits the logits in place."""
+        info = batch.sampling_info
+        logits_TV = target.output.next_token_logits
+        self.penalties.apply(batch, plan, tokens_BN, logits_TV)
+        if target.grammar_tree is not None:
+            self._mask_by_grammar(batch, target, grammar_barrier)
+        if info.logit_bias is not None:
+            logits_TV.view(*tokens_BN.shape, -1).add_(info.logit_bias[:, None])
+        if info.has_custom_logit_processor:
+            self.processors.apply(batch, plan, tokens_BN, logits_TV)
+        if info.is_all_greedy:
+            sanitize_nan_logits(logits_TV, "DFLASH verify logits")
+            target_T, site = logits_TV.argmax(dim=-1), SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
+        else:
+            if batch.return_logprob:  # the sampler turns logits into probabilities in place
+                logits_TV = logits_TV.clone()
+            target_T = self._sample(logits_TV, info, plan.verified.positions_BN)
+            site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
+
+    def remember(self, batch: ScheduleBatch, accepted: Accepted) -> None:
+        """After `choose`, for the same batch: what the step added to each text."""
+        self.penalties.count(accepted)
+        self.processors.remember(batch, accepted.committed_BN, accepted.n_committed_B)
+
+    def dry_run(self, n_requests: int, n_tokens: int) -> None:
+        """Draw at every slot of the largest step there can be, with every filter: nothing else of `choose` takes as
+        much memory, and only requests that sample take it."""
+        ones_B = torch.ones(n_requests, device=self.device)
+        info = SamplingBatchInfo(
+            temperatures=ones_B[:, None],
+            top_ps=ones_B * 0.95,
+            top_ks=torch.full_like(ones_B, 50, dtype=torch.int32),
+            min_ps=ones_B * 0.05,
+            is_all_greedy=False,
+            is_any_greedy=False,
+            need_top_p_sampling=True,
+            need_top_k_sampling=True,
+            need_min_p_sampling=True,
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
+        logits_TV = torch.zeros(n_requests * n_tokens, self.vocab_size, device=self.device)
+        positions_BN = torch.zeros(n_requests, n_tokens, dtype=torch.int64, device=self.device)
+        self._sample(logits_TV, info, positions_BN)
+
+    def _mask_by_grammar(
+        self, batch: ScheduleBatch, target: Target, grammar_barrier: Callable[[], None] | None
+    ) -> None:
+        """Walk each grammar along its request's drafts, on the host, behind the target forward."""
+        mask = build_grammar_vocab_mask(
+            reqs=batch.reqs,
+            tree=target.grammar_tree,
+            sampling_info=batch.sampling_info,
+            device=target.output.next_token_logits.device,
+            barrier=grammar_barrier,
+        )
+        if mask is not None:
+            mask.apply(target.output.next_token_logits)
+
+    def _sample(self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor) -> torch.Tensor:
+        return self.sampler(
+            LogitsProcessorOutput(next_token_logits=logits_TV),
+            # Custom processors have run.
+            dataclasses.replace(over_slots(info, positions_BN.shape[1]), has_custom_logit_processor=False),
+            return_logprob=False,
+            top_logprobs_nums=[],
+            token_ids_logprobs=[],
+            positions=positions_BN.view(-1),
+        )

@@ -1,0 +1,137 @@
+"""Remember: the target's features become the draft's context K/V.
+
+The draft never runs over the prompt: its context K/V depend on the target's features only. Which slots they go to is
+for `draft_slots.py` to say.
+
+Nobody reads them before the next block is drafted. So steps that draft nothing only keep their features, and one
+projection serves many of them: it reads the draft's weights once, and such a step is little more than decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context
+
+from sglang_dflash.draft.sglang_model import DFlashDraftModel
+from sglang_dflash.memory.slots import DraftSlots
+from sglang_dflash.step import Plan
+
+LATE_ROWS = 64  # wait at most; what a matrix product over few rows costs hardly depends on their number
+
+
+class LateRows:
+    """What is to be written later: one row per request and step, of consecutive steps of the same requests.
+
+    Invariant: no two rows share a slot, and no slot has been written to since its row came. A slot passes to another
+    request when its own has left the batch; so rows are taken before those of other requests come and before a prompt
+    is read, which write to it after them.
+    """
+
+    def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
+        """Up to `n_rows`, and of one request up to `n_steps`; features have the width, type and place of `like_TC`."""
+        self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
+        self.n_steps = n_steps
+        self.rids: Sequence[str] = ()
+        self.positions: list[torch.Tensor] = []  # int64 [B], by step
+        self.slots: list[torch.Tensor] = []  # int64 [B], by step
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.rids) * len(self.slots)
+
+    def fits(self, rids: Sequence[str]) -> bool:
+        """Whether a step of these requests may be added to what is here."""
+        if not self.slots:
+            return True
+        room = len(self.slots) < self.n_steps and self.n_rows + len(rids) <= len(self.features_TC)
+        return room and self.rids == rids
+
+    def add(
+        self, rids: Sequence[str], features_BC: torch.Tensor, positions_B: torch.Tensor, slots_B: torch.Tensor
+    ) -> None:
+        """Keep a step's rows. The features are copied: they may be a graph's buffer."""
+        n_rows = self.n_rows
+        self.features_TC[n_rows : n_rows + len(features_BC)] = features_BC
+        self.rids = rids
+        self.positions.append(positions_B)
+        self.slots.append(slots_B)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Features [T, C], positions and slots, int64 [T], of all rows, which are no longer here."""
+        rows = self.features_TC[: self.n_rows], torch.cat(self.positions), torch.cat(self.slots)
+        self.forget()
+        return rows
+
+    def forget(self) -> None:
+        """Without writing them: nobody will read their slots."""
+        self.positions, self.slots = [], []
+
+
+class ContextKV:
+    """Invariant: every committed token has its context K/V in the draft's pool, or its features among the late rows."""
+
+    def __init__(
+        self, model: DFlashDraftModel, runner: ModelRunner, slots: DraftSlots, *, n_requests: int, block_size: int
+    ) -> None:
+        """`n_requests` run at most."""
+        attention = model.attentions[0]
+        pool = runner.token_to_kv_pool
+        layers = range(len(model.layers))
+        self.model = model
+        self.slots = slots
+        self.caches = ContextCaches.build(
+            [pool.get_key_buffer(i) for i in layers], [pool.get_value_buffer(i) for i in layers]
+        )
+        self.key = KeyTransform(
+            k_norm_LE=model.k_norm_LE,
+            eps=attention.k_norm.variance_epsilon,
+            cos_sin_PR=attention.rotary_emb.cos_sin_cache,
+        )
+        # A ring has room for a block beside the window, so as many steps' rows never meet in one of its slots.
+        self.late = LateRows(max(LATE_ROWS, n_requests), block_size, like_TC=model.fc.weight)
+
+    @torch.inference_mode()
+    def append(self, rids: Sequence[str], plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
+        """Write the context K/V of the first `n_kept` rows of every block (the anchor and the accepted drafts), now or,
+        where only the anchors were verified, before somebody reads them."""
+        positions_T = plan.verified.positions_BN.view(-1)
+        slots_T = self.slots.of_block(plan, plan.verified)
+        if plan.drafted is not None:
+            self._write(features_TC, positions_T, slots_T, n_kept_B)
+            return
+        if not self.late.fits(rids):
+            self._catch_up()
+        self.late.add(rids, features_TC, positions_T, slots_T)
+
+    @torch.inference_mode()
+    def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:
+        """Write the context K/V of the prompt rows that the target has just read."""
+        self._catch_up()
+        rows = self.slots.of_prompt(batch, features_TC.device)
+        if rows.rows_T is not None:
+            features_TC = features_TC.index_select(0, rows.rows_T)
+        self._write(features_TC, rows.positions_T, rows.slots_T, None)
+
+    @torch.inference_mode()
+    def before_draft(self, plan: Plan) -> None:
+        """Write what the draft is about to read, if it runs."""
+        if plan.drafted is not None:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        if self.late.n_rows:
+            self._write(*self.late.take(), None)
+
+    def _write(
+        self,
+        features_TC: torch.Tensor,
+        positions_T: torch.Tensor,
+        slots_T: torch.Tensor,
+        n_kept_B: torch.Tensor | None,
+    ) -> None:
+        k_TLGE, v_TLGE = self.model.context_kv(features_TC)
+        append_context(k_TLGE, v_TLGE, positions_T, slots_T, caches=self.caches, key=self.key, n_kept_B=n_kept_B)

@@ -1,0 +1,82 @@
+"""Draft: one forward of the draft model over the planned blocks.
+
+The block runs as SGLang's TARGET_VERIFY mode on the draft's own runner: that gives it N queries per request over the
+context K/V, attention metadata of every backend, and CUDA graphs. Where the context K/V are, and what of them a block
+sees, is for `draft_slots.py` to say.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    enable_num_token_non_padded,
+)
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_dflash.memory.slots import DraftSlots, Seen
+from sglang_dflash.stages.forward import directly, through_runner
+from sglang_dflash.step import Block, Plan
+
+
+class Drafter:
+    def __init__(self, runner: ModelRunner, slots: DraftSlots, block_size: int) -> None:
+        self.runner = runner
+        self.slots = slots
+        self.block_info = block_info(block_size, CaptureHiddenMode.NULL, runner.device)
+        # SGLang puts the eager runner where a draft's graphs would be.
+        captured = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
+        self.forward = through_runner(runner) if captured else directly(runner)
+
+    def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
+        """What of the filled blocks is to be verified, int64 [B, width]: slot 0 the anchor, then drafts.
+
+        The draft always fills the whole block, as it was trained to; when only the anchor is verified it does not run.
+        The result is a copy: a captured forward's output lies in the memory that all graphs share, and the target's
+        replay writes there before the drafts are compared.
+        """
+        block = plan.drafted
+        if block is None:
+            return plan.verified.tokens_BN
+        seen = self.slots.seen(plan, block)
+        batch = block_forward(plan, block, seen, self.block_info, graphs=graphs)
+        seen.kv.bind(batch, self.runner.kv_index_translator)
+        tokens_T = self.forward(batch).logits_output.hidden_states
+        return tokens_T.view(block.tokens_BN.shape)[:, : plan.width].clone(memory_format=torch.contiguous_format)
+
+
+def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:
+    """What SGLang wants to know of every block of `n_tokens` alike; tokens and positions are the batch's."""
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return DFlashVerifyInput(
+        draft_token=nothing, positions=nothing, draft_token_num=n_tokens, capture_hidden_mode=capture
+    )
+
+
+def block_forward(plan: Plan, block: Block, seen: Seen, info: DFlashVerifyInput, *, graphs: bool) -> ForwardBatch:
+    """SGLang's forward over `block` with `seen` before it; the slots it writes are still to be bound."""
+    n_tokens = block.tokens_BN.numel()
+    device = block.tokens_BN.device
+    return ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=plan.n_requests,
+        input_ids=block.tokens_BN.view(-1),
+        req_pool_indices=plan.rows_B,
+        seq_lens=seen.len_B,
+        seq_lens_sum=seen.bound_sum,
+        seq_lens_cpu=seen.bound_B_cpu,
+        out_cache_loc=block.slots_BN.view(-1),
+        positions=block.positions_BN.view(-1),
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        spec_info=info,
+        capture_hidden_mode=info.capture_hidden_mode,
+        num_token_non_padded=(
+            torch.full((), n_tokens, dtype=torch.int32, device=device) if enable_num_token_non_padded() else None
+        ),
+        global_num_token_non_padded_cpu=n_tokens,
+        can_run_decode_cuda_graph=graphs,
+    )

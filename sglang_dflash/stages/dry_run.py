@@ -1,0 +1,175 @@
+"""Steps of requests that are nobody's, run when the server starts: what is compiled for a step is compiled then, and
+what a step costs becomes known.
+
+Their rows of the request table are empty, so they read and write the padding slots of the pools, or rings that nobody
+has yet. A recurrent state each has of its own (`own_states`): one state for all would be read from a cache.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner, SamplingPrewarmResult
+from sglang.srt.runtime_context import get_exec, get_schedule
+
+from sglang_dflash.memory.slots import SharedSlots
+from sglang_dflash.stages.calls import Stages
+from sglang_dflash.stages.choice import Choice
+from sglang_dflash.stages.drafter import block_forward, block_info
+from sglang_dflash.step import Plan
+
+CONTEXT = 256  # tokens before the block
+ROUNDS = 5
+IN_A_ROW = 3  # steps that are timed together on a device: while one runs, the host launches the next, as when serving
+NOBODY = [""]  # a request's name
+
+
+class DryRun:
+    def __init__(self, stages: Stages, *, on_host: bool) -> None:
+        """`on_host`: the target runs on the host's processor."""
+        self.stages, self.on_host = stages, on_host
+        self.runner = stages.verifier.worker.model_runner
+        self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # every batch says where tracked states go, or none
+
+    def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
+        """Run a step of every kind that serving will meet. Where the host computes nothing is compiled for a size."""
+        stages = self.stages
+        for size in [1] if self.on_host else batch_sizes(n_requests):
+            whole, anchors = self._plan(size, stages.planner.block_size), self._plan(size, 1)
+            stages.drafter.draft(whole, graphs=True)
+            for width in widths:
+                logits_TV, features_TC = self._after_draft(size, width)()
+                stages.choice.penalties.dry_run(self._plan(size, width).verified.tokens_BN, logits_TV)
+            # As a prompt's rows are written, and those of steps that draft nothing: all of them.
+            n_kept_B = torch.ones_like(anchors.rows_B)
+            stages.context_kv.append(NOBODY * size, anchors, features_TC[:size], n_kept_B)
+            stages.context_kv.before_draft(whole)
+
+    def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
+        """Of a whole step without its sampling parameters, at each width.
+
+        All are run in turn, round after round: whatever slows the machine down for a while slows whole rounds, and
+        what a width takes of its round is still its own.
+        """
+        whole = self._plan(n_requests, self.stages.planner.block_size)
+        runs = [
+            lambda: self.stages.drafter.draft(whole, graphs=True),
+            *(self._after_draft(n_requests, width) for width in widths),
+        ]
+        _first, *rounds = [[self._time(run) for run in runs] for _ in range(1 + ROUNDS)]
+        round_R1 = np.mean(rounds, axis=1, keepdims=True)
+        draft_s, *verify_s = (np.median(rounds / round_R1, axis=0) * round_R1.min()).tolist()
+        return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
+
+    def end(self) -> None:
+        """Leave nothing behind that serving would take for its own."""
+        self.stages.context_kv.late.forget()
+        self.stages.verifier.restore()
+        # With it the scheduler would not wait until the first prompt has read the tables.
+        self.runner.shared_read_done_event = None
+
+    def _plan(self, n_requests: int, width: int) -> Plan:
+        rows_B = torch.arange(n_requests, dtype=torch.int64, device=self.runner.device)
+        prefix_len = min(CONTEXT, self.runner.model_config.context_len // 2)
+        return self.stages.planner.place(
+            anchor_B=torch.zeros_like(rows_B),
+            prefix_len_B=torch.full_like(rows_B, prefix_len),
+            rows_B=rows_B,
+            rows_B_cpu=rows_B.cpu(),
+            bound_B_cpu=torch.full((n_requests,), prefix_len),
+            width=width,
+        )
+
+    def _after_draft(self, n_requests: int, width: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """What a step does once its block is filled; returns logits [T, V] and features [T, C]."""
+        stages = self.stages
+        plan = self._plan(n_requests, width)
+        seen = SharedSlots().seen(plan, plan.verified)
+        info = block_info(width, CaptureHiddenMode.FULL, self.runner.device)
+        batch = SimpleNamespace(
+            mamba_track_indices=torch.zeros_like(plan.rows_B) if self.tracks else None,  # the padding slot
+            tree_cache=SimpleNamespace(page_size=self.runner.page_size),
+            req_pool_indices=plan.rows_B,
+            forward_mode=ForwardMode.DECODE,
+        )
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            stages.verifier.use(width)
+            forward_batch = block_forward(plan, plan.verified, seen, info, graphs=True)
+            if self.runner.model_config.model_is_mrope:
+                forward_batch.mrope_positions = forward_batch.positions.expand(3, -1)
+            seen.kv.bind(forward_batch, self.runner.kv_index_translator)
+            output = stages.verifier.forward(forward_batch).logits_output
+            logits_TV, features_TC = output.next_token_logits, output.hidden_states
+            tokens_BN = plan.verified.tokens_BN
+            accepted = stages.accept(tokens_BN, logits_TV.argmax(dim=-1).view(tokens_BN.shape), plan.prefix_len_B)
+            stages.verifier.commit(batch, plan, accepted.n_committed_B)
+            stages.context_kv.append(NOBODY * n_requests, plan, features_TC, accepted.n_committed_B)
+            return logits_TV, features_TC
+
+        return step
+
+    def _time(self, run: Callable[[], object]) -> float:
+        wait = torch.get_device_module(self.runner.device).synchronize
+        n_runs = 1 if self.on_host else IN_A_ROW
+        wait()
+        began = time.perf_counter()
+        for _ in range(n_runs):
+            run()
+        wait()
+        return (time.perf_counter() - began) / n_runs
+
+
+def batch_sizes(n_requests: int) -> list[int]:
+    """Kernels are compiled for one request, for multiples of 16 and for all else, some for each power of two that the
+    batch fits into: batches that meet every combination of those."""
+    powers = [2**i for i in range(n_requests.bit_length() + 1)]
+    sizes = {size for power in powers for size in (power - 1, power)}
+    sizes |= {n_requests - 1, n_requests, n_requests - n_requests % 16}
+    return sorted(size for size in sizes if 1 <= size <= n_requests)
+
+
+@contextmanager
+def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
+    """Each of the first rows of the request table has a recurrent state of its own; before serving none is in use."""
+    if not isinstance(pool, HybridReqToTokenPool):
+        yield
+        return
+    slot_R = pool.req_index_to_mamba_index_mapping
+    before_R = slot_R.clone()
+    slot_R[:n_requests] = torch.arange(n_requests, dtype=slot_R.dtype, device=slot_R.device) % pool.mamba_pool.size + 1
+    yield
+    slot_R.copy_(before_R)
+
+
+def peak_bytes(run: Callable[[], object], device: str) -> int:
+    """What `run` takes of a device's memory at most; 0 where the host computes, and nothing is run."""
+    if device == "cpu":
+        return 0
+    memory = torch.get_device_module(device)
+    memory.synchronize()
+    memory.reset_peak_memory_stats()
+    before = memory.memory_allocated()
+    run()
+    memory.synchronize()
+    return memory.max_memory_allocated() - before
+
+
+def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, block_size: int) -> int:
+    """What steps and prompts need of the memory that is free now: for sampling, which runs dry here, and for a
+    prompt's features, which the layers hand out one by one and which are then joined."""
+    n_requests, n_vocab = target.max_running_requests, target.model_config.vocab_size
+    sampling = peak_bytes(lambda: choice.dry_run(n_requests, block_size), target.device)
+    target.sampling_prewarm_result = SamplingPrewarmResult(
+        sampling_input_bytes=4 * n_requests * block_size * n_vocab, sampling_headroom_bytes=sampling
+    )
+    schedule = get_schedule()
+    n_tokens = max(schedule.chunked_prefill_size or 0, 0) or schedule.max_prefill_tokens  # None, 0 and less: no chunks
+    return sampling + 2 * n_tokens * draft.model.fc.weight[0].nbytes

@@ -1,0 +1,135 @@
+"""What of the target is made once per width: attention backend, recurrent state, captured graphs.
+
+SGLang's backends and graph runners read the number of tokens per request from its configuration when they are made.
+So each further width gets its own, made under that width; weights and memory pools are shared, and so is the scratch
+memory of attention kernels: no two forwards run at once, and none reads what another left there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.utils import get_available_gpu_memory
+
+from sglang_dflash.stages.state import State
+from sglang_dflash.stages.verifier import Engine
+
+logger = logging.getLogger(__name__)
+
+KEPT_FREE = 0.5  # of the memory that is free before further widths' graphs are captured
+
+
+def build_engines(
+    worker: TpModelWorker,
+    state: State,
+    state_for: Callable[[int], State],
+    widths: Sequence[int],
+    *,
+    block_size: int,
+    reserve_bytes: int,
+) -> dict[int, Engine]:
+    """An engine for each width, that of the whole block being what SGLang has made, with `state` attached.
+
+    Captured graphs take memory that SGLang has not counted. Half of what it left free stays free, for the activations
+    of prompts, and at least `reserve_bytes`; widths whose graphs would not fit beside that are not chosen from.
+    """
+    runner, tp_group = worker.model_runner, get_parallel().tp_group
+    whole = Engine(runner.attn_backend, runner.decode_cuda_graph_runner, state)
+
+    def build(width: int) -> Engine:
+        return whole if width == block_size else _build_engine(runner, state_for(width), width, captured=whole.graphs)
+
+    def free_gib() -> float:
+        if whole.graphs is None:
+            return math.inf
+        return get_available_gpu_memory(  # the least of all ranks, so that they leave out the same widths
+            runner.device, runner.gpu_id, distributed=tp_group.world_size > 1, cpu_group=tp_group.cpu_group
+        )
+
+    reserve_gib = np.array([reserve_bytes / 2**30])
+    from_first_rank(tp_group)(reserve_gib)
+    engines = build_while_they_fit(widths, build, free_gib, float(reserve_gib[0]))
+    if missing := sorted(set(widths) - set(engines)):
+        logger.warning(
+            "widths %s are not verified: their graphs leave too little memory; lower --mem-fraction-static or "
+            "--cuda-graph-max-bs-decode, or name fewer in SGLANG_DFLASH_WIDTHS",
+            missing,
+        )
+    return engines
+
+
+def build_while_they_fit(
+    widths: Sequence[int], build: Callable[[int], Engine], free_gib: Callable[[], float], reserve_gib: float
+) -> dict[int, Engine]:
+    """The widest first, then always the one farthest from those there are: so few of them lose little.
+
+    A further one is taken to need as much as the largest so far. What stays free is `KEPT_FREE` of what was, and at
+    least `reserve_gib`.
+    """
+    rest, engines, most_gib = set(widths), dict[int, Engine](), 0.0
+    left_gib = free_gib()
+    kept_gib = max(left_gib * KEPT_FREE, reserve_gib)
+    while rest:
+        width = max(
+            rest, key=lambda width: (min((abs(math.log(width / other)) for other in engines), default=0), width)
+        )
+        if engines and left_gib - most_gib < kept_gib:
+            break
+        engines[width] = build(width)
+        rest.remove(width)
+        before_gib, left_gib = left_gib, free_gib()
+        if left_gib < math.inf:
+            most_gib = max(most_gib, before_gib - left_gib)
+            logger.info("width %d: %.2f GiB more for graphs, %.2f GiB are left", width, before_gib - left_gib, left_gib)
+    return engines
+
+
+def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> Engine:
+    with get_spec().override(speculative_num_draft_tokens=width):
+        backend = runner._get_attention_backend(init_new_workspace=False)
+        # As SGLang does with its own.
+        backend.prefill_attention_backend_str = runner.prefill_attention_backend_str
+        backend.decode_attention_backend_str = runner.decode_attention_backend_str
+        runner.kv_index_translator.bind_and_verify_backends([backend])
+        state.attach(backend)
+        graphs = None
+        if captured is not None:
+            with capturing(fewer(captured.capture_bs)):
+                graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
+    return Engine(backend, graphs, state)
+
+
+def fewer(sizes: Sequence[int]) -> list[int]:
+    """Of the batch sizes that SGLang has captured, powers of two and the largest: a batch in between is padded, which
+    costs little where it verifies few tokens."""
+    return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
+
+
+@contextmanager
+def capturing(sizes: list[int]) -> Iterator[None]:
+    """Graph runners that are made meanwhile capture batches of these sizes."""
+    config = get_exec().graph.cuda_graph_config
+    decode = dataclasses.replace(config.decode, bs=sizes)
+    with get_exec().graph.override(cuda_graph_config=dataclasses.replace(config, decode=decode)):
+        yield
+
+
+def from_first_rank(group: GroupCoordinator) -> Callable[[np.ndarray], None]:
+    """Overwrites an array with the first rank's, over the host network; called by all ranks of `group` alike."""
+
+    def agree(values: np.ndarray) -> None:
+        if group.world_size > 1:
+            torch.distributed.broadcast(torch.from_numpy(values), src=group.ranks[0], group=group.cpu_group)
+
+    return agree

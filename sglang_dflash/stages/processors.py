@@ -1,0 +1,90 @@
+"""Custom logit processors at every slot of the block.
+
+A processor gets the logits of the requests that named it, and their parameters; among those may be the request itself,
+for its text so far. A slot's row must see the text at that slot: what is committed, and the drafts up to it. The host
+does not know that text (the last step's tokens may still be on their way, the drafts are only on the device), so it is
+fetched when a processor reads it, and only then: that read waits for the device.
+
+Exact for what is a function of logits, parameters and text. A processor that keeps a state of its own from call to call
+also sees the slots that are not kept; SGLang's contract does not promise it more than calls.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+from sglang_dflash.stages.sampling import over_slots
+from sglang_dflash.step import Plan
+
+REQUEST = "__req__"  # where SGLang puts the request among its parameters
+
+
+class Processors:
+    def __init__(self) -> None:
+        # What the last step emitted; the scheduler may not have handed it to the requests yet.
+        self.last_reqs: list[Req] = []
+        self.last_committed_BN = self.last_n_committed_B = torch.empty(0)
+
+    def remember(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
+        """After every step."""
+        if batch.sampling_info.has_custom_logit_processor:
+            self.last_reqs = list(batch.reqs)
+            self.last_committed_BN, self.last_n_committed_B = committed_BN, n_committed_B
+
+    def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
+        """Run every request's processor over its slots; in place."""
+        info = over_slots(batch.sampling_info, plan.width)
+        read_texts = cache(partial(self._texts, batch, plan, tokens_BN))
+        info.custom_params = [
+            self._at_slot(params, batch.reqs[row // plan.width], row, read_texts)
+            for row, params in enumerate(info.custom_params)
+        ]
+        apply_custom_logit_processor(logits_TV, info)
+
+    def _at_slot(self, params: dict | None, req: Req, row: int, read_texts: Callable[[], list[array]]) -> dict | None:
+        if params is None or REQUEST not in params:
+            return params
+        return params | {REQUEST: ReqAtSlot.of(req, lambda: read_texts()[row])}
+
+    def _texts(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> list[array]:
+        """The output at every slot of every request. Waits for the device."""
+        last = dict(zip(self.last_reqs, committed(self.last_committed_BN, self.last_n_committed_B), strict=True))
+        texts = []
+        for req, prefix_len, tokens in zip(batch.reqs, plan.prefix_len_B.tolist(), tokens_BN.tolist(), strict=True):
+            text = req.output_ids[:]
+            n_missing = prefix_len + 1 - len(req.origin_input_ids) - len(text)
+            newest = last.get(req, [])
+            assert 0 <= n_missing <= len(newest), "the scheduler is at most one step behind"
+            text.extend(newest[len(newest) - n_missing :])
+            texts.append(text)
+            for draft in tokens[1:]:
+                text = text + array(text.typecode, [draft])
+                texts.append(text)
+        return texts
+
+
+def committed(committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> list[list[int]]:
+    return [row[:n] for row, n in zip(committed_BN.tolist(), n_committed_B.tolist(), strict=True)]
+
+
+class ReqAtSlot(Req):
+    """A request as it would be if the block had been kept up to a slot: a copy of it that says another output."""
+
+    _read_text: Callable[[], array]
+
+    @classmethod
+    def of(cls, req: Req, read_text: Callable[[], array]) -> ReqAtSlot:
+        view = cls.__new__(cls)
+        view.__dict__.update(req.__dict__)
+        view._read_text = read_text
+        return view
+
+    @property
+    def output_ids(self) -> array:
+        return self._read_text()

@@ -1,0 +1,261 @@
+"""Commit: the recurrent state of hybrid targets (Gated DeltaNet) after a partly accepted block.
+
+Attention needs no commit: rows past the accepted prefix are simply not read again. A recurrent state cannot be cut
+back, so the target's verify leaves the persistent state alone and keeps what is needed to advance it afterwards:
+either the state after every token, or what every token adds to it. A second copy goes to the request's tracking slot
+when the accepted prefix crosses a multiple of the track interval: that state is what the radix cache can resume from.
+
+Of a block of one token nothing can be rejected: there the target decodes as it does without speculation, in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
+    scatter_mamba_states_after_mtp_verify,
+    track_mamba_states_all_layers,
+)
+from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.runtime_context import mamba_track_grid
+from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
+from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold_ref, gdn_fold_triton
+from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify_ref, gdn_verify_triton
+
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import GdnState
+from sglang_dflash.memory.records import RecordPool
+from sglang_dflash.step import Plan
+
+
+class State(Protocol):
+    def attach(self, backend: AttentionBackend) -> None:
+        """Before `backend` first verifies: every attention backend of the target's is attached once."""
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """After the verify of the step, with the attention backend that did it in place."""
+
+
+class NoState:
+    """Attention-only targets."""
+
+    def attach(self, backend: AttentionBackend) -> None:
+        return
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        return
+
+
+class SnapshotState:
+    """Verify stores the state after every token; commit copies the right one back."""
+
+    def __init__(self, worker: TpModelWorker) -> None:
+        self.worker = worker
+
+    def attach(self, backend: AttentionBackend) -> None:
+        return
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        track_B = None
+        if batch.mamba_track_indices is not None:
+            track_B = tracked_step(batch, plan, n_committed_B)
+        commit_mamba_states_after_verify(
+            self.worker,
+            batch,
+            accept_lens=n_committed_B,
+            accept_index=plan.verified.tokens_BN,  # only its shape is read when the steps are given
+            draft_token_num=plan.width,
+            prepared_step_indices=(n_committed_B.long() - 1, track_B),
+        )
+
+
+class FoldState:
+    """Verify records what each token adds to the state; commit sums the accepted records into it, all layers at once.
+
+    The records take the place of the states per token in SGLang's pool (`state_pool.py`), and our verify that of
+    SGLang's in the attention backend, so the backend hands one to the other, eagerly and in captured graphs alike. The
+    windows of the causal convolution are small and stay SGLang's.
+
+    Launches of a commit on a GPU, whatever the number of layers: one that folds, tracked states included; one of
+    SGLang's for the windows, or one per copy where they are not bf16; and on B numbers two elementwise ones, seven more
+    to find the tracked step.
+    """
+
+    def __init__(self, worker: TpModelWorker) -> None:
+        self.runner = worker.model_runner
+        pool = self.runner.req_to_token_pool.mamba_pool
+        if not isinstance(pool, RecordPool):
+            raise NotSupported(
+                f"SGLANG_DFLASH_GDN_STATE=fold needs SGLang's pool of recurrent states, found {type(pool).__name__}; "
+                "set SGLANG_DFLASH_GDN_STATE=snapshot"
+            )
+        cache = pool.mamba_cache
+        self.states_LSHVK, self.record_LRNX = cache.temporal, cache.intermediate_ssm
+        self.n_key_heads = pool.n_key_heads
+        self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
+        # The form is chosen here, and shapes that never change are not checked at every step.
+        self.fold = choose(self.states_LSHVK, definition=gdn_fold_ref, kernel=gdn_fold_triton)
+
+    def attach(self, backend: AttentionBackend) -> None:
+        gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        backend = self.runner.attn_backend.linear_attn_backend
+        slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
+        track_slot_B = track_step_B = track_n_B = None
+        if batch.mamba_track_indices is not None:
+            track_slot_B = backend._translate_mamba_indices(batch.mamba_track_indices)
+            track_step_B = tracked_step(batch, plan, n_committed_B)
+            track_n_B = track_step_B + 1
+        kept = Kept(slot_B, n_committed_B, track_slot_B, track_n_B)
+        self.fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
+        scatter_mamba_states_after_mtp_verify(
+            self.windows, slot_B, n_committed_B.long() - 1, track_slot_B, track_step_B
+        )
+
+
+class InPlaceState:
+    """For blocks of one token: the target's verify decodes, which advances the states; commit copies the tracked ones.
+
+    To fold them would read all states once more, and write records.
+    """
+
+    def __init__(self, worker: TpModelWorker) -> None:
+        self.runner = worker.model_runner
+        cache = self.runner.req_to_token_pool.mamba_pool.mamba_cache
+        self.pools = cache.conv[0], cache.temporal
+
+    def attach(self, backend: AttentionBackend) -> None:
+        linear = gdn_backend(backend)
+        linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        if batch.mamba_track_indices is None:
+            return
+        backend = self.runner.attn_backend.linear_attn_backend
+        track_mamba_states_all_layers(
+            *self.pools,
+            backend.forward_metadata.mamba_cache_indices,
+            (plan.prefix_len_B + 1) % track_interval(batch.tree_cache.page_size) == 0,
+            backend._translate_mamba_indices(batch.mamba_track_indices),
+            plan.n_requests,
+        )
+
+
+def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., torch.Tensor]:
+    """What takes the place of the backend's `forward_extend`; prompts go where they went."""
+    extend, decode = backend.forward_extend, backend.forward_decode
+
+    def forward_extend(*, forward_batch: ForwardBatch, **others: Any) -> torch.Tensor:
+        forward = decode if forward_batch.forward_mode.is_target_verify() else extend
+        return forward(forward_batch=forward_batch, **others)
+
+    return forward_extend
+
+
+class RecordingVerify:
+    """What SGLang's GDN backend calls for a block of drafts; `intermediate_states_buffer` is a layer's record.
+
+    States [S, H, V, K] at `cache_indices`, int [B], are read and not written.
+    """
+
+    supports_strided_target_verify_qkv = True
+
+    def __init__(self, record_LRNX: torch.Tensor) -> None:
+        # Chosen and checked as for the fold.
+        self.verify = choose(record_LRNX, definition=gdn_verify_ref, kernel=gdn_verify_triton)
+
+    def target_verify(
+        self,
+        *,
+        A_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        ssm_states: torch.Tensor,
+        cache_indices: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        intermediate_states_buffer: torch.Tensor,
+        **others: object,  # steps and rows, which are the block's and the batch's
+    ) -> torch.Tensor:
+        """q, k [1, T, G, K], v [1, T, H, V], a and b [T, H]; the outputs [1, T, H, V]."""
+        slot_B = cache_indices[: len(query_start_loc) - 1]
+        x = Inputs(q[0], k[0], v[0], a, b, A_log, dt_bias)
+        out = self.verify(x, ssm_states, slot_B, intermediate_states_buffer)
+        return out[None]
+
+
+def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
+    """
+    Raises:
+        NotSupported: it is another one.
+    """
+    if isinstance(backend, HybridLinearAttnBackend) and isinstance(backend.linear_attn_backend, GDNAttnBackend):
+        return backend.linear_attn_backend
+    raise NotSupported(
+        f"SGLANG_DFLASH_GDN_STATE=fold needs SGLang's Gated DeltaNet attention backend, found "
+        f"{type(backend).__name__}; set SGLANG_DFLASH_GDN_STATE=snapshot"
+    )
+
+
+def tracked_step(batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> torch.Tensor:
+    """The slot of the block whose state the radix cache can resume from, int64 [B]; -1 if there is none."""
+    return crossing_step(plan.prefix_len_B, n_committed_B, track_interval(batch.tree_cache.page_size))
+
+
+@cache
+def track_interval(page_size: int) -> int:
+    """Committed lengths that are multiples of it are tracked; a server's never changes."""
+    return mamba_track_grid(page_size)
+
+
+def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, interval: int) -> torch.Tensor:
+    """The slot of the block after which the committed length is a multiple of `interval`, int64 [B]; -1 if none is.
+
+    With prefix p and n new tokens that multiple is m = (p + n) // interval * interval, and slot m - p - 1 reaches it
+    if m > p.
+    """
+    reached_B = (prefix_len_B + n_committed_B) // interval * interval
+    return (reached_B - prefix_len_B - 1).clamp(min=-1)
+
+
+def folds(model_config: ModelConfig, asked: GdnState) -> bool:
+    """Whether the state of such a target is folded; its memory pools must be `RecordPool`s then."""
+    return hybrid_gdn_config(model_config) is not None and asked is GdnState.FOLD
+
+
+def may_narrow(model_config: ModelConfig) -> bool:
+    """Whether such a target can verify less than the block. Of recurrent ones those with Gated DeltaNet can: SGLang's
+    verify of Mamba2 places a request's states by the number of tokens verified, its commit by that of the pool."""
+    return mambaish_config(model_config) is None or hybrid_gdn_config(model_config) is not None
+
+
+def make_state(worker: TpModelWorker, asked: GdnState, width: int) -> State:
+    """For blocks of `width` tokens. The target's memory pools and attention backends exist, its graphs do not."""
+    config = worker.model_runner.model_config
+    if mambaish_config(config) is None:
+        return NoState()
+    if not folds(config, asked):
+        return SnapshotState(worker)
+    pools = worker.model_runner.req_to_token_pool
+    if pools.short_conv_pool.enabled or pools.ngram_pool.enabled:
+        raise NotSupported(
+            "SGLANG_DFLASH_GDN_STATE=fold does not advance the states of the target's per-layer embeddings; "
+            "set SGLANG_DFLASH_GDN_STATE=snapshot"
+        )
+    return InPlaceState(worker) if width == 1 else FoldState(worker)

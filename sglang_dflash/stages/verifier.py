@@ -1,0 +1,83 @@
+"""Verify: one forward of the target over the first tokens of the blocks gives logits and features for every slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_utils import GrammarTree
+
+from sglang_dflash.stages.forward import directly, has_experts, through_runner
+from sglang_dflash.stages.state import State
+from sglang_dflash.step import Plan, Target
+
+
+class Engine(NamedTuple):
+    """What of the target is made for one width."""
+
+    backend: AttentionBackend
+    graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
+    state: State  # attached to the backend
+
+
+class Verifier:
+    def __init__(self, worker: TpModelWorker, engines: Mapping[int, Engine], *, on_host: bool) -> None:
+        """`engines`: one for each width that will be verified. `on_host`: the target runs on the host's processor."""
+        self.worker = worker
+        self.engines = engines
+        runner = worker.model_runner
+        self.own = runner.attn_backend, runner.decode_cuda_graph_runner
+        eager = all(engine.graphs is None for engine in engines.values())
+        # Beside a device the host's time is hidden.
+        direct = eager and on_host and not has_experts(runner.model)
+        self.forward = directly(runner) if direct else through_runner(runner)
+
+    def use(self, width: int) -> None:
+        """Put the engine of `width` into the target's runner."""
+        engine, runner = self.engines[width], self.worker.model_runner
+        runner.attn_backend = engine.backend
+        runner.decode_cuda_graph_runner = engine.graphs
+
+    def restore(self) -> None:
+        """Put SGLang's own back: what it captured for prompts reads the metadata of that backend only."""
+        runner = self.worker.model_runner
+        runner.attn_backend, runner.decode_cuda_graph_runner = self.own
+
+    def verify(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
+        """Logits and features of every slot; the target's K/V of the block are written.
+
+        Args:
+            tokens_BN: int64, what is verified: N is the plan's width, slot 0 the anchor.
+        """
+        self.use(plan.width)
+        # The copy of the drafts to the host must be on its way before the target runs, to hide behind it.
+        tree = GrammarTree.from_linear_chain(tokens_BN) if batch.has_grammar else None
+        verified = plan.verified
+        # SGLang builds its forward from the batch; the scheduler restores these fields after the step.
+        batch.out_cache_loc = verified.slots_BN.view(-1)
+        batch.seq_lens_cpu = verified.bound_B_cpu
+        batch.seq_lens_sum = verified.bound_sum
+        block = DFlashVerifyInput(
+            draft_token=tokens_BN.view(-1),
+            positions=verified.positions_BN.view(-1),
+            draft_token_num=plan.width,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            kv_loc_plan=verified.kv,
+        )
+        # Attention is planned by the forward, once: an eager one of SGLang's plans whether or not that was done before.
+        forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
+        run = self.forward(forward_batch)
+        output = run.logits_output
+        features_TC, output.hidden_states = output.hidden_states, None  # not for the host
+        return Target(run, features_TC, tree)
+
+    def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """Advance the recurrent states by the tokens that are kept, int32 [B]; of the block verified last."""
+        self.engines[plan.width].state.commit(batch, plan, n_committed_B)
