@@ -82,8 +82,8 @@ def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
     from sglang_dflash.host.draft_input import row_headroom
     from sglang_dflash.host.requests import create_req, refusal, update_finish_state
     from sglang_dflash.host.target_models import complete
+    from sglang_dflash.memory.draft_kv import draft_kv
     from sglang_dflash.memory.records import count_records
-    from sglang_dflash.memory.rings import leave_room, leave_the_end, target_alone
 
     hooks: Hooks = {
         HOOKS["validate_request"]: (lambda stock, request, overlap: refusal(request), HookType.AFTER),
@@ -95,12 +95,8 @@ def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
     }
-    if config.draft_window is not None:
-        hooks[HOOKS["kv_bytes"]] = (leave_room(config.draft_window, config.block_size), HookType.AROUND)
-        hooks[HOOKS["kv_bytes_per_token"]] = (target_alone, HookType.AROUND)
-        if not target.recurrent:
-            hooks[HOOKS["longest_hit"]] = (leave_the_end, HookType.AFTER)
-    set_hooks(hooks)
+    kv = draft_kv(config.draft_window, config.block_size)
+    set_hooks(hooks | {HOOKS[name]: hook for name, hook in kv.hooks(recurrent=target.recurrent).items()})
     complete(target.architecture)
 
 

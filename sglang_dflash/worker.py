@@ -41,26 +41,19 @@ from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
-from sglang_dflash_kernels.accept import Accepted, accept_ref, accept_triton
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.accept import Accepted
 
 from sglang_dflash import __version__, flags
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.draft.target_ends import target_ends
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.draft_input import DraftInput
+from sglang_dflash.memory.draft_kv import draft_kv, fit_page_tables
 from sglang_dflash.memory.records import use_records
-from sglang_dflash.memory.rings import fit_page_tables, ring_of, ring_pool, ring_table
-from sglang_dflash.memory.slots import DraftSlots, SharedSlots, rings_for
-from sglang_dflash.stages.calls import Stages
-from sglang_dflash.stages.choice import Choice
-from sglang_dflash.stages.context_kv import ContextKV
-from sglang_dflash.stages.drafter import Drafter
-from sglang_dflash.stages.dry_run import DryRun, own_states, reserve_bytes
-from sglang_dflash.stages.engines import build_engines, from_first_rank
-from sglang_dflash.stages.planner import Planner
+from sglang_dflash.stages.build import build_stages
+from sglang_dflash.stages.dry_run import DryRun, own_states
+from sglang_dflash.stages.engines import from_first_rank
 from sglang_dflash.stages.state import folds, make_state, may_narrow
-from sglang_dflash.stages.verifier import Verifier
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.width.chooser import Chooser, Trace, candidates, make_policy
 from sglang_dflash.width.clock import DecisionClock, OutcomeClock
@@ -82,6 +75,7 @@ class DFlashWorker(BaseSpecWorker):
         self.device = target_worker.device
         self.config = DFlashConfig.from_server_args(server_args)
         self.flags = flags.read(os.environ)
+        self.draft_kv = draft_kv(self.config.draft_window, self.config.block_size)
         self._draft_worker = build_draft_tp_worker(
             server_args=server_args,
             gpu_id=gpu_id,
@@ -106,14 +100,10 @@ class DFlashWorker(BaseSpecWorker):
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
     ) -> None:
         """The draft's KV pool has the target's slots. With a window it has rings, and a request table of its own."""
-        if self.config.draft_window is not None:
-            assert memory_pool_config is not None, "the target's pools are made first"
-            ring = ring_of(self.config.draft_window, self.config.block_size)
-            req_to_token_pool = ring_table(memory_pool_config, ring, self.device)
-            memory_pool_config = ring_pool(memory_pool_config, ring)
+        pool, table = self.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
         self._draft_worker.alloc_memory_pool(
-            memory_pool_config=memory_pool_config,
-            req_to_token_pool=req_to_token_pool,
+            memory_pool_config=pool,
+            req_to_token_pool=table,
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
 
@@ -145,38 +135,24 @@ class DFlashWorker(BaseSpecWorker):
         on_host = target.device == "cpu" and not self.flags.rehearse.gpu  # what is rehearsed is a GPU
         if on_host:  # a step's inputs are new tensors and no graph reads them: no need to copy them
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
-        slots: DraftSlots = SharedSlots()
-        if config.draft_window is not None:
-            slots = rings_for(draft)(
-                target,
-                draft,
-                size=ring_of(config.draft_window, config.block_size),
-                window=config.draft_window,
-                block_size=config.block_size,
-            )
-        planner = Planner(target, config.block_size, config.mask_token_id)
-        drafter = Drafter(draft, slots, config.block_size)
-        choice = Choice(target)
-        engines = build_engines(
+        self.stages = build_stages(
             self._target_worker,
-            self.state,
-            self.state_for,
-            candidates(self.flags, config.block_size, may_narrow=may_narrow(target.model_config)),
+            draft,
+            self.draft_kv.slots(target, draft),
+            (self.state, self.state_for),
+            widths=candidates(self.flags, config.block_size, may_narrow=may_narrow(target.model_config)),
             block_size=config.block_size,
-            reserve_bytes=reserve_bytes(target, draft, choice, config.block_size),
+            mask_token_id=config.mask_token_id,
+            on_host=on_host,
         )
-        verifier = Verifier(self._target_worker, engines, on_host=on_host)
-        accept = choose(planner.req_to_token, definition=accept_ref, kernel=accept_triton)
-        n_requests = target.max_running_requests
-        context_kv = ContextKV(draft.model, draft, slots, n_requests=n_requests, block_size=config.block_size)
-        self.stages = Stages(planner, drafter, verifier, choice, accept, context_kv)
         self.calls = self.stages.calls()
         dry_run = DryRun(self.stages, on_host=on_host)
+        n_requests, widths = target.max_running_requests, sorted(self.stages.verifier.engines)
         with own_states(target.req_to_token_pool, n_requests):
-            dry_run.warm_up(sorted(engines), n_requests)
+            dry_run.warm_up(widths, n_requests)
             policy = make_policy(
                 self.flags.width_policy,
-                sorted(engines),
+                widths,
                 n_requests=n_requests,
                 seconds=dry_run.seconds,
                 agree=from_first_rank(get_dp_tp_group()),

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from sglang_dflash.memory.slots import RingSlots
 from sglang_dflash.metrics.stage_times import STAGES, StageTimes, time_stages
 from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
 from sglang_dflash.metrics.tally import Tally, goes_on
@@ -110,9 +109,8 @@ class Meter:
         worker = scheduler.draft_worker
         worker.calls, times = time_stages(worker.calls, worker.device)
         slots = worker.stages.context_kv.slots
-        rows, pools = scheduler.req_to_token_pool, dict[str, Pool]()
-        if isinstance(slots, RingSlots):
-            pools["rings"] = Pool(rows.size, lambda: rows.size - rows.available_size())
+        rows = scheduler.req_to_token_pool
+        pools = {name: Pool(*gauge) for name, gauge in worker.draft_kv.gauges(rows).items()}
         if scheduler.is_hybrid_ssm:
             # Asked for later: the scheduler makes its observer after this.
             pools["states"] = Pool(

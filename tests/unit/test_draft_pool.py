@@ -9,8 +9,8 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.memory import rings as draft_pool
-from sglang_dflash.memory.rings import leave_room, ring_pool, ring_table, target_alone
+from sglang_dflash.memory import draft_kv
+from sglang_dflash.memory.draft_kv import Rings, target_alone
 from sglang_dflash.worker import DFlashWorker
 
 WINDOW, BLOCK = 64, 16
@@ -19,13 +19,13 @@ WINDOW, BLOCK = 64, 16
 def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes: int | None) -> int:
     """What is left for the target's KV of a million bytes; 8 requests asked for, and states for 15."""
     schedule = SimpleNamespace(page_size=page, max_running_requests=8, max_mamba_cache_size=15)
-    monkeypatch.setattr(draft_pool, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(draft_kv, "get_schedule", lambda: schedule)
     configurator = SimpleNamespace(
         dflash_draft_cell_size_per_token=slot_bytes,
         mambaish_config=object() if hybrid else None,
         _calculate_mamba_ratio=lambda: 5,
     )
-    return leave_room(WINDOW, BLOCK)(lambda configurator, before: 10**6, configurator, 0.0)
+    return Rings(WINDOW, BLOCK).available_bytes(lambda configurator, before: 10**6, configurator, 0.0)
 
 
 @pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])
@@ -40,18 +40,17 @@ def test_without_the_size_of_a_slot_the_launch_stops(monkeypatch: pytest.MonkeyP
         room(monkeypatch, page=1, hybrid=False, slot_bytes=None)
 
 
-def test_the_pool_has_a_ring_per_row() -> None:
-    target = MemoryPoolConfig(max_total_num_tokens=100_000, max_running_requests=8, mem_fraction_static=0.8)
-    draft = ring_pool(target, 80)
-    assert (draft.max_total_num_tokens, draft.max_running_requests) == (9 * 80, 8)
-    assert target.max_total_num_tokens == 100_000
-
-
-def test_the_table_has_a_row_per_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_and_table_have_a_ring_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
-    monkeypatch.setattr(draft_pool, "get_exec", lambda: execution)
+    monkeypatch.setattr(draft_kv, "get_exec", lambda: execution)
+    monkeypatch.setattr(draft_kv, "get_schedule", lambda: SimpleNamespace(page_size=1))
     target = MemoryPoolConfig(max_total_num_tokens=100_000, max_running_requests=8, mem_fraction_static=0.8)
-    assert ring_table(target, 80, "cpu").req_to_token.shape == (9, 80)
+    pool, table = Rings(WINDOW, BLOCK).pools(target, None, "cpu")
+    assert pool is not None
+    assert table is not None
+    assert (pool.max_total_num_tokens, pool.max_running_requests) == (9 * 80, 8)
+    assert table.req_to_token.shape == (9, 80)
+    assert target.max_total_num_tokens == 100_000
 
 
 def test_a_token_takes_bytes_of_the_target_alone() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_dflash.memory.rings import READ_AGAIN, leave_the_end
+from sglang_dflash.memory.draft_kv import READ_AGAIN, leave_the_end
 from sglang_dflash.memory.sizes import ring_slots
 from sglang_dflash.memory.slots import ExactRingSlots, RingSlots, rings_for
 from sglang_dflash.step import Block, Plan

@@ -79,5 +79,5 @@ def test_the_host_s_clock_knows_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_clock_is_the_device_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_times.torch, "get_device_module", lambda name: Device())
-    assert isinstance(time_stages(calls_of(None), "cpu")[1].clock, HostClock)
-    assert isinstance(time_stages(calls_of(None), "cuda")[1].clock, DeviceClock)
+    assert isinstance(time_stages(calls_of(print), "cpu")[1].clock, HostClock)
+    assert isinstance(time_stages(calls_of(print), "cuda")[1].clock, DeviceClock)

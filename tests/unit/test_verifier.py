@@ -46,10 +46,12 @@ def test_prompts_are_read_with_sglangs_own_backend() -> None:
     verifier.worker.forward_batch_generation = read  # type: ignore[method-assign]
     ours = DFlashWorker.__new__(DFlashWorker)
     ours._target_worker = verifier.worker
-    ours.verifier = verifier
     ours.width = SimpleNamespace(interrupt=lambda: None)  # type: ignore[assignment]
-    ours.choice = SimpleNamespace(begin=lambda batch: None, anchors=lambda batch, drawn: drawn)  # type: ignore[assignment]
-    ours.context_kv = SimpleNamespace(append_prompt=lambda batch, features: None)  # type: ignore[assignment]
+    ours.stages = SimpleNamespace(  # type: ignore[assignment]
+        verifier=verifier,
+        choice=SimpleNamespace(begin=lambda batch: None, anchors=lambda batch, drawn: drawn),
+        context_kv=SimpleNamespace(append_prompt=lambda batch, features: None),
+    )
     batch = SimpleNamespace(seq_lens=torch.ones(1, dtype=torch.int64))
     for width in (4, 1):
         verifier.use(width)

@@ -7,7 +7,8 @@ import os
 
 from after_loading import edit_after_loading
 
-DRAFTER, DRAFT_MODEL, WORKER = (f"sglang_dflash.{name}" for name in ("stages.drafter", "draft.sglang_model", "worker"))
+DRAFTER, VERIFIER = "sglang_dflash.stages.drafter", "sglang_dflash.stages.verifier"
+DRAFT_MODEL = "sglang_dflash.draft.sglang_model"
 SCHEDULER = "sglang.srt.managers.scheduler"
 FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 
@@ -68,9 +69,9 @@ def a_page_table_in_new_memory(flash_attention) -> None:
     backend._set_decode_page_metadata = elsewhere
 
 
-def prompts_on_the_last_width(worker) -> None:
+def prompts_on_the_last_width(verifier) -> None:
     """The target reads prompts on the attention backend of whichever width was verified last."""
-    worker.Verifier.restore = lambda self: None
+    verifier.Verifier.restore = lambda self: None
 
 
 def a_barrier_left_out(scheduler) -> None:
@@ -85,7 +86,7 @@ FAULTS = {
         (a_value_read_in_the_draft, DRAFT_MODEL),
         (a_host_length_in_the_draft, DRAFT_MODEL),
         (a_page_table_in_new_memory, FLASH_ATTENTION),
-        (prompts_on_the_last_width, WORKER),
+        (prompts_on_the_last_width, VERIFIER),
         (a_barrier_left_out, SCHEDULER),
     )
 }

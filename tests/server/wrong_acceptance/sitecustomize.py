@@ -9,7 +9,7 @@ import os
 
 from after_loading import edit_after_loading
 
-MODULE = "sglang_dflash.worker"
+MODULE = "sglang_dflash.stages.build"
 SAID = "acceptance spoilt: "
 
 
@@ -37,9 +37,9 @@ def above_threshold(tokens_BN, target_BN, again_BN, probs_BNV):
 RULES = {rule.__name__: rule for rule in (draw_twice, argmax_inside, above_threshold)}
 
 
-def spoil(worker) -> None:
+def spoil(build) -> None:
     rule = RULES[os.environ["WRONG_ACCEPTANCE"]]
-    honest_sample, honest_accept = worker.Choice._sample, worker.accept_ref
+    honest_sample, honest_accept = build.Choice._sample, build.accept_ref
     sampled = []
 
     def sample(self, logits_TV, info, plan):
@@ -55,7 +55,7 @@ def spoil(worker) -> None:
             sampled.clear()
         return honest_accept(tokens_BN, target_BN, prefix_len_B)
 
-    worker.Choice._sample, worker.accept_ref = sample, accept
+    build.Choice._sample, build.accept_ref = sample, accept
     print(SAID + rule.__name__, flush=True)
 
 

@@ -1,0 +1,57 @@
+"""The stages of this server, made once: pools and backends exist then, and SGLang's own graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang_dflash_kernels.accept import accept_ref, accept_triton
+from sglang_dflash_kernels.dispatch import choose
+
+from sglang_dflash.memory.slots import DraftSlots
+from sglang_dflash.stages.calls import Stages
+from sglang_dflash.stages.choice import Choice
+from sglang_dflash.stages.context_kv import ContextKV
+from sglang_dflash.stages.drafter import Drafter
+from sglang_dflash.stages.dry_run import reserve_bytes
+from sglang_dflash.stages.engines import build_engines
+from sglang_dflash.stages.planner import Planner
+from sglang_dflash.stages.state import State
+from sglang_dflash.stages.verifier import Verifier
+
+
+def build_stages(
+    worker: TpModelWorker,
+    draft: ModelRunner,
+    slots: DraftSlots,
+    states: tuple[State, Callable[[int], State]],
+    *,
+    widths: Sequence[int],
+    block_size: int,
+    mask_token_id: int,
+    on_host: bool,
+) -> Stages:
+    """
+    Args:
+        worker: the target's.
+        states: the whole block's recurrent state, which is attached already, and what makes a narrower width's.
+        on_host: the target runs on the host's processor.
+    """
+    target = worker.model_runner
+    planner, choice = Planner(target, block_size, mask_token_id), Choice(target)
+    engines = build_engines(
+        worker,
+        *states,
+        widths,
+        block_size=block_size,
+        reserve_bytes=reserve_bytes(target, draft, choice, block_size),
+    )
+    return Stages(
+        planner=planner,
+        drafter=Drafter(draft, slots, block_size),
+        verifier=Verifier(worker, engines, on_host=on_host),
+        choice=choice,
+        accept=choose(planner.req_to_token, definition=accept_ref, kernel=accept_triton),
+        context_kv=ContextKV(draft.model, draft, slots, n_requests=target.max_running_requests, block_size=block_size),
+    )
