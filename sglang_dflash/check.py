@@ -22,10 +22,11 @@ from typing import Any
 from urllib.error import URLError
 from urllib.request import urlopen
 
-from sglang_dflash import flags, plugin
+from sglang_dflash import flags
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
 from sglang_dflash.host import contract as host
+from sglang_dflash.host.arguments import asks_for_dflash
 from sglang_dflash.host.names import SECTIONS, SGLANG
 from sglang_dflash.width.cost import table
 
@@ -113,7 +114,7 @@ def launch(argv: Sequence[str]) -> str:
 
     server_args = prepare_server_args(list(argv))
     server_args.resolve_once()
-    if not plugin.asks_for_dflash(server_args):
+    if not asks_for_dflash(server_args):
         raise ValueError("these flags do not ask for DFLASH; add --speculative-algorithm DFLASH")
     if flags.read(os.environ).worker is Worker.STOCK:
         return "left to SGLang's built-in worker"

@@ -17,6 +17,7 @@ from sglang_dflash import flags
 from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Worker
 from sglang_dflash.host import contract as host
+from sglang_dflash.host.arguments import asks_for_dflash
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_dflash.cpu import register_choices
+    from sglang_dflash.cpu.platform import register_choices
 
     HookRegistry.register(HOOKS["create_worker"], create_worker, HookType.AROUND)
     HookRegistry.register(HOOKS["add_cli_args"], add_old_flags, HookType.AFTER)
@@ -178,9 +179,3 @@ def keep_backend(server_args: Any, name: str) -> None:
     if replaced != name:
         logger.info("the draft's attention backend stays %s, where SGLang's warning says %s", name, replaced)
         declare_resolution(server_args, "sglang_dflash.config", speculative_draft_attention_backend=name)
-
-
-def asks_for_dflash(server_args: Any) -> bool:
-    from sglang.srt.arg_groups.overrides import resolving_view
-
-    return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"

@@ -29,17 +29,3 @@ def activate() -> str | None:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         return "sglang_dflash.rehearsal.platform.RehearsalPlatform"
     return "sglang_dflash.cpu.platform.CpuPlatform"
-
-
-def register_choices() -> None:
-    """Let a draft model use our attention backend; does nothing unless our platform is the active one.
-
-    The command line needs it in the first process, the draft worker in its own.
-    """
-    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
-    from sglang.srt.platforms import current_platform
-
-    from sglang_dflash.cpu.platform import ATTENTION_BACKEND, CpuPlatform
-
-    if isinstance(current_platform, CpuPlatform) and ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
-        add_draft_attention_backend_choices([ATTENTION_BACKEND])

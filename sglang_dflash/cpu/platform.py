@@ -51,7 +51,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Worker process, while SGLang's model runner is being imported: before most users copy a kernel's name."""
-        from sglang_dflash.cpu import install, register_choices
+        from sglang_dflash.cpu import install
 
         register_choices()
         install.install(install.at_import())
@@ -66,3 +66,15 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         register_attention_backend(ATTENTION_BACKEND)(CpuAttentionBackend)
         install.install(install.after_load())
         install.verify()
+
+
+def register_choices() -> None:
+    """Let a draft model use our attention backend; does nothing unless our platform is the active one.
+
+    The command line needs it in the first process, the draft worker in its own.
+    """
+    from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
+    from sglang.srt.platforms import current_platform
+
+    if isinstance(current_platform, CpuPlatform) and ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
+        add_draft_attention_backend_choices([ATTENTION_BACKEND])

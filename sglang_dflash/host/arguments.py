@@ -161,3 +161,9 @@ def device_of(device: str | None) -> str:
         return "rocm"  # which torch calls cuda
     capability = torch.cuda.get_device_capability()
     return "sm89" if capability == (8, 9) else f"sm{capability[0]}0"
+
+
+def asks_for_dflash(server_args: Any) -> bool:
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"

@@ -35,7 +35,8 @@ class RehearsalPlatform(CpuPlatform):
         return flags.read(os.environ).rehearse.streams
 
     def init_backend(self) -> None:
-        from sglang_dflash.cpu import install, register_choices
+        from sglang_dflash.cpu import install
+        from sglang_dflash.cpu.platform import register_choices
         from sglang_dflash.rehearsal import models, overlap, seams
 
         seams.device()

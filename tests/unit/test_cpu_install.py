@@ -47,16 +47,16 @@ def test_the_draft_backend_is_a_choice_only_where_the_platform_is_active(monkeyp
     from sglang.srt import platforms
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
 
-    from sglang_dflash.cpu.platform import ATTENTION_BACKEND, CpuPlatform
+    from sglang_dflash.cpu.platform import ATTENTION_BACKEND, CpuPlatform, register_choices
 
     before = [choice for choice in DRAFT_ATTENTION_BACKEND_CHOICES if choice != ATTENTION_BACKEND]
     DRAFT_ATTENTION_BACKEND_CHOICES[:] = before
     monkeypatch.setattr(platforms, "_current_platform", platforms.SRTPlatform())
-    cpu.register_choices()
+    register_choices()
     assert before == DRAFT_ATTENTION_BACKEND_CHOICES
     monkeypatch.setattr(platforms, "_current_platform", CpuPlatform())
-    cpu.register_choices()
-    cpu.register_choices()
+    register_choices()
+    register_choices()
     assert [*before, ATTENTION_BACKEND] == DRAFT_ATTENTION_BACKEND_CHOICES
 
 
