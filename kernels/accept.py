@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.dispatch import Forms
 
 
 class Accepted(NamedTuple):
@@ -30,9 +30,6 @@ class Accepted(NamedTuple):
 
 def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
     """The definition."""
-    if target_BN.shape[1] == 1:  # the same, of which nothing but the bonus is left
-        n_accepted_B = torch.zeros_like(prefix_len_B, dtype=torch.int32)
-        return Accepted(n_accepted_B, target_BN[:, 0], target_BN, n_accepted_B + 1, prefix_len_B + 1)
     agrees_BD = tokens_BN[:, 1:] == target_BN[:, :-1]  # D = N-1 drafts
     n_accepted_B1 = agrees_BD.int().cumprod(dim=1).sum(dim=1, keepdim=True)
     slot_N = torch.arange(target_BN.shape[1], device=target_BN.device)
@@ -42,6 +39,14 @@ def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: t
     n_accepted_B = n_accepted_B1.squeeze(1)
     n_committed_B = n_accepted_B + 1
     return Accepted(n_accepted_B.int(), anchor_B, committed_BN, n_committed_B.int(), prefix_len_B + n_committed_B)
+
+
+def accept_torch(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
+    """In fewer operations where nothing was drafted: `committed_BN` is `target_BN` itself then."""
+    if target_BN.shape[1] > 1:
+        return accept_ref(tokens_BN, target_BN, prefix_len_B)
+    n_accepted_B = torch.zeros_like(prefix_len_B, dtype=torch.int32)
+    return Accepted(n_accepted_B, target_BN[:, 0], target_BN, n_accepted_B + 1, prefix_len_B + 1)
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["tokens", "target", "prefix_len"])
@@ -78,8 +83,10 @@ def accept_triton(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B
     return out
 
 
+ACCEPT = Forms(on_cpu=accept_torch, on_gpu=accept_triton)
+
+
 def accept(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
     """Accept the drafts in `tokens_BN`; all arguments int64, N >= 1, B may be 0. Raises ValueError on anything else."""
     Shapes().check(torch.int64, tokens_BN=tokens_BN, target_BN=target_BN, prefix_len_B=prefix_len_B)
-    run = choose(tokens_BN, definition=accept_ref, kernel=accept_triton)
-    return run(tokens_BN, target_BN, prefix_len_B)
+    return ACCEPT.form_for(tokens_BN)(tokens_BN, target_BN, prefix_len_B)

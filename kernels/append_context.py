@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.dispatch import Forms
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
@@ -250,6 +250,9 @@ def append_context_triton(
     )
 
 
+APPEND_CONTEXT = Forms(on_cpu=append_context_ref, on_gpu=append_context_triton)
+
+
 def append_context(
     k_TLGE: torch.Tensor,
     v_TLGE: torch.Tensor,
@@ -286,5 +289,5 @@ def append_context(
             raise ValueError(
                 f"{shapes['T']} rows are no whole number for each of {shapes['B']} requests; pack N per request"
             )
-    run = choose(k_TLGE, definition=append_context_ref, kernel=append_context_triton)
-    run(k_TLGE, v_TLGE, positions_T, slots_T, caches=caches, key=key, n_kept_B=n_kept_B)
+    append = APPEND_CONTEXT.form_for(k_TLGE)
+    append(k_TLGE, v_TLGE, positions_T, slots_T, caches=caches, key=key, n_kept_B=n_kept_B)

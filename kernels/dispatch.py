@@ -1,16 +1,24 @@
-"""Decide, in one place, which form of an op runs: its definition on CPU tensors, its kernel on an accelerator's.
+"""Decide, in one place, which form of an op runs: the one for a CPU's tensors, or the kernel for an accelerator's.
 
 The tensors decide, never an exception: a kernel that fails is a bug to see, not a reason to go on more slowly.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 Op = TypeVar("Op", bound=Callable)
 
 
-def choose(tensor: torch.Tensor, *, definition: Op, kernel: Op) -> Op:
-    """The form of an op to run where `tensor` lives."""
-    return definition if tensor.is_cpu else kernel
+@dataclass(frozen=True)
+class Forms(Generic[Op]):
+    """An op's two forms. Both compute what its definition says, `*_ref`, which is written to be read."""
+
+    on_cpu: Op
+    on_gpu: Op
+
+    def form_for(self, tensor: torch.Tensor) -> Op:
+        """The form to run where `tensor` lives."""
+        return self.on_cpu if tensor.is_cpu else self.on_gpu

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.dispatch import Forms
 from sglang_dflash_kernels.gdn_verify import split_record
 from sglang_dflash_kernels.record import record_width
 
@@ -33,7 +33,36 @@ class Kept(NamedTuple):
 
 
 def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
-    """The definition."""
+    """The definition: the recurrence, a token at a time, in float64."""
+    for b, slot in enumerate(kept.slot_B.tolist()):
+        if slot < 0:
+            continue
+        wanted = [(slot, int(kept.n_B[b]))]
+        if kept.track_slot_B is not None and kept.track_n_B is not None:
+            wanted.append((int(kept.track_slot_B[b]), int(kept.track_n_B[b])))
+        before_LHVK = state_LSHVK[:, slot].double()
+        for target, n in wanted:
+            if target >= 0 and n > 0:
+                after_LHVK = _after(before_LHVK, record_LRNX[:, b, :n].double(), n_key_heads)
+                state_LSHVK[:, target] = after_LHVK.to(state_LSHVK.dtype)
+
+
+def _after(state_LHVK: torch.Tensor, record_LNX: torch.Tensor, n_key_heads: int) -> torch.Tensor:
+    """The state after all N tokens."""
+    H, V, K = state_LHVK.shape[1:]
+    delta_LNHV, key_LNGK, total_LNH = split_record(
+        record_LNX, n_value_heads=H, value_width=V, n_key_heads=n_key_heads, key_width=K
+    )
+    key_LNHK = key_LNGK.repeat_interleave(H // n_key_heads, dim=2)
+    decay_LNH = total_LNH.diff(dim=1, prepend=torch.zeros_like(total_LNH[:, :1])).exp()
+    for i in range(record_LNX.shape[1]):
+        added_LHVK = delta_LNHV[:, i, :, :, None] * key_LNHK[:, i, :, None, :]
+        state_LHVK = decay_LNH[:, i, :, None, None] * state_LHVK + added_LHVK
+    return state_LHVK
+
+
+def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
+    """As a sum, all requests at once."""
     slot_B = kept.slot_B
     before_LBHVK = state_LSHVK.index_select(1, slot_B.clamp(min=0)).float()
     wanted = [(slot_B, kept.n_B)]
@@ -124,6 +153,9 @@ def gdn_fold_triton(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: 
     )
 
 
+GDN_FOLD = Forms(on_cpu=gdn_fold_torch, on_gpu=gdn_fold_triton)
+
+
 def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
     """Advance the states of B >= 1 requests by their first n tokens, in place.
 
@@ -151,5 +183,4 @@ def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *
             f"state has strides {state_LSHVK.stride()} and record {record_LRNX.stride()}; all but the first two must "
             "be those of contiguous tensors"
         )
-    run = choose(state_LSHVK, definition=gdn_fold_ref, kernel=gdn_fold_triton)
-    run(state_LSHVK, record_LRNX, kept, n_key_heads=n_key_heads)
+    GDN_FOLD.form_for(state_LSHVK)(state_LSHVK, record_LRNX, kept, n_key_heads=n_key_heads)

@@ -9,8 +9,8 @@ V value width, S state slots, R rows of the record (row b belongs to request b o
 Cost: reads each state once, 4 B H V K bytes, which is the floor; writes the records, 4 T X bytes.
 Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464; the algebra of a whole block is in `gdn_block`.
 
-The definition and the kernel both take a block at once: matrix products and one triangular system instead of a loop
-over tokens, in which every token waits for the sums of the one before. The kernel multiplies in fp32, or exactly: bf16
+Both forms take a block at once: matrix products and one triangular system instead of the definition's loop over
+tokens, in which every token waits for the sums of the one before. The kernel multiplies in fp32, or exactly: bf16
 queries and keys go to the tensor cores with a state split into bf16 numbers. Nothing is rounded to bf16 or TF32.
 
 Requests with a negative slot are padding: their outputs are zero, whatever their inputs are, so that nothing a target
@@ -20,10 +20,11 @@ does with them can meet a NaN, and their rows of the record are not written.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.dispatch import Forms
 from sglang_dflash_kernels.gdn_block import L2_EPS, Block, by_token, log_decay
 from sglang_dflash_kernels.record import record_width
 
@@ -56,7 +57,35 @@ def split_record(
 
 
 def gdn_verify_ref(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor) -> torch.Tensor:
-    """The definition: a whole block at once (`gdn_block`)."""
+    """The definition: the recurrence, a token at a time, in float64."""
+    N, (G, K), (H, V) = len(x.q_TGK) // len(slot_B), x.q_TGK.shape[1:], x.v_THV.shape[1:]
+    delta_RNHV, key_RNGK, total_RNH = split_record(
+        record_RNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K
+    )
+    q_TGK, k_TGK = (F.normalize(rows.double(), dim=-1, eps=0) for rows in (x.q_TGK, x.k_TGK))
+    q_THK, k_THK = (rows.repeat_interleave(H // G, dim=1) for rows in (q_TGK, k_TGK))
+    decay_TH = -x.A_log_H.double().exp() * F.softplus(x.a_TH.double() + x.dt_bias_H.double())
+    out_THV = torch.zeros(x.v_THV.shape, dtype=torch.float64, device=x.v_THV.device)
+    for b, slot in enumerate(slot_B.tolist()):
+        if slot < 0:
+            continue
+        S_HVK, total_H = state_SHVK[slot].double(), torch.zeros_like(decay_TH[0])
+        for i in range(N):
+            t = b * N + i
+            S_HVK = decay_TH[t, :, None, None].exp() * S_HVK
+            found_HV = torch.einsum("hvk,hk->hv", S_HVK, k_THK[t])
+            delta_HV = x.b_TH[t, :, None].double().sigmoid() * (x.v_THV[t] - found_HV)
+            S_HVK = S_HVK + delta_HV[:, :, None] * k_THK[t, :, None, :]
+            out_THV[t] = torch.einsum("hvk,hk->hv", S_HVK, q_THK[t]) * K**-0.5
+            total_H = total_H + decay_TH[t]
+            delta_RNHV[b, i], key_RNGK[b, i], total_RNH[b, i] = delta_HV, k_TGK[t], total_H
+    return out_THV.to(x.v_THV.dtype)
+
+
+def gdn_verify_torch(
+    x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor
+) -> torch.Tensor:
+    """A whole block at once (`gdn_block`)."""
     B = len(slot_B)
     N, (G, K), (H, V) = len(x.q_TGK) // B, x.q_TGK.shape[1:], x.v_THV.shape[1:]
     block = Block.of(
@@ -225,6 +254,9 @@ def geometry(n_heads: int, block_v: int) -> tuple[int, int]:
     return (min(128, block_v), 8) if n_heads >= MANY_HEADS else (min(32, block_v), 4)
 
 
+GDN_VERIFY = Forms(on_cpu=gdn_verify_torch, on_gpu=gdn_verify_triton)
+
+
 def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor) -> torch.Tensor:
     """Verify B >= 1 blocks of T / B tokens; returns the outputs [T, H, V] in v's dtype.
 
@@ -248,5 +280,4 @@ def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record
     for name, tensor in (x._asdict() | {"state_SHVK": state_SHVK, "record_RNX": record_RNX}).items():
         if not tensor[0].is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}; only the first dimension may lie apart")
-    run = choose(x.q_TGK, definition=gdn_verify_ref, kernel=gdn_verify_triton)
-    return run(x, state_SHVK, slot_B, record_RNX)
+    return GDN_VERIFY.form_for(x.q_TGK)(x, state_SHVK, slot_B, record_RNX)

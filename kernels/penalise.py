@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.dispatch import Forms
 
 BLOCK_V = 1024
 INF = tl.constexpr(float("inf"))
@@ -123,6 +123,9 @@ def penalise_triton(
         )
 
 
+PENALISE = Forms(on_cpu=penalise_ref, on_gpu=penalise_triton)
+
+
 def penalise_(
     logits_BNV: torch.Tensor, tokens_BN: torch.Tensor, n_output_P: torch.Tensor, counts_RV: torch.Tensor, asked: Asked
 ) -> None:
@@ -144,6 +147,4 @@ def penalise_(
     shapes.check(torch.float32, frequency_P=asked.frequency_P, presence_P=asked.presence_P)
     shapes.check(torch.float32, repetition_P=asked.repetition_P)
     shapes.check(torch.int32, counts_RV=counts_RV)
-    choose(logits_BNV, definition=penalise_ref, kernel=penalise_triton)(
-        logits_BNV, tokens_BN, n_output_P, counts_RV, asked
-    )
+    PENALISE.form_for(logits_BNV)(logits_BNV, tokens_BN, n_output_P, counts_RV, asked)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.dispatch import Forms
 from torch.nn.functional import pad
 
 
@@ -85,6 +85,9 @@ def plan_block_triton(
     return out
 
 
+PLAN_BLOCK = Forms(on_cpu=plan_block_ref, on_gpu=plan_block_triton)
+
+
 def plan_block(
     anchor_B: torch.Tensor,
     prefix_len_B: torch.Tensor,
@@ -102,6 +105,5 @@ def plan_block(
     shapes.check(torch.int64, anchor_B=anchor_B, prefix_len_B=prefix_len_B)
     shapes.check(torch.int64, torch.int32, req_pool_indices_B=req_pool_indices_B)
     shapes.check(torch.int32, req_to_token_QM=req_to_token)
-    run = choose(anchor_B, definition=plan_block_ref, kernel=plan_block_triton)
     rows = anchor_B, prefix_len_B, req_pool_indices_B
-    return run(*rows, req_to_token, mask_token_id=mask_token_id, n_tokens=n_tokens)
+    return PLAN_BLOCK.form_for(anchor_B)(*rows, req_to_token, mask_token_id=mask_token_id, n_tokens=n_tokens)

@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from sglang_dflash_kernels import dispatch
+from sglang_dflash_kernels.dispatch import Forms
 
 from sglang_dflash import flags
 from sglang_dflash.cpu import install
@@ -48,15 +48,12 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _our_kernels(*, interpreted: bool) -> None:
-    """An op of ours is one launch as well: its definition, or its kernel, whose launches the interpreter makes."""
+    """An op of ours is one launch as well: a CPU's form, or the kernel, whose launches the interpreter makes."""
 
-    def choose(tensor: torch.Tensor, *, definition: Any, kernel: Any) -> Any:
-        return kernel if interpreted else graph.launch(definition)
+    def form_for(forms: Forms, tensor: torch.Tensor) -> Any:
+        return forms.on_gpu if interpreted else graph.launch(forms.on_cpu)
 
-    original = dispatch.choose
-    for module in [module for name, module in sys.modules.items() if name.startswith("sglang_dflash")]:
-        if vars(module).get("choose") is original:
-            vars(module)["choose"] = choose
+    Forms.form_for = form_for  # type: ignore[method-assign, assignment]
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

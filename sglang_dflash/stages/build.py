@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang_dflash_kernels.accept import accept_ref, accept_triton
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.accept import ACCEPT
 
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.stages.calls import Stages
@@ -52,6 +51,6 @@ def build_stages(
         drafter=Drafter(draft, slots, block_size),
         verifier=Verifier(worker, engines, on_host=on_host),
         choice=choice,
-        accept=choose(planner.req_to_token, definition=accept_ref, kernel=accept_triton),
+        accept=ACCEPT.form_for(planner.req_to_token),
         context_kv=ContextKV(draft.model, draft, slots, n_requests=target.max_running_requests, block_size=block_size),
     )

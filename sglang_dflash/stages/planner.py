@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang_dflash_kernels.dispatch import choose
-from sglang_dflash_kernels.plan_block import plan_block_ref, plan_block_triton
+from sglang_dflash_kernels.plan_block import PLAN_BLOCK
 
 from sglang_dflash.step import Block, Plan
 
@@ -18,7 +17,7 @@ class Planner:
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         # The form is chosen here, and tensors that are always of the same kind are not checked at every step.
-        self.plan_block = choose(self.req_to_token, definition=plan_block_ref, kernel=plan_block_triton)
+        self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
         """`width`: how many tokens of the block will be verified; with 1 nothing is drafted."""

@@ -30,9 +30,8 @@ from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
-from sglang_dflash_kernels.dispatch import choose
-from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold_ref, gdn_fold_triton
-from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify_ref, gdn_verify_triton
+from sglang_dflash_kernels.gdn_fold import GDN_FOLD, Kept
+from sglang_dflash_kernels.gdn_verify import GDN_VERIFY, Inputs
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import GdnState
@@ -106,7 +105,7 @@ class FoldState:
         self.n_key_heads = pool.n_key_heads
         self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
         # The form is chosen here, and shapes that never change are not checked at every step.
-        self.fold = choose(self.states_LSHVK, definition=gdn_fold_ref, kernel=gdn_fold_triton)
+        self.fold = GDN_FOLD.form_for(self.states_LSHVK)
 
     def attach(self, backend: AttentionBackend) -> None:
         gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
@@ -175,7 +174,7 @@ class RecordingVerify:
 
     def __init__(self, record_LRNX: torch.Tensor) -> None:
         # Chosen and checked as for the fold.
-        self.verify = choose(record_LRNX, definition=gdn_verify_ref, kernel=gdn_verify_triton)
+        self.verify = GDN_VERIFY.form_for(record_LRNX)
 
     def target_verify(
         self,

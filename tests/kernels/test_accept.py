@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_dflash_kernels.accept import Accepted, accept, accept_ref, accept_triton
+from sglang_dflash_kernels.accept import Accepted, accept, accept_ref, accept_torch, accept_triton
 
 
 def assert_same(got: Accepted, want: Accepted) -> None:
@@ -45,13 +45,14 @@ def test_definition_is_the_sequential_one(data):
 
 
 @pytest.mark.parametrize(("B", "N"), [(0, 4), (1, 1), (1, 16), (3, 5), (37, 16), (64, 8), (5, 33), (2, 2)])
-def test_kernel_is_the_definition(B, N, device):
+def test_both_forms_are_the_definition(B, N, device):
     torch.manual_seed(B * 100 + N)
     tokens_BN = torch.randint(0, 3, (B, N), device=device)
     target_BN = torch.randint(0, 3, (B, N), device=device)
     target_BN[: B // 2, :-1] = tokens_BN[: B // 2, 1:]  # half the rows accept everything
     prefix_len_B = torch.randint(0, 1 << 40, (B,), device=device)
     args = tokens_BN, target_BN, prefix_len_B
+    assert_same(accept_torch(*args), accept_ref(*args))
     assert_same(accept_triton(*args), accept_ref(*args))
 
 

@@ -6,7 +6,7 @@ from sglang_dflash_kernels import accept as accept_module
 from sglang_dflash_kernels.accept import accept
 from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context
 from sglang_dflash_kernels.checks import Shapes
-from sglang_dflash_kernels.dispatch import choose
+from sglang_dflash_kernels.dispatch import Forms
 from sglang_dflash_kernels.plan_block import plan_block
 
 INT64 = torch.int64
@@ -40,13 +40,13 @@ def test_shapes_refuses(second, message):
         Shapes().check(INT64, tokens_BN=block(3, 4), other_BN=second)
 
 
-def test_cpu_tensors_run_the_definition(monkeypatch):
-    monkeypatch.setattr(accept_module, "accept_triton", None)  # calling it would raise
+def test_cpu_tensors_run_the_cpu_s_form(monkeypatch):
+    monkeypatch.setattr(accept_module, "ACCEPT", Forms(accept_module.accept_torch, None))  # calling it would raise
     assert accept(block(1, 2), block(1, 2), block(1, 1)[0]).n_accepted_B.tolist() == [1]
 
 
 def test_other_tensors_run_the_kernel():
-    assert choose(torch.zeros(1, device="meta"), definition=min, kernel=max) is max
+    assert Forms(on_cpu=min, on_gpu=max).form_for(torch.zeros(1, device="meta")) is max
 
 
 def test_accept_refuses_a_slice_of_a_wider_block():

@@ -1,15 +1,19 @@
-"""Verify and fold against the recurrence itself, one token at a time; kernels against definitions."""
+"""Verify and fold: the definitions by hand, both forms against the definitions."""
+
+import math
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from sglang_dflash_kernels import gdn_verify as gdn_verify_module
-from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref, gdn_fold_triton
+from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref, gdn_fold_torch, gdn_fold_triton
 from sglang_dflash_kernels.gdn_verify import (
     N_BFLOAT16S,
     Inputs,
     gdn_verify,
     gdn_verify_ref,
+    gdn_verify_torch,
     gdn_verify_triton,
     split_record,
 )
@@ -45,27 +49,53 @@ def arguments(x: dict[str, torch.Tensor]) -> tuple[Inputs, *tuple[torch.Tensor, 
     return Inputs(*(x[name] for name in Inputs._fields)), x["state_SHVK"], x["slot_B"], x["record_RNX"]
 
 
-def recurrence(x: dict[str, torch.Tensor], b: int) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
-    """Request b's outputs [N, H, V], its states after every token, and its deltas [N, H, V], by the law."""
-    n = len(x["q_TGK"]) // len(x["slot_B"])
-    state_HVK, outputs, states, deltas = x["state_SHVK"][x["slot_B"][b]].double(), [], [], []
-    H, R = state_HVK.shape[0], state_HVK.shape[0] // x["q_TGK"].shape[1]
-    for t in range(b * n, b * n + n):
-        q_HK, k_HK = (
-            F.normalize(x[name][t].double(), dim=-1, eps=0).repeat_interleave(R, dim=0) for name in ("q_TGK", "k_TGK")
-        )
-        g_H = -x["A_log_H"].double().exp() * F.softplus(x["a_TH"][t].double() + x["dt_bias_H"].double())
-        state_HVK = state_HVK * g_H.exp().view(H, 1, 1)
-        delta_HV = (x["v_THV"][t] - (state_HVK @ k_HK[..., None])[..., 0]) * x["b_TH"][t].double().sigmoid()[:, None]
-        state_HVK = state_HVK + delta_HV[..., None] * k_HK[:, None]
-        states.append(state_HVK)
-        deltas.append(delta_HV)
-        outputs.append((state_HVK @ q_HK[..., None])[..., 0] * q_HK.shape[-1] ** -0.5)
-    return torch.stack(outputs), states, torch.stack(deltas)
+class Law(NamedTuple):
+    """What the definition says of a request, float64."""
+
+    outputs_NHV: torch.Tensor
+    states: list[torch.Tensor]  # after each token, [H, V, K]
+    deltas_NHV: torch.Tensor
+
+
+def law(x: dict[str, torch.Tensor], b: int) -> Law:
+    B, (G, K), (H, V) = len(x["slot_B"]), x["k_TGK"].shape[1:], x["v_THV"].shape[1:]
+    N, record_RNX = len(x["q_TGK"]) // B, torch.zeros_like(x["record_RNX"], dtype=torch.float64)
+    out_THV = gdn_verify_ref(*arguments(x | {"v_THV": x["v_THV"].double(), "record_RNX": record_RNX}))
+    states = []
+    for n in range(1, N + 1):
+        state_1SHVK = x["state_SHVK"].double()[None].clone()
+        gdn_fold_ref(state_1SHVK, record_RNX[None], Kept(x["slot_B"], torch.full_like(x["slot_B"], n)), n_key_heads=G)
+        states.append(state_1SHVK[0, x["slot_B"][b]])
+    delta_RNHV, *_ = split_record(record_RNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K)
+    return Law(out_THV[b * N : b * N + N], states, delta_RNHV[b, :N])
+
+
+def test_the_definitions_are_the_recurrence():
+    """One head, by hand: the state decays, a token adds what the state does not say of its key yet, and then asks."""
+    x = inputs(1, 2, 1, 1, 2, 2, "cpu")
+    state = x["state_SHVK"][x["slot_B"][0], 0].tolist()
+    outputs, deltas = [], []
+    for t in range(2):
+        q, k = ([v / math.hypot(*row) for v in row] for row in (x[name][t, 0].tolist() for name in ("q_TGK", "k_TGK")))
+        decay = math.exp(-math.exp(x["A_log_H"][0]) * math.log1p(math.exp(x["a_TH"][t, 0] + x["dt_bias_H"][0])))
+        beta = 1 / (1 + math.exp(-x["b_TH"][t, 0]))
+        state = [[decay * s for s in row] for row in state]
+        said = [row[0] * k[0] + row[1] * k[1] for row in state]
+        delta = [beta * (v - s) for v, s in zip(x["v_THV"][t, 0].tolist(), said, strict=True)]
+        state = [[s + d * key for s, key in zip(row, k, strict=True)] for row, d in zip(state, delta, strict=True)]
+        outputs.append([(row[0] * q[0] + row[1] * q[1]) / math.sqrt(2) for row in state])
+        deltas.append(delta)
+    got = law(x, 0)
+    for found, by_hand in (
+        (got.outputs_NHV[:, 0], outputs),
+        (got.deltas_NHV[:, 0], deltas),
+        (got.states[-1][0], state),
+    ):
+        torch.testing.assert_close(found, torch.tensor(by_hand).double(), rtol=1e-6, atol=1e-6)
 
 
 FORMS = [
-    pytest.param(gdn_verify_ref, gdn_fold_ref, id="definition"),
+    pytest.param(gdn_verify_torch, gdn_fold_torch, id="torch"),
     pytest.param(gdn_verify_triton, gdn_fold_triton, id="kernel"),
 ]
 
@@ -73,13 +103,15 @@ FORMS = [
 @pytest.mark.parametrize(("verify", "fold"), FORMS)
 @pytest.mark.parametrize("N", [1, 5, 16])
 @pytest.mark.parametrize(("B", "G", "H", "K", "V"), SIZES)
-def test_outputs_and_every_kept_prefix_follow_the_recurrence(verify, fold, N, B, G, H, K, V, device):
+def test_outputs_and_every_kept_prefix_follow_the_definition(verify, fold, N, B, G, H, K, V, device):
     x = inputs(B, N, G, H, K, V, device)
-    expected = [recurrence(x, b) for b in range(B)]
+    expected = [law(x, b) for b in range(B)]
     before = x["state_SHVK"].clone()
     out_THV = verify(*arguments(x))
     assert torch.equal(x["state_SHVK"], before)  # verify decides nothing
-    torch.testing.assert_close(out_THV.double(), torch.cat([out for out, *_ in expected]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        out_THV.double(), torch.cat([of_b.outputs_NHV for of_b in expected]), rtol=1e-4, atol=1e-5
+    )
     nowhere_B = torch.full((B,), -1, device=device)
     for n in {1, (N + 1) // 2, N}:
         state_LSHVK = before.repeat(L, 1, 1, 1, 1)
@@ -89,7 +121,7 @@ def test_outputs_and_every_kept_prefix_follow_the_recurrence(verify, fold, N, B,
         for b, slot in enumerate(x["slot_B"].tolist()):
             for layer in range(L):
                 torch.testing.assert_close(
-                    state_LSHVK[layer, slot].double(), expected[b][1][n - 1], rtol=1e-4, atol=1e-5
+                    state_LSHVK[layer, slot].double(), expected[b].states[n - 1], rtol=1e-4, atol=1e-5
                 )
         others = [s for s in range(S) if s not in x["slot_B"].tolist()]
         assert torch.equal(state_LSHVK[:, others], before.repeat(L, 1, 1, 1, 1)[:, others])
@@ -107,7 +139,7 @@ def test_a_crossing_leaves_its_state_in_the_tracking_slot(verify, fold, device):
     fold(after, x["record_RNX"][:, :N].repeat(L, 1, 1, 1), Kept(x["slot_B"], *where), n_key_heads=G)
     for layer in range(L):
         for b, slot, n in ((0, 5, 4), (1, 2, 6), (2, 6, 2), (0, 1, 3)):
-            torch.testing.assert_close(after[layer, slot].double(), recurrence(x, b)[1][n - 1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(after[layer, slot].double(), law(x, b).states[n - 1], rtol=1e-4, atol=1e-5)
     assert torch.equal(after[:, [0, 3, 4]], before[:, [0, 3, 4]])
 
 
@@ -132,7 +164,7 @@ def test_a_tracking_slot_without_its_count_is_told(device):
         )
 
 
-@pytest.mark.parametrize("fold", [gdn_fold_ref, gdn_fold_triton])
+@pytest.mark.parametrize("fold", [gdn_fold_ref, gdn_fold_torch, gdn_fold_triton])
 def test_padding_and_empty_blocks_are_left_alone(fold, device):
     x = inputs(2, 4, 1, 2, 8, 8, device)
     gdn_verify(*arguments(x))
@@ -143,7 +175,9 @@ def test_padding_and_empty_blocks_are_left_alone(fold, device):
     assert torch.equal(after, before)
 
 
-@pytest.mark.parametrize("verify", [gdn_verify_ref, gdn_verify_triton], ids=["definition", "kernel"])
+@pytest.mark.parametrize(
+    "verify", [gdn_verify_ref, gdn_verify_torch, gdn_verify_triton], ids=["definition", "torch", "kernel"]
+)
 def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device):
     """Whatever its inputs and the memory of its outputs hold: here NaN, as the fixture fills what is not written."""
     x = inputs(3, 4, 1, 2, 8, 8, device)
@@ -172,7 +206,7 @@ def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
-    """How far the form's outputs and records are from the law's, in float64."""
+    """How far the form's outputs and records are from the definition's."""
     record_RNX, B = x["record_RNX"].clone(), len(x["slot_B"])
     out_THV = verify(*arguments(x | {"record_RNX": record_RNX}))
     N, (G, K), (H, V) = len(out_THV) // B, x["k_TGK"].shape[1:], out_THV.shape[1:]
@@ -180,7 +214,7 @@ def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
     assert record_RNX[B:].isnan().all()
     names = {"n_value_heads": H, "value_width": V, "n_key_heads": G, "key_width": K}
     delta_BNHV, key_BNGK, total_BNH = split_record(record_RNX[:B, :N], **names)
-    outputs, _states, deltas = zip(*(recurrence(x, b) for b in range(B)), strict=True)
+    outputs, _states, deltas = zip(*(law(x, b) for b in range(B)), strict=True)
     key_TGK = F.normalize(x["k_TGK"].double(), dim=-1)
     decay_TH = -x["A_log_H"].double().exp() * F.softplus(x["a_TH"].double() + x["dt_bias_H"].double())
     return {
@@ -194,14 +228,14 @@ def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
 @pytest.mark.parametrize("many_heads", [1, 1000], ids=["whole-heads", "quarters"])
 @pytest.mark.parametrize("alike", [0.0, 0.95], ids=["any-keys", "keys-alike"])
 @pytest.mark.parametrize("N", range(1, 17))
-def test_the_kernel_is_as_right_as_the_definition(N, alike, many_heads, device, monkeypatch):
+def test_the_kernel_is_as_right_as_the_other_form(N, alike, many_heads, device, monkeypatch):
     """Keys that are nearly the same make the triangular system as hard to solve as it gets."""
     monkeypatch.setattr(gdn_verify_module, "MANY_HEADS", many_heads)
     x = inputs(2, N, 2, 4, 36, 40, device)
     x["k_TGK"] = alike * x["k_TGK"][:1] + (1 - alike) * x["k_TGK"]
     x["b_TH"] += 3 * alike
-    defined, got = errors(gdn_verify_ref, x), errors(gdn_verify_triton, x)
-    assert all(got[part] < defined[part] + 3e-7 for part in got), (got, defined)
+    other, got = errors(gdn_verify_torch, x), errors(gdn_verify_triton, x)
+    assert all(got[part] < other[part] + 3e-7 for part in got), (got, other)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -210,8 +244,8 @@ def test_products_of_bfloat16_are_exact(state_dtype, device, bfloat16_dots):
     x = inputs(2, 16, 2, 4, 36, 40, device)
     x |= {name: x[name].bfloat16() for name in ("q_TGK", "k_TGK")}
     x["state_SHVK"] = x["state_SHVK"].to(state_dtype)
-    defined, got = errors(gdn_verify_ref, x), errors(gdn_verify_triton, x)
-    assert all(got[part] < defined[part] + 3e-7 for part in got), (got, defined)
+    other, got = errors(gdn_verify_torch, x), errors(gdn_verify_triton, x)
+    assert all(got[part] < other[part] + 3e-7 for part in got), (got, other)
 
 
 @pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 3), (torch.float16, 2), (torch.bfloat16, 1)], ids=str)

@@ -5,6 +5,7 @@ production code knows of this. `WRONG_ACCEPTANCE` names one of the rules below; 
 and each leaves greedy answers exactly as they are.
 """
 
+import dataclasses
 import os
 
 from after_loading import edit_after_loading
@@ -39,7 +40,7 @@ RULES = {rule.__name__: rule for rule in (draw_twice, argmax_inside, above_thres
 
 def spoil(build) -> None:
     rule = RULES[os.environ["WRONG_ACCEPTANCE"]]
-    honest_sample, honest_accept = build.Choice._sample, build.accept_ref
+    honest_sample, honest_accept = build.Choice._sample, build.ACCEPT.on_cpu
     sampled = []
 
     def sample(self, logits_TV, info, plan):
@@ -55,7 +56,8 @@ def spoil(build) -> None:
             sampled.clear()
         return honest_accept(tokens_BN, target_BN, prefix_len_B)
 
-    build.Choice._sample, build.accept_ref = sample, accept
+    build.Choice._sample = sample
+    build.ACCEPT = dataclasses.replace(build.ACCEPT, on_cpu=accept)
     print(SAID + rule.__name__, flush=True)
 
 
