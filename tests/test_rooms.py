@@ -1,0 +1,98 @@
+"""Who may import whom: rooms lie on floors, and a file imports its own room and what lies below. Parsed, not imported.
+
+An import inside a function counts, and one for a type checker too: both say what a reader has to know.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# From the roof down: a folder of `sglang_dflash/`, or a file that lies at its top.
+FLOORS = (
+    {"plugin"},
+    {"probe", "prove"},
+    {"check", "worker", "rehearsal", "launch"},
+    {"config", "cpu", "metrics", "bench"},
+    {"stages", "host", "capacity"},
+    {"width", "draft", "memory", "train"},
+    {"model", "step", "flags", "errors", "sglang_dflash_kernels", "sglang_dflash"},
+)
+HEIGHT = {room: len(FLOORS) - n for n, rooms in enumerate(FLOORS) for room in rooms}
+
+
+@cache
+def files() -> dict[str, Path]:
+    """Modules by their dotted names."""
+    found = {}
+    for folder, package in (
+        ("sglang_dflash", "sglang_dflash"),
+        ("launch", "launch"),
+        ("kernels", "sglang_dflash_kernels"),
+    ):
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
+            if parts[-1] != "sitecustomize":
+                found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+def imported(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@cache
+def arrows() -> dict[str, set[str]]:
+    """Each module and those it imports, as far as they are ours."""
+    known = files()
+    found: dict[str, set[str]] = {}
+    for module, path in known.items():
+        found[module] = set()
+        for name in imported(path.read_text()):
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            found[module] |= {name} - {module, ""}
+    return found
+
+
+def room(module: str) -> str:
+    first, *rest = module.split(".")
+    return rest[0] if first == "sglang_dflash" and rest else first
+
+
+def complaint(module: str, other: str) -> str:
+    here, there = room(module), room(other)
+    if here == there or HEIGHT[there] < HEIGHT[here]:
+        return ""
+    return f"{module} imports {other}: {there} is not below {here}"
+
+
+def test_every_room_has_its_floor() -> None:
+    assert {room(module) for module in files()} == set(HEIGHT)
+    assert len(FLOORS) <= 7
+
+
+@pytest.mark.parametrize("module", sorted(files()))
+def test_imports_go_down(module: str) -> None:
+    assert [text for other in sorted(arrows()[module]) if (text := complaint(module, other))] == []
+
+
+def test_there_is_no_circle() -> None:
+    TopologicalSorter(arrows()).prepare()
+
+
+def test_the_test_sees() -> None:
+    """A test that cannot fail is none."""
+    assert complaint("sglang_dflash.memory.slots", "sglang_dflash.stages.state") != ""
+    assert complaint("sglang_dflash.stages.state", "sglang_dflash.memory.slots") == ""
+    assert list(imported("def f():\n    from a.b import c\nimport d.e")) == ["d.e", "a.b.c"]
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
