@@ -1,11 +1,14 @@
 """What of a target the draft borrows, and what it cannot."""
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, local
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
-from sglang_dflash.draft.target_ends import likeliest, target_ends
+from sglang_dflash.draft.target_ends import TargetEnds, likeliest, target_ends
 from sglang_dflash.errors import NotSupported
 
 
@@ -24,3 +27,43 @@ def test_a_head_that_is_the_embedding_itself_is_borrowed_whole() -> None:
     hidden_1DH = torch.randn(1, 3, 4)
     scores = [[float(vector @ hidden) for vector in embedding.weight] for hidden in hidden_1DH[0]]
     assert likeliest(hidden_1DH, ends).tolist() == [[row.index(max(row)) for row in scores]]
+
+
+class Ranks:
+    """A tensor-parallel group whose ranks are threads."""
+
+    def __init__(self, n: int) -> None:
+        self.here, self.together = local(), Barrier(n)
+        self.given: list[Any] = [None] * n
+
+    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        self.given[self.here.rank] = part
+        self.together.wait()
+        gathered = torch.cat(self.given, dim=dim)
+        self.together.wait()
+        return gathered
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_ranks_with_a_shard_of_the_head_each_find_the_same_token(n_ranks: int) -> None:
+    """The whole head's argmax, and on a tie the first of its tokens, though a shard's rows past the vocabulary are
+    padding that scores higher."""
+    torch.manual_seed(n_ranks)
+    n_each, group = 5, Ranks(n_ranks)
+    weight_VH = torch.randn(n_ranks * n_each, 4)
+    weight_VH[2] *= 10
+    weight_VH[7] = weight_VH[2]
+    hidden_BDH = torch.randn(3, 6, 4)
+    hidden_BDH[0, 0] = weight_VH[2]
+
+    def on_rank(rank: int) -> torch.Tensor:
+        group.here.rank = rank
+        padded = torch.cat([weight_VH[rank * n_each : (rank + 1) * n_each], hidden_BDH.flatten(0, 1) * 1e3])
+        ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=padded), n_each, rank * n_each, cast(Any, group))
+        return likeliest(hidden_BDH, ends)
+
+    with ThreadPoolExecutor(n_ranks) as pool:
+        found = list(pool.map(on_rank, range(n_ranks)))
+    whole_BD = (hidden_BDH @ weight_VH.T).argmax(dim=-1)
+    assert all(torch.equal(token_BD, whole_BD) for token_BD in found)
+    assert whole_BD[0, 0] == 2
