@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.checkpoint import Checkpoint
+from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.errors import STOCK, NotSupported
 from sglang_dflash.host import backends
 from sglang_dflash.host.arguments import Arguments, Target, arguments_of, target_of
@@ -16,26 +17,23 @@ from sglang_dflash.memory.sizes import kept_window
 
 
 @dataclass(frozen=True)
-class DFlashConfig(Checkpoint):
-    """A draft as this server runs it: what its checkpoint says, and what the flags and the target made of that.
+class DFlashConfig:
+    """A draft as this server runs it: what the flags and the target made of what its checkpoint says.
 
-    Attributes (beside `Checkpoint`'s; sizes are before tensor parallelism):
-        block_size: N, the anchor and the drafts of one step; at most `trained_block_size`.
-        vocab_size: the target's, whose embedding and head the draft borrows.
+    Attributes:
+        block_size: N, the anchor and the drafts of one step; at most `draft.block_size`, what it was trained for.
         dtype: of the draft's weights and activations, and of the target's features, e.g. "bfloat16".
         draft_window: context tokens a request's draft keeps, and sees; None: all. The smaller of
             `--speculative-draft-window-size` and, where every draft layer slides, the checkpoint's sliding window.
         draft_attention_backend: resolved by `backends`.
+        draft: what the checkpoint says.
     """
 
-    trained_block_size: int
+    block_size: int
+    dtype: str
     draft_window: int | None
     draft_attention_backend: str
-
-    @property
-    def feature_width(self) -> int:
-        """C: elements in one token's features."""
-        return len(self.target_layer_ids) * self.hidden_size
+    draft: Checkpoint
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "DFlashConfig":
@@ -44,7 +42,7 @@ class DFlashConfig(Checkpoint):
         Args:
             server_args: SGLang's `ServerArgs`, resolved or being resolved.
         Raises:
-            ValueError, NotSupported: see `combine` and `checkpoint.read`.
+            ValueError, NotSupported: see `check_arguments`, `checkpoint.read` and `combine`.
         """
         arguments = arguments_of(server_args)
         check_arguments(arguments)
@@ -55,29 +53,35 @@ class DFlashConfig(Checkpoint):
 def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashConfig:
     """Check the three against each other and make the config.
 
+    Args:
+        arguments: which `check_arguments` has accepted.
     Raises:
         ValueError: they contradict each other.
         NotSupported: they ask for something this version does not do exactly.
     """
-    check_arguments(arguments)
-    check_pair(draft, target)
+    check_pair(
+        draft, target.path, hidden_size=target.hidden_size, vocab_size=target.vocab_size, n_layers=target.n_layers
+    )
     block_size = _block_size(arguments, draft)
     _check_heads(arguments, draft)
     draft_window = _window(arguments, draft, block_size)
     _check_sessions(arguments, target, draft_window)
     _check_rings(arguments, draft_window)
-    changed = {"block_size": block_size, "vocab_size": target.vocab_size, "dtype": _dtype(arguments, target, draft)}
     return DFlashConfig(
-        **vars(draft) | changed,
-        trained_block_size=draft.block_size,
+        draft=draft,
+        block_size=block_size,
+        dtype=_dtype(arguments, target, draft),
         draft_window=draft_window,
         draft_attention_backend=backends.resolve(
             asked=arguments.draft_backend,
             target=arguments.target_backend,
             needs=backends.Needs(
-                draft.layers, arguments.device, kv_dtype=arguments.draft_kv_dtype, page_size=arguments.page_size
+                full_layers=None in draft.layer_windows,
+                device=arguments.device,
+                kv_dtype=arguments.draft_kv_dtype,
+                page_size=arguments.page_size,
             ),
-        ).name,
+        ),
     )
 
 
@@ -177,48 +181,6 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
 # -- what the draft says -------------------------------------------------------------------------------------------
 
 
-def check_pair(draft: Checkpoint, target: Target) -> None:
-    """The draft was trained on this target's features, vocabulary and layers, or one that looks the same.
-
-    Raises:
-        ValueError: it was not.
-        NotSupported: its layers mask a block in another way than DFlash v1.
-    """
-    other = "give the draft that was trained for this target"
-    if draft.hidden_size != target.hidden_size:
-        raise ValueError(
-            f"{draft.path}: hidden_size {draft.hidden_size} is not the target's {target.hidden_size} ({target.path}); "
-            f"{other}"
-        )
-    if draft.vocab_size not in (None, target.vocab_size):
-        raise ValueError(
-            f"{draft.path}: vocab_size {draft.vocab_size} is not the target's {target.vocab_size} ({target.path}); "
-            f"{other}"
-        )
-    if draft.mask_token_id >= target.vocab_size:
-        raise ValueError(
-            f"{draft.path}: mask_token_id {draft.mask_token_id} is outside the target's vocabulary of "
-            f"{target.vocab_size}; mend config.json or {other}"
-        )
-    # The output of layer i is captured at the entry of layer i + 1, so the last layer's cannot be.
-    if draft.target_layer_ids[-1] >= target.n_layers - 1:
-        raise ValueError(
-            f"{draft.path}: target_layer_ids end at {draft.target_layer_ids[-1]}, and a target of {target.n_layers} "
-            f"layers ({target.path}) gives features of layers 0..{target.n_layers - 2}; {other}"
-        )
-    if draft.n_target_layers is not None and draft.n_target_layers != target.n_layers:
-        raise ValueError(
-            f"{draft.path}: num_target_layers {draft.n_target_layers} is not the target's {target.n_layers} "
-            f"({target.path}); {other}"
-        )
-    for layer, kind in zip(draft.layers, draft.layer_types, strict=True):
-        if layer.causal != (kind == "sliding_attention"):
-            raise NotSupported(
-                f"{draft.path}: is_causal={layer.causal} on {kind} layers is not DFlash v1 "
-                f"(full layers see their block, sliding layers look back); {STOCK}"
-            )
-
-
 def _block_size(arguments: Arguments, draft: Checkpoint) -> int:
     """A shorter block is a prefix of the trained one, and cheaper at load; a longer one was never trained."""
     asked = draft.block_size if arguments.block_size is None else arguments.block_size
@@ -236,20 +198,15 @@ def _window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | N
             f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {block_size}; "
             f"give at least {block_size}"
         )
-    if draft.sliding_window is not None and draft.sliding_window < draft.block_size:
-        raise ValueError(
-            f"{draft.path}: sliding_window {draft.sliding_window} is smaller than block_size {draft.block_size}; "
-            "mend config.json"
-        )
     return kept_window(arguments.draft_window, draft.window)
 
 
 def _check_heads(arguments: Arguments, draft: Checkpoint) -> None:
-    tp, kv = arguments.tp_size, draft.n_kv_heads
-    if draft.n_heads % tp or (kv % tp and tp % kv):
+    tp, n_heads, kv = arguments.tp_size, draft.num_attention_heads, draft.num_key_value_heads
+    if n_heads % tp or (kv % tp and tp % kv):
         raise ValueError(
-            f"{draft.path}: {draft.n_heads} heads and {kv} KV heads cannot be split over --tp-size {tp}; "
-            f"use a --tp-size that divides both, or a multiple of {kv} that divides {draft.n_heads}"
+            f"{draft.path}: {n_heads} heads and {kv} KV heads cannot be split over --tp-size {tp}; "
+            f"use a --tp-size that divides both, or a multiple of {kv} that divides {n_heads}"
         )
 
 

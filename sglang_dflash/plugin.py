@@ -91,7 +91,7 @@ def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
         HOOKS["row_headroom"]: (row_headroom, HookType.AFTER),
         HOOKS["finish"]: (update_finish_state, HookType.AROUND),
         HOOKS["session"]: (create_req, HookType.AROUND),
-        HOOKS["update_from_disk"]: (own_checkpoint_only(config), HookType.AROUND),
+        HOOKS["update_from_disk"]: (own_checkpoint_only(config.draft), HookType.AROUND),
         HOOKS["internal_state"]: (add_dflash, HookType.AFTER),
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),

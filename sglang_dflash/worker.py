@@ -142,7 +142,7 @@ class DFlashWorker(BaseSpecWorker):
             (self.state, self.state_for),
             widths=candidates(self.flags, config.block_size, may_narrow=may_narrow(target.model_config)),
             block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
+            mask_token_id=config.draft.mask_token_id,
             on_host=on_host,
         )
         self.calls = self.stages.calls()

@@ -14,6 +14,7 @@ from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import Draft, Target
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft import files as draft_files
+from sglang_dflash.draft.fields import Fields
 from sglang_dflash.memory.sizes import Attention, Recurrent
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -38,27 +39,11 @@ FAMILIES = {
 }
 
 
-class Config:
-    """Look-up in a config.json, its `text_config` first.
-
-    A field that memory cannot be computed from is a ValueError, which says which one and where.
-    """
+class Config(Fields):
+    """A model's fields, those of its `text_config` first."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
-        self.whole, self.name = config, name
-        self.text = config | config["text_config"] if isinstance(config.get("text_config"), dict) else config
-
-    def get(self, field: str, default: Any = None) -> Any:
-        """What is there; null counts as missing."""
-        value = self.text.get(field)
-        return default if value is None else value
-
-    def count(self, field: str, default: int | None = None) -> int:
-        """An integer of at least 0."""
-        value = self.get(field, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{self.name}: {field} is {value!r}, not a number; its memory cannot be computed, add it")
-        return value
+        super().__init__(config, name, "text_config")
 
     def choice(self, field: str, value: Any, choices: Mapping[str, Any]) -> Any:
         """What `choices` has for the field's `value`."""
@@ -82,7 +67,7 @@ class Config:
 
     def layer_kinds(self) -> list[str]:
         """ "full_attention" or "linear_attention", layer by layer."""
-        n_layers, interval = self.count("num_hidden_layers"), self.count("full_attention_interval", 0)
+        n_layers, interval = self.count("num_hidden_layers"), self.count("full_attention_interval", 0, least=0)
         kinds = self.get("layer_types")
         if kinds is None and interval:
             kinds = ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
@@ -129,12 +114,12 @@ def read_draft(model: str) -> Draft:
     """
     _, config, source = _find(model, models.DRAFTS)
     draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # whichever it is, it takes no memory
-    itemsize = Config(config | {"dtype": draft.dtype}, model).itemsize
-    shapes = checkpoint.expected_shapes(draft, bias=bool(config.get("attention_bias", False)))
+    itemsize = Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
+    shapes = checkpoint.expected_shapes(draft)
     return Draft(
         name=model,
-        attention=Attention(draft.n_layers, draft.n_kv_heads, draft.head_dim, itemsize),
-        n_heads=draft.n_heads,
+        attention=Attention(draft.num_hidden_layers, draft.num_key_value_heads, draft.head_dim, itemsize),
+        n_heads=draft.num_attention_heads,
         weight_bytes=sum(map(prod, shapes.values())) * itemsize,
         window=draft.window,
         block_size=draft.block_size,
@@ -224,11 +209,11 @@ def _gated_delta_net(config: Config) -> int:
 
 
 def _mlp(config: Config, layer: int) -> int:
-    hidden, n_experts = config.count("hidden_size"), config.count("num_experts", 0)
+    hidden, n_experts = config.count("hidden_size"), config.count("num_experts", 0, least=0)
     dense = (layer + 1) % config.count("decoder_sparse_step", 1) or layer in config.get("mlp_only_layers", [])
     if dense or not n_experts:
         return 3 * hidden * config.count("intermediate_size")
-    shared = config.count("shared_expert_intermediate_size", 0)
+    shared = config.count("shared_expert_intermediate_size", 0, least=0)
     return n_experts * (3 * hidden * config.count("moe_intermediate_size") + hidden) + (
         3 * hidden * shared + hidden if shared else 0
     )

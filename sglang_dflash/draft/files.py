@@ -5,8 +5,9 @@ only `config.json` and the headers of the safetensors files are fetched. What th
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
@@ -18,7 +19,12 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
+from sglang_dflash.errors import STOCK, NotSupported
+
 Shapes = dict[str, tuple[int, ...]]
+Value = TypeVar("Value")
+MASK_EMBEDDING = "mask_embedding.pt"
+ROTARY = "rotary_emb.inv_freq"
 
 
 def read_config(path: str, revision: str | None) -> dict[str, Any]:
@@ -47,15 +53,42 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
 
 
 def tensor_shapes(path: str, revision: str | None) -> Shapes:
-    """Name -> shape of every tensor of the draft.
+    """Name -> shape of every tensor of the draft, by the names of `own_names`.
 
     Raises:
         ValueError: no safetensors file, or one that is missing or damaged.
+        NotSupported: the draft has more than those.
     """
-    if Path(path).exists():
-        return _local_shapes(Path(path))
-    cached = _cached_snapshot(path, revision)
-    return _local_shapes(cached) if cached else _hub_shapes(path, revision)
+    folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
+    return own_names(_local_shapes(folder) if folder else _hub_shapes(path, revision))
+
+
+def own_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
+    """Without the prefix some exporters write, and without rotary tables, which follow from the config."""
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not name.endswith(ROTARY)}
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a draft's directory.
+
+    Raises:
+        ValueError: there is none.
+        NotSupported: the draft has more than those.
+    """
+    if (folder / MASK_EMBEDDING).exists():
+        raise NotSupported(
+            f"{folder} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash v1 has none; {STOCK}"
+        )
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
+    if other:
+        raise ValueError(f"{folder} holds {other[0]}, and only safetensors are loaded; convert it")
+    raise ValueError(f"{folder} has a config.json and no *.safetensors; fetch the draft's weights")
 
 
 # -- a directory ---------------------------------------------------------------------------------------------------
@@ -71,26 +104,13 @@ def _local_config(folder: Path) -> Path:
 
 def _local_shapes(folder: Path) -> Shapes:
     shapes: Shapes = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         try:
             with safe_open(file, framework="pt") as tensors:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{file} cannot be read as safetensors ({error}); fetch the draft again") from None
     return shapes
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    other = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for file in folder.glob(pattern))
-    if other:
-        raise ValueError(f"{folder} holds {other[0]}, and only safetensors are loaded; convert it")
-    raise ValueError(f"{folder} has a config.json and no *.safetensors; fetch the draft's weights")
 
 
 # -- a repository --------------------------------------------------------------------------------------------------

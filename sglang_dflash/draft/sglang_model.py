@@ -29,11 +29,9 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
+from sglang_dflash.draft.checkpoint import COPIED_FROM_TARGET
 from sglang_dflash.draft.target_ends import TargetEnds, likeliest
 from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side
-
-# Drafts of partly rotated or multi-modal targets carry the target's rotary fields along; `rope_dim` is their own width.
-COPIED_FROM_TARGET = frozenset({"rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 
 
 class DraftAttention(nn.Module):

@@ -22,8 +22,9 @@ from sglang_dflash.draft.sglang_model import DFlashDraftModel
 Update = Callable[..., tuple[bool, str]]
 # What is built when the server starts; a new draft has to fit into it.
 BUILT = (
-    "target_layer_ids", "mask_token_id", "n_layers", "layers", "hidden_size", "intermediate_size", "n_heads",
-    "n_kv_heads", "head_dim", "rope",
+    "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
+    "attention_bias",
 )  # fmt: skip
 
 

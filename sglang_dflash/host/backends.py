@@ -1,17 +1,15 @@
-"""Which attention backend may run the draft: pure rules over its layers, its KV cache and the device.
+"""Which attention backend may run the draft: pure rules over its KV cache, its pages and the device.
 
 A DFlash draft needs a mask that ordinary decoding does not: in a full layer every slot of the block sees the whole
-block. A backend that cannot express a layer's mask gives other drafts, and acceptance falls without an error; so the
-pairing is refused here. Whether a kernel is installed is SGLang's to say.
+block. A backend that cannot express it gives other drafts, and acceptance falls without an error; so only those of
+`BACKENDS`, which can, are taken. Whether a kernel is installed is SGLang's to say.
 
 One difference is allowed: flashinfer gives all slots of a block the window of the first, so that slot i of a sliding
 layer sees i tokens more than the window (at most N - 1 of thousands). What is served is the target's in any case.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_dflash.draft.checkpoint import Layer
 from sglang_dflash.errors import NotSupported
 
 FLAG = "--speculative-draft-attention-backend"
@@ -26,7 +24,6 @@ class Backend:
 
     Attributes:
         devices: where it runs.
-        block_window: a slot sees the later slots of its block (non-causal) in layers with a window too.
         fp8_kv: where it reads a draft KV cache of fp8_e4m3; below compute capability 8.9 ours cannot be written either.
         own_kv: SGLang keeps the draft's cache in the draft's dtype, whatever was asked for.
         pages: tokens of a KV page that it takes; empty: any.
@@ -35,7 +32,6 @@ class Backend:
     """
 
     devices: tuple[str, ...]
-    block_window: bool
     fp8_kv: tuple[str, ...]
     because: str
     own_kv: bool = False
@@ -43,19 +39,16 @@ class Backend:
     one_pass: bool = True
 
 
-# Causal layers without a window are ordinary and right on all of them, those with one on all but flashinfer (above).
-# The order is that of preference.
+# In the order of preference. Each masks full layers right, and sliding ones too but for flashinfer (above).
 BACKENDS = {
     "fa3": Backend(
         devices=("sm80", "sm89", "sm90"),
-        block_window=True,
         fp8_kv=("sm90",),
         because="flashattention_backend.forward_extend: causal follows attn_type per layer, window is (left, right); "
         "its kernels for 8.x take fp16 and bf16 only",
     ),
     "fa4": Backend(
         devices=("sm90", "sm100", "sm110", "sm120"),
-        block_window=True,
         fp8_kv=(),
         own_kv=True,
         because="the same code, with kernels of its own for 12.x (flash_attention_v4_sm120.py); kv_cache_dtype.py: it "
@@ -63,7 +56,6 @@ BACKENDS = {
     ),
     "trtllm_mha": Backend(
         devices=("sm90", "sm100", "sm120"),
-        block_window=False,
         fp8_kv=("sm90", "sm100", "sm120"),
         pages=PAGES,
         one_pass=False,
@@ -73,21 +65,18 @@ BACKENDS = {
     ),
     "flashinfer": Backend(
         devices=("sm80", "sm89", "sm90", "sm100", "sm120"),
-        block_window=True,
         fp8_kv=("sm89", "sm90", "sm100", "sm120"),
         because="flashinfer_backend.forward_extend: causal per layer; update_sliding_window: K and V are trimmed to a "
         "window per request and the plan of a verify has none",
     ),
     "triton": Backend(
         devices=("sm80", "sm89", "sm90", "sm100", "sm120"),
-        block_window=True,
         fp8_kv=("sm89", "sm90", "sm100", "sm120"),
         because="triton_backend.forward_extend: causal per layer; extend_attention.py: its window bounds the past, and "
         "in a non-causal layer the future, which a block within the window never meets",
     ),
     "torch_native": Backend(
         devices=("cpu",),
-        block_window=True,
         fp8_kv=(),
         because="sglang_dflash.cpu.attention: our own masks, tested against their definition",
     ),
@@ -99,31 +88,19 @@ class Needs:
     """What the draft's backend has to serve.
 
     Attributes:
+        full_layers: some layers see the whole block, and the whole context.
         device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
         kv_dtype: what the flags say of the draft's KV cache, such as "auto" or "fp8_e4m3".
         page_size: tokens of a KV page; None: not resolved yet.
     """
 
-    layers: Sequence[Layer]
+    full_layers: bool
     device: str
     kv_dtype: str = "auto"
     page_size: int | None = None
 
-    @property
-    def full_layers(self) -> bool:
-        """Some layers see the whole block."""
-        return any(not layer.causal and layer.window is None for layer in self.layers)
 
-
-@dataclass(frozen=True)
-class Choice:
-    """The backend that will run the draft, and why when nobody named it."""
-
-    name: str
-    reason: str
-
-
-def resolve(*, asked: str | None, target: str | None, needs: Needs) -> Choice:
+def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
     """The draft's backend: the one asked for, else the target's, else the first that fits.
 
     A target's backend that would read the context of a full layer once for every slot stands back for those that are
@@ -140,14 +117,14 @@ def resolve(*, asked: str | None, target: str | None, needs: Needs) -> Choice:
         reason = why_not(asked, needs)
         if reason:
             raise NotSupported(f"{FLAG} {asked}: {reason}; use {' or '.join(fits) or 'another draft'}")
-        return Choice(asked, f"named by {FLAG}")
+        return asked
     if target in fits and (BACKENDS[target].one_pass or not needs.full_layers):
-        return Choice(target, "the target's")
+        return target
     if fits:
-        return Choice(fits[0], f"the target's {target} does not fit this draft as well")
+        return fits[0]
     raise NotSupported(
-        f"no draft attention backend fits this draft on {needs.device} with a KV cache of {needs.kv_dtype}; its layers "
-        f"are {sorted(map(str, set(needs.layers)))}, and --speculative-draft-kv-cache-dtype auto keeps its own dtype"
+        f"no draft attention backend fits this draft on {needs.device} with a KV cache of {needs.kv_dtype}; "
+        "--speculative-draft-kv-cache-dtype auto keeps its own dtype"
     )
 
 
@@ -158,8 +135,6 @@ def why_not(name: str, needs: Needs) -> str:
         return f"it is not a draft backend of this plugin ({', '.join(BACKENDS)})"
     if needs.device not in backend.devices:
         return f"it does not run on {needs.device} ({', '.join(backend.devices)} only)"
-    if not backend.block_window and any(not layer.causal and layer.window is not None for layer in needs.layers):
-        return "it cannot combine a sliding window with a non-causal block, which this draft's sliding layers need"
     if not backend.own_kv and needs.kv_dtype not in UNQUANTIZED and not _reads(backend, needs):
         return (
             f"a draft KV cache of {needs.kv_dtype} cannot be written and read on {needs.device} "

@@ -6,10 +6,11 @@
     output_ids = draft.spec_generate(input_ids, target, max_new_tokens=2048, stop_token_ids=[tokenizer.eos_token_id])
 
 Imports torch, transformers and safetensors, never sglang: it runs where no engine is, it is what the trainer trains,
-and it is the independent oracle that the engine's steps are compared with. Nothing of a checkpoint is executed.
+and its forward is the independent oracle that the engine's steps are compared with. What a checkpoint says is read as
+for the engine, by `sglang_dflash.draft.checkpoint`. Nothing of a checkpoint is executed.
 """
 
-from sglang_dflash.model.config import DraftConfig
+from sglang_dflash.draft.checkpoint import Checkpoint as DraftConfig
 from sglang_dflash.model.draft import ContextKV
 from sglang_dflash.model.generate import Step
 from sglang_dflash.model.pretrained import DraftModel

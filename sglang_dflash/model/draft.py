@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sglang_dflash.model.config import DraftConfig
+from sglang_dflash.draft.checkpoint import Checkpoint
 from sglang_dflash.model.rope import Rotation, rope_frequencies, rotate, rotation_at
 
 
@@ -36,7 +36,7 @@ class ContextKV(NamedTuple):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: Checkpoint) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         q_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -77,7 +77,7 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """down(silu(gate x) * up x), [..., H] -> [..., H]."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: Checkpoint) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -90,7 +90,7 @@ class Mlp(nn.Module):
 class Layer(nn.Module):
     """A pre-norm layer, [R, A, N, H] -> [R, A, N, H]; arguments as for `Attention`."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: Checkpoint) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
@@ -112,7 +112,7 @@ class Layer(nn.Module):
 class Draft(nn.Module):
     """The draft of a DFlash checkpoint; parameter names are the checkpoint's tensor names."""
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: Checkpoint) -> None:
         super().__init__()
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
@@ -181,9 +181,5 @@ class Draft(nn.Module):
         )
         key_positions_RAK = torch.cat([token_T.expand(*positions_RAN.shape[:2], -1), positions_RAN], dim=-1)
         distance_RANK = positions_RAN[..., None] - key_positions_RAK[:, :, None]
-        if self.config.layer_is_causal(layer):
-            visible = visible & (distance_RANK >= 0)
-        window = self.config.layer_window(layer)
-        if window is not None:
-            visible = visible & (distance_RANK.abs() < window)
-        return visible
+        window = self.config.layer_windows[layer]
+        return visible if window is None else visible & (distance_RANK >= 0) & (distance_RANK < window)

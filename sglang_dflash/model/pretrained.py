@@ -1,14 +1,17 @@
 """The draft as a user has it: read from a checkpoint, generating with a target, written to a checkpoint."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from sglang_dflash.model import checkpoint
-from sglang_dflash.model.config import DraftConfig
+from sglang_dflash.draft import checkpoint, files
 from sglang_dflash.model.draft import Draft
 from sglang_dflash.model.generate import Options, spec_steps
 
@@ -42,15 +45,38 @@ class DraftModel(Draft):
         """Load a DFlash v1 checkpoint from a folder or from the Hugging Face hub; nothing of it is executed.
 
         dtype: None keeps the checkpoint's.
-        Raises ValueError for a config or tensors that are not those of a DFlash v1 draft.
+        Raises ValueError for a config or tensors that are not those of a DFlash v1 draft, and FileNotFoundError where
+        `source` is neither a checkpoint's folder nor a repository.
         """
-        folder = checkpoint.local_folder(source)
-        draft = cls(DraftConfig.from_folder(folder))
-        tensors = checkpoint.read_tensors(folder, {name: p.shape for name, p in draft.named_parameters()})
-        draft.load_state_dict(tensors, assign=True)
+        folder = local_folder(source)
+        draft = cls(checkpoint.read(str(folder)))
+        tensors: dict[str, torch.Tensor] = {}
+        for file in files.weight_files(folder):
+            tensors |= load_file(file)
+        draft.load_state_dict(files.own_names(tensors), assign=True)
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors, in the dtype the parameters have."""
-        checkpoint.write(Path(folder), self.config.to_json(), self.state_dict())
+        """Write config.json and model.safetensors, in the dtype the parameters have; the folder is made."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = replace(self.config, dtype=str(self.dtype).removeprefix("torch."))
+        (folder / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def local_folder(source: str | Path) -> Path:
+    """The folder itself, or the downloaded files of a repository on the hub; its code is never among them.
+
+    Raises FileNotFoundError when `source` is neither.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        if folder.is_absolute() or str(source).count("/") != 1:
+            raise FileNotFoundError(f"there is no folder {source}; give a checkpoint's folder or its name on the hub")
+        folder = Path(snapshot_download(str(source), allow_patterns=["config.json", "*.safetensors"]))
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a DFlash checkpoint")
+    return folder

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from sglang_dflash.model.config import DraftConfig
+from sglang_dflash.draft.checkpoint import Checkpoint
 
 
 class Rotation(NamedTuple):
@@ -17,7 +17,7 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
 
 
-def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
+def rope_frequencies(config: Checkpoint) -> tuple[torch.Tensor, float]:
     """Angle per position of each of the E/2 pairs (fp32), and the factor on cosine and sine (1 but for yarn)."""
     rope = tuple(sorted(config.rope_parameters.items()))
     return _rope_frequencies(config.head_dim, config.max_position_embeddings, rope)

@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from sglang_dflash.model.config import DraftConfig
+from sglang_dflash.draft import pair
+from sglang_dflash.draft.checkpoint import Checkpoint
 
 
 class Reading(NamedTuple):
@@ -36,27 +37,16 @@ def target_features(hidden_states: Sequence[torch.Tensor], layer_ids: Sequence[i
     return torch.cat([hidden_states[layer + 1] for layer in layer_ids], dim=-1)
 
 
-def check_pair(config: DraftConfig, target: PreTrainedModel) -> None:
+def check_pair(draft: Checkpoint, target: PreTrainedModel) -> None:
     """Raise ValueError when the draft cannot belong to the target."""
     text = target.config.get_text_config()
-    sizes = {
-        "hidden_size": (config.hidden_size, text.hidden_size),
-        "vocab_size": (config.vocab_size, text.vocab_size),
-    }
-    for name, (ours, theirs) in sizes.items():
-        if ours != theirs:
-            raise ValueError(f"the draft's {name} is {ours}, the target's {theirs}; use the target it was trained for")
-    n_layers = text.num_hidden_layers
-    if config.num_target_layers not in (None, n_layers):
-        raise ValueError(
-            f"the draft was trained for a target of {config.num_target_layers} layers, this one has {n_layers}; "
-            "load the target the draft names"
-        )
-    # The last layer's output is only available after the final norm.
-    if max(config.target_layer_ids) >= n_layers - 1:
-        raise ValueError(
-            f"target_layer_ids {list(config.target_layer_ids)} must lie below {n_layers - 1}, this target's last layer"
-        )
+    pair.check_pair(
+        draft,
+        target.name_or_path or type(target).__name__,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        n_layers=text.num_hidden_layers,
+    )
 
 
 class Target:

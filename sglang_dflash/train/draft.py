@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from sglang_dflash.draft.checkpoint import FULL, Checkpoint
 from sglang_dflash.model import DraftModel
-from sglang_dflash.model.config import FULL, DraftConfig
 from sglang_dflash.model.generate import Options
 from sglang_dflash.model.target import Target, check_pair, stop_token_ids
 from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving
@@ -152,7 +152,7 @@ def draft_config_for(
     block_size: int,
     mask_token_id: int,
     target_layer_ids: tuple[int, ...] | None = None,
-) -> DraftConfig:
+) -> Checkpoint:
     """A draft shaped like the target's own layers, all of them full attention.
 
     target_layer_ids: None spreads one feature layer per draft layer over the target, the last layer left out.
@@ -164,7 +164,7 @@ def draft_config_for(
     n_target = text.num_hidden_layers
     last = n_target - 2
     spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
-    config = DraftConfig(
+    config = Checkpoint(
         hidden_size=text.hidden_size,
         num_hidden_layers=n_layers,
         num_attention_heads=text.num_attention_heads,
@@ -177,8 +177,6 @@ def draft_config_for(
         target_layer_ids=target_layer_ids or spread,
         num_target_layers=n_target,
         layer_types=(FULL,) * n_layers,
-        sliding_window=None,
-        is_causal=None,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         rms_norm_eps=text.rms_norm_eps,
         max_position_embeddings=text.max_position_embeddings,
@@ -189,7 +187,7 @@ def draft_config_for(
 
 def train_draft(
     target: PreTrainedModel,
-    config: DraftConfig,
+    config: Checkpoint,
     data: Data,
     recipe: Recipe,
     *,
@@ -243,7 +241,7 @@ def train_draft(
     return draft
 
 
-def require_undo(target: PreTrainedModel, config: DraftConfig) -> None:
+def require_undo(target: PreTrainedModel, config: Checkpoint) -> None:
     """Raise ValueError, before the training, for a target that could not take back what it rejects."""
     try:
         Target(target, config.target_layer_ids)

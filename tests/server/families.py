@@ -14,7 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from launch.tiny import HYBRID, HYBRID_FLAGS, Pair
-from sglang_dflash.model.config import FULL, DraftConfig
+from sglang_dflash.draft.checkpoint import FULL, Checkpoint
 from sglang_dflash.train.draft import Data, Settings, train_draft
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.loop import Recipe
@@ -236,8 +236,8 @@ def texts(target: PreTrainedModel) -> Rows:
     return Rows(ids_RL, is_response_RL, torch.full((N_TEXTS,), -1))
 
 
-def draft_config() -> DraftConfig:
-    return DraftConfig(
+def draft_config() -> Checkpoint:
+    return Checkpoint(
         hidden_size=HIDDEN,
         num_hidden_layers=2,
         num_attention_heads=HEADS,
@@ -250,8 +250,6 @@ def draft_config() -> DraftConfig:
         target_layer_ids=FEATURE_LAYERS,
         num_target_layers=N_LAYERS,
         layer_types=(FULL, FULL),
-        sliding_window=None,
-        is_causal=None,
         rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         max_position_embeddings=512,
     )

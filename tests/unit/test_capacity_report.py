@@ -114,8 +114,8 @@ def test_layers_by_interval_are_layers_by_name() -> None:
     ("changes", "message"),
     [
         ({"model_type": "gemma4"}, "model_type is 'gemma4', and only llama, qwen3, .* can be computed"),
-        ({"hidden_size": None}, "hidden_size is None, not a number; its memory cannot be computed, add it"),
-        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2', not a number"),
+        ({"hidden_size": None}, "config.json has no hidden_size; add it"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads is '2', not an integer of at least 1"),
         ({"dtype": "float8_e4m3fn"}, "dtype is 'float8_e4m3fn', and only float32, bfloat16, float16"),
         ({"mamba_ssm_dtype": "fp4"}, "mamba_ssm_dtype is 'fp4'"),
         ({"layer_types": ["sliding_attention"] * 4}, "layers with sliding_attention cannot be computed"),

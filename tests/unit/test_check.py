@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.draft.checkpoint import Layer
 from sglang_dflash.flags import Worker
 from sglang_dflash.host.backends import Needs, resolve
 
@@ -96,9 +95,9 @@ def test_profiles_set_flags_that_exist(profile: Path) -> None:
 def test_a_profile_s_backends_run_the_draft(profile: str, device: str, backend: str) -> None:
     given = source(ENV / f"{profile}.sh")["DFLASH_FLAGS"].split()
     named = dict(zip(given[::2], given[1::2], strict=True))
-    choice = resolve(
+    chosen = resolve(
         asked=named.get("--speculative-draft-attention-backend"),
         target=named["--attention-backend"],
-        needs=Needs((Layer(2048, causal=True), Layer(None, causal=False)), device, page_size=64),
+        needs=Needs(full_layers=True, device=device, page_size=64),
     )
-    assert choice.name == backend
+    assert chosen == backend

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft.checkpoint import Layer
 from sglang_dflash.errors import NotSupported
 
 
@@ -20,11 +19,13 @@ def folder(checkpoints: ModuleType, tmp_path: Path) -> Path:
 def test_a_draft_says_what_it_is(folder: Path) -> None:
     draft = checkpoint.read(str(folder))
     assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 3, (0, 2))
-    assert (draft.n_layers, draft.hidden_size, draft.intermediate_size) == (2, 64, 96)
-    assert (draft.n_heads, draft.n_kv_heads, draft.head_dim, draft.vocab_size) == (4, 2, 16, 128)
-    assert draft.layers == (Layer(None, causal=False),) * 2
-    assert draft.rope == {"rope_type": "default", "rope_theta": 10000.0}
-    assert draft.dtype == "bfloat16"
+    assert (draft.num_hidden_layers, draft.hidden_size, draft.intermediate_size) == (2, 64, 96)
+    assert (draft.num_attention_heads, draft.num_key_value_heads, draft.head_dim, draft.vocab_size) == (4, 2, 16, 128)
+    assert (draft.rms_norm_eps, draft.attention_bias, draft.max_position_embeddings) == (1e-6, False, 512)
+    assert (draft.layer_windows, draft.window, draft.sliding_window) == ((None, None), None, None)
+    assert draft.feature_size == 128
+    assert draft.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
+    assert (draft.dtype, draft.path) == ("bfloat16", str(folder))
 
 
 def test_fields_in_dflash_config_win_over_the_top_level(checkpoints: ModuleType, tmp_path: Path) -> None:
@@ -37,14 +38,10 @@ def test_sliding_layers_look_back_and_full_layers_see_their_block(checkpoints: M
     folder = checkpoints.write_draft(
         tmp_path, layer_types=["sliding_attention", "full_attention"], sliding_window=32, use_sliding_window=True
     )
-    assert checkpoint.read(str(folder)).layers == (Layer(32, causal=True), Layer(None, causal=False))
-
-
-def test_is_causal_written_out_is_taken_at_its_word(checkpoints: ModuleType, tmp_path: Path) -> None:
-    folder = checkpoints.write_draft(
-        tmp_path, layer_types=["sliding_attention"] * 2, sliding_window=32, is_causal=False
-    )
-    assert checkpoint.read(str(folder)).layers == (Layer(32, causal=False),) * 2
+    draft = checkpoint.read(str(folder))
+    assert (draft.layer_windows, draft.window) == ((32, None), None)
+    folder = checkpoints.write_draft(tmp_path, layer_types=["sliding_attention"] * 2, sliding_window=32)
+    assert checkpoint.read(str(folder)).window == 32
 
 
 @pytest.mark.parametrize(
@@ -65,18 +62,14 @@ def test_rope_of_either_generation(
     given: dict[str, Any], rope: dict[str, Any], checkpoints: ModuleType, tmp_path: Path
 ) -> None:
     folder = checkpoints.write_draft(tmp_path, **({"rope_parameters": None} | given))
-    assert checkpoint.read(str(folder)).rope == rope
+    assert checkpoint.read(str(folder)).rope_parameters == rope
 
 
 def test_the_target_s_rotary_fields_may_be_carried_along_unused(checkpoints: ModuleType, tmp_path: Path) -> None:
-    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_dim": 16}
-    assert checkpoint.read(str(checkpoints.write_draft(tmp_path, rope_parameters=rope))).rope == rope
-
-
-@pytest.mark.parametrize("name", ["is_causal", "causal"])
-def test_causality_is_found_in_either_place(name: str, checkpoints: ModuleType, tmp_path: Path) -> None:
-    given: dict[str, Any] = {"is_causal": True} if name == "is_causal" else {"dflash_config": {"causal": True}}
-    assert checkpoint.read(str(checkpoints.write_draft(tmp_path, **given))).layers == (Layer(None, causal=True),) * 2
+    rope = {"rope_type": "default", "rope_theta": 1e7}
+    copied = {"partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2], "mrope_interleaved": True, "rope_dim": 16}
+    folder = checkpoints.write_draft(tmp_path, rope_parameters=rope | copied)
+    assert checkpoint.read(str(folder)).rope_parameters == rope
 
 
 def test_overrides_are_applied(folder: Path) -> None:
@@ -86,7 +79,7 @@ def test_overrides_are_applied(folder: Path) -> None:
 def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints: ModuleType, folder: Path) -> None:
     shapes = {f"model.{name}": shape for name, shape in checkpoints.draft_shapes().items()}
     checkpoints.write_tensors(folder, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": [8]})
-    assert checkpoint.read(str(folder)).n_layers == 2
+    assert checkpoint.read(str(folder)).num_hidden_layers == 2
 
 
 def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: Path) -> None:
@@ -98,7 +91,7 @@ def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: P
     index = {"weight_map": {name: file for file, half in halves.items() for name in half}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").unlink()
-    assert checkpoint.read(str(folder)).n_layers == 2
+    assert checkpoint.read(str(folder)).num_hidden_layers == 2
     (folder / "model-2.safetensors").unlink()
     with pytest.raises(
         ValueError, match=r"model-2\.safetensors cannot be read as safetensors .* fetch the draft again"
@@ -129,8 +122,10 @@ def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: P
         ({"rope_parameters": {"rope_type": "longrope"}}, NotSupported, "rope_type='longrope' is not one of default,"),
         ({"partial_rotary_factor": 0.25}, NotSupported, "partial_rotary_factor or mrope_section without rope_dim=16"),
         ({"rope_parameters": {"mrope_section": [3, 3, 2]}}, NotSupported, "mrope_section without rope_dim=16"),
+        ({"rope_parameters": {"rope_dim": 8}}, NotSupported, "rope_dim=8 turns a part of heads of 16"),
+        ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash v1"),
         ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "quantization_config=.* is not DFlash v1"),
-        ({"head_dim": None}, ValueError, "config.json has no head_dim; .* add it"),
+        ({"head_dim": None}, ValueError, "config.json has no head_dim; add it"),
         ({"dflash_config": {"mask_token_id": None}}, ValueError, "config.json has no mask_token_id"),
         ({"block_size": None}, ValueError, "config.json has no block_size"),
         ({"block_size": "16"}, ValueError, "block_size is '16', not an integer of at least 2"),
@@ -146,6 +141,11 @@ def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: P
         ({"layer_types": ["full_attention"]}, ValueError, "layer_types has 1 entries for num_hidden_layers=2"),
         ({"layer_types": ["mamba", "full_attention"]}, NotSupported, "layer_types has 'mamba'"),
         ({"layer_types": ["sliding_attention"] * 2}, ValueError, "config.json has no sliding_window"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+            ValueError,
+            "sliding_window 4 is smaller than block_size 8; mend config.json",
+        ),
         (
             {"layer_types": None, "use_sliding_window": True},
             ValueError,
@@ -180,7 +180,14 @@ def test_a_harmless_head_scale_is_accepted(checkpoints: ModuleType, tmp_path: Pa
     folder = checkpoints.write_draft(
         tmp_path, dflash_config={"final_logit_softcapping": 30.0, "output_multiplier": 0.5}
     )
-    assert checkpoint.read(str(folder)).n_layers == 2
+    assert checkpoint.read(str(folder)).num_hidden_layers == 2
+
+
+def test_a_trained_mask_embedding_is_refused(folder: Path) -> None:
+    """It would have to be put into the target's embedding."""
+    (folder / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(NotSupported, match=r"has a mask embedding of its own, mask_embedding\.pt"):
+        checkpoint.read(str(folder))
 
 
 def test_files_that_are_not_a_draft(folder: Path) -> None:

@@ -124,7 +124,7 @@ def test_block_8_of_the_cards_tables_runs_with_a_16_draft(launch: Any, pair: dic
     parsed = parse(launch, line, {}, ["speculative_num_draft_tokens"])
     arguments = replace(Arguments(**parsed["arguments"]), device="sm90", accept_thresholds=(1.0, 1.0))
     config = combine(arguments, TARGET, checkpoint.read(draft_16))
-    assert (config.block_size, config.trained_block_size) == (8, 16)
+    assert (config.block_size, config.draft.block_size) == (8, 16)
 
 
 CPU = (

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.config import combine
+from sglang_dflash import config
+from sglang_dflash.config import check_arguments, combine
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft.checkpoint import Checkpoint, Layer
+from sglang_dflash.draft.checkpoint import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.arguments import Arguments, Target
 
@@ -62,18 +63,16 @@ def draft(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_everything_left_to_the_checkpoint(draft: Checkpoint) -> None:
-    config = combine(ARGUMENTS, TARGET, draft)
-    assert (config.block_size, config.trained_block_size, config.draft_window) == (8, 8, None)
-    assert (config.vocab_size, config.feature_width, config.dtype) == (128, 128, "bfloat16")
-    assert config.draft_attention_backend == "fa3"
-    assert config.rope == draft.rope
-    for name in ("mask_token_id", "target_layer_ids", "layers", "layer_types", "head_dim", "n_kv_heads"):
-        assert vars(config)[name] == vars(draft)[name]
+    served = combine(ARGUMENTS, TARGET, draft)
+    assert (served.block_size, served.draft_window, served.dtype) == (8, None, "bfloat16")
+    assert served.draft_attention_backend == "fa3"
+    assert served.draft is draft
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 8])
 def test_a_block_may_be_a_prefix_of_the_trained_one(block_size: int, draft: Checkpoint) -> None:
-    assert combine(replace(ARGUMENTS, block_size=block_size), TARGET, draft).block_size == block_size
+    served = combine(replace(ARGUMENTS, block_size=block_size), TARGET, draft)
+    assert (served.block_size, served.draft.block_size) == (block_size, 8)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
@@ -97,7 +96,13 @@ def test_an_fp8_target(device: str, asked: str | None, kept: str, draft: Checkpo
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_heads_that_can_be_split(tp_size: int, draft: Checkpoint) -> None:
-    assert combine(replace(ARGUMENTS, tp_size=tp_size), TARGET, draft).n_kv_heads == 2
+    assert combine(replace(ARGUMENTS, tp_size=tp_size), TARGET, draft).draft is draft
+
+
+def checked(arguments: Arguments, draft: Checkpoint) -> None:
+    """In the order of `DFlashConfig.from_server_args`."""
+    check_arguments(arguments)
+    combine(arguments, TARGET, draft)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,7 @@ def test_flags_without_an_exact_meaning_are_refused(
     changes: dict[str, Any], error: type[Exception], sentence: str, draft: Checkpoint
 ) -> None:
     with pytest.raises(error, match=sentence) as refusal:
-        combine(replace(ARGUMENTS, **changes), TARGET, draft)
+        checked(replace(ARGUMENTS, **changes), draft)
     assert type(refusal.value) is error
     assert "\n" not in str(refusal.value)
 
@@ -218,10 +223,9 @@ def test_rings_are_sized_before_graphs_are_captured(draft: Checkpoint) -> None:
 def test_the_context_that_is_kept(
     flag: int | None, kept_by_layers: tuple[int | None, ...], kept: int | None, draft: Checkpoint
 ) -> None:
-    layers = tuple(Layer(window, causal=window is not None) for window in kept_by_layers)
-    kinds = tuple("full_attention" if window is None else "sliding_attention" for window in kept_by_layers)
+    kinds = tuple(FULL if window is None else SLIDING for window in kept_by_layers)
     window = max((window for window in kept_by_layers if window is not None), default=None)
-    draft = replace(draft, layers=layers, layer_types=kinds, sliding_window=window)
+    draft = replace(draft, layer_types=kinds, sliding_window=window)
     assert combine(replace(ARGUMENTS, draft_window=flag), TARGET, draft).draft_window == kept
 
 
@@ -231,7 +235,6 @@ def test_the_context_that_is_kept(
         ({"mask_token_id": 128}, "mask_token_id 128 is outside the target's vocabulary of 128"),
         ({"target_layer_ids": (0, 3)}, "target_layer_ids end at 3"),  # the last layer's output cannot be captured
         ({"sliding_window": 4}, "sliding_window 4 is smaller than block_size 8"),
-        ({"layers": (Layer(None, causal=True),) * 2}, "is_causal=True on full_attention layers is not DFlash v1"),
     ],
     ids=str,
 )
@@ -242,4 +245,19 @@ def test_a_draft_that_cannot_be_right_is_refused(changes: dict[str, Any], senten
 
 def test_a_draft_need_not_say_its_vocabulary(checkpoints: ModuleType, tmp_path: Path) -> None:
     folder = checkpoints.write_draft(tmp_path, vocab_size=None)
-    assert combine(ARGUMENTS, TARGET, checkpoint.read(str(folder))).vocab_size == 128
+    assert combine(ARGUMENTS, TARGET, checkpoint.read(str(folder))).draft.vocab_size is None
+
+
+def test_arguments_are_checked_once_and_first(monkeypatch: pytest.MonkeyPatch, draft: Checkpoint) -> None:
+    """Before a file is opened or fetched."""
+    order = list[str]()
+
+    def noted(name: str, value: Any) -> Any:
+        return lambda *_: order.append(name) or value
+
+    monkeypatch.setattr(config, "arguments_of", noted("arguments", ARGUMENTS))
+    monkeypatch.setattr(config, "check_arguments", noted("checked", None))
+    monkeypatch.setattr(config.checkpoint, "read", noted("read", draft))
+    monkeypatch.setattr(config, "target_of", noted("target", TARGET))
+    assert config.DFlashConfig.from_server_args(object()).draft is draft
+    assert order == ["arguments", "checked", "read", "target"]

@@ -242,9 +242,9 @@ def test_only_one_prompt_at_a_time(shape):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_size": 64}, "the draft's hidden_size is 32, the target's 64"),
-        ({"vocab_size": 41}, "the draft's vocab_size is 40, the target's 41"),
-        ({"num_hidden_layers": 5}, "trained for a target of 4 layers, this one has 5"),
+        ({"hidden_size": 64}, "the draft: hidden_size 32 is not the target's 64 .Qwen3ForCausalLM."),
+        ({"vocab_size": 41}, "the draft: vocab_size 40 is not the target's 41"),
+        ({"num_hidden_layers": 5}, "the draft: num_target_layers 4 is not the target's 5"),
     ],
 )
 def test_a_draft_of_another_target_is_refused(change, said):
@@ -256,7 +256,7 @@ def test_a_draft_of_another_target_is_refused(change, said):
 def test_features_of_the_last_layer_are_refused():
     target = qwen3()
     config = draft_config_for(target, n_layers=1, block_size=4, mask_token_id=0, target_layer_ids=(2,))
-    with pytest.raises(ValueError, match="must lie below 3"):
+    with pytest.raises(ValueError, match=r"end at 3, and a target of 4 layers .* gives features of layers 0\.\.2"):
         DraftModel(replace(config, target_layer_ids=(3,))).spec_generate(prompt(), target, 3)
 
 

@@ -64,7 +64,7 @@ def test_a_recipe_parses_and_its_pair_is_accepted(
     tiny = Target("", "", 64, 128, 4, dtype="bfloat16", recurrent=False)
     some_draft = checkpoint.parse(checkpoints.DRAFT | {"block_size": block_size} | DIVISIBLE, "draft")
     config = combine(arguments, *published(target, draft) or (tiny, some_draft))
-    assert (config.block_size, config.trained_block_size) == (block_size, block_size)
+    assert (config.block_size, config.draft.block_size) == (block_size, block_size)
     assert config.draft_attention_backend == DRAFT_BACKENDS[gpu]
 
 

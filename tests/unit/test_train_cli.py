@@ -118,8 +118,8 @@ def test_a_cache_is_announced_used_and_kept_from_strangers(target, data, tmp_pat
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--target-layer-ids", "0,3"], "must lie below 3"),
-        (["--mask-token-id", "5000"], "mask_token_id 5000 lies outside the vocabulary"),
+        (["--target-layer-ids", "0,3"], "target_layer_ids end at 3, and a target of 4 layers"),
+        (["--mask-token-id", "5000"], "mask_token_id 5000 is outside the target's vocabulary"),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--data", "notes.md"], "neither .txt nor .jsonl"),
         (["--target", "/no/such/target"], "/no/such/target"),
