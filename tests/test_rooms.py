@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[1]
 # From the roof down: a folder of `sglang_dflash/`, or a file that lies at its top.
 FLOORS = (
     {"plugin"},
-    {"probe", "prove"},
-    {"check", "worker", "rehearsal", "launch"},
-    {"config", "cpu", "metrics", "bench"},
-    {"stages", "host", "capacity"},
-    {"width", "draft", "memory", "train"},
-    {"model", "step", "flags", "errors", "sglang_dflash_kernels", "sglang_dflash"},
+    {"probe", "prove", "launch"},
+    {"check", "worker", "rehearsal", "bench"},
+    {"config", "cpu", "metrics", "train"},
+    {"stages", "host", "capacity", "model"},
+    {"width", "draft", "memory"},
+    {"step", "flags", "errors", "sglang_dflash_kernels", "sglang_dflash"},
 )
 HEIGHT = {room: len(FLOORS) - n for n, rooms in enumerate(FLOORS) for room in rooms}
 
