@@ -255,7 +255,14 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
             bench.gate()
         console.print(f"[green]✔[/] the same {len(prompts)} answers from {', '.join(servers)}, token for token")
         rows = measure_all(bench, console)
-    document = report.document(bench, rows, command=shlex.join(["python", "-m", "launch.bench_serve", *arguments]))
+    document = report.document(
+        bench.servers,
+        bench.prompts,
+        rows,
+        bench.options,
+        n_ties=bench.n_ties,
+        command=shlex.join(["python", "-m", "launch.bench_serve", *arguments]),
+    )
     Console(width=max(console.width, TABLE_WIDTH)).print(report.table(document))
     console.print(noise(document), style="bold yellow")
     name = report.file_name()

@@ -255,7 +255,9 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
         if not rows:
             raise
     command = shlex.join(["python", "-m", "launch.bench_width", *arguments])
-    document = width_report.document(bench, rows, steps, change_concurrency=CHANGE_CONCURRENCY, command=command)
+    document = width_report.document(
+        bench.servers, bench.workloads, rows, steps, change_concurrency=CHANGE_CONCURRENCY, command=command
+    )
     print(width_report.table(document))
     console.print(noise(document), style="bold yellow")
     name = report.file_name("width")

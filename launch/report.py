@@ -1,9 +1,10 @@
 """The serving benchmark's document and its table."""
 
+import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
@@ -13,9 +14,7 @@ from sglang_dflash.bench.measure import Run
 from sglang_dflash.bench.prompts import BUNDLED
 from sglang_dflash.bench.report import lines_table
 from sglang_dflash.bench.rows import head, inherited, portable
-
-if TYPE_CHECKING:
-    from launch.bench_serve import Bench
+from sglang_dflash.bench.server import Server
 
 OVER = (Arm.OFF, Arm.STOCK, Arm.SNAPSHOT)
 METHOD = (
@@ -38,8 +37,15 @@ def summarise(measured: Sequence[rows.Row]) -> list[rows.Row]:
     return rows.summarise(measured, place=["concurrency"], arms=list(Arm), over=OVER)
 
 
-def document(bench: "Bench", measured: Sequence[rows.Row], *, command: str) -> dict[str, Any]:
-    options = bench.options
+def document(
+    servers: Mapping[Arm, Server],
+    prompts: Sequence[Sequence[int]],
+    measured: Sequence[rows.Row],
+    options: argparse.Namespace,
+    *,
+    n_ties: int,
+    command: str,
+) -> dict[str, Any]:
     return {
         **head("serve", command),
         "method": METHOD,
@@ -48,15 +54,15 @@ def document(bench: "Bench", measured: Sequence[rows.Row], *, command: str) -> d
         "draft": portable(str(options.draft)),
         "prompts": {
             "source": portable(str(options.data or BUNDLED)),
-            "n": len(bench.prompts),
-            "n_tokens": sum(map(len, bench.prompts)),
+            "n": len(prompts),
+            "n_tokens": sum(map(len, prompts)),
             "thinking": not options.no_thinking,
             "max_new_tokens": options.max_new_tokens,
         },
-        "gate": {"equal": True, "tie_gap": options.tie_gap, "n_near_ties": bench.n_ties},
+        "gate": {"equal": True, "tie_gap": options.tie_gap, "n_near_ties": n_ties},
         "servers": {
             arm: {"command": portable(shlex.join(server.command)), "env": inherited() | server.env}
-            for arm, server in bench.servers.items()
+            for arm, server in servers.items()
         },
         "summary": summarise(measured),
         "rows": list(measured),

@@ -6,14 +6,13 @@ Every number of the table can be recomputed from the rows and steps. Paths of th
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from launch.width_workloads import Workload
 from sglang_dflash.bench.measure import Run, ratios, spread
 from sglang_dflash.bench.rows import head, inherited, portable, rounded, shown
-
-if TYPE_CHECKING:
-    from launch.bench_width import Bench
+from sglang_dflash.bench.server import Server
 
 OFF, AUTO = "off", "auto"
 STATIC = ("1", "4", "8", "16")  # arms that verify always the same number of tokens
@@ -159,7 +158,13 @@ def followed_after(widths: Sequence[int], usual: Sequence[int]) -> int | None:
 
 
 def document(
-    bench: "Bench", rows: Sequence[dict[str, Any]], steps: Sequence[Step], *, change_concurrency: int, command: str
+    servers: Mapping[str, Server],
+    workloads: Sequence[Workload],
+    rows: Sequence[dict[str, Any]],
+    steps: Sequence[Step],
+    *,
+    change_concurrency: int,
+    command: str,
 ) -> dict[str, Any]:
     summary = summarise(rows)
     return {
@@ -173,11 +178,11 @@ def document(
                 "sampling": dict(workload.sampling),
                 "prompts_by_concurrency": {c: len(workload.at(c)) for c in workload.concurrency},
             }
-            for workload in bench.workloads
+            for workload in workloads
         },
         "servers": {
             arm: {"command": portable(shlex.join(server.command)), "env": _portable_env(inherited() | server.env)}
-            for arm, server in bench.servers.items()
+            for arm, server in servers.items()
         },
         "claims": claims(summary),
         "summary": summary,
