@@ -39,7 +39,7 @@ RULES = {rule.__name__: rule for rule in (draw_twice, argmax_inside, above_thres
 
 def spoil(worker) -> None:
     rule = RULES[os.environ["WRONG_ACCEPTANCE"]]
-    honest_sample, honest_accept = worker.Choice._sample, worker.accept
+    honest_sample, honest_accept = worker.Choice._sample, worker.accept_ref
     sampled = []
 
     def sample(self, logits_TV, info, plan):
@@ -55,7 +55,7 @@ def spoil(worker) -> None:
             sampled.clear()
         return honest_accept(tokens_BN, target_BN, prefix_len_B)
 
-    worker.Choice._sample, worker.accept = sample, accept
+    worker.Choice._sample, worker.accept_ref = sample, accept
     print(SAID + rule.__name__, flush=True)
 
 
