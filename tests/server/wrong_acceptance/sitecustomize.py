@@ -42,11 +42,11 @@ def spoil(worker) -> None:
     honest_sample, honest_accept = worker.Choice._sample, worker.accept_ref
     sampled = []
 
-    def sample(self, logits_TV, info, plan):
-        temperature_T1 = info.temperatures.repeat_interleave(plan.width, dim=0)
-        again_T = honest_sample(self, logits_TV.clone(), info, plan)
-        sampled[:] = again_T.long().view(-1, plan.width), (logits_TV / temperature_T1).softmax(dim=-1)
-        return honest_sample(self, logits_TV, info, plan)
+    def sample(self, logits_TV, info, positions_BN):
+        temperature_T1 = info.temperatures.repeat_interleave(positions_BN.shape[1], dim=0)
+        again_T = honest_sample(self, logits_TV.clone(), info, positions_BN)
+        sampled[:] = again_T.long().view(positions_BN.shape), (logits_TV / temperature_T1).softmax(dim=-1)
+        return honest_sample(self, logits_TV, info, positions_BN)
 
     def accept(tokens_BN, target_BN, prefix_len_B):
         if sampled:  # by this step; greedy steps draw nothing
