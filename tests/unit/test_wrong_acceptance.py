@@ -1,0 +1,47 @@
+"""The law's negative controls take what the worker gives them: the full battery alone would notice too late."""
+
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_dflash.stages import build
+from sglang_dflash.stages.choice import Choice
+
+SPOILER = Path(__file__).parents[1] / "server" / "wrong_acceptance" / "sitecustomize.py"
+
+
+def test_a_spoilt_acceptance_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    edits = {}
+    monkeypatch.setitem(sys.modules, "after_loading", SimpleNamespace(edit_after_loading=edits.update))
+    monkeypatch.setenv("WRONG_ACCEPTANCE", "any")
+    spec = importlib.util.spec_from_file_location("spoiler", SPOILER)
+    assert spec is not None
+    assert spec.loader is not None
+    spoiler = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(spoiler)
+    spoiler.RULES["any"] = any_draft
+    ((module, spoil),) = edits.items()
+    assert module == build.__name__
+
+    parameters = list(inspect.signature(Choice._sample).parameters)
+    monkeypatch.setattr(build, "ACCEPT", build.ACCEPT)  # so that it is put back
+    monkeypatch.setattr(Choice, "_sample", lambda self, logits_TV, info, positions_BN: torch.tensor([0, 2, 1]))
+    spoil(build)
+    assert list(inspect.signature(Choice._sample).parameters) == parameters
+    tokens_BN, prefix_len_B = torch.tensor([[3, 1, 0]]), torch.zeros(1, dtype=torch.int64)
+    info = SimpleNamespace(temperatures=torch.ones(1, 1))
+    target_BN = Choice._sample(None, torch.eye(3, 4), info, torch.arange(3)[None])[None]  # type: ignore[arg-type]
+    sampled, greedy = (build.ACCEPT.on_cpu(tokens_BN, target_BN, prefix_len_B) for _ in range(2))
+    assert sampled.n_accepted_B.tolist() == [2], "the rule decides where something was drawn"
+    assert greedy.n_accepted_B.tolist() == [0]
+
+
+def any_draft(
+    tokens_BN: torch.Tensor, target_BN: torch.Tensor, again_BN: torch.Tensor, probs_BNV: torch.Tensor
+) -> torch.Tensor:
+    return tokens_BN.roll(-1, dims=1)
