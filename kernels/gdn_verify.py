@@ -1,6 +1,6 @@
 """Gated delta rule over a drafted block: outputs for every slot, and a record from which any prefix can be kept.
 
-Verify must not touch the recurrent state, because nobody knows yet how much of the block is accepted. Storing the
+Verify must not touch the recurrent state, because how much of the block is accepted is not known yet. Storing the
 state after every token costs H V K values per token (3 MiB a layer at Qwen3.5-27B). The record of a token is what it
 adds to the state, delta and key, and the log decay up to it: H V + G K + H values, and `gdn_fold` needs no more.
 

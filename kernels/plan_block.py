@@ -6,7 +6,7 @@ Cost: reads BN slots, writes 3BN; a few KiB, so it is launch-bound and one launc
 
 The block lies right behind the prefix: the anchor is committed but has no KV yet. The scheduler reserves slots for
 the whole block before the step. A position past the end of its row is never read; it gets KV slot 0, the padding
-slot, whose content nobody reads. `req_pool_indices_B` must be rows of the table; that is not checked.
+slot, whose content is never read. `req_pool_indices_B` must be rows of the table; that is not checked.
 """
 
 from typing import NamedTuple

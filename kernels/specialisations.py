@@ -16,8 +16,8 @@ KERNELS = ("plan_block", "accept", "penalise", "append_context", "gdn_verify", "
 
 
 class Server(NamedTuple):
-    widths: tuple[int, ...]  # of the blocks that are verified
-    block_size: int  # of those that are drafted
+    widths: tuple[int, ...]  # of verified blocks
+    block_size: int  # of drafted blocks
     batch_sizes: Iterable[int]  # requests of a step, padding included
     n_value_heads: int  # of a recurrent layer, on one rank; 0 where no state is folded
     value_width: int

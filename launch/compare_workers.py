@@ -195,7 +195,7 @@ class Comparison:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The README's table: one line per parameter, all its cases together."""
+    """The table of `docs/exactness.md`: one line per parameter, all its cases together."""
     lines = ["| parameter | SGLang's built-in DFLASH | sglang-dflash |", "|---|---|---|"]
     for name in sorted({row["row"] for row in rows}, key=ORDER.index):
         mine = [row for row in rows if row["row"] == name]

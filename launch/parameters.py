@@ -61,7 +61,7 @@ SUM = 'root ::= number (" + " number)+ " = " number\nnumber ::= [0-9]+'
 class Case(NamedTuple):
     """One way to ask."""
 
-    row: str  # the parameter, as the README's table calls it
+    row: str  # the parameter, as the table of exactness.md calls it
     name: str
     sampling: Mapping[str, Any] = {}  # sampling parameters
     fields: Mapping[str, Any] = {}  # other fields of the request

@@ -149,7 +149,7 @@ def fetch(url: str) -> dict[str, Any]:
     """What a running server says of its DFLASH: `internal_states[0]["dflash"]` of `GET /server_info`.
 
     Raises:
-        OSError: nobody answers.
+        OSError: no server answers.
         ValueError: the server is another one, or does not serve DFLASH with our worker.
     """
     try:

@@ -82,7 +82,7 @@ class Flag:
     meaning: str
     whose: str = "ours"
     pattern: str = "(?!)"  # further values: whatever it matches; nothing
-    example: str = ""  # of those
+    example: str = ""  # a value that `pattern` matches
 
 
 # SGLang's spellings of a switch; it takes anything else for the default, with a warning.

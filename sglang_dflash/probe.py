@@ -1,7 +1,7 @@
 """Our worker, watched from inside the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
 
-At launch steps of nobody's are taken at every captured batch size, one less than each (such a batch is padded), and
-every width. Then every step that is served is watched. `GET /server_info` tells what was seen, under
+At launch it takes dummy steps at every captured batch size, at one less than each (such a batch is padded), and at
+every width. Then it watches every step that is served. `GET /server_info` tells what was seen, under
 `dflash.probe`. Nothing of this runs in a server without the flag.
 
     drafts    a copy taken when the draft has run, compared with the drafts themselves when the target has
@@ -65,7 +65,7 @@ class Probe:
         self.has_gpu = self.device.type != "cpu"
         self.changed = dict[Size, torch.Tensor]()  # drafts that are others after the target's replay
         self.n_steps = defaultdict[Size, int](int)
-        self.n_served = defaultdict[Size, int](int)  # of those, not nobody's
+        self.n_served = defaultdict[Size, int](int)  # of `n_steps`, the steps of real requests
         self.rows = dict[Size, Rows]()
         self.raw: Any = None  # the last replay's output, padded rows included
         self.times = StageClock(self.has_gpu, worker.device)
@@ -75,7 +75,7 @@ class Probe:
             if engine.graphs is not None:
                 self._keep_output(engine.graphs)
 
-    # -- steps of nobody's -----------------------------------------------------------------------------------------
+    # -- dummy steps -----------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
         """Numbers of requests: each captured one, and one less."""

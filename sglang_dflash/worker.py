@@ -1,14 +1,14 @@
 """The DFLASH worker: what SGLang's scheduler talks to. It orders the stages of a step; it does no tensor arithmetic.
 
-    width      how much of it to verify      chooser.py, width.py
-    plan       where the block goes          planner.py
-    draft      guess the block               drafter.py, draft_model.py
-    verify     the target scores it          verifier.py
-    choose     the target's own tokens       choice.py
-    accept     the agreed prefix, one more   kernels/accept.py
-    commit     recurrent state               state.py
+    width      how much of the block to verify   width/chooser.py
+    plan       where the block goes              stages/planner.py
+    draft      guess the block                   stages/drafter.py, draft/sglang_model.py
+    verify     the target scores it              stages/verifier.py
+    choose     the target's own tokens           stages/choice.py
+    accept     the agreed prefix, one more       kernels/accept.py
+    commit     recurrent state                   stages/state.py
     publish    the scheduler may go on
-    append     context K/V of kept rows      context_kv.py
+    append     context K/V of kept rows          stages/context_kv.py
 
 Every variant (window or not, hybrid or not, ...) is decided when the server starts, as a class.
 """

@@ -1,7 +1,7 @@
-"""Two processes share the tests: one runs those that share servers, the other the rest meanwhile, file by file.
+"""Two processes share the tests: one runs the tests that share servers, the other the rest meanwhile, file by file.
 
 The exactness battery starts a server for each of its variants, which nothing else uses in `make test`, so it is a part
-of the rest; but its default variant's server is one of those that are shared.
+of the rest; but its default variant's server is shared.
 """
 
 import re

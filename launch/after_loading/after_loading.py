@@ -1,4 +1,4 @@
-"""Edits modules of a process from outside: each once, as soon as it is loaded, before anybody uses it.
+"""Edits modules of a process from outside: each once, as soon as it is loaded, before it is used.
 
 For `sitecustomize` modules, which Python imports before anything else. `parameters.path_with` puts this folder on
 PYTHONPATH beside theirs. No production code knows of this.

@@ -44,7 +44,7 @@ class Engine(Protocol):
         """Returns when the answer has come; what it returns reads it."""
 
     def counted(self) -> Steps | None:
-        """Steps since the engine started, of those that count them for all requests together."""
+        """Steps since the engine started; None where the engine does not count them for all requests together."""
 
     def widths(self) -> dict[str, int] | None:
         """Steps by width since the engine started; None where it does not tell."""
@@ -81,7 +81,7 @@ class HttpEngine:
         """Find out whose server it is, and which model it serves.
 
         Raises:
-            ServerError: nobody answers, the server is not of the expected kind, or lacks the model.
+            ServerError: no server answers, the server is not of the expected kind, or lacks the model.
         """
         try:
             self.kind = self._whose()

@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The short commit, with `-dirty` when tracked files differ from it; `unknown` outside a git checkout."""
-    if not (CHECKOUT / ".git").exists():  # an installed package may lie inside somebody else's repository
+    if not (CHECKOUT / ".git").exists():  # an installed package may lie inside another repository
         return "unknown"
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"],

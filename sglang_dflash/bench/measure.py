@@ -27,7 +27,7 @@ class Steps(NamedTuple):
 
     n: int  # verify steps, or decode steps without speculation
     n_accepted: int  # drafts accepted in those steps
-    reached_D: tuple[int, ...] = ()  # how many steps accepted at least 1, 2, ... drafts; empty where nobody counts
+    reached_D: tuple[int, ...] = ()  # how many steps accepted at least 1, 2, ... drafts; empty where not counted
 
     @property
     def committed_per_step(self) -> float:
@@ -108,7 +108,7 @@ def slices(n_prompts: int, concurrency: int) -> list[slice]:
 
 
 def rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
-    """The same arms, beginning `by` places later: nobody is always first."""
+    """The same arms, beginning `by` places later, so that no arm is always first."""
     first = by % len(arms)
     return [*arms[first:], *arms[:first]]
 

@@ -19,7 +19,7 @@ def port_is_free(port: int) -> bool:
 
 
 # A server listens only seconds after its port was chosen. Meanwhile the UDP port of the same number, which nothing here
-# uses, shows that somebody has chosen it. It is given back when the process ends, however it ends.
+# uses, shows that it is taken. It is given back when the process ends, however it ends.
 CLAIMS: dict[int, socket.socket] = {}
 
 

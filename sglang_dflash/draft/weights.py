@@ -1,4 +1,4 @@
-"""How a draft checkpoint's tensors meet the draft model's parameters. Knows names and storage, nothing of the model."""
+"""Maps a draft checkpoint's tensors to the draft model's fused parameters. Knows names and storage, not the model."""
 
 from __future__ import annotations
 

@@ -146,5 +146,5 @@ def why_not(name: str, needs: Needs) -> str:
 
 
 def _reads(backend: Backend, needs: Needs) -> bool:
-    """A quantized cache: of those that SGLang offers, `append_context` writes fp8_e4m3 alone."""
+    """A quantized cache. SGLang offers several; `append_context` writes fp8_e4m3 alone."""
     return needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv

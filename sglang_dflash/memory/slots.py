@@ -98,7 +98,7 @@ class RingSlots:
         assert n_rows * size <= draft_runner.max_total_num_tokens, "a ring for every row"
         assert self.table.shape == (n_rows, size), "a row for every ring"
         self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
-        # On the host: the same, which request's prompt was read into a row last (SGLang counts a row's), and how far.
+        # Host copies: `first_R`, the generation of the row's current request (SGLang's counter), its prompt's end.
         self.first_R_cpu = np.zeros(n_rows, np.int64)
         self.generation_R, self.end_R = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
         self.columns = torch.arange(window + self.page - 1 + block_size, device=device)

@@ -1,7 +1,7 @@
 """DFLASH on the server's `/metrics`, beside SGLang's own and with its labels (`--enable-metrics`).
 
-What there is, is in `metric_table.py`. A step adds to plain integers where SGLang has its outcome on the host; now and
-then they are handed to Prometheus.
+`table.py` lists the metrics. A step adds to plain integers where SGLang has its outcome on the host; now and then they
+are handed to Prometheus.
 """
 
 from __future__ import annotations

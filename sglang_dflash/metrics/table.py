@@ -1,6 +1,6 @@
 """The metrics there are, as data: name, type, unit, labels, what each tells, and what to do when it is bad.
 
-`metrics.py` exports them, `launch/grafana/README.md` shows the table, the dashboard beside it plots all of them.
+`meter.py` exports them, `launch/grafana/README.md` shows the table, the dashboard beside it plots all of them.
 """
 
 from enum import StrEnum
@@ -84,9 +84,9 @@ METRICS = (
         ("stage",),
         f"Time of a step's {', '.join(STAGES)}; one step in {SAMPLE_EVERY} is measured. On a GPU the device's, between "
         "events that are read later; on a CPU the host's.",
-        "Draft above a third of verify: a shorter draft window, or `--speculative-draft-attention-backend`. Choose in "
-        "milliseconds: grammars or penalties. All high while the GPU idles: a slow host, or graphs that were not "
-        "captured (`--cuda-graph-max-bs-decode`).",
+        "Draft above a third of verify: shorten the draft window or change `--speculative-draft-attention-backend`. "
+        "Choose in milliseconds: grammars or penalties take it. All high while the GPU idles: the host is slow, or "
+        "graphs were not captured (`--cuda-graph-max-bs-decode`).",
     ),
     Metric(
         "cut_blocks_total",

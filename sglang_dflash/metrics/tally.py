@@ -18,14 +18,14 @@ class Request(Protocol):
 class Tally:
     """Counts since it was made.
 
-    Counted are the requests that the scheduler counts in their `meta_info`: under the overlap schedule a step may still
-    verify a block of one that has ended or was retracted, and what came of that is nobody's.
+    It counts the requests that the scheduler counts in their `meta_info`. Under the overlap schedule a step may still
+    verify a block of a request that has ended or was retracted: that outcome is not counted.
     """
 
     def __init__(self) -> None:
         self.n_steps = Counter[int]()  # by width; a batch's step is one
         self.n_blocks = Counter[tuple[int, int]]()  # by width and accepted drafts; every request of a batch has one
-        self.n_cut_blocks = Counter[int]()  # by committed tokens; those drafted with less context than their window
+        self.n_cut_blocks = Counter[int]()  # by committed tokens; cut: drafted with less context than its window
 
     def add(self, width: int, n_accepted_B: Sequence[int], is_cut_B: Sequence[bool]) -> None:
         """A step of requests that go on.

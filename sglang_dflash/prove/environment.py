@@ -11,7 +11,7 @@ from sglang_dflash import check
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Finding, require
 
-# What SGLang, or we, import without which no server starts, or nobody can talk to it.
+# Modules that SGLang or we import, and without which no server starts or answers.
 MODULES = ("sglang", "torch", "triton", "transformers", "httpx", "psutil", "rich", "huggingface_hub", "fastapi", "zmq")
 
 

@@ -96,7 +96,7 @@ class Place:
         return ATTENTION.get(self.device, ("triton",))
 
     def page_sizes(self, attention: str) -> list[int]:
-        """Of those that are tried, what the backend takes."""
+        """The tried page sizes that the backend takes."""
         pages = BACKENDS[attention].pages
         return [size for size in PAGE_SIZES if not pages or size in pages]
 

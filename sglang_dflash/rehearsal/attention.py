@@ -108,7 +108,7 @@ class Paged(NamedTuple):
 
 
 def refuse(op: str, others: dict[str, Any]) -> None:
-    """What a definition does not define is asked by nobody."""
+    """Raise where a caller asks for what a definition does not define."""
     asked = {name: value for name, value in others.items() if value is not None and value is not False}
     if asked:
         raise NotImplementedError(f"{op} with {', '.join(asked)} is not defined in the rehearsal; run this on a GPU")

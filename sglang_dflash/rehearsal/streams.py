@@ -160,7 +160,7 @@ def _free(memory: Memory) -> None:
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    """The allocator gives this memory to nobody before `stream` is done with it."""
+    """The allocator does not give this memory away before `stream` is done with it."""
     memory_of(tensor).owner = None
 
 

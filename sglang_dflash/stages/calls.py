@@ -39,8 +39,8 @@ class Stages(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What a step calls, in its order. Whoever measures steps puts others in their place; a server that nobody measures
-    runs nothing of that."""
+    """What a step calls, in its order. What measures steps puts other calls in their place; a server
+    that is not measured runs these."""
 
     plan: Callable[..., Plan]
     draft: Callable[..., torch.Tensor]

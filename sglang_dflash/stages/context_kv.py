@@ -1,10 +1,10 @@
 """Remember: the target's features become the draft's context K/V.
 
 The draft never runs over the prompt: its context K/V depend on the target's features only. Which slots they go to is
-for `draft_slots.py` to say.
+for `memory/slots.py` to say.
 
-Nobody reads them before the next block is drafted. So steps that draft nothing only keep their features, and one
-projection serves many of them: it reads the draft's weights once, and such a step is little more than decoding.
+They are not read before the next block is drafted. So steps that draft nothing only keep their features, and one
+projection serves many steps: it reads the draft's weights once, and such a step is little more than decoding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.step import Plan
 
-LATE_ROWS = 64  # wait at most; what a matrix product over few rows costs hardly depends on their number
+LATE_ROWS = 64  # so many rows wait at most; a small matrix product costs about the same whatever its number of rows
 
 
 class LateRows:
@@ -67,7 +67,7 @@ class LateRows:
         return rows
 
     def forget(self) -> None:
-        """Without writing them: nobody will read their slots."""
+        """Drop the rows unwritten: their slots will not be read."""
         self.positions, self.slots = [], []
 
 
@@ -97,7 +97,7 @@ class ContextKV:
     @torch.inference_mode()
     def append(self, rids: Sequence[str], plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
         """Write the context K/V of the first `n_kept` rows of every block (the anchor and the accepted drafts), now or,
-        where only the anchors were verified, before somebody reads them."""
+        where only the anchors were verified, before the next draft reads them."""
         positions_T = plan.verified.positions_BN.view(-1)
         slots_T = self.slots.of_block(plan, plan.verified)
         if plan.drafted is not None:

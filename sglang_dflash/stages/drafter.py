@@ -2,7 +2,7 @@
 
 The block runs as SGLang's TARGET_VERIFY mode on the draft's own runner: that gives it N queries per request over the
 context K/V, attention metadata of every backend, and CUDA graphs. Where the context K/V are, and what of them a block
-sees, is for `draft_slots.py` to say.
+sees, is for `memory/slots.py` to say.
 """
 
 from __future__ import annotations

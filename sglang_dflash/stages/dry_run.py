@@ -1,8 +1,7 @@
-"""Steps of requests that are nobody's, run when the server starts: what is compiled for a step is compiled then, and
-what a step costs becomes known.
+"""Steps of dummy requests, run when the server starts: they compile what a step compiles, and time a step.
 
-Their rows of the request table are empty, so they read and write the padding slots of the pools, or rings that nobody
-has yet. A recurrent state each has of its own (`own_states`): one state for all would be read from a cache.
+Their rows of the request table are empty, so they read and write the padding slots of the pools, or rings that no
+request has yet. Each has a recurrent state of its own (`own_states`): one state for all would be read from a cache.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from sglang_dflash.step import Plan
 CONTEXT = 256  # tokens before the block
 ROUNDS = 5
 IN_A_ROW = 3  # steps that are timed together on a device: while one runs, the host launches the next, as when serving
-NOBODY = [""]  # a request's name
+DUMMY = [""]  # a request's name
 
 
 class DryRun:
@@ -49,7 +48,7 @@ class DryRun:
                 stages.choice.penalties.dry_run(self._plan(size, width).verified.tokens_BN, logits_TV)
             # As a prompt's rows are written, and those of steps that draft nothing: all of them.
             n_kept_B = torch.ones_like(anchors.rows_B)
-            stages.context_kv.append(NOBODY * size, anchors, features_TC[:size], n_kept_B)
+            stages.context_kv.append(DUMMY * size, anchors, features_TC[:size], n_kept_B)
             stages.context_kv.before_draft(whole)
 
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
@@ -111,7 +110,7 @@ class DryRun:
             tokens_BN = plan.verified.tokens_BN
             accepted = stages.accept(tokens_BN, logits_TV.argmax(dim=-1).view(tokens_BN.shape), plan.prefix_len_B)
             stages.verifier.commit(batch, plan, accepted.n_committed_B)
-            stages.context_kv.append(NOBODY * n_requests, plan, features_TC, accepted.n_committed_B)
+            stages.context_kv.append(DUMMY * n_requests, plan, features_TC, accepted.n_committed_B)
             return logits_TV, features_TC
 
         return step
@@ -128,8 +127,8 @@ class DryRun:
 
 
 def batch_sizes(n_requests: int) -> list[int]:
-    """Kernels are compiled for one request, for multiples of 16 and for all else, some for each power of two that the
-    batch fits into: batches that meet every combination of those."""
+    """Batches that meet every combination of what kernels are compiled for: one request, multiples of 16 and all else,
+    and for some kernels each power of two that the batch fits into."""
     powers = [2**i for i in range(n_requests.bit_length() + 1)]
     sizes = {size for power in powers for size in (power - 1, power)}
     sizes |= {n_requests - 1, n_requests, n_requests - n_requests % 16}

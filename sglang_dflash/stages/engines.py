@@ -1,4 +1,4 @@
-"""What of the target is made once per width: attention backend, recurrent state, captured graphs.
+"""The parts of the target that each width has of its own: attention backend, recurrent state, captured graphs.
 
 SGLang's backends and graph runners read the number of tokens per request from its configuration when they are made.
 So each further width gets its own, made under that width; weights and memory pools are shared, and so is the scratch

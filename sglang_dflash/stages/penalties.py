@@ -3,7 +3,7 @@
 SGLang's penalizers count one token per step, read from the host; with several tokens per step, the newest still on the
 device, they cannot. So we count ourselves. Invariant after every step: `counts_RV[row]` says how often each token is
 in the output of the request that holds the row, the anchor included. Rows are handed out when a request that asks for
-a penalty is prefilled; nobody else pays, and a server that never meets one allocates nothing.
+a penalty is prefilled; other requests do not pay, and a server that never meets one allocates nothing.
 
 A retracted request is prefilled again with what it had output, and counts that too.
 """
@@ -55,7 +55,7 @@ class Penalties:
         shape = len(batch.reqs), self.counts_RV.shape[1]
         info.acc_additive_penalties = torch.zeros(shape, device=batch.device)
         info.acc_additive_penalties[asked.index_P] = additive(counts_P1V, n_output_P1, asked)[:, 0]
-        if info.acc_scaling_penalties is not None:  # somebody asks for a repetition penalty
+        if info.acc_scaling_penalties is not None:  # a request asks for a repetition penalty
             info.acc_scaling_penalties = torch.ones(shape, device=batch.device)
             info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
 

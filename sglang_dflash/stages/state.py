@@ -5,7 +5,7 @@ back, so the target's verify leaves the persistent state alone and keeps what is
 either the state after every token, or what every token adds to it. A second copy goes to the request's tracking slot
 when the accepted prefix crosses a multiple of the track interval: that state is what the radix cache can resume from.
 
-Of a block of one token nothing can be rejected: there the target decodes as it does without speculation, in place.
+A block of one token has nothing to reject: the target decodes it as without speculation, updating its state in place.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SnapshotState:
 class FoldState:
     """Verify records what each token adds to the state; commit sums the accepted records into it, all layers at once.
 
-    The records take the place of the states per token in SGLang's pool (`state_pool.py`), and our verify that of
+    The records take the place of the states per token in SGLang's pool (`memory/records.py`), and our verify that of
     SGLang's in the attention backend, so the backend hands one to the other, eagerly and in captured graphs alike. The
     windows of the causal convolution are small and stay SGLang's.
 

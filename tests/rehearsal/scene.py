@@ -24,7 +24,7 @@ class Scene:
     def __post_init__(self) -> None:
         torch.manual_seed(self.seed)
         n_pages = [-(-n // self.page_size) for n in self.n_keys]
-        order = torch.randperm(sum(n_pages) + 3).tolist()  # three hold nobody's keys
+        order = torch.randperm(sum(n_pages) + 3).tolist()  # three hold no request's keys
         self.pages = [[order.pop() for _ in range(n)] for n in n_pages]
         self.k_cache = torch.randn(sum(n_pages) + 3, self.page_size, G, E)
         self.v_cache = torch.randn(sum(n_pages) + 3, self.page_size, G, self.value_width)

@@ -1,4 +1,4 @@
-"""Soak: many clients, everything at once, seeded; whoever is served gets their own answer and nobody else's.
+"""Soak: many clients, everything at once, seeded; each client gets its own answer and no other.
 
 The book of answers is written beforehand, with speculation off. While a server is soaked, clients ask from it, leave
 early, are aborted, ask for nonsense; one of them flushes and pauses. Each finished greedy answer must be the book's,

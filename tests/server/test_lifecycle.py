@@ -228,7 +228,7 @@ def long_prompts() -> list[list[int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("n", [5, 6, 15, 16, 17, 18, 33])
-def test_at_the_context_limit_nobody_else_s_tokens_change(
+def test_at_the_context_limit_no_other_s_tokens_change(
     tight: Server, long_prompts: list[list[int]], reference: Callable, n: int
 ) -> None:
     """Requests that run into the limit after `n` tokens reserve past it; a row's end must not reach the next row."""

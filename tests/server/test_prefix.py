@@ -156,7 +156,7 @@ def all_at_once(server: Server, prompts: Sequence[list[int]], options: Sequence[
         return list(pool.map(lambda prompt, given: server.generate(prompt, **given), prompts, options))
 
 
-def test_what_each_was_told_comes_back_to_nobody_else(serving: Serving) -> None:
+def test_what_each_was_told_comes_back_to_it_alone(serving: Serving) -> None:
     """Each asks for a record of a person of an age of their own; the target repeats it."""
     ages = range(20, 44)
     question = "Make a JSON record for {}, age {}, a painter from Peru who likes coins and eggs. Favourite colour: red."

@@ -1,6 +1,6 @@
 """Two ranks, over gloo: they emit what one rank emits, and draw the same tokens.
 
-SGLang seeds its ranks alike, and ranks that draw alike need nobody to make them agree. Here each has random numbers of
+SGLang seeds its ranks alike, and ranks that draw alike need no exchange to agree. Here each has random numbers of
 its own (`unlike_ranks/`). With `SGLANG_SPEC_TP_SYNC=off`, which lets each keep what it drew, the last test fails: their
 steps differ in length, and the server stops answering.
 """

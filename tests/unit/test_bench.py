@@ -173,7 +173,7 @@ def test_a_refused_prompt_ends_the_program(
         bench("--base-url", fake(), "--data", str(data))
 
 
-def test_where_nobody_answers() -> None:
+def test_where_no_server_answers() -> None:
     with pytest.raises(ServerError, match=r"nobody answers at http://127\.0\.0\.1:9"):
         main(["--base-url", "http://127.0.0.1:9"])
 

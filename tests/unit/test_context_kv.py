@@ -1,4 +1,4 @@
-"""When context K/V are written: at once, or before somebody reads them."""
+"""When context K/V are written: at once, or before they are read."""
 
 from types import SimpleNamespace
 
@@ -71,7 +71,7 @@ def test_steps_without_drafts_are_written_together_before_the_next_draft():
     assert context.model.n_calls == 0
     assert not k.any()
     context.before_draft(step([[6], [7]], drafts=False))
-    assert not k.any(), "nobody reads"
+    assert not k.any(), "not read yet"
     context.before_draft(step([[6, 7], [8, 9]], drafts=True))
     assert context.model.n_calls == 1
     assert k[:6, 0, 0].tolist() == [1, 1, 2, 2, 3, 3]

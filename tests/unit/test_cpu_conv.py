@@ -133,7 +133,7 @@ def test_padded_rows_are_skipped(weights, N: int | None):
 
 
 def test_a_pool_may_hold_more_inputs_than_the_convolution_needs(weights):
-    """The first P are the state; the rest is somebody else's."""
+    """The first P are the state; the rest belongs to others."""
     weight, bias, _ = weights
     pool = torch.randn(SLOTS, F_, P + 2)
     x_BNF, states = torch.randn(1, 2, F_), pool.clone()

@@ -227,6 +227,12 @@ def test_fields_of_server_info_exist(page: Path) -> None:
     assert set(re.findall(r"`dflash\.([\w.]+)`", page.read_text())) <= known
 
 
+def test_the_step_in_the_readme_is_the_worker_s() -> None:
+    step = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    worker = (ROOT / "sglang_dflash" / "worker.py").read_text()
+    assert not [line for line in step.splitlines() if f"        {line.split('  # ')[0]}\n" not in worker]
+
+
 # -- numbers -------------------------------------------------------------------------------------------------------
 
 

@@ -46,7 +46,7 @@ def test_half_stays_free_as_far_as_was_known(graphs_gib: float, n_built: int) ->
 
 @pytest.mark.parametrize(("reserve_gib", "n_built"), [(4.0, 6), (6.5, 4), (8.0, 3), (9.5, 2), (11.0, 1)])
 def test_what_sampling_and_prompts_need_stays_free(reserve_gib: float, n_built: int) -> None:
-    """Where that is more than half of what was free; but for the first width, of which nobody knows what it takes."""
+    """Where that is more than half of what was free; except the first width, whose memory is not known before."""
     widths, left = built(10.0, 1.0, reserve_gib)
     assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
     assert left >= reserve_gib or n_built < 3

@@ -125,7 +125,7 @@ def test_a_prompt_in_chunks_is_counted_once():
 def test_rows_are_used_again():
     """The table grows with the requests that run at once, not with those that have ever run."""
     penalties = Penalties(V, torch.device("cpu"))
-    kept = []  # somebody else holds on to finished requests
+    kept = []  # so that finished requests are not freed
     for _ in range(40):
         reqs = [Request({"presence_penalty": 1.0}, 2) for _ in range(3)]
         prefill(penalties, reqs)

@@ -97,7 +97,7 @@ def test_another_server_is_told(
     assert url[0] in line
 
 
-def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(monkeypatch, "--server", f"http://127.0.0.1:{free_port(31990)}") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("no SGLang server answers at http://127.0.0.1:")

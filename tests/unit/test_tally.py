@@ -8,7 +8,7 @@ from sglang_dflash.metrics.tally import Tally, goes_on
 
 
 def tally() -> Tally:
-    """Three steps: two requests and all 4 tokens, one of them drafted after a hit; one at width 2; one of nobody."""
+    """Three steps: two requests and all 4 tokens, one of them drafted after a hit; one at width 2; an empty one."""
     tally = Tally()
     tally.add(4, [3, 0], [False, True])
     tally.add(2, [1], [True])
@@ -50,7 +50,7 @@ def test_each_request_has_its_own_outcome() -> None:
 @pytest.mark.parametrize(
     ("is_retracted", "finished", "counted"), [(False, False, True), (True, False, False), (False, True, False)]
 )
-def test_what_came_of_an_ended_or_retracted_request_is_nobody_s(
+def test_the_outcome_of_an_ended_or_retracted_request_is_not_counted(
     is_retracted: bool, finished: bool, counted: bool
 ) -> None:
     assert goes_on(SimpleNamespace(is_retracted=is_retracted, finished=lambda: finished)) is counted

@@ -1,7 +1,7 @@
 """Every rank draws from random numbers of its own, in processes that have this folder on PYTHONPATH.
 
-SGLang seeds all ranks alike, so that they draw alike even where nobody makes them. Here only an exchange between them
-does. Python imports `sitecustomize` before anything else, so the module below is met while it is being loaded.
+SGLang seeds all ranks alike, so that they draw alike even without an exchange. Here only an exchange between them makes
+them. Python imports `sitecustomize` before anything else, so the module below is met while it is being loaded.
 """
 
 from after_loading import edit_after_loading

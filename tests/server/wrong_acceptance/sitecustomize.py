@@ -1,7 +1,7 @@
 """Spoils the acceptance of every DFLASH worker in processes that have this folder on PYTHONPATH.
 
 Python imports `sitecustomize` before anything else, so the worker's module is caught while it is being loaded, and no
-production code knows of this. `WRONG_ACCEPTANCE` names one of the rules below; each is a mistake somebody could make,
+production code knows of this. `WRONG_ACCEPTANCE` names one of the rules below; each is a mistake that could be made,
 and each leaves greedy answers exactly as they are.
 """
 
