@@ -1,4 +1,4 @@
-"""The plot of `launch/simulate_width.py`: every published point, and a text that changes."""
+"""The plot of `launch/simulate_width.py`: every published point."""
 
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,18 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-CHANGING, AT = "easy, hopeless, easy", 8  # the text that is shown step by step, and the concurrency
 COLUMNS = (("block 8", "block_8", "tab:orange"), ("block 16", "block_16", "tab:blue"))
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """A row of panels per card, throughput over the better published column; below, the width step by step."""
+    """A row of panels per card, throughput over the better published column."""
     cards = list(dict.fromkeys(row["card"] for row in document["points"]))
     tasks = {
         card: list(dict.fromkeys(row["task"] for row in document["points"] if row["card"] == card)) for card in cards
     }
     n_columns = max(map(len, tasks.values()))
-    figure = pyplot.figure(figsize=(2.6 * n_columns, 8.5), layout="constrained")
-    grid = figure.add_gridspec(len(cards) + 1, n_columns)
+    figure = pyplot.figure(figsize=(2.6 * n_columns, 5.7), layout="constrained")
+    grid = figure.add_gridspec(len(cards), n_columns)
     for i, card in enumerate(cards):
         for j, task in enumerate(tasks[card]):
             panel = figure.add_subplot(grid[i, j])
@@ -33,7 +32,6 @@ def plot(document: dict[str, Any], path: Path) -> None:
                 panel.set_ylabel("throughput / better column")
             if i == j == 0:
                 panel.legend(fontsize=7, loc="lower left")
-    _trace(figure.add_subplot(grid[len(cards), :]), document)
     _title(figure)
     figure.savefig(path, dpi=110, metadata={"Software": ""})
     pyplot.close(figure)
@@ -54,24 +52,6 @@ def _points(panel: Axes, rows: list[dict[str, Any]]) -> None:
     panel.set_ylim(0.7, 1.1)
     panel.set_xlabel("concurrency", fontsize=8)
     panel.tick_params(labelsize=8)
-
-
-def _trace(panel: Axes, document: dict[str, Any]) -> None:
-    row = next(row for row in document["made_up"] if (row["text"], row["concurrency"]) == (CHANGING, AT))
-    widths, kinds = map(steps_of, row["trace"])
-    panel.plot(widths, drawstyle="steps-post", color="black", linewidth=0.8)
-    harder = [kind > 0 for kind in kinds]
-    panel.fill_between(range(len(kinds)), 0, 17, where=harder, step="post", color="tab:red", alpha=0.15, linewidth=0)
-    panel.set_title(f"{CHANGING} (hopeless: shaded), concurrency {AT}, Qwen3.5-27B costs", fontsize=9)
-    panel.set_xlabel("step")
-    panel.set_ylabel("width")
-    panel.set_yticks(document["policy"]["widths"])
-    panel.set_xlim(0, len(widths))
-
-
-def steps_of(runs: str) -> list[int]:
-    """16 16 16 1 1 of `16x3 1x2`."""
-    return [int(value) for run in runs.split() for value, n in (run.split("x"),) for _ in range(int(n))]
 
 
 def _title(figure: Figure) -> None:

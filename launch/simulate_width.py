@@ -11,9 +11,10 @@ Prints Markdown tables; the last line of stdout is the document's path.
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ import numpy as np
 
 from launch import plot_width, tiny
 from launch.published import (
-    BLOCK,
     CARDS,
     CONCURRENCIES,
-    QWEN35_27B,
     Card,
     Task,
     acceptance_curve,
@@ -33,15 +32,18 @@ from launch.published import (
     shared_seconds,
     step_seconds,
 )  # fmt: skip
-from launch.replay_width import NEAR, SETTLED, WIDTHS, Replay, Text, followed, histogram, pooled, replay, static
+from launch.width_replay import WIDTHS, Run, mostly, pooled, replay, shares
 from sglang_dflash.bench import machine
 from sglang_dflash.bench.rows import portable, write
 from sglang_dflash.width import policy
+from sglang_dflash.width.chooser import Chooser
 from sglang_dflash.width.cost import StepCost
+from sglang_dflash.width.policy import Adaptive
 
 RESULTS = tiny.ROOT / "launch" / "results"
 DRAFT_SHARES = 0.05, 0.10  # tried beside 0
 LAUNCHES = "own", "shared"  # what the policy believes of costs when it starts
+ANSWER_TOKENS = 256, 4096  # lengths of answers, drawn evenly between
 ASSUMPTIONS = (
     "Level P: computed. Nothing here was measured by us.",
     "Seconds per step at widths 1, 8 and 16: concurrency x acceptance length / published tokens per second (length 1 "
@@ -56,51 +58,71 @@ ASSUMPTIONS = (
     "the part of what a step at 16 takes longer than a narrower one that is drafting, and is not saved.",
     "launch `own`: the policy starts from the step times of the task itself. launch `shared`: it starts from the "
     "medians over the card's tasks, and has only real steps to correct them. Its residuals are `residual_percent`.",
-    "Acceptances and step times reach the policy one step late. Step times vary by 5 %. Answers have 256 to 4096 "
-    "tokens; who is done makes way for a new request. Every run starts knowing nothing of acceptance.",
+    "Acceptances and step times reach the policy one step late. Step times vary by 5 %, and one in a hundred is twice "
+    "as long. Answers have 256 to 4096 tokens; one that is done makes way for a new request. Every run starts knowing "
+    "nothing of acceptance.",
     "The policy's throughput: expected tokens of the widths it chose over their expected time. The luck of the draws "
-    "enters through what the policy learns only. A static width's is exact, for the same tokens of each kind of text.",
+    "enters through what the policy learns only. A static width's is exact.",
 )
 
-# ------------------------------------------------------------------------------------------------ the published points
+
+class Drawn:
+    """A request whose drafts are accepted by chance, each position for itself."""
+
+    def __init__(self, rid: str, curve_D: np.ndarray, random: np.random.Generator) -> None:
+        self.rid, self.random, self.n_left = rid, random, random.integers(*ANSWER_TOKENS)
+        self.fails_D = (1 - curve_D.cumprod()).tolist()  # the probability that drafts up to this one fail
+        self.committed_N = committed(curve_D).tolist()
+
+    def step(self, width: int) -> tuple[int, float]:
+        """Tokens count as expected: the luck of the draws is left out."""
+        n_accepted = min(bisect_left(self.fails_D, self.random.random()), width - 1)
+        self.n_left -= n_accepted + 1
+        return n_accepted, self.committed_N[width - 1]
+
+    def is_done(self) -> bool:
+        return self.n_left <= 0
 
 
-def believed_costs(seconds_CW: np.ndarray) -> StepCost:
-    return StepCost(WIDTHS, dict(zip(CONCURRENCIES, seconds_CW, strict=True)))
+def simulate(
+    curve_D: np.ndarray, seconds_CW: np.ndarray, believed_CW: np.ndarray, c: int, *, tokens: int, seed: int
+) -> Run:
+    """At one concurrency, until `tokens` are committed per place in the batch; steps take `seconds_CW`."""
+    random, n = np.random.default_rng(seed), CONCURRENCIES[c]
+    requests: Iterator[Drawn] = (Drawn(f"request-{number}", curve_D, random) for number in count())
+    believed = StepCost(WIDTHS, dict(zip(CONCURRENCIES, believed_CW, strict=True)), lambda seconds_SW: None)
+    seconds = dict(zip(WIDTHS, seconds_CW[c].tolist(), strict=True))
+    return replay(Chooser(Adaptive(WIDTHS, believed)), seconds, requests, n, n * tokens, seed=seed)
 
 
-def point(card: Card, task: Task, c: int, steps: int, seeds: int) -> dict[str, Any]:
+def point(card: Card, task: Task, c: int, tokens: int, seeds: int) -> dict[str, Any]:
     """One task at one concurrency: the policy against what the card publishes."""
-    n, better, known_C3 = CONCURRENCIES[c], task.better[c], published_seconds(task)
-    text = Text(acceptance_curve(task.narrow_length, task.block_length)[None])
-    own_CW = step_seconds(known_C3, WIDTHS)
+    better, known_C3 = task.better[c], published_seconds(task)
+    curve_D, own_CW = acceptance_curve(task.narrow_length, task.block_length), step_seconds(known_C3, WIDTHS)
+    static_W = CONCURRENCIES[c] * committed(curve_D)[np.array(WIDTHS) - 1] / own_CW[c]
 
-    def run(seconds_W: np.ndarray, launch_CW: np.ndarray) -> list[Replay]:
-        return [
-            replay(text, seconds_W, believed_costs(launch_CW), n, ends=lambda step, _: step >= steps, seed=seed)
-            for seed in range(seeds)
-        ]
+    def run(seconds_CW: np.ndarray, launch_CW: np.ndarray) -> list[Run]:
+        return [simulate(curve_D, seconds_CW, launch_CW, c, tokens=tokens, seed=seed) for seed in range(seeds)]
 
     row: dict[str, Any] = {
         "card": card.name,
         "task": task.name,
-        "concurrency": n,
+        "concurrency": CONCURRENCIES[c],
         "published": {"off": task.off[c], "block_8": task.narrow[c], "block_16": task.block[c]},
+        "static": {str(width): round(rate, 1) for width, rate in zip(WIDTHS, static_W.tolist(), strict=True)},
     }
-    static_W = static(text, own_CW[c], n, np.ones(1))
-    row["static"] = {str(width): round(rate, 1) for width, rate in zip(WIDTHS, static_W.tolist(), strict=True)}
     for launch, launch_CW in (("own", own_CW), ("shared", step_seconds(shared_seconds(card), WIDTHS))):
-        runs = run(own_CW[c], launch_CW)
+        runs = run(own_CW, launch_CW)
         row[launch] = {
             "tokens_per_s": round(pooled(runs), 1),
             "over_better": round(pooled(runs) / better, 4),
-            "over_better_lowest_seed": round(min(one.tokens_per_s for one in runs) / better, 4),
+            "over_better_lowest_seed": round(min(pooled([one]) for one in runs) / better, 4),
             "over_best_static": round(pooled(runs) / float(static_W.max()), 4),
             "over_off": round(pooled(runs) / task.off[c], 4),
-            "widths": histogram(runs),
+            "widths": shares(runs),
         }
     row["over_better_by_draft_share"] = {
-        str(share): round(pooled(run(share_CW[c], share_CW)) / better, 4)
+        str(share): round(pooled(run(share_CW, share_CW)) / better, 4)
         for share in DRAFT_SHARES
         for share_CW in (step_seconds(known_C3, WIDTHS, share),)
     }
@@ -156,73 +178,9 @@ def over_means(rows: Sequence[dict[str, Any]], launch: str) -> tuple[float, floa
     return mine / narrow, mine / block
 
 
-# ------------------------------------------------------------------------------------------------------ made-up text
-
-EASY, MIDDLING, HOPELESS = range(3)
-CURVES_KD = np.array(
-    [
-        *(acceptance_curve(QWEN35_27B.tasks[t].narrow_length, QWEN35_27B.tasks[t].block_length) for t in (2, 4)),
-        np.full(BLOCK - 1, 0.1),
-    ]
-)
-CHANGES_AT = 2000, 3000  # tokens per place in the batch: harder from the first on, easy again from the second
-ENDS_AT = 6000
-TEXTS = {
-    "easy": Text(CURVES_KD, lambda number, tokens: EASY),
-    "middling": Text(CURVES_KD, lambda number, tokens: MIDDLING),
-    "hopeless": Text(CURVES_KD, lambda number, tokens: HOPELESS),
-    "every third request easy, middling, hopeless": Text(CURVES_KD, lambda number, tokens: number % 3),
-    "easy, hopeless, easy": Text(CURVES_KD, lambda number, tokens: _changing(tokens, HOPELESS)),
-    "easy, middling, easy": Text(CURVES_KD, lambda number, tokens: _changing(tokens, MIDDLING)),
-}
-KINDS = (
-    f"easy and middling: {QWEN35_27B.tasks[2].name} and {QWEN35_27B.tasks[4].name} of {QWEN35_27B.name}; hopeless: "
-    "every draft is accepted with probability 0.1. Costs: that card's medians. A change is of all requests at once."
-)
-
-
-def _changing(tokens: float, harder: int) -> int:
-    return harder if CHANGES_AT[0] <= tokens < CHANGES_AT[1] else EASY
-
-
-def made_up(name: str, c: int, steps: int, seeds: int) -> dict[str, Any]:
-    """One text at one concurrency: the policy against every static width on the same text."""
-    text, n, seconds_CW = TEXTS[name], CONCURRENCIES[c], step_seconds(shared_seconds(QWEN35_27B), WIDTHS)
-    changes = name.count(",") == 2 and name.startswith("easy")
-
-    def ends(step: int, tokens: float) -> bool:
-        return tokens >= ENDS_AT if changes else step >= steps
-
-    runs = [replay(text, seconds_CW[c], believed_costs(seconds_CW), n, ends=ends, seed=seed) for seed in range(seeds)]
-    static_W = static(text, seconds_CW[c], n, sum(run.tokens_K for run in runs))
-    row = {
-        "text": name,
-        "concurrency": n,
-        "tokens_per_s": round(pooled(runs), 1),
-        "static": {str(width): round(rate, 1) for width, rate in zip(WIDTHS, static_W.tolist(), strict=True)},
-        "over_best_static": round(pooled(runs) / float(static_W.max()), 4),
-        "over_off": round(pooled(runs) / float(static_W[0]), 4),
-        "widths": histogram(runs),
-    }
-    if changes:
-        row["steps_to_follow"] = [followed(text, seconds_CW[c], run) for run in runs]
-        row["trace"] = [runs_of(runs[0].widths), runs_of(runs[0].kinds)]
-    return row
-
-
-def runs_of(values: Sequence[int]) -> str:
-    """`16x3 1x2` for 16 16 16 1 1."""
-    return " ".join(f"{value}x{sum(1 for _ in same)}" for value, same in groupby(values))
-
-
-# -------------------------------------------------------------------------------------------------------- the document
-
-
 def document(options: argparse.Namespace, command: str) -> dict[str, Any]:
-    steps, seeds, n_costs = options.steps, options.seeds, range(len(CONCURRENCIES))
-    points = [point(card, task, c, steps, seeds) for card in CARDS for task in card.tasks for c in n_costs]
-    texts = [made_up(name, c, steps, seeds) for name in TEXTS for c in n_costs]
-    found = [steps for row in texts for run in row.get("steps_to_follow", []) for steps in run]
+    tokens, seeds, n_costs = options.tokens, options.seeds, range(len(CONCURRENCIES))
+    points = [point(card, task, c, tokens, seeds) for card in CARDS for task in card.tasks for c in n_costs]
     return {
         "benchmark": "simulate_width",
         "level": "P: computed",
@@ -230,27 +188,23 @@ def document(options: argparse.Namespace, command: str) -> dict[str, Any]:
         "commit": machine.commit(),
         "command": portable(command),
         "assumptions": list(ASSUMPTIONS),
-        "policy": {"widths": WIDTHS, "explore": policy.EXPLORE, "memory": policy.MEMORY, "prior": policy.PRIOR},
-        "steps": steps,
+        "policy": {"widths": WIDTHS, "explore": policy.EXPLORE, "keep": policy.KEEP, "prior": policy.PRIOR},
+        "tokens": tokens,
         "seeds": seeds,
         "summary": {launch: summary(points, launch) for launch in LAUNCHES}
         | {
             "over_better_lowest_by_draft_share": {
                 str(share): min(row["over_better_by_draft_share"][str(share)] for row in points)
                 for share in DRAFT_SHARES
-            },
-            "most_steps_to_follow": None if None in found else max(found),
-            "followed": f"{SETTLED - 1} of {SETTLED} steps at widths within {NEAR:.0%} of the best throughput",
+            }
         },
         "fits": [fit(card) for card in CARDS],
         "points": points,
-        "texts": KINDS,
-        "made_up": texts,
     }
 
 
 def tables(document: dict[str, Any]) -> str:
-    """Markdown: the published points, then the made-up texts."""
+    """Markdown."""
     lines = [
         "Computed (level P) from the published numbers; x: the chosen width over the better column, over AR.", "",
         "| card | task | c | AR | block 8 | block 16 | chosen | x better | x AR | costs shared: x better | widths |",
@@ -261,27 +215,14 @@ def tables(document: dict[str, Any]) -> str:
         lines.append(
             f"| {row['card']} | {row['task']} | {row['concurrency']} | {told['off']} | {told['block_8']} "
             f"| {told['block_16']} | {own['tokens_per_s']:.0f} | {own['over_better']:.3f} | {own['over_off']:.2f} "
-            f"| {row['shared']['over_better']:.3f} | {_mostly(own['widths'])} |"
-        )
-    lines += ["", "| text | c | chosen width, tok/s | x best static | x width 1 | steps to follow | widths |"]
-    lines.append("|---|---:|---:|---:|---:|---|---|")
-    for row in document["made_up"]:
-        followed = "; ".join(", ".join(map(str, run)) for run in row.get("steps_to_follow", []))
-        lines.append(
-            f"| {row['text']} | {row['concurrency']} | {row['tokens_per_s']:.0f} | {row['over_best_static']:.3f} "
-            f"| {row['over_off']:.3f} | {followed} | {_mostly(row['widths'])} |"
+            f"| {row['shared']['over_better']:.3f} | {mostly(own['widths'])} |"
         )
     return "\n".join(lines)
 
 
-def _mostly(widths: dict[str, float]) -> str:
-    """The widths of at least a twentieth of the steps."""
-    return ", ".join(f"{width}: {share:.0%}" for width, share in widths.items() if share >= 0.05)
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m launch.simulate_width", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=1500, help="per point and seed (1500)")
+    parser.add_argument("--tokens", type=int, default=8000, help="of each run, per place in the batch (8000)")
     parser.add_argument("--seeds", type=int, default=3, help="runs per point (3)")
     parser.add_argument("--output", type=Path, help="the JSON file (launch/results/<date>-computed-width.json)")
     return parser.parse_args(arguments)

@@ -56,7 +56,6 @@ from sglang_dflash.stages.engines import from_first_rank
 from sglang_dflash.stages.state import folds, make_state, may_narrow
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.width.chooser import Chooser, Trace, candidates, make_policy
-from sglang_dflash.width.clock import DecisionClock, OutcomeClock
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +157,7 @@ class DFlashWorker(BaseSpecWorker):
                 agree=from_first_rank(get_dp_tp_group()),
             )
         dry_run.end()
-        self.width = Chooser(
-            policy,
-            clock=DecisionClock if on_host else OutcomeClock,
-            trace=Trace(self.flags.width_trace) if self.flags.width_trace else None,
-        )
+        self.width = Chooser(policy, Trace(self.flags.width_trace) if self.flags.width_trace else None)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 
     # -- what SGLang asks of a worker -----------------------------------------------------------------------------
@@ -227,7 +222,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """One DFlash step. Nothing in it waits for the device."""
         calls, rids = self.calls, [req.rid for req in batch.reqs]
-        width = self.width.choose(rids, time.perf_counter())
+        width = self.width.choose(rids)
         plan = calls.plan(batch, width)
         self.stages.context_kv.before_draft(plan)
         tokens_BN = calls.draft(plan, graphs=batch.can_run_decode_cuda_graph)

@@ -6,6 +6,7 @@ are handed to Prometheus.
 
 from __future__ import annotations
 
+from collections import Counter as Count
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from sglang_dflash.metrics.stage_times import STAGES, StageTimes, time_stages
 from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
-from sglang_dflash.metrics.tally import Tally, goes_on
+from sglang_dflash.width.tally import Tally
 
 WRITE_EVERY = 64  # blocks; a scheduler that runs out of work writes at once
 SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
@@ -65,18 +66,19 @@ class Exports:
         self.cut_blocks, self.cut_committed = series("cut_blocks_total"), series("cut_committed_tokens_total")
         self.series = series
 
-    def write(self, tally: Tally) -> None:
-        """Add what was counted."""
-        for n_committed, n in tally.committed().items():
+    def write(self, tally: Tally, cut: Tally) -> None:
+        """Add what was counted; `cut`: of blocks drafted with less context than their window."""
+        verified, accepted = Count[int](), Count[int]()  # drafts by position
+        for (width, n_accepted), n in tally.n_blocks.items():
             for _ in range(n):
-                self.committed.observe(n_committed)
-        for counters, counts in zip((self.verified, self.accepted), tally.by_position(), strict=True):
-            for position, n in counts.items():
-                counters[position].inc(n)
-        for width, n in tally.n_steps.items():
-            self.steps[width].inc(n)
-        self.cut_blocks.inc(tally.n_cut_blocks.total())
-        self.cut_committed.inc(sum(n_committed * n for n_committed, n in tally.n_cut_blocks.items()))
+                self.committed.observe(n_accepted + 1)
+            verified.update(dict.fromkeys(range(1, width), n))
+            accepted.update(dict.fromkeys(range(1, n_accepted + 1), n))
+        for series, counts in ((self.verified, verified), (self.accepted, accepted), (self.steps, tally.n_steps)):
+            for label, n in counts.items():
+                series[label].inc(n)
+        self.cut_blocks.inc(cut.n_blocks.total())
+        self.cut_committed.inc(cut.n_committed())
 
     def write_pools(self, pools: Mapping[str, Pool]) -> None:
         for name, pool in pools.items():
@@ -85,7 +87,10 @@ class Exports:
 
 
 class Meter:
-    """Counts what a scheduler's decode steps come to.
+    """Counts what a scheduler's decode steps come to, for the requests that the scheduler counts in their `meta_info`.
+
+    Under the overlap schedule a step may still verify a block of a request that has ended or was retracted; that block
+    is not counted.
 
     Invariant: `tally` is what has not been written; `is_written` says that this is nothing, and the pools as they are.
     """
@@ -99,7 +104,7 @@ class Meter:
     ) -> None:
         """`is_cut`: of a request's row and prefix length, see `RingSlots.is_cut`."""
         self.exports, self.times, self.is_cut, self.pools = exports, times, is_cut, pools
-        self.tally = Tally()
+        self.tally, self.cut = Tally(), Tally()  # of all blocks; of those drafted with less context than their window
         self.is_written = False
 
     @classmethod
@@ -132,9 +137,10 @@ class Meter:
         counted = [
             (n_accepted, self.is_cut(req.kv.req_pool_idx, req.kv.kv_committed_len - len(tokens)))
             for req, n_accepted, tokens in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, tokens_B, strict=True)
-            if goes_on(req)
+            if not (req.is_retracted or req.finished())
         ]
-        self.tally.add(result.speculative_num_draft_tokens, [n for n, _ in counted], [cut for _, cut in counted])
+        self.tally.add(result.speculative_num_draft_tokens, [n for n, _ in counted])
+        self.cut.add(result.speculative_num_draft_tokens, [n for n, is_cut in counted if is_cut])
         self.is_written = False
         if self.tally.n_blocks.total() >= WRITE_EVERY:
             self.write()
@@ -146,8 +152,8 @@ class Meter:
             self.write()
 
     def write(self) -> None:
-        self.exports.write(self.tally)
+        self.exports.write(self.tally, self.cut)
         for stage, seconds in self.times.read():
             self.exports.seconds[stage].observe(seconds)
         self.exports.write_pools(self.pools)
-        self.tally, self.is_written = Tally(), True
+        self.tally, self.cut, self.is_written = Tally(), Tally(), True

@@ -8,8 +8,9 @@ Knows the draft by its forward and the target by `Target`; nothing of batches or
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -106,6 +107,35 @@ def draft_block(
     hidden_RANH = draft(embeddings_NH[None, None], context, prefix_len_RA, draft_window)
     guesses_D = draft_logits(hidden_RANH[0, 0, 1:], target).argmax(-1)
     return torch.cat([anchor, guesses_D])
+
+
+@torch.inference_mode()
+def accepted_at(
+    draft: Draft,
+    target: PreTrainedModel,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    block_size: int | None = None,
+    draft_window: int | None = None,
+) -> list[int]:
+    """How many drafts a step with this token as its anchor accepts, for every token of the target's own answer.
+
+    Of the last block's tokens it is how many are known to be accepted.
+    """
+    text = torch.tensor([*prompt, *answer])
+    features_1SC = Target(target, draft.config.target_layer_ids).read(text[None]).features_1SC
+    anchors_1A = torch.arange(len(prompt), len(text))[None]
+    N = block_size or draft.config.block_size
+    tokens_1AN = torch.full((1, len(answer), N), draft.config.mask_token_id)
+    tokens_1AN[0, :, 0] = text[anchors_1A[0]]
+    embeddings_1ANH = target.get_input_embeddings()(tokens_1AN)
+    hidden_1ANH = draft(embeddings_1ANH, draft.context_kv(features_1SC), anchors_1A, draft_window)
+    guesses_AD = draft_logits(hidden_1ANH[0, :, 1:], target).argmax(-1).tolist()
+    return [
+        len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, answer[i + 1 :], strict=False)))))
+        for i, guesses in enumerate(guesses_AD)
+    ]
 
 
 def draft_logits(hidden: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:

@@ -1,161 +1,26 @@
-"""Which width each step verifies, and what became of it.
-
-A step's outcome reaches the host one or two steps after it was decided, in order. `Chooser` remembers what was decided
-in between, so that a policy is told which width an outcome belongs to; `step_clock.py` tells it how long steps took.
-"""
-
-from __future__ import annotations
+"""Which width each step verifies, and what became of it."""
 
 import json
 import logging
 import os
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from random import Random as Generator
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Flags, WidthPolicy
-from sglang_dflash.width.clock import Step, StepClock, Tell
-from sglang_dflash.width.cost import StepCost, table
-from sglang_dflash.width.policy import Acceptance, Adaptive, Decision
+from sglang_dflash.width.cost import Agree, StepCost, table
+from sglang_dflash.width.policy import Adaptive, Decision, Policy
+from sglang_dflash.width.tally import Tally
 
 logger = logging.getLogger(__name__)
 
 REPORT = 1000  # steps between two lines in the log
-DEFAULT = (1, 2, 4, 6, 8, 12)  # and the whole block
+DEFAULT = (1, 4, 8, 12)  # and the whole block
 
-
-class Policy(Protocol):
-    name: str  # as in SGLANG_DFLASH_WIDTHS
-
-    def seconds(self) -> dict[str, dict[str, float]]:
-        """What a step is believed to take, by requests, then by width; empty where nobody asks."""
-
-    def decide(self, rids: Sequence[str]) -> Decision:
-        """For the next step of these requests."""
-
-    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        """A step's outcome."""
-
-    def time(self, n_requests: int, width: int, seconds: float) -> None:
-        """What a step took, where that is known. Only steps whose time was expected are timed."""
-
-
-class Fixed:
-    """Always the same width."""
-
-    def __init__(self, width: int) -> None:
-        self.name = f"always {width}"
-        self.decision = Decision(width)
-
-    def seconds(self) -> dict[str, dict[str, float]]:
-        return {}
-
-    def decide(self, rids: Sequence[str]) -> Decision:
-        return self.decision
-
-    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        return
-
-    def time(self, n_requests: int, width: int, seconds: float) -> None:
-        return
-
-
-class Random:
-    """Any width, the same ones on every rank: for tests."""
-
-    name = "random"
-
-    def __init__(self, widths: Sequence[int], seed: int = 0) -> None:
-        self.widths = widths
-        self.generator = Generator(seed)
-
-    def seconds(self) -> dict[str, dict[str, float]]:
-        return {}
-
-    def decide(self, rids: Sequence[str]) -> Decision:
-        return Decision(self.generator.choice(self.widths))
-
-    def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        return
-
-    def time(self, n_requests: int, width: int, seconds: float) -> None:
-        return
-
-
-class Account:
-    """What the chosen widths came to, beside always the same width.
-
-    What a narrower width would have committed follows from what was accepted; what a wider one would have, and how long
-    any would have taken, is what was expected when the step was decided.
-    """
-
-    def __init__(self) -> None:
-        self.n_steps = Counter[int]()  # by width
-        self.n_rows = 0  # requests, summed over the steps
-        self.committed = self.expected = self.seconds = 0.0
-        self.committed_always = defaultdict[int, float](float)  # by width
-        self.seconds_always = defaultdict[int, float](float)
-
-    def add(self, decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        width, n_rows = decision.width, len(n_accepted_B)
-        committed = n_rows + sum(n_accepted_B)
-        self.n_steps[width] += 1
-        self.n_rows += n_rows
-        self.committed += committed
-        if not decision.committed:
-            return
-        self.expected += n_rows * decision.committed[width]
-        self.seconds += decision.seconds[width]
-        for other, seconds in decision.seconds.items():
-            self.seconds_always[other] += seconds
-            self.committed_always[other] += (
-                sum(min(n, other - 1) for n in n_accepted_B) + n_rows
-                if other <= width
-                else committed + n_rows * (decision.committed[other] - decision.committed[width])
-            )
-
-    def join(self, later: Account) -> None:
-        """Steps of another account as well."""
-        self.n_steps.update(later.n_steps)
-        self.n_rows += later.n_rows
-        self.committed += later.committed
-        self.expected += later.expected
-        self.seconds += later.seconds
-        for mine, theirs in (
-            (self.committed_always, later.committed_always),
-            (self.seconds_always, later.seconds_always),
-        ):
-            for width, value in theirs.items():
-                mine[width] += value
-
-    @property
-    def best(self) -> int | None:
-        """The width that would have committed most per second; None where nothing was expected."""
-        rate = {width: self.committed_always[width] / seconds for width, seconds in self.seconds_always.items()}
-        return max(rate, key=lambda width: rate[width], default=None)
-
-    @property
-    def regret(self) -> float:
-        """The share of the best width's tokens per second that was missed; negative where choosing was better."""
-        if self.best is None:
-            return 0.0
-        return 1 - self.committed / self.seconds * self.seconds_always[self.best] / self.committed_always[self.best]
-
-    def __str__(self) -> str:
-        n_steps = sum(self.n_steps.values())
-        shares = ", ".join(f"{width} in {n / n_steps:.0%}" for width, n in sorted(self.n_steps.items()))
-        text = f"widths of {n_steps} steps: {shares}; {self.committed / self.n_rows:.2f} tokens per request and step"
-        if self.best is None:
-            return text
-        return (
-            f"{text} ({self.expected / self.n_rows:.2f} expected); "
-            f"{abs(self.regret):.1%} {'below' if self.regret > 0 else 'above'} always {self.best}"
-        )
+Measure = Callable[[int, Sequence[int]], Sequence[float]]  # seconds of a step of so many requests, at each width
+Kind = tuple[int, int, int]  # of a step: requests, width, how often something else was launched before it
 
 
 class Trace:
@@ -171,79 +36,69 @@ class Trace:
 
 
 class Chooser:
-    """Invariant: `in_flight` are the decode steps whose outcome `observe` has not been told, oldest first."""
+    """Asks a policy, and tells it of outcomes, which reach the host in order, one or two steps late.
 
-    def __init__(self, policy: Policy, clock: Callable[[Tell], StepClock], trace: Trace | None = None) -> None:
-        """`clock`: the class that fits the device."""
-        self.policy = policy
-        self.clock = clock(policy.time)
-        self.trace = trace
-        self.in_flight = deque[tuple[list[str], Decision, int]]()  # the last: its epoch
-        self.epoch = 0
-        self.account = Account()  # since the last line in the log
-        self.before = Account()  # what came before that
+    The time between two outcomes is a step's: on a device that of the step whose outcome came; where the host computes,
+    or is slower than its device, of one launched since. So only steps that are alike are timed: the step, the one
+    before it and those in flight have as many requests, the same width, and no prompt in between or behind.
+    """
 
-    def choose(self, rids: list[str], now_s: float) -> int:
+    def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
+        self.policy, self.trace = policy, trace
+        self.in_flight = deque[tuple[list[str], Decision, Kind]]()  # no outcome yet, oldest first
+        self.before: tuple[Kind | None, float] = None, 0.0  # the step before those, and when its outcome came
+        self.tally, self.recent = Tally(), Tally()  # since the start, since the last line in the log
+        self.epoch, self.expected = 0, 0.0  # the latter tokens, since the start
+
+    def choose(self, rids: list[str]) -> int:
         """The width of the next step of these requests."""
         decision = self.policy.decide(rids)
-        self.in_flight.append((rids, decision, self.epoch))
-        if decision.seconds:
-            self.clock.decided(timed(rids, decision, self.epoch), now_s)
+        self.in_flight.append((rids, decision, (len(rids), decision.width, self.epoch)))
         return decision.width
-
-    def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """The oldest step in flight is known, at `now_s`."""
-        rids, decision, epoch = self.in_flight.popleft()
-        assert len(rids) == len(n_accepted_B), "an outcome of another step than the oldest"
-        self.policy.observe(rids, decision, n_accepted_B)
-        if decision.seconds:
-            self.clock.known(timed(rids, decision, epoch), now_s)
-        self.account.add(decision, n_accepted_B)
-        if self.trace is not None:
-            self.trace.add(rids, decision.width, n_accepted_B, now_s)
-        if sum(self.account.n_steps.values()) == REPORT:
-            logger.info("%s", self.account)
-            self.before.join(self.account)
-            self.account = Account()
-
-    def describe(self) -> dict[str, Any]:
-        """What was chosen since the start, as JSON has it; seconds as they are believed now."""
-        account = Account()
-        account.join(self.before)
-        account.join(self.account)
-        return {
-            "policy": self.policy.name,
-            "seconds": self.policy.seconds(),
-            "n_steps": {str(width): n for width, n in sorted(account.n_steps.items())},
-            "committed": account.committed,
-            "expected": account.expected,
-            "regret": account.regret,
-            "account": str(account) if account.n_steps else "",
-        }
 
     def interrupt(self) -> None:
         """Something else than decoding is launched now."""
         self.epoch += 1
-        self.clock.interrupt()
 
+    def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
+        """The outcome of the oldest step in flight has come."""
+        rids, decision, kind = self.in_flight.popleft()
+        n_requests, width, epoch = kind
+        assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
+        self.policy.observe(rids, decision, n_accepted_B)
+        before, before_s = self.before
+        if self.policy.cost and epoch == self.epoch and {before, *(other for *_, other in self.in_flight)} <= {kind}:
+            self.policy.cost.observe(n_requests, width, now_s - before_s)
+        self.before = kind, now_s
+        self.expected += n_requests * decision.expected
+        for tally in (self.tally, self.recent):
+            tally.add(width, n_accepted_B)
+        if self.trace:
+            self.trace.add(rids, width, n_accepted_B, now_s)
+        if self.recent.n_steps.total() == REPORT:
+            logger.info("%s", self.recent)
+            self.recent = Tally()
 
-def timed(rids: Sequence[str], decision: Decision, epoch: int) -> Step:
-    """The step, for the clock."""
-    return Step(len(rids), decision.width, epoch, decision.seconds[decision.width])
+    def describe(self) -> dict[str, Any]:
+        """Counts since the start, and what steps take as far as known, as JSON has it."""
+        return {
+            "policy": self.policy.name,
+            "seconds": self.policy.cost.by_size() if self.policy.cost else {},
+            "n_steps": {str(width): n for width, n in sorted(self.tally.n_steps.items())},
+            "committed": self.tally.n_committed(),
+            "expected": self.expected,
+            "account": str(self.tally) if self.tally.n_steps else "",
+        }
 
 
 def candidates(flags: Flags, block_size: int, *, may_narrow: bool = True) -> tuple[int, ...]:
-    """The widths to choose from, ascending.
+    """The widths to choose from, ascending; `may_narrow`: whether the target can verify less than the block.
 
-    Args:
-        may_narrow: whether the target can verify less than the block.
     Raises:
         ValueError: one is not within the block.
         NotSupported: one is narrower than the block, and the target cannot do that.
     """
-    if flags.width_policy is WidthPolicy.FIXED:
-        return (block_size,)
-    if not may_narrow and flags.widths in ((), (block_size,)):
+    if flags.width_policy is WidthPolicy.FIXED or (not may_narrow and flags.widths in ((), (block_size,))):
         return (block_size,)
     for width in flags.widths:
         if not 1 <= width <= block_size:
@@ -258,25 +113,13 @@ def candidates(flags: Flags, block_size: int, *, may_narrow: bool = True) -> tup
     return flags.widths or (*(width for width in DEFAULT if width < block_size), block_size)
 
 
-def make_policy(
-    kind: WidthPolicy,
-    widths: Sequence[int],
-    *,
-    n_requests: int,
-    seconds: Callable[[int, Sequence[int]], Sequence[float]],
-    agree: Callable[[np.ndarray], None],
-) -> Policy:
-    """
-    Args:
-        n_requests: that may run at once.
-        seconds: what a step of so many requests costs at each of some widths.
-        agree: see `StepCost`.
-    """
+def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, seconds: Measure, agree: Agree) -> Policy:
+    """`n_requests` may run at once."""
     if kind is WidthPolicy.RANDOM:
-        return Random(widths)
+        return Policy("random", widths)
     if len(widths) == 1:
-        return Fixed(widths[0])
+        return Policy(f"always {widths[0]}", widths)
     sizes = [*(2**i for i in range(n_requests.bit_length()) if 2**i < n_requests), n_requests]
     cost = StepCost(widths, {size: seconds(size, widths) for size in sizes}, agree)
     logger.info("seconds per step, requests x width:\n%s", table(cost.by_size()))
-    return Adaptive(widths, Acceptance(widths[-1] - 1, 2 * n_requests), cost)
+    return Adaptive(widths, cost)

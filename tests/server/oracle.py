@@ -3,15 +3,14 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from itertools import takewhile
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from launch.tiny import Pair
 from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import Options, draft_logits, spec_steps
-from sglang_dflash.model.target import Target, stop_token_ids
+from sglang_dflash.model.generate import Options, accepted_at, spec_steps
+from sglang_dflash.model.target import stop_token_ids
 
 
 class Oracle:
@@ -35,30 +34,11 @@ class Oracle:
         _, *steps = spec_steps(self.draft, self.target, torch.tensor([prompt]), options)
         return dict(Counter(step.n_accepted for step in steps))
 
-    @torch.inference_mode()
     def accepted_at(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-        """How many drafts a step with this token as its anchor accepts, for every token of the target's own answer.
-
-        Of the last block's tokens it is how many are known to be accepted.
-        """
-        text = torch.tensor([*prompt, *answer])
-        features = Target(self.target, self.draft.config.target_layer_ids).read(text[None]).features_1SC
-        anchors_1A = torch.arange(len(prompt), len(text))[None]
-        N = self.block_size or self.draft.config.block_size
-        tokens_1AN = torch.full((1, len(answer), N), self.draft.config.mask_token_id)
-        tokens_1AN[0, :, 0] = text[anchors_1A[0]]
-        hidden_1ANH = self.draft(
-            self.target.get_input_embeddings()(tokens_1AN),
-            self.draft.context_kv(features),
-            anchors_1A,
-            self.draft_window,
+        """See `generate.accepted_at`."""
+        return accepted_at(
+            self.draft, self.target, prompt, answer, block_size=self.block_size, draft_window=self.draft_window
         )
-        guesses_AD = draft_logits(hidden_1ANH[0, :, 1:], self.target).argmax(-1).tolist()
-        following = [answer[i + 1 :] for i in range(len(answer))]
-        return [
-            len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, after, strict=False)))))
-            for guesses, after in zip(guesses_AD, following, strict=True)
-        ]
 
 
 @cache

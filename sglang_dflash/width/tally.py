@@ -1,0 +1,27 @@
+"""What decode steps came to, counted on the host once their outcome is there."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+
+class Tally:
+    """Counts since it was made."""
+
+    def __init__(self) -> None:
+        self.n_steps = Counter[int]()  # by width; a batch's step is one
+        self.n_blocks = Counter[tuple[int, int]]()  # by width and accepted drafts; every request of a batch has one
+
+    def add(self, width: int, n_accepted_B: Sequence[int]) -> None:
+        """A step that verified `width` tokens of each block, and accepted 0..width - 1 drafts."""
+        if n_accepted_B:
+            self.n_steps[width] += 1
+            self.n_blocks.update((width, n) for n in n_accepted_B)
+
+    def n_committed(self) -> int:
+        """Tokens: a block's accepted drafts, and the bonus."""
+        return sum((n_accepted + 1) * n for (_, n_accepted), n in self.n_blocks.items())
+
+    def __str__(self) -> str:
+        n_steps, n_blocks = self.n_steps.total(), self.n_blocks.total()
+        shares = ", ".join(f"{width} in {n / n_steps:.0%}" for width, n in sorted(self.n_steps.items()))
+        return f"widths of {n_steps} steps: {shares}; {self.n_committed() / n_blocks:.2f} tokens per request and step"
