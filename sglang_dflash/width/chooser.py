@@ -38,15 +38,15 @@ class Trace:
 class Chooser:
     """Asks a policy, and tells it of outcomes, which reach the host in order, one or two steps late.
 
-    The time between two outcomes is a step's: on a device that of the step whose outcome came; where the host computes,
-    or is slower than its device, of one launched since. So only steps that are alike are timed: the step, the one
-    before it and those in flight have as many requests, the same width, and no prompt in between or behind.
+    The time between two outcomes is a step's: on a device that of the step whose outcome came, on a host that computes
+    of one launched since. So it is taken where they are alike: the step, the one before it and those in flight have as
+    many requests, the same width, no prompt in between; and where as many are in flight as at the outcome before.
     """
 
     def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
         self.policy, self.trace = policy, trace
         self.in_flight = deque[tuple[list[str], Decision, Kind]]()  # no outcome yet, oldest first
-        self.before: tuple[Kind | None, float] = None, 0.0  # the step before those, and when its outcome came
+        self.before: tuple[Kind | None, int, float] = None, 0, 0.0  # the last outcome: its step, in flight then, when
         self.tally, self.recent = Tally(), Tally()  # since the start, since the last line in the log
         self.epoch, self.expected = 0, 0.0  # the latter tokens, since the start
 
@@ -63,13 +63,14 @@ class Chooser:
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
         """The outcome of the oldest step in flight has come."""
         rids, decision, kind = self.in_flight.popleft()
-        n_requests, width, epoch = kind
+        n_requests, width, _ = kind
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
         self.policy.observe(rids, decision, n_accepted_B)
-        before, before_s = self.before
-        if self.policy.cost and epoch == self.epoch and {before, *(other for *_, other in self.in_flight)} <= {kind}:
+        *before, before_s = self.before
+        steady = before == [kind, len(self.in_flight)] and all(other == kind for *_, other in self.in_flight)
+        if self.policy.cost and steady:
             self.policy.cost.observe(n_requests, width, now_s - before_s)
-        self.before = kind, now_s
+        self.before = kind, len(self.in_flight), now_s
         self.expected += n_requests * decision.expected
         for tally in (self.tally, self.recent):
             tally.add(width, n_accepted_B)

@@ -56,6 +56,6 @@ class StepCost:
 
 def table(seconds: dict[str, dict[str, float]]) -> str:
     """By requests, then by width, in milliseconds."""
-    rows = [["", *next(iter(seconds.values()))]]
-    rows += [[size, *(f"{1e3 * s:.2f} ms" for s in by_width.values())] for size, by_width in seconds.items()]
+    cells = ([size, *(f"{1e3 * s:.2f} ms" for s in by_width.values())] for size, by_width in seconds.items())
+    rows = [["", *next(iter(seconds.values()))], *cells]
     return "\n".join("".join(f"{cell:>10}" for cell in row) for row in rows)

@@ -134,8 +134,7 @@ class Adaptive(Policy):
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
         self.rids: Sequence[str] = ()  # that `_review` was about; none, where something was learned since
-        self.n_steps = self.n_rested = 0  # in all; of one token since the last draft
-        self.saved_s = 0.0
+        self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0  # rested: steps of one token since the last draft
 
     def decide(self, rids: Sequence[str]) -> Decision:
         self.n_steps += 1

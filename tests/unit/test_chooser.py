@@ -1,96 +1,164 @@
-"""Which outcome belongs to which decision, and what the decisions came to."""
+"""Which outcome belongs to which decision, what a step took, and what the decisions came to."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import WidthPolicy
-from sglang_dflash.width.chooser import REPORT, Account, Chooser, Fixed, Random, Trace, candidates, make_policy
-from sglang_dflash.width.clock import DecisionClock, OutcomeClock
-from sglang_dflash.width.policy import Adaptive, Decision
+from sglang_dflash.width.chooser import REPORT, Chooser, Trace, candidates, make_policy
+from sglang_dflash.width.policy import Adaptive, Decision, Policy
 
 
-class Scripted:
-    """Decides what it is told to, expects a step to take a tenth of its width, and remembers what it hears."""
+class Costs:
+    """Remembers what steps took."""
 
-    name = "scripted"
-
-    def __init__(self, widths: Sequence[int]) -> None:
-        self.widths = iter(widths)
-        self.heard: list[tuple] = []
+    def __init__(self) -> None:
         self.timed: list[tuple] = []
 
-    def seconds(self) -> dict[str, dict[str, float]]:
-        return {}
+    def observe(self, n_requests: int, width: int, seconds: float) -> None:
+        self.timed.append((n_requests, width, pytest.approx(seconds)))
+
+    def by_size(self) -> dict[str, dict[str, float]]:
+        return {"1": {"4": 0.5}}
+
+
+class Scripted(Policy):
+    """Decides what it is told to, and remembers what it hears."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__("scripted", widths)
+        self.widths = iter(widths)
+        self.heard: list[tuple] = []
+        self.cost = Costs()
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        width = next(self.widths)
-        return Decision(width, committed={width: 1.0}, seconds={width: width / 10})
+        return Decision(next(self.widths), expected=2.0)
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         self.heard.append((list(rids), decision.width, list(n_accepted_B)))
 
-    def time(self, n_requests: int, width: int, seconds: float) -> None:
-        self.timed.append((n_requests, width, pytest.approx(seconds)))
-
 
 def test_outcomes_arrive_late_and_in_order() -> None:
-    policy = Scripted([8, 4, 4])
-    chooser = Chooser(policy, OutcomeClock)
-    assert chooser.choose(["a"], 0.0) == 8
-    assert chooser.choose(["a", "b"], 0.5) == 4
+    policy = Scripted([8, 4, 4, 4])
+    chooser = Chooser(policy)
+    assert chooser.choose(["a"]) == 8
+    assert chooser.choose(["a", "b"]) == 4
     chooser.observe([7], 1.0)
-    assert chooser.choose(["b", "c"], 1.5) == 4
+    assert chooser.choose(["b", "c"]) == 4
     chooser.observe([0, 3], 2.0)
+    chooser.choose(["b", "c"])
     chooser.observe([1, 2], 3.5)
     assert policy.heard == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
-    assert policy.timed == [(2, 4, 1.5)]  # only the last had one of its own kind before it
+    assert policy.cost.timed == [(2, 4, 1.5)]  # the last had one of its own kind before it, and behind it
+
+
+def test_an_outcome_of_another_batch_is_noticed() -> None:
+    chooser = Chooser(Policy("always 4", [4]))
+    chooser.choose(["a", "b"])
+    with pytest.raises(AssertionError, match="another step"):
+        chooser.observe([1], 0.0)
+
+
+# ------------------------------------------------------------------------------------------------------------ the clock
 
 
 def test_a_prompt_read_between_two_steps_is_no_part_of_the_second() -> None:
     """Under the overlap schedule the prompt is launched before the outcome of the step before it is known, and the
     prompt's own result is none of the chooser's business. Steps take 10 ms, the prompt 300."""
     policy = Scripted([6] * 7)
-    chooser = Chooser(policy, OutcomeClock)
-    chooser.choose(["a", "b"], 0.000)
-    chooser.choose(["a", "b"], 0.001)
+    chooser = Chooser(policy)
+    chooser.choose(["a", "b"])
+    chooser.choose(["a", "b"])
     chooser.observe([1, 1], 0.010)
     chooser.interrupt()  # the launch of the prompt
     chooser.observe([1, 1], 0.020)
-    chooser.choose(["a", "b"], 0.021)
-    chooser.choose(["a", "b"], 0.321)
+    chooser.choose(["a", "b"])
+    chooser.choose(["a", "b"])
     chooser.observe([1, 1], 0.330)
-    assert policy.timed == []
+    assert policy.cost.timed == []
+    chooser.choose(["a", "b"])
     chooser.observe([1, 1], 0.340)
-    assert policy.timed == [(2, 6, 0.010)]
+    assert policy.cost.timed == [(2, 6, 0.010)]
 
 
-def test_where_the_host_computes_a_step_ends_with_the_next_decision() -> None:
-    policy = Scripted([8, 4, 4])
-    chooser = Chooser(policy, DecisionClock)
-    chooser.choose(["a", "b"], 0.0)
-    chooser.choose(["a", "b"], 0.5)
-    chooser.observe([7, 0], 1.0)
-    chooser.interrupt()
-    chooser.choose(["b", "c"], 1.5)
-    assert policy.timed == [(2, 8, 0.5)]
+PROMPT = (0, 0)
+Launch = tuple[int, int]  # requests and width of a step, or `PROMPT`
 
 
-def test_an_outcome_of_another_batch_is_noticed() -> None:
-    chooser = Chooser(Fixed(4), DecisionClock)
-    chooser.choose(["a", "b"], 0.0)
-    with pytest.raises(AssertionError, match="another step"):
-        chooser.observe([1], 0.0)
+def took(launch: Launch) -> float:
+    n_requests, width = launch
+    return 300.0 if launch == PROMPT else n_requests + width / 8
+
+
+class Loop:
+    """SGLang's loops: each launch, then what became of the one before it, under the overlap schedule; else of itself.
+    Where the host computes a launch has run when it returns; a device runs launches one after the other."""
+
+    def __init__(self, launches: Sequence[Launch], *, overlap: bool, host_computes: bool) -> None:
+        self.policy = Scripted([width for launch in launches if launch != PROMPT for width in launch[1:]])
+        self.chooser, self.host_computes = Chooser(self.policy), host_computes
+        self.host_s = self.device_s = 0.0
+        ran = list[tuple[Launch, float]]()  # and when it ends
+        for launch, following in zip(launches, (*launches[1:], None), strict=True):
+            ran.append((launch, self.launch(launch)))
+            if not overlap or len(ran) == 2:
+                self.read(*ran.pop(0), following)
+        for last in ran:
+            self.read(*last, None)
+
+    def launch(self, launch: Launch) -> float:
+        if launch == PROMPT:
+            self.chooser.interrupt()
+        else:
+            self.chooser.choose([str(i) for i in range(launch[0])])
+        self.host_s += took(launch) if self.host_computes else 0.01
+        self.device_s = max(self.device_s, self.host_s) + took(launch)
+        return self.host_s if self.host_computes else self.device_s
+
+    def read(self, launch: Launch, ended_s: float, following: Launch | None) -> None:
+        self.host_s = max(self.host_s, ended_s)
+        if launch != PROMPT:
+            self.chooser.observe([0] * launch[0], self.host_s)
+        if following is not None and following[0] < launch[0]:
+            self.host_s += 50.0  # what the host does for a request that ends
+
+
+alike = st.tuples(st.tuples(st.integers(1, 3), st.sampled_from((1, 4, 8))), st.integers(1, 6))
+launches = st.lists(st.one_of(st.just((PROMPT, 1)), alike), min_size=1, max_size=12).map(
+    lambda runs: [launch for launch, n in runs for _ in range(n)]
+)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("host_computes", [True, False])
+@given(launches=launches)
+def test_whatever_is_timed_took_that_long(launches: list[Launch], overlap: bool, host_computes: bool) -> None:
+    """In any order of batches, widths and prompts, on a device and on a host, to the host's own 10 ms per launch."""
+    for n_requests, width, seconds in Loop(launches, overlap=overlap, host_computes=host_computes).policy.cost.timed:
+        assert seconds.expected == pytest.approx(took((n_requests, width)), abs=0.02)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("host_computes", [True, False])
+def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes: bool, overlap: bool) -> None:
+    loop = Loop([(2, 4)] * 10 + [PROMPT] + [(2, 8)] * 10, overlap=overlap, host_computes=host_computes)
+    n_timed = [sum(width == timed[1] for timed in loop.policy.cost.timed) for width in (4, 8)]
+    assert min(n_timed) >= 8
+
+
+# ----------------------------------------------------------------------------------------------------- what is reported
 
 
 def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
-    chooser = Chooser(Scripted([4, 8]), DecisionClock, Trace(tmp_path / "new"))
-    chooser.choose(["a"], 0.0)
-    chooser.choose(["a", "b"], 0.5)
+    chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new"))
+    chooser.choose(["a"])
+    chooser.choose(["a", "b"])
     (file,) = (tmp_path / "new").iterdir()
     assert file.read_text() == ""
     chooser.observe([3], 1.0)
@@ -101,33 +169,44 @@ def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
     ]
 
 
-def test_the_account_by_hand() -> None:
-    """Two requests. Narrower widths are counted from what was accepted, wider ones as was expected."""
-    expected = {"committed": {1: 1.0, 4: 2.0, 8: 2.5}, "seconds": {1: 1.0, 4: 2.0, 8: 4.0}}
-    account = Account()
-    account.add(Decision(4, **expected), [0, 3])
-    account.add(Decision(8, **expected), [7, 1])
-    assert dict(account.n_steps) == {4: 1, 8: 1}
-    assert (account.committed, account.expected, account.seconds) == (5 + 10, 2 * 2.0 + 2 * 2.5, 2.0 + 4.0)
-    assert account.committed_always == {1: 4, 4: 5 + (4 + 2), 8: (5 + 2 * 0.5) + 10}
-    assert account.seconds_always == {1: 2.0, 4: 4.0, 8: 8.0}
-    assert account.best == 4
-    assert account.regret == pytest.approx(1 - (15 / 6) / (11 / 4))
-    assert str(account) == (
-        "widths of 2 steps: 4 in 50%, 8 in 50%; 3.75 tokens per request and step (2.25 expected); 9.1% below always 4"
-    )
+def outcomes(n: int) -> Iterator[tuple[list[str], list[int]]]:
+    return ((["a", "b"], [step % 4, 0]) for step in range(n))
 
 
-def test_without_a_choice_there_is_nothing_to_regret() -> None:
-    account = Account()
-    account.add(Decision(4), [0, 3])
-    assert (account.best, account.regret) == (None, 0.0)
-    assert str(account) == "widths of 1 steps: 4 in 100%; 2.50 tokens per request and step"
+def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has a line for every so many."""
+    chooser = Chooser(Scripted([4] * REPORT + [8] * REPORT + [8] * 5))
+    with caplog.at_level("INFO"):
+        for rids, n_accepted_B in outcomes(2 * REPORT + 5):
+            chooser.choose(rids)
+            chooser.observe(n_accepted_B, 0.0)
+    first, second = caplog.messages
+    assert first == f"widths of {REPORT} steps: 4 in 100%; 1.75 tokens per request and step"
+    assert second.startswith(f"widths of {REPORT} steps: 8 in 100%; ")
+    report = chooser.describe()
+    assert report == json.loads(json.dumps(report))
+    assert report == {
+        "policy": "scripted",
+        "seconds": {"1": {"4": 0.5}},
+        "n_steps": {"4": REPORT, "8": REPORT + 5},
+        "committed": sum(2 + step % 4 for step in range(2 * REPORT + 5)),
+        "expected": (2 * REPORT + 5) * 2 * 2.0,
+        "account": f"widths of {2 * REPORT + 5} steps: 4 in 50%, 8 in 50%; 1.75 tokens per request and step",
+    }
+
+
+def test_before_the_first_step_there_is_nothing_to_tell() -> None:
+    assert Chooser(Policy("always 4", [4])).describe() == {
+        "policy": "always 4", "seconds": {}, "n_steps": {}, "committed": 0, "expected": 0.0, "account": "",
+    }  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------- widths and their policies
 
 
 @pytest.mark.parametrize(
     ("value", "widths"),
-    [("auto", (1, 2, 4, 6, 8, 12, 16)), ("random", (1, 2, 4, 6, 8, 12, 16)), ("fixed", (16,)), ("8,1", (1, 8))],
+    [("auto", (1, 4, 8, 12, 16)), ("random", (1, 4, 8, 12, 16)), ("fixed", (16,)), ("8,1", (1, 8))],
 )
 def test_widths_to_choose_from(value: str, widths: tuple[int, ...]) -> None:
     assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16) == widths
@@ -156,35 +235,16 @@ def test_a_policy_for_each_kind() -> None:
         timed.append(n_requests)
         return [float(width) for width in widths]
 
-    def make(kind: WidthPolicy, widths: Sequence[int]) -> object:
+    def make(kind: WidthPolicy, widths: Sequence[int]) -> Policy:
         return make_policy(kind, widths, n_requests=6, seconds=seconds, agree=lambda seconds_SW: None)
 
-    assert isinstance(make(WidthPolicy.RANDOM, (1, 4)), Random)
-    assert isinstance(make(WidthPolicy.AUTO, (4,)), Fixed)
+    fixed, random, again = (
+        make(WidthPolicy.AUTO, (4,)), make(WidthPolicy.RANDOM, (1, 4)), make(WidthPolicy.RANDOM, (1, 4)),
+    )  # fmt: skip
+    assert (fixed.name, {fixed.decide(["a"]).width for _ in range(9)}) == ("always 4", {4})
+    drawn = [random.decide(["a"]).width for _ in range(30)]
+    assert (random.name, set(drawn)) == ("random", {1, 4})
+    assert drawn == [again.decide(["a"]).width for _ in range(30)], "on every rank the same"
     assert timed == [], "what is not chosen from is not timed"
     assert isinstance(make(WidthPolicy.AUTO, (1, 4)), Adaptive)
     assert timed == [1, 2, 4, 6]
-
-
-def test_accounts_are_joined() -> None:
-    expected = {"committed": {4: 2.0, 8: 2.5}, "seconds": {4: 2.0, 8: 4.0}}
-    steps = [(Decision(4, **expected), [0, 3]), (Decision(8, **expected), [7, 1]), (Decision(8, **expected), [2])]
-    at_once, first, later = Account(), Account(), Account()
-    for account, some in ((at_once, steps), (first, steps[:1]), (later, steps[1:])):
-        for step in some:
-            account.add(*step)
-    first.join(later)
-    assert vars(first) == vars(at_once)
-
-
-def test_a_report_covers_all_steps() -> None:
-    """Those in the log's lines as well as those since."""
-    chooser = Chooser(Scripted([4] * (REPORT + 5)), DecisionClock)
-    for step in range(REPORT + 5):
-        chooser.choose(["a"], float(step))
-        chooser.observe([step % 4], step + 0.5)
-    report = chooser.describe()
-    assert report["n_steps"] == {"4": REPORT + 5}
-    assert report["committed"] == sum(1 + step % 4 for step in range(REPORT + 5))
-    assert report["policy"] == "scripted"
-    json.dumps(report)
