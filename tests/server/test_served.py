@@ -31,7 +31,7 @@ def test_it_says_what_steps_cost_and_which_widths_it_chose(server: Callable, que
     ours.generate_many(questions(8), concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
     dflash = check.fetch(ours.url)
     width = dflash["width"]
-    widths = ["1", "2", "4", "6", "8", "12", "16"]
+    widths = ["1", "4", "8", "12", "16"]
     assert (width["policy"], dflash["block_size"]) == ("auto", 16)
     assert list(width["seconds"]) == ["1", "2", "4", "8"]
     for by_width in width["seconds"].values():
