@@ -26,7 +26,7 @@ import torch.nn.functional as F
 L2_EPS = 1e-6
 
 
-class Block(NamedTuple):
+class DeltaBlock(NamedTuple):
     qk_YXK: torch.Tensor  # queries are scaled; the value heads that share a key head have the same
     v_YCV: torch.Tensor
     beta_YC1: torch.Tensor
@@ -47,7 +47,7 @@ class Block(NamedTuple):
         beta_BCH: torch.Tensor,
         scale: float | None = None,
         normalise: bool = True,
-    ) -> "Block":
+    ) -> "DeltaBlock":
         """`scale` is the queries', 1 / sqrt(K) unless given; `normalise` queries and keys to length 1 before."""
         C, G, K = q_BCGK.shape[1:]
         H = v_BCHV.shape[2]

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
-from sglang_dflash_kernels.gdn_block import L2_EPS, Block, by_token, log_decay
+from sglang_dflash_kernels.gdn_block import L2_EPS, DeltaBlock, by_token, log_decay
 from sglang_dflash_kernels.record import record_width
 
 SMALLEST = 16  # side of a tile that is multiplied
@@ -88,7 +88,7 @@ def gdn_verify_torch(
     """A whole block at once (`gdn_block`)."""
     B = len(slot_B)
     N, (G, K), (H, V) = len(x.q_TGK) // B, x.q_TGK.shape[1:], x.v_THV.shape[1:]
-    block = Block.of(
+    block = DeltaBlock.of(
         x.q_TGK.view(B, N, G, K),
         x.k_TGK.view(B, N, G, K),
         x.v_THV.view(B, N, H, V),

@@ -19,7 +19,7 @@ from sglang_dflash_kernels.dispatch import Forms
 from torch.nn.functional import pad
 
 
-class Block(NamedTuple):
+class PlannedBlock(NamedTuple):
     tokens_BN: torch.Tensor  # int64, anchor, then the mask token
     positions_BN: torch.Tensor  # int64, prefix_len + slot
     slots_BN: torch.Tensor  # int64, the KV slot of each position
@@ -33,13 +33,13 @@ def plan_block_ref(
     *,
     mask_token_id: int,
     n_tokens: int,
-) -> Block:
+) -> PlannedBlock:
     """The definition."""
     last = req_to_token_QM.shape[1] - 1
     tokens_BN = pad(anchor_B[:, None], (0, n_tokens - 1), value=mask_token_id)
     positions_BN = prefix_len_B[:, None] + torch.arange(n_tokens, device=anchor_B.device)
     slots_BN = req_to_token_QM[req_pool_indices_B[:, None], positions_BN.clamp(max=last)].long()
-    return Block(tokens_BN, positions_BN, slots_BN.where(positions_BN <= last, 0))
+    return PlannedBlock(tokens_BN, positions_BN, slots_BN.where(positions_BN <= last, 0))
 
 
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["anchor", "prefix_len", "rows"])
@@ -65,10 +65,10 @@ def plan_block_triton(
     *,
     mask_token_id: int,
     n_tokens: int,
-) -> Block:
+) -> PlannedBlock:
     """The kernel: one program per request."""
     shape = len(anchor_B), n_tokens
-    out = Block(*(torch.empty(shape, dtype=torch.int64, device=anchor_B.device) for _ in Block._fields))
+    out = PlannedBlock(*(torch.empty(shape, dtype=torch.int64, device=anchor_B.device) for _ in PlannedBlock._fields))
     if len(anchor_B):
         _plan_block_kernel[(len(anchor_B),)](
             anchor_B,
@@ -96,7 +96,7 @@ def plan_block(
     *,
     mask_token_id: int,
     n_tokens: int,
-) -> Block:
+) -> PlannedBlock:
     """Plan `n_tokens` >= 1 per request; B may be 0.
 
     All int64, except `req_to_token` int32 and `req_pool_indices_B` either. Raises ValueError on anything else.

@@ -185,7 +185,7 @@ def penalise_launches(P: int, N: int, E: int) -> Iterator[Launch]:
         yield Launch("penalise", f"P={P} N={N} E={E} {dtype}", specialisations.penalise(), run, dtype)
 
 
-def append_launches(draft: sizes.Attention, T: int, B: int | None, arch: int) -> Iterator[Launch]:
+def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: int) -> Iterator[Launch]:
     """T rows, of B requests or of a prompt; K and V as `draft_model.context_kv` leaves them."""
     L, G, E = draft.n_layers, draft.n_kv_heads, draft.head_dim
     k, v = empty(L, T, 2, G, E).transpose(0, 1).unbind(2)
@@ -205,7 +205,7 @@ def append_launches(draft: sizes.Attention, T: int, B: int | None, arch: int) ->
         yield Launch("append_context", f"L={L} G={G} T={T} B={B} {dtype}", specialisation, run, (G, E, dtype), refused)
 
 
-def verify_launch(layers: sizes.Recurrent, B: int, N: int) -> Launch:
+def verify_launch(layers: sizes.RecurrentSizes, B: int, N: int) -> Launch:
     """q, k and v are views of one convolution's output, a and b of one projection's, as SGLang's backend has them."""
     H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
     T, X = B * N, record_width(H, V, G, K)
@@ -222,7 +222,7 @@ def verify_launch(layers: sizes.Recurrent, B: int, N: int) -> Launch:
     return Launch("gdn_verify", f"H={H} G={G} B={B} N={N}", specialisations.gdn_verify(B, N, H, V), run, (H, G))
 
 
-def fold_launch(layers: sizes.Recurrent, B: int, N: int, *, tracked: bool) -> Launch:
+def fold_launch(layers: sizes.RecurrentSizes, B: int, N: int, *, tracked: bool) -> Launch:
     L, H, G, V, K = layers.n_layers, layers.n_value_heads, layers.n_key_heads, layers.value_width, layers.key_width
     states = empty(L, N_STATES, H, V, K, dtype=F32)
     record = empty(L, N_STATES, max(BLOCKS), record_width(H, V, G, K), dtype=F32)[:, :, :N]
@@ -236,7 +236,7 @@ def fold_launch(layers: sizes.Recurrent, B: int, N: int, *, tracked: bool) -> La
     return Launch("gdn_fold", detail, specialisations.gdn_fold(tracked=tracked), run, (H, G))
 
 
-def on_one_rank(layers: sizes.Recurrent, tp_size: int) -> sizes.Recurrent:
+def on_one_rank(layers: sizes.RecurrentSizes, tp_size: int) -> sizes.RecurrentSizes:
     heads = layers.n_value_heads // tp_size, layers.n_key_heads // tp_size
     return dataclasses.replace(layers, n_value_heads=heads[0], n_key_heads=heads[1])
 

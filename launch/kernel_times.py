@@ -41,14 +41,14 @@ def bounds(compiled: Compiled, n_bytes: int, trips: int) -> Bounds:
     )
 
 
-def verify_bytes(layers: sizes.Recurrent, B: int) -> int:
+def verify_bytes(layers: sizes.RecurrentSizes, B: int) -> int:
     """Of one layer: states and inputs in, outputs and records out."""
     H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
     rows = 2 * (2 * G * K + 2 * H * V + 2 * H) + 4 * record_width(H, V, G, K)
     return B * (4 * H * V * K + N * rows)
 
 
-def fold_bytes(layers: sizes.Recurrent, B: int) -> int:
+def fold_bytes(layers: sizes.RecurrentSizes, B: int) -> int:
     """Of all layers: states in and out, records of a block that is accepted whole."""
     H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
     return layers.n_layers * B * (8 * H * V * K + 4 * N * record_width(H, V, G, K))

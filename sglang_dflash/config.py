@@ -12,7 +12,7 @@ from sglang_dflash.draft.checkpoint import Checkpoint
 from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.errors import STOCK, NotSupported
 from sglang_dflash.host import backends
-from sglang_dflash.host.arguments import Arguments, Target, arguments_of, target_of
+from sglang_dflash.host.arguments import Arguments, TargetFacts, arguments_of, target_of
 from sglang_dflash.memory.sizes import kept_window
 
 
@@ -50,7 +50,7 @@ class DFlashConfig:
         return combine(arguments, target_of(server_args), draft)
 
 
-def combine(arguments: Arguments, target: Target, draft: Checkpoint) -> DFlashConfig:
+def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> DFlashConfig:
     """Check the three against each other and make the config.
 
     Args:
@@ -153,7 +153,7 @@ def _check_parallel(arguments: Arguments) -> None:
         )
 
 
-def _check_sessions(arguments: Arguments, target: Target, draft_window: int | None) -> None:
+def _check_sessions(arguments: Arguments, target: TargetFacts, draft_window: int | None) -> None:
     """A streaming session keeps a turn's last state. K/V past the turn's end can be given back, a state cannot."""
     if not arguments.streaming_session:
         return
@@ -210,7 +210,7 @@ def _check_heads(arguments: Arguments, draft: Checkpoint) -> None:
         )
 
 
-def _dtype(arguments: Arguments, target: Target, draft: Checkpoint) -> str:
+def _dtype(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> str:
     """The draft reads the target's features and embeddings as they are, so both run in one dtype."""
     dtype = draft.dtype if arguments.dtype == "auto" else _long_name(arguments.dtype)
     if dtype != target.dtype:

@@ -58,7 +58,7 @@ class Flags:
         widths: those it may choose from, ascending; empty: its own.
         width_trace: the directory every step's width is written to; None: nothing is written.
         rehearse: see `Rehearse`.
-        probe: our worker tells what it looks like inside, see `probe.py`.
+        probe: our worker tells what it looks like inside, see `prove/probe.py`.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
     """
 

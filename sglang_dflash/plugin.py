@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.config import DFlashConfig
-    from sglang_dflash.host.arguments import Target
+    from sglang_dflash.host.arguments import TargetFacts
 
     Hooks = dict[str, tuple[Callable[..., Any], HookType]]
 
@@ -69,13 +69,13 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
     hook_scheduler(config, target_of(server_args))
     if flags.read(os.environ).probe:
-        from sglang_dflash.probe import ProbedWorker
+        from sglang_dflash.prove.probe import ProbedWorker
 
         return ProbedWorker
     return DFlashWorker
 
 
-def hook_scheduler(config: "DFlashConfig", target: "Target") -> None:
+def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
     """What only a scheduler that serves DFLASH needs; it has these modules loaded anyway."""
     from sglang.srt.plugins.hook_registry import HookType
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # From the roof down: a folder of `sglang_dflash/`, or a file that lies at its top.
 FLOORS = (
     {"plugin"},
-    {"probe", "prove", "launch"},
+    {"prove", "launch"},
     {"check", "worker", "rehearsal", "bench"},
     {"config", "cpu", "metrics", "train"},
     {"stages", "host", "capacity", "model"},

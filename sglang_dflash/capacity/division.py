@@ -18,7 +18,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from sglang_dflash.flags import Worker
-from sglang_dflash.memory.sizes import Attention, Recurrent, kept_window, ring_slots, round_up
+from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, kept_window, ring_slots, round_up
 
 MIB, GIB = 2**20, 2**30
 
@@ -47,12 +47,12 @@ class Bound(StrEnum):
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetSizes:
     """`weight_bytes` is of all ranks; `image_width` the hidden size of its image encoder, 0 without one."""
 
     name: str
-    attention: Attention
-    recurrent: Recurrent | None
+    attention: AttentionSizes
+    recurrent: RecurrentSizes | None
     n_heads: int
     weight_bytes: int
     weights_from: str
@@ -61,11 +61,11 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftSizes:
     """`window` is how far all of its layers look back; None if one of them sees the whole context."""
 
     name: str
-    attention: Attention
+    attention: AttentionSizes
     n_heads: int
     weight_bytes: int
     window: int | None
@@ -131,7 +131,7 @@ class Capacity:
         return min(self.limits, key=lambda bound: self.limits[bound])
 
 
-def capacity(target: Target, draft: Draft, serving: Serving, card_gib: float, worker: Worker) -> Capacity:
+def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib: float, worker: Worker) -> Capacity:
     """Divide the memory of one card.
 
     Args:
@@ -182,7 +182,7 @@ def capacity(target: Target, draft: Draft, serving: Serving, card_gib: float, wo
     )
 
 
-def heads(target: Target, draft: Draft) -> dict[str, int]:
+def heads(target: TargetSizes, draft: DraftSizes) -> dict[str, int]:
     """What tensor parallelism has to split evenly, by name."""
     counts = {target.name: target.n_heads, draft.name: draft.n_heads}
     if target.recurrent:
@@ -190,7 +190,7 @@ def heads(target: Target, draft: Draft) -> dict[str, int]:
     return counts
 
 
-def _check(target: Target, draft: Draft, serving: Serving) -> None:
+def _check(target: TargetSizes, draft: DraftSizes, serving: Serving) -> None:
     for name, n_heads in heads(target, draft).items():
         if n_heads % serving.tp_size:
             raise ValueError(f"{name}: {n_heads} heads cannot be split over --tp {serving.tp_size}; use a divisor")
@@ -201,14 +201,14 @@ def _check(target: Target, draft: Draft, serving: Serving) -> None:
         )
 
 
-def _request_block_bytes(recurrent: Recurrent | None, serving: Serving, worker: Worker) -> int:
+def _request_block_bytes(recurrent: RecurrentSizes | None, serving: Serving, worker: Worker) -> int:
     if recurrent is None:
         return 0
     rank = recurrent.shard(serving.tp_size)
     return rank.record_bytes(serving.block_size) if worker is Worker.PLUGIN else rank.snapshot_bytes(serving.block_size)
 
 
-def _states(recurrent: Recurrent | None, serving: Serving, rest: float, worker: Worker) -> States:
+def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, worker: Worker) -> States:
     """`KVCacheConfigurator._handle_max_mamba_cache`, told how many states a block takes up."""
     if recurrent is None:
         return States(0, serving.max_requests, 0, 0)

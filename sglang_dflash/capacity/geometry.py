@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dflash.capacity import known_models as models
-from sglang_dflash.capacity.division import Draft, Target
+from sglang_dflash.capacity.division import DraftSizes, TargetSizes
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft import files as draft_files
 from sglang_dflash.draft.fields import Fields
-from sglang_dflash.memory.sizes import Attention, Recurrent
+from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONV_ITEMSIZE = 2  # SGLANG_MAMBA_CONV_DTYPE is bfloat16 unless set
@@ -82,7 +82,7 @@ class Config(Fields):
         return kinds
 
 
-def read_target(model: str) -> Target:
+def read_target(model: str) -> TargetSizes:
     """The target at `model`: a directory, its config.json, or a name of `models`.
 
     Raises:
@@ -92,9 +92,9 @@ def read_target(model: str) -> Target:
     config = Config(whole, model)
     weights, weights_from = _weights(folder, config)
     kinds = config.layer_kinds()
-    return Target(
+    return TargetSizes(
         name=model,
-        attention=Attention(
+        attention=AttentionSizes(
             kinds.count("full_attention"), config.count("num_key_value_heads"), config.head_dim, config.itemsize
         ),
         recurrent=_recurrent(config, kinds.count("linear_attention")),
@@ -106,7 +106,7 @@ def read_target(model: str) -> Target:
     )
 
 
-def read_draft(model: str) -> Draft:
+def read_draft(model: str) -> DraftSizes:
     """The DFlash draft at `model`, likewise. Its tensors are known from its config, so its weights are exact.
 
     Raises:
@@ -116,9 +116,9 @@ def read_draft(model: str) -> Draft:
     draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # whichever it is, it takes no memory
     itemsize = Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
     shapes = checkpoint.expected_shapes(draft)
-    return Draft(
+    return DraftSizes(
         name=model,
-        attention=Attention(draft.num_hidden_layers, draft.num_key_value_heads, draft.head_dim, itemsize),
+        attention=AttentionSizes(draft.num_hidden_layers, draft.num_key_value_heads, draft.head_dim, itemsize),
         n_heads=draft.num_attention_heads,
         weight_bytes=sum(map(prod, shapes.values())) * itemsize,
         window=draft.window,
@@ -138,10 +138,10 @@ def _find(model: str, known: Mapping[str, models.Model]) -> tuple[Path | None, d
     return file.parent, config, str(file)
 
 
-def _recurrent(config: Config, n_layers: int) -> Recurrent | None:
+def _recurrent(config: Config, n_layers: int) -> RecurrentSizes | None:
     if not n_layers:
         return None
-    return Recurrent(
+    return RecurrentSizes(
         n_layers=n_layers,
         n_value_heads=config.count("linear_num_value_heads"),
         value_width=config.count("linear_value_head_dim"),

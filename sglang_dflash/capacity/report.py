@@ -26,10 +26,10 @@ from sglang_dflash.capacity.division import (
     MIB,
     Bound,
     Capacity,
-    Draft,
+    DraftSizes,
     RadixStates,
     Serving,
-    Target,
+    TargetSizes,
     capacity,
     default_mem_fraction,
     heads,
@@ -47,8 +47,8 @@ STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
 class Report(NamedTuple):
     """A question and its two answers."""
 
-    target: Target
-    draft: Draft
+    target: TargetSizes
+    draft: DraftSizes
     serving: Serving
     card_gib: float
     results: dict[Worker, Capacity]
@@ -119,7 +119,7 @@ def answer(options: argparse.Namespace) -> Report:
     return report_of(target, draft, serving, options.gpu_memory)
 
 
-def report_of(target: Target, draft: Draft, serving: Serving, card_gib: float) -> Report:
+def report_of(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib: float) -> Report:
     results = {worker: capacity(target, draft, serving, card_gib, worker) for worker in Worker}
     return Report(target, draft, serving, card_gib, results)
 

@@ -7,7 +7,7 @@ multiple of G), Y blocks of one value head, K key width, V value width, S slots 
 """
 
 import torch
-from sglang_dflash_kernels.gdn_block import Block, by_token, l2_normalised, log_decay
+from sglang_dflash_kernels.gdn_block import DeltaBlock, by_token, l2_normalised, log_decay
 
 from sglang_dflash.cpu.padding import n_real, with_padding
 from sglang_dflash.cpu.refuse import refuse
@@ -62,7 +62,7 @@ def chunk_gated_delta_rule(
     assert initial_state_indices is not None
     chunks = _Chunks(cu_seqlens)
     # Padding tokens have q = k = v = g = beta = 0: they leave the state as it is.
-    block = Block.of(
+    block = DeltaBlock.of(
         chunks.pad(q[0].float()),
         chunks.pad(k[0].float()),
         chunks.pad(v[0].float()),
@@ -82,7 +82,7 @@ def chunk_gated_delta_rule(
     return out_THV.to(v.dtype)[None], None, before_MHVK[None]
 
 
-def _scan(block: Block, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scan(block: DeltaBlock, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Carry the sequences' states through their chunks, in place; the states before the chunks, and the deltas.
 
     Delta = from_values - from_state S_0^T: one solve serves all chunks before any of their states is known.
@@ -223,7 +223,7 @@ def fused_sigmoid_gating_delta_rule_update(
     a, b = a[: B * C], b[: B * C]
     slot_B = initial_state_indices[:B].long()
     g_TH = log_decay(A_log, a, dt_bias, beta=softplus_beta, threshold=softplus_threshold)
-    block = Block.of(
+    block = DeltaBlock.of(
         q.view(B, C, *q.shape[2:]),
         k.view(B, C, *k.shape[2:]),
         v.view(B, C, *v.shape[2:]),
@@ -246,7 +246,7 @@ def fused_sigmoid_gating_delta_rule_update(
 
 
 def _states(
-    block: Block,
+    block: DeltaBlock,
     state_YVK: torch.Tensor,
     delta_YCV: torch.Tensor,
     buffer: torch.Tensor | None,

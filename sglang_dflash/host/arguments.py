@@ -13,7 +13,7 @@ from sglang_dflash import flags
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetFacts:
     """What the draft must agree with."""
 
     path: str
@@ -128,14 +128,14 @@ def first_given(*values: int | None) -> int | None:
     return next((value for value in values if value is not None), None)
 
 
-def target_of(server_args: Any) -> Target:
+def target_of(server_args: Any) -> TargetFacts:
     """The target's config as SGLang loads it; SGLang keeps it once built."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
     model_config = model_config_of(server_args)
     text = model_config.hf_text_config
-    return Target(
+    return TargetFacts(
         path=model_config.model_path,
         architecture=model_config.hf_config.architectures[0],
         hidden_size=model_config.hidden_size,

@@ -45,7 +45,7 @@ def block_bytes(
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionSizes:
     """The layers of a model that keep K and V. `head_dim` is the width of a key and of a value."""
 
     n_layers: int
@@ -59,7 +59,7 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class Recurrent:
+class RecurrentSizes:
     """The Gated DeltaNet layers of a hybrid target.
 
     Attributes:
@@ -75,7 +75,7 @@ class Recurrent:
     conv_itemsize: int
     state_itemsize: int
 
-    def shard(self, tp_size: int) -> "Recurrent":
+    def shard(self, tp_size: int) -> "RecurrentSizes":
         """What one of `tp_size` ranks has, which divides both numbers of heads."""
         return replace(self, n_value_heads=self.n_value_heads // tp_size, n_key_heads=self.n_key_heads // tp_size)
 

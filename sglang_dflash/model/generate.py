@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from sglang_dflash.model.draft import ContextKV, Draft
-from sglang_dflash.model.target import Target, check_pair
+from sglang_dflash.model.target import TargetReader, check_pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, o
     """
     check_pair(draft.config, target)
     N, width = _checked_sizes(draft, input_ids, options)
-    reader = Target(target, draft.config.target_layer_ids)
+    reader = TargetReader(target, draft.config.target_layer_ids)
     reading = reader.read(input_ids)
     anchor = choose(reading.logits_1SV[0, -1:], options)  # int64 [1], still on the device
     context = draft.context_kv(reading.features_1SC.to(draft.dtype))
@@ -124,7 +124,7 @@ def accepted_at(
     Of the last block's tokens it is how many are known to be accepted.
     """
     text = torch.tensor([*prompt, *answer])
-    features_1SC = Target(target, draft.config.target_layer_ids).read(text[None]).features_1SC
+    features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC
     anchors_1A = torch.arange(len(prompt), len(text))[None]
     N = block_size or draft.config.block_size
     tokens_1AN = torch.full((1, len(answer), N), draft.config.mask_token_id)

@@ -49,7 +49,7 @@ def check_pair(draft: Checkpoint, target: PreTrainedModel) -> None:
     )
 
 
-class Target:
+class TargetReader:
     """One sequence in a target's cache: read tokens, then keep the first of them."""
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_dflash.stages.state import State
-from sglang_dflash.stages.verifier import Engine
+from sglang_dflash.stages.verifier import WidthEngine
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +38,16 @@ def build_engines(
     *,
     block_size: int,
     reserve_bytes: int,
-) -> dict[int, Engine]:
+) -> dict[int, WidthEngine]:
     """An engine for each width, that of the whole block being what SGLang has made, with `state` attached.
 
     Captured graphs take memory that SGLang has not counted. Half of what it left free stays free, for the activations
     of prompts, and at least `reserve_bytes`; widths whose graphs would not fit beside that are not chosen from.
     """
     runner, tp_group = worker.model_runner, get_parallel().tp_group
-    whole = Engine(runner.attn_backend, runner.decode_cuda_graph_runner, state)
+    whole = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state)
 
-    def build(width: int) -> Engine:
+    def build(width: int) -> WidthEngine:
         return whole if width == block_size else _build_engine(runner, state_for(width), width, captured=whole.graphs)
 
     def free_gib() -> float:
@@ -70,14 +70,14 @@ def build_engines(
 
 
 def build_while_they_fit(
-    widths: Sequence[int], build: Callable[[int], Engine], free_gib: Callable[[], float], reserve_gib: float
-) -> dict[int, Engine]:
+    widths: Sequence[int], build: Callable[[int], WidthEngine], free_gib: Callable[[], float], reserve_gib: float
+) -> dict[int, WidthEngine]:
     """The widest first, then always the one farthest from those there are: so few of them lose little.
 
     A further one is taken to need as much as the largest so far. What stays free is `KEPT_FREE` of what was, and at
     least `reserve_gib`.
     """
-    rest, engines, most_gib = set(widths), dict[int, Engine](), 0.0
+    rest, engines, most_gib = set(widths), dict[int, WidthEngine](), 0.0
     left_gib = free_gib()
     kept_gib = max(left_gib * KEPT_FREE, reserve_gib)
     while rest:
@@ -95,7 +95,7 @@ def build_while_they_fit(
     return engines
 
 
-def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> Engine:
+def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> WidthEngine:
     with get_spec().override(speculative_num_draft_tokens=width):
         backend = runner._get_attention_backend(init_new_workspace=False)
         # As SGLang does with its own.
@@ -107,7 +107,7 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
         if captured is not None:
             with capturing(fewer(captured.capture_bs)):
                 graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
-    return Engine(backend, graphs, state)
+    return WidthEngine(backend, graphs, state)
 
 
 def fewer(sizes: Sequence[int]) -> list[int]:

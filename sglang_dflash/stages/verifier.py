@@ -19,7 +19,7 @@ from sglang_dflash.stages.state import State
 from sglang_dflash.step import Plan, Target
 
 
-class Engine(NamedTuple):
+class WidthEngine(NamedTuple):
     """What of the target is made for one width."""
 
     backend: AttentionBackend
@@ -28,7 +28,7 @@ class Engine(NamedTuple):
 
 
 class Verifier:
-    def __init__(self, worker: TpModelWorker, engines: Mapping[int, Engine], *, on_host: bool) -> None:
+    def __init__(self, worker: TpModelWorker, engines: Mapping[int, WidthEngine], *, on_host: bool) -> None:
         """`engines`: one for each width that will be verified. `on_host`: the target runs on the host's processor."""
         self.worker = worker
         self.engines = engines

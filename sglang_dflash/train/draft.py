@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sglang_dflash.draft.checkpoint import FULL, Checkpoint
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options
-from sglang_dflash.model.target import Target, check_pair, stop_token_ids
+from sglang_dflash.model.target import TargetReader, check_pair, stop_token_ids
 from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving
 from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Recipe, Report, train
@@ -244,7 +244,7 @@ def train_draft(
 def require_undo(target: PreTrainedModel, config: Checkpoint) -> None:
     """Raise ValueError, before the training, for a target that could not take back what it rejects."""
     try:
-        Target(target, config.target_layer_ids)
+        TargetReader(target, config.target_layer_ids)
     except ValueError as error:
         raise ValueError(f"{error}; train without measuring acceptance: --eval-prompts 0") from error
 

@@ -2,13 +2,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sglang_dflash_kernels.plan_block import Block, plan_block, plan_block_ref, plan_block_triton
+from sglang_dflash_kernels.plan_block import PlannedBlock, plan_block, plan_block_ref, plan_block_triton
 
 MASK = 99
 
 
-def assert_same(got: Block, want: Block) -> None:
-    for name, got_field, want_field in zip(Block._fields, got, want, strict=True):
+def assert_same(got: PlannedBlock, want: PlannedBlock) -> None:
+    for name, got_field, want_field in zip(PlannedBlock._fields, got, want, strict=True):
         assert got_field.dtype == want_field.dtype == torch.int64, name
         assert torch.equal(got_field, want_field), name
 
@@ -23,7 +23,7 @@ def test_hand_worked_block():
         mask_token_id=MASK,
         n_tokens=3,
     )
-    want = Block(
+    want = PlannedBlock(
         tokens_BN=torch.tensor([[7, MASK, MASK], [8, MASK, MASK]]),
         positions_BN=torch.tensor([[2, 3, 4], [4, 5, 6]]),
         slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # row 0 ends at position 5: padding slot

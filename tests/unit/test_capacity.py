@@ -23,7 +23,7 @@ from sglang_dflash.capacity.division import (
     Bound,
     RadixStates,
     Serving,
-    Target,
+    TargetSizes,
     capacity,
     default_mem_fraction,
 )
@@ -31,16 +31,16 @@ from sglang_dflash.flags import Worker
 from sglang_dflash.memory import records as state_pool
 from sglang_dflash.memory import sizes
 from sglang_dflash.memory.records import RecordPool, count_records
-from sglang_dflash.memory.sizes import Attention, Recurrent, block_bytes, ring_slots
+from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, block_bytes, ring_slots
 
-TINY = Recurrent(3, 4, 64, 2, 64, conv_window=3, conv_itemsize=2, state_itemsize=4)
+TINY = RecurrentSizes(3, 4, 64, 2, 64, conv_window=3, conv_itemsize=2, state_itemsize=4)
 QWEN_27B = geometry.read_target("Qwen3.5-27B")
 DRAFT_27B = geometry.read_draft("Qwen3.5-27B-DFlash")
 QWEN_8B = geometry.read_target("qwen/qwen3-8b")
 DRAFT_8B = geometry.read_draft("Qwen3-8B-DFlash-b16")
 
 
-def params_of(recurrent: Recurrent, tp_size: int = 1) -> Mamba2CacheParams:
+def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
     """As SGLang makes them of a config, for one rank."""
     shape = Mamba2StateShape.create(
         tp_world_size=tp_size,
@@ -92,7 +92,7 @@ def test_recurrent_bytes_are_what_pools_allocate(
 
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_kv_bytes_are_what_pools_allocate(page_size: int) -> None:
-    attention = Attention(n_layers=3, n_kv_heads=2, head_dim=64, itemsize=2)
+    attention = AttentionSizes(n_layers=3, n_kv_heads=2, head_dim=64, itemsize=2)
     for tp_size, n_heads in ((1, 2), (2, 1), (4, 1)):
         pool = MHATokenToKVPool(
             size=256,
@@ -132,7 +132,7 @@ def test_ring_slots(window: int, block: int, page: int, slots: int) -> None:
 class SGLang:
     """SGLang's own sizing of a hybrid target, on a stand-in for its configurator and its configuration."""
 
-    def __init__(self, target: Target, serving: Serving, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, target: TargetSizes, serving: Serving, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         assert target.recurrent is not None
         self.serving, self.worker = serving, worker
         radix = serving.radix

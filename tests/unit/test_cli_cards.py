@@ -14,9 +14,9 @@ import pytest
 
 from sglang_dflash.config import combine
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.host.arguments import Arguments, Target
+from sglang_dflash.host.arguments import Arguments, TargetFacts
 
-TARGET = Target(
+TARGET = TargetFacts(
     "target", "Qwen3_5ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=True
 )
 

@@ -12,9 +12,9 @@ from sglang_dflash.config import check_arguments, combine
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.checkpoint import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.host.arguments import Arguments, Target
+from sglang_dflash.host.arguments import Arguments, TargetFacts
 
-TARGET = Target(
+TARGET = TargetFacts(
     "target", "Qwen3ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=False
 )
 ARGUMENTS = Arguments(

@@ -11,7 +11,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseCo
 from sglang_dflash.stages import engines
 from sglang_dflash.stages.engines import build_while_they_fit, capturing, fewer
 from sglang_dflash.stages.state import NoState
-from sglang_dflash.stages.verifier import Engine
+from sglang_dflash.stages.verifier import WidthEngine
 
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 
@@ -20,11 +20,11 @@ def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple
     """The widths in the order in which they were built, and what is then free."""
     left, widths = free_gib, list[int]()
 
-    def build(width: int) -> Engine:
+    def build(width: int) -> WidthEngine:
         nonlocal left
         left -= graphs_gib if width < 16 else 0  # SGLang's own are there already
         widths.append(width)
-        return Engine(None, None, NoState())  # type: ignore[arg-type]
+        return WidthEngine(None, None, NoState())  # type: ignore[arg-type]
 
     engines = build_while_they_fit(WIDTHS, build, lambda: left, reserve_gib)
     assert list(engines) == widths

@@ -18,7 +18,7 @@ from transformers import (
 
 from sglang_dflash.model import DraftModel, Step
 from sglang_dflash.model.generate import Options, choose, draft_block, spec_steps
-from sglang_dflash.model.target import Target
+from sglang_dflash.model.target import TargetReader
 from sglang_dflash.train.draft import draft_config_for, initialised
 
 VOCAB = 40
@@ -113,7 +113,7 @@ def test_every_accepted_count_leaves_the_target_as_if_it_had_read_only_that(targ
 def test_keeping_part_of_a_block_equals_reading_that_part(target):
     ids_1S = prompt(30)
     for n in range(1, 7):
-        cut, plain = (Target(target, (0, 1, 2)) for _ in range(2))
+        cut, plain = (TargetReader(target, (0, 1, 2)) for _ in range(2))
         cut.read(ids_1S[:, :17])
         _, undo = cut.read_block(ids_1S[:, 17:23])
         cut.keep(n, undo)
@@ -126,7 +126,7 @@ def test_features_are_the_outputs_of_the_named_layers(target):
     outputs = []
     for layer in target.model.layers:
         layer.register_forward_hook(lambda module, args, out: outputs.append(out[0] if isinstance(out, tuple) else out))
-    features = Target(target, (0, 2)).read(prompt()).features_1SC
+    features = TargetReader(target, (0, 2)).read(prompt()).features_1SC
     assert torch.equal(features, torch.cat([outputs[0], outputs[2]], dim=-1))
 
 
@@ -263,7 +263,7 @@ def test_features_of_the_last_layer_are_refused():
 def test_a_target_that_cannot_be_unread_is_refused():
     both_in_one_layer = SimpleNamespace(config=FalconH1Config(num_hidden_layers=2))
     with pytest.raises(ValueError, match=r"keeps its past in \['LinearAttentionAndFullAttentionLayer'\]"):
-        Target(both_in_one_layer, (0,))
+        TargetReader(both_in_one_layer, (0,))
 
 
 @pytest.mark.parametrize(

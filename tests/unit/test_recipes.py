@@ -24,7 +24,7 @@ from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.geometry import Config
 from sglang_dflash.config import combine
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.host.arguments import Arguments, Target
+from sglang_dflash.host.arguments import Arguments, TargetFacts
 from tests.server import families
 from tests.server.families import FAMILIES
 
@@ -61,14 +61,14 @@ def test_a_recipe_parses_and_its_pair_is_accepted(
     assert parsed["fields"] == {"tp_size": int(flags.get("--tp-size", 1)), "speculative_algorithm": "DFLASH"}
     parsed["arguments"]["accept_thresholds"] = tuple(parsed["arguments"]["accept_thresholds"])
     arguments = replace(Arguments(**parsed["arguments"]), device=DEVICES[gpu])
-    tiny = Target("", "", 64, 128, 4, dtype="bfloat16", recurrent=False)
+    tiny = TargetFacts("", "", 64, 128, 4, dtype="bfloat16", recurrent=False)
     some_draft = checkpoint.parse(checkpoints.DRAFT | {"block_size": block_size} | DIVISIBLE, "draft")
     config = combine(arguments, *published(target, draft) or (tiny, some_draft))
     assert (config.block_size, config.draft.block_size) == (block_size, block_size)
     assert config.draft_attention_backend == DRAFT_BACKENDS[gpu]
 
 
-def published(target: str, draft: str) -> tuple[Target, checkpoint.Checkpoint] | None:
+def published(target: str, draft: str) -> tuple[TargetFacts, checkpoint.Checkpoint] | None:
     """The pair as it was published, where its configs are known here."""
     if target not in models.TARGETS:
         return None
@@ -77,7 +77,7 @@ def published(target: str, draft: str) -> tuple[Target, checkpoint.Checkpoint] |
     sizes = (config.count(name) for name in ("hidden_size", "vocab_size", "num_hidden_layers"))
     recurrent = "linear_attention" in config.layer_kinds()
     read = checkpoint.parse({"mask_token_id": 0} | models.DRAFTS[draft].config, draft)
-    return Target(target, "", *sizes, dtype="bfloat16", recurrent=recurrent), read
+    return TargetFacts(target, "", *sizes, dtype="bfloat16", recurrent=recurrent), read
 
 
 @pytest.mark.parametrize("gpu", GPUS)

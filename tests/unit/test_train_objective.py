@@ -8,7 +8,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwe
 
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
-from sglang_dflash.model.target import Target
+from sglang_dflash.model.target import TargetReader
 from sglang_dflash.train.draft import draft_config_for, initialised
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.objective import (
@@ -71,7 +71,9 @@ def test_training_sees_what_inference_sees(make_target):
         anchor = int(anchor_RA[r, a])
         if anchor == 0:
             continue
-        features = Target(target, draft.config.target_layer_ids).read(batch.ids_RL[r : r + 1, :anchor]).features_1SC
+        features = (
+            TargetReader(target, draft.config.target_layer_ids).read(batch.ids_RL[r : r + 1, :anchor]).features_1SC
+        )
         block = torch.tensor([batch.ids_RL[r, anchor], MASK, MASK, MASK, MASK])
         embeddings = target.get_input_embeddings()(block)[None, None]
         hidden = draft(embeddings, draft.context_kv(features), torch.tensor([[anchor]]))

@@ -12,7 +12,7 @@ from sglang_dflash_kernels.accept import accept_ref
 
 from sglang_dflash import worker as worker_module
 from sglang_dflash.stages.state import NoState
-from sglang_dflash.stages.verifier import Engine, Verifier
+from sglang_dflash.stages.verifier import Verifier, WidthEngine
 from sglang_dflash.step import Block, Plan, Target
 from sglang_dflash.worker import DFlashWorker, not_published
 
@@ -24,8 +24,8 @@ def make_verifier() -> Verifier:
         attn_backend=OWN[0], decode_cuda_graph_runner=OWN[1], device="cuda", forward=lambda batch: batch
     )
     engines = {
-        1: Engine("backend of 1", "graphs of 1", NoState()),  # type: ignore[arg-type]
-        4: Engine("backend of 4", "graphs of 4", NoState()),  # type: ignore[arg-type]
+        1: WidthEngine("backend of 1", "graphs of 1", NoState()),  # type: ignore[arg-type]
+        4: WidthEngine("backend of 4", "graphs of 4", NoState()),  # type: ignore[arg-type]
     }
     return Verifier(SimpleNamespace(model_runner=runner), engines, on_host=True)  # type: ignore[arg-type]
 
