@@ -12,7 +12,7 @@ from sglang_dflash.draft.checkpoint import Checkpoint
 from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.errors import STOCK, NotSupported
 from sglang_dflash.host import backends
-from sglang_dflash.host.arguments import Arguments, TargetFacts, arguments_of, target_of
+from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, arguments_of, flag, target_of
 from sglang_dflash.memory.sizes import kept_window
 
 
@@ -110,30 +110,8 @@ def check_arguments(arguments: Arguments) -> None:
             raise NotSupported(
                 f"--speculative-accept-threshold-{name} {value} would change the output distribution; drop the flag"
             )
-    for asked, flag, why in (
-        (arguments.sink_size is not None, "--speculative-draft-sink-size", "a DFlash draft has no attention sink"),
-        (arguments.adaptive, "--speculative-adaptive", "it steers EAGLE only"),
-        (arguments.block_verification, "--speculative-use-block-verification", "it changes nothing for argmax drafts"),
-        (arguments.rejection_sampling, "--speculative-use-rejection-sampling", "acceptance is exact without it"),
-        (arguments.lora, "--enable-lora", "the draft was trained for the plain target"),
-        (arguments.unified_memory, "--enable-unified-memory", "draft and target share plain slot ids"),
-        (arguments.hierarchical_cache, "--enable-hierarchical-cache", "draft K/V would not be restored with a prefix"),
-        (arguments.two_batch_overlap, "--enable-two-batch-overlap", "a block is verified as one batch"),
-        (arguments.mixed_chunk, "--enable-mixed-chunk", "a step either reads prompts or verifies blocks"),
-        (arguments.linear_replay, "--enable-linear-replayssm", "a step of one token would leave its state in a ring"),
-        (arguments.linear_replay_spec, "--enable-linear-replayssm-spec", "a block's states are recorded without it"),
-        (arguments.indexer_topk, "--enable-return-indexer-topk", "a draft's forwards would write into it as well"),
-        (
-            arguments.memory_saver,
-            "--enable-memory-saver",
-            "a draft's rotary table would not come back with its weights",
-        ),
-        (arguments.symm_mem, "--enable-symm-mem", "graphs of several widths were never captured with it"),
-        (arguments.torch_compile, "--enable-torch-compile", "it would compile the target anew for every width"),
-        (arguments.draft_quantization is not None, "--speculative-draft-model-quantization", "drafts run unquantized"),
-    ):
-        if asked:
-            raise NotSupported(f"{flag} is not supported with DFLASH ({why}); drop the flag")
+    for name in arguments.unsupported:
+        raise NotSupported(f"{flag(name)} is not supported with DFLASH ({UNSUPPORTED[name]}); drop the flag")
     _check_parallel(arguments)
 
 

@@ -7,9 +7,31 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from sglang_dflash import flags
+
+# Arguments that have no exact meaning for a DFlash chain, and why; SGLang's names, which are the flags'.
+UNSUPPORTED = {
+    "speculative_draft_sink_size": "a DFlash draft has no attention sink",
+    "speculative_adaptive": "it steers EAGLE only",
+    "speculative_use_block_verification": "it changes nothing for argmax drafts",
+    "speculative_use_rejection_sampling": "acceptance is exact without it",
+    "speculative_draft_model_quantization": "drafts run unquantized",
+    "enable_lora": "the draft was trained for the plain target",
+    "lora_paths": "the draft was trained for the plain target",
+    "enable_unified_memory": "draft and target share plain slot ids",
+    "enable_hierarchical_cache": "draft K/V would not be restored with a prefix",
+    "enable_two_batch_overlap": "a block is verified as one batch",
+    "enable_mixed_chunk": "a step either reads prompts or verifies blocks",
+    "enable_linear_replayssm": "a step of one token would leave its state in a ring",
+    "enable_linear_replayssm_spec": "a block's states are recorded without it",
+    "enable_return_indexer_topk": "a draft's forwards would write into it as well",
+    "enable_memory_saver": "a draft's rotary table would not come back with its weights",
+    "enable_symm_mem": "graphs of several widths were never captured with it",
+    "enable_torch_compile": "it would compile the target anew for every width",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +56,6 @@ class Arguments:
     config_overrides: Mapping[str, Any]
     block_size: int | None
     draft_window: int | None
-    sink_size: int | None
     draft_backend: str | None
     target_backend: str | None
     draft_kv_dtype: str
@@ -47,21 +68,7 @@ class Arguments:
     num_steps: int | None
     topk: int | None
     accept_thresholds: tuple[float, float]
-    block_verification: bool
-    rejection_sampling: bool
-    adaptive: bool
-    draft_quantization: str | None
-    lora: bool
-    unified_memory: bool
-    hierarchical_cache: bool
-    two_batch_overlap: bool
-    mixed_chunk: bool
-    linear_replay: bool
-    linear_replay_spec: bool
-    indexer_topk: bool
-    memory_saver: bool
-    symm_mem: bool
-    torch_compile: bool
+    unsupported: tuple[str, ...]  # of `UNSUPPORTED`
     sized_after_capture: bool  # an environment variable of SGLang's
     streaming_session: bool
     page_size: int | None
@@ -87,7 +94,6 @@ def arguments_of(server_args: Any) -> Arguments:
         config_overrides=json.loads(args.json_model_override_args),
         block_size=first_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
         draft_window=args.speculative_draft_window_size,
-        sink_size=args.speculative_draft_sink_size,
         draft_backend=args.speculative_draft_attention_backend,
         target_backend=target_backend,
         draft_kv_dtype=args.speculative_draft_kv_cache_dtype or args.kv_cache_dtype,
@@ -100,28 +106,28 @@ def arguments_of(server_args: Any) -> Arguments:
         num_steps=args.speculative_num_steps,
         topk=args.speculative_eagle_topk,
         accept_thresholds=(args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc),
-        block_verification=args.speculative_use_block_verification,
-        rejection_sampling=args.speculative_use_rejection_sampling,
-        adaptive=args.speculative_adaptive,
-        # Unset, SGLang fills in the target's; our draft loads unquantized all the same.
-        draft_quantization=(
-            args.speculative_draft_model_quantization if args._speculative_draft_quantization_explicitly_set else None
-        ),
-        lora=bool(args.enable_lora or args.lora_paths),
-        unified_memory=args.enable_unified_memory,
-        hierarchical_cache=args.enable_hierarchical_cache,
-        two_batch_overlap=args.enable_two_batch_overlap,
-        mixed_chunk=args.enable_mixed_chunk,
-        linear_replay=args.enable_linear_replayssm,
-        linear_replay_spec=args.enable_linear_replayssm_spec,
-        indexer_topk=args.enable_return_indexer_topk,
-        memory_saver=args.enable_memory_saver,
-        symm_mem=args.enable_symm_mem,
-        torch_compile=args.enable_torch_compile,
+        unsupported=tuple(name for name in UNSUPPORTED if is_given(argument(args, name))),
         sized_after_capture=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         streaming_session=args.enable_streaming_session,
         page_size=args.page_size,
     )
+
+
+def flag(name: str) -> str:
+    """`--enable-lora` of `enable_lora`."""
+    return "--" + name.replace("_", "-")
+
+
+def argument(args: Any, name: str) -> object:
+    # Where the draft's quantization is left out SGLang fills in the target's; drafts load unquantized all the same.
+    if name == "speculative_draft_model_quantization" and not args._speculative_draft_quantization_explicitly_set:
+        return None
+    return attrgetter(name)(args)
+
+
+def is_given(value: object) -> bool:
+    """Any value, 0 too, but what stands for "not given"."""
+    return not (value is None or value is False or value == [])
 
 
 def first_given(*values: int | None) -> int | None:

@@ -12,7 +12,8 @@ from sglang_dflash.config import check_arguments, combine
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.checkpoint import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.host.arguments import Arguments, TargetFacts
+from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, is_given
+from sglang_dflash.host.names import SECTIONS
 
 TARGET = TargetFacts(
     "target", "Qwen3ForCausalLM", hidden_size=64, vocab_size=128, n_layers=4, dtype="bfloat16", recurrent=False
@@ -23,7 +24,6 @@ ARGUMENTS = Arguments(
     config_overrides={},
     block_size=None,
     draft_window=None,
-    sink_size=None,
     draft_backend=None,
     target_backend="fa3",
     draft_kv_dtype="auto",
@@ -36,21 +36,7 @@ ARGUMENTS = Arguments(
     num_steps=None,
     topk=None,
     accept_thresholds=(1.0, 1.0),
-    block_verification=False,
-    rejection_sampling=False,
-    adaptive=False,
-    draft_quantization=None,
-    lora=False,
-    unified_memory=False,
-    hierarchical_cache=False,
-    two_batch_overlap=False,
-    mixed_chunk=False,
-    linear_replay=False,
-    linear_replay_spec=False,
-    indexer_topk=False,
-    memory_saver=False,
-    symm_mem=False,
-    torch_compile=False,
+    unsupported=(),
     sized_after_capture=False,
     streaming_session=False,
     page_size=None,
@@ -117,27 +103,54 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         ({"block_size": 1}, ValueError, r"block size 1 is not within 2\.\.8"),
         ({"block_size": 0}, ValueError, r"block size 0 is not within 2\.\.8"),
         ({"draft_window": 7}, ValueError, "--speculative-draft-window-size 7 is smaller than the block of 8; give at"),
-        ({"sink_size": 4}, NotSupported, "--speculative-draft-sink-size is not supported with DFLASH .* drop the flag"),
-        ({"sink_size": 0}, NotSupported, "--speculative-draft-sink-size"),
+        (
+            {"unsupported": ("speculative_draft_sink_size",)},
+            NotSupported,
+            "--speculative-draft-sink-size is not supported with DFLASH .* drop the flag",
+        ),
         ({"num_steps": 3}, ValueError, "--speculative-num-steps 3: DFLASH drafts a block in one step; drop the flag"),
         ({"topk": 4}, ValueError, "--speculative-eagle-topk 4: DFLASH drafts one chain, not a tree; drop the flag"),
         ({"accept_thresholds": (0.9, 1.0)}, NotSupported, "--speculative-accept-threshold-single 0.9 would change"),
         ({"accept_thresholds": (1.0, 0.5)}, NotSupported, "--speculative-accept-threshold-acc 0.5 would change"),
-        ({"adaptive": True}, NotSupported, "--speculative-adaptive"),
-        ({"block_verification": True}, NotSupported, "--speculative-use-block-verification"),
-        ({"rejection_sampling": True}, NotSupported, "--speculative-use-rejection-sampling"),
-        ({"draft_quantization": "fp8"}, NotSupported, "--speculative-draft-model-quantization"),
-        ({"lora": True}, NotSupported, "--enable-lora"),
-        ({"unified_memory": True}, NotSupported, "--enable-unified-memory"),
-        ({"hierarchical_cache": True}, NotSupported, "--enable-hierarchical-cache"),
-        ({"two_batch_overlap": True}, NotSupported, "--enable-two-batch-overlap"),
-        ({"mixed_chunk": True}, NotSupported, "--enable-mixed-chunk"),
-        ({"indexer_topk": True}, NotSupported, "--enable-return-indexer-topk is not .*; drop the flag"),
-        ({"memory_saver": True}, NotSupported, "--enable-memory-saver is not .*; drop the flag"),
-        ({"symm_mem": True}, NotSupported, "--enable-symm-mem is not .*; drop the flag"),
-        ({"torch_compile": True}, NotSupported, "--enable-torch-compile is not .*; drop the flag"),
-        ({"linear_replay": True}, NotSupported, r"--enable-linear-replayssm is not .*; drop the flag"),
-        ({"linear_replay_spec": True}, NotSupported, r"--enable-linear-replayssm-spec is not .*; drop the flag"),
+        ({"unsupported": ("speculative_adaptive",)}, NotSupported, "--speculative-adaptive"),
+        (
+            {"unsupported": ("speculative_use_block_verification",)},
+            NotSupported,
+            "--speculative-use-block-verification",
+        ),
+        (
+            {"unsupported": ("speculative_use_rejection_sampling",)},
+            NotSupported,
+            "--speculative-use-rejection-sampling",
+        ),
+        (
+            {"unsupported": ("speculative_draft_model_quantization",)},
+            NotSupported,
+            "--speculative-draft-model-quantization",
+        ),
+        ({"unsupported": ("enable_lora",)}, NotSupported, "--enable-lora"),
+        ({"unsupported": ("enable_unified_memory",)}, NotSupported, "--enable-unified-memory"),
+        ({"unsupported": ("enable_hierarchical_cache",)}, NotSupported, "--enable-hierarchical-cache"),
+        ({"unsupported": ("enable_two_batch_overlap",)}, NotSupported, "--enable-two-batch-overlap"),
+        ({"unsupported": ("enable_mixed_chunk",)}, NotSupported, "--enable-mixed-chunk"),
+        (
+            {"unsupported": ("enable_return_indexer_topk",)},
+            NotSupported,
+            "--enable-return-indexer-topk is not .*; drop the flag",
+        ),
+        ({"unsupported": ("enable_memory_saver",)}, NotSupported, "--enable-memory-saver is not .*; drop the flag"),
+        ({"unsupported": ("enable_symm_mem",)}, NotSupported, "--enable-symm-mem is not .*; drop the flag"),
+        ({"unsupported": ("enable_torch_compile",)}, NotSupported, "--enable-torch-compile is not .*; drop the flag"),
+        (
+            {"unsupported": ("enable_linear_replayssm",)},
+            NotSupported,
+            r"--enable-linear-replayssm is not .*; drop the flag",
+        ),
+        (
+            {"unsupported": ("enable_linear_replayssm_spec",)},
+            NotSupported,
+            r"--enable-linear-replayssm-spec is not .*; drop the flag",
+        ),
         ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
         ({"attention_dp": True}, NotSupported, "attention data parallelism is not supported with DFLASH"),
         ({"disaggregation": "prefill"}, NotSupported, "--disaggregation-mode prefill is not supported with DFLASH"),
@@ -261,3 +274,14 @@ def test_arguments_are_checked_once_and_first(monkeypatch: pytest.MonkeyPatch, d
     monkeypatch.setattr(config, "target_of", noted("target", TARGET))
     assert config.DFlashConfig.from_server_args(object()).draft is draft
     assert order == ["arguments", "checked", "read", "target"]
+
+
+@pytest.mark.parametrize("value", [0, 4, True, ["a"]])
+def test_zero_is_given_too(value: object) -> None:
+    assert is_given(value)
+    assert not any(map(is_given, (None, False, [])))
+
+
+def test_every_argument_that_is_refused_is_a_name_of_sglang_s() -> None:
+    known = {member for name in SECTIONS["served"] for member in name.members.split()}
+    assert set(UNSUPPORTED) <= known
