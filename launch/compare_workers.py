@@ -20,17 +20,16 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from launch import parameters, report, tiny
+from launch import parameters, tiny
 from launch.parameters import EXACT, PLAIN, QUESTIONS, SAMPLED, Case, Refusal, Reply
 from launch.tiny import Arm, require_worker
 from sglang_dflash.bench import law
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.progress import wait_ready
-from sglang_dflash.bench.rows import head, write
+from sglang_dflash.bench.rows import file_name, head, write
 from sglang_dflash.bench.server import Server, end_on_sigterm
 
-RESULTS = tiny.ROOT / "launch" / "results"
 WORKERS = (Arm.STOCK, Arm.PLUGIN)
 PARTS = ("exact", "drawn", "seeded")
 LOGPROB_GAP = 1e-4  # of fp32 sums in another order
@@ -278,8 +277,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
             comparison.exact(servers, [*SEEDED, HIDDEN_STATES], UNSEEDED)
     command = shlex.join(["python", "-m", "launch.compare_workers", *arguments])
     print(table(comparison.rows))
-    name = report.file_name("workers")
-    print(write(document(comparison.rows, options, command), options.output or RESULTS / name))
+    print(write(document(comparison.rows, options, command), options.output or tiny.RESULTS / file_name("workers")))
 
 
 if __name__ == "__main__":

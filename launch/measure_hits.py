@@ -26,10 +26,9 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from launch import report, tiny
-from launch.bench_serve import RESULTS, tokenize
-from sglang_dflash.bench.prompts import held_out
-from sglang_dflash.bench.rows import head, write
+from launch import tiny
+from sglang_dflash.bench.prompts import held_out, tokenize
+from sglang_dflash.bench.rows import file_name, head, write
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.target import stop_token_ids
@@ -147,9 +146,8 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     rows = [row for name in options.pairs for row in measure(name, options, console)]
     console.print(table(rows))
     command = shlex.join(["python", "-m", "launch.measure_hits", *arguments])
-    name = report.file_name("hits")
     document = head("hits", command) | {"window": options.window, "rows": rows}
-    print(write(document, options.output or RESULTS / name))
+    print(write(document, options.output or tiny.RESULTS / file_name("hits")))
 
 
 if __name__ == "__main__":

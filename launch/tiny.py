@@ -1,4 +1,4 @@
-"""The tiny pairs and their command line (`sglang_dflash.bench.tiny`), and where a checkout's runs leave their logs."""
+"""The tiny pairs and their command line (`sglang_dflash.bench.tiny`), and where a checkout's runs leave files."""
 
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from sglang_dflash.bench.tiny import (
 )
 
 __all__ = [
-    "ARMS", "DENSE", "ENV", "FLAGS", "HYBRID", "HYBRID_FLAGS", "ROOT", "RUN_DIR", "Arm", "Pair", "command",
-    "environment", "require_worker",
+    "ARMS", "DENSE", "ENV", "FLAGS", "HYBRID", "HYBRID_FLAGS", "RESULTS", "ROOT", "RUN_DIR", "Arm", "Pair",
+    "command", "environment", "require_worker",
 ]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN_DIR = ROOT / ".run"  # logs; ignored by git
+RESULTS = ROOT / "launch" / "results"  # documents that pages quote

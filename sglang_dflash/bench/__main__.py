@@ -4,6 +4,7 @@ A table for people, and under --output a JSON document and an HTML page; the las
 """
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_dflash.bench import page, report
 from sglang_dflash.bench.arms import OFF, OURS
-from sglang_dflash.bench.chat import Kind, Sampling
+from sglang_dflash.bench.chat import Kind, Prompt, Sampling
 from sglang_dflash.bench.engine import Engine, HttpEngine
-from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.errors import GateError, ServerError
 from sglang_dflash.bench.options import TRANSFORMERS, parse
-from sglang_dflash.bench.prompts import Conversation, Task, complete, is_complete
+from sglang_dflash.bench.prompts import Task, complete, is_complete
 from sglang_dflash.bench.rows import Row, noise, write
 from sglang_dflash.bench.schedule import Bench, Plan, Turn
 from sglang_dflash.bench.served import ServedEngine, kept_in_memory
@@ -37,19 +38,16 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
     Raises:
         ServerError: one cannot be reached, started or loaded.
     """
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens, temperature=options.temperature, thinking=options.enable_thinking
-    )
     if options.backend == TRANSFORMERS:
         from sglang_dflash.bench import in_torch  # torch and transformers take seconds to import
 
         models = in_torch.load(options.model, options.draft_model)
-        yield [in_torch.TorchEngine(name, models, sampling) for name in (OFF, OURS)]
+        yield [in_torch.TorchEngine(name, models) for name in (OFF, OURS)]
     elif options.serve:
         served, port = list[ServedEngine](), options.port
         for launch in options.launches:
-            log = with_suffix(options.output, f"-{launch.name}.log")
-            served.append(ServedEngine(launch, sampling=sampling, log=log, port=port, console=console))
+            log = with_suffix(options.output, "-" + re.sub(r"[^\w.-]", "-", launch.name) + ".log")
+            served.append(ServedEngine(launch, log=log, port=port, console=console))
             port = served[-1].server.port + 1
         if options.one_at_a_time:
             yield served
@@ -58,7 +56,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
                 yield served
     else:
         remote = [
-            HttpEngine(name, url, sampling=sampling, model=options.model or "", api_key=options.api_key)
+            HttpEngine(name, url, model=options.model or "", api_key=options.api_key)
             for name, url in options.base_url.items()
         ]
         for engine in remote:
@@ -66,13 +64,14 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
         yield remote
 
 
-def completed(tasks: Sequence[Task], first: Engine, concurrency: int) -> list[Task]:
+def completed(tasks: Sequence[Task], first: Engine, sampling: Sampling, concurrency: int) -> list[Task]:
     """Conversations of several turns with the first arm's answers between them."""
     if all(map(is_complete, tasks)):
         return list(tasks)
 
-    def answer(conversations: Sequence[Conversation]) -> list[str]:
-        return [read().text for read in pool.map(partial(first.ask, stream=False), conversations)]
+    def answer(prompts: Sequence[Prompt]) -> list[str]:
+        ask = partial(first.ask, sampling=sampling, stream=False)
+        return [read().text for read in pool.map(ask, prompts)]
 
     with first.running(), ThreadPoolExecutor(max_workers=concurrency) as pool:
         return [complete(task, answer) for task in tasks]
@@ -86,8 +85,12 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
         together=not options.serve or not options.one_at_a_time,
         short_turns=options.serve or options.backend == TRANSFORMERS,
         latency=not options.no_latency,
+        tie_gap=options.tie_gap if options.require_equal else None,
     )
-    tasks = completed(options.tasks, engines[0], max(options.concurrency))
+    sampling = Sampling(
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, thinking=options.enable_thinking
+    )
+    tasks = completed(options.tasks, engines[0], sampling, max(options.concurrency))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
 
@@ -95,7 +98,7 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
             what = f"{tasks[turn.task].name}, {turn.concurrency} in flight: {engine.name}"
             progress.update(shown, advance=1, description=f"repeat {turn.repeat + 1}/{options.repeats}, {what}")
 
-        bench = Bench(engines, tasks, plan, compares=options.temperature == 0, answered=answered)
+        bench = Bench(engines, tasks, plan, sampling, answered)
         shown = progress.add_task("warming up", total=bench.n_asked())
         return bench, every_repeat(bench, console)
 
@@ -152,5 +155,5 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ServerError as error:
+    except (ServerError, GateError) as error:
         sys.exit(f"bench: {error}")

@@ -1,9 +1,11 @@
 """The arms that are launched: one set of server flags, decoded without speculation, by SGLang's worker, and by ours.
 
-Flags are those of `python -m sglang.launch_server` as a model card gives them. Whatever does not begin with
-`--speculative-` goes to all arms alike.
+An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE`: the same with an environment of its own. Flags are those of
+`python -m sglang.launch_server` as a model card gives them. Whatever does not begin with `--speculative-` goes to all
+arms alike.
 """
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.rows import portable
 from sglang_dflash.bench.server import Server
 from sglang_dflash.draft.files import read_object
 from sglang_dflash.flags import Worker
@@ -33,32 +36,67 @@ class Launch(NamedTuple):
     ours: bool  # our worker has to serve it
 
 
-def launches(names: Sequence[str], flags: Sequence[str], *, mtp_steps: int) -> list[Launch]:
+def launches(
+    names: Sequence[str], flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}
+) -> list[Launch]:
     """The arms, in the order they are compared in; without names all the model has.
 
+    Args:
+        env: that of all arms.
+
     Raises:
-        ValueError: flags that do not describe a DFLASH server, or an arm the model does not have.
+        ValueError: flags that do not describe a DFLASH server, an unknown arm, or one the model does not have.
     """
     model = value_of("--model-path", flags) or value_of("--model", flags)
     if model is None:
         raise ValueError("--serve needs the server's flags after --, and there is no --model-path; add them")
     if (value_of("--speculative-algorithm", flags) or "").upper() != "DFLASH":
         raise ValueError("the flags after -- do not say --speculative-algorithm DFLASH; give those of the model card")
-    has_mtp = mtp_layers(model) > 0 if not names or MTP in names else False
-    if MTP in names and not has_mtp:
+    kinds = {name: kind_of(name) for name in names}
+    has_mtp = mtp_layers(model) > 0 if not names or MTP in kinds.values() else False
+    if MTP in kinds.values() and not has_mtp:
         raise ValueError(f"--arms {MTP}: {model} has no MTP layers (config.json: {' or '.join(MTP_FIELDS)}); drop it")
-    chosen = names or [name for name in ARMS if has_mtp or name != MTP]
-    return [launch(name, flags, mtp_steps=mtp_steps) for name in ARMS if name in chosen]
+    kinds = kinds or {kind: kind for kind in ARMS if has_mtp or kind != MTP}
+    return [
+        launch(name, flags, mtp_steps=mtp_steps, env=env)
+        for name in sorted(kinds, key=lambda name: ARMS.index(kinds[name]))
+    ]
 
 
-def launch(name: str, flags: Sequence[str], *, mtp_steps: int) -> Launch:
-    plain = without_speculation(flags)
-    if name == OFF:
-        return Launch(name, (*SERVE, *plain), {}, ours=False)
-    if name == MTP:
-        return Launch(name, (*SERVE, *plain, *mtp_flags(mtp_steps)), {}, ours=False)
-    worker = Worker.PLUGIN if name == OURS else Worker.STOCK
-    return Launch(name, (*SERVE, *flags), {"SGLANG_DFLASH_WORKER": str(worker)}, ours=name == OURS)
+def launch(name: str, flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}) -> Launch:
+    kind, plain, env = kind_of(name), without_speculation(flags), {**env, **environment_of(name)}
+    shown = portable(name)
+    if kind == OFF:
+        return Launch(shown, (*SERVE, *plain), env, ours=False)
+    if kind == MTP:
+        return Launch(shown, (*SERVE, *plain, *mtp_flags(mtp_steps)), env, ours=False)
+    worker = Worker.PLUGIN if kind == OURS else Worker.STOCK
+    return Launch(shown, (*SERVE, *flags), {"SGLANG_DFLASH_WORKER": str(worker), **env}, ours=kind == OURS)
+
+
+def kind_of(arm: str) -> str:
+    """Which of `ARMS`.
+
+    Raises:
+        ValueError: none.
+    """
+    kind = arm.partition(":")[0]
+    if kind not in ARMS:
+        raise ValueError(f"--arms {arm}: no arm is called {kind!r}; write {', '.join(ARMS)}, or NAME:VAR=VALUE")
+    return kind
+
+
+def environment_of(arm: str) -> dict[str, str]:
+    """What follows the name; a comma parts variables where the name of one and `=` follow it.
+
+    Raises:
+        ValueError: it is no environment.
+    """
+    _, colon, text = arm.partition(":")
+    parts = re.split(r",(?=[A-Za-z_]\w*=)", text) if colon else []
+    if not all(re.match(r"[A-Za-z_]\w*=", part) for part in parts):
+        raise ValueError(f"--arms {arm}: {text!r} is no environment; write NAME:VAR=VALUE,VAR=VALUE")
+    return dict(part.split("=", 1) for part in parts)
 
 
 def mtp_flags(n_steps: int) -> tuple[str, ...]:

@@ -22,6 +22,13 @@ Message = dict[str, str]
 PATH = "/v1/chat/completions"
 
 
+class TokenIds(tuple[int, ...]):
+    """A prompt that goes to the target as it is."""
+
+
+Prompt = Sequence[Message] | TokenIds
+
+
 class Kind(StrEnum):
     """Whose server it is."""
 
@@ -33,10 +40,12 @@ class Kind(StrEnum):
 PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
 # What is relied on of SGLang's HTTP interface; `tests/host` looks whether the installed one has it.
 HTTP_NAMES = (
-    Name(PROTOCOL, "ChatCompletionRequest", "chat_template_kwargs return_meta_info return_token_ids stream_options"),
-    Name(PROTOCOL, "ChatCompletionResponseChoice", "meta_info response_token_ids"),
+    Name(PROTOCOL, "ChatCompletionRequest", "chat_template_kwargs ignore_eos input_ids stream_options"),
+    Name(PROTOCOL, "ChatCompletionRequest", "return_meta_info return_token_ids"),
+    Name(PROTOCOL, "ChatCompletionResponseChoice", "meta_info prompt_token_ids response_token_ids"),
     Name(PROTOCOL, "SpecTokensDetails", "spec_verify_ct spec_num_correct_drafts spec_correct_drafts_histogram"),
 )
+EMPTY: Message = {"role": "user", "content": ""}
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 # What makes a server tell more, unstreamed.
 ASK_FOR: Mapping[Kind, dict[str, Any]] = {
@@ -48,19 +57,24 @@ ASK_FOR: Mapping[Kind, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The same for every request of a benchmark."""
+    """The same for every request of a task."""
 
     max_new_tokens: int
     temperature: float = 0.0
     thinking: bool = False
+    ignore_eos: bool = False
 
-    def body(self, model: str, messages: Sequence[Message]) -> dict[str, Any]:
+    def body(self, model: str, prompt: Prompt) -> dict[str, Any]:
+        # SGLang takes token ids instead of what its template makes of the messages, and refuses a request without any.
+        ids = {"input_ids": prompt} if isinstance(prompt, TokenIds) else {}
         return {
             "model": model,
-            "messages": list(messages),
+            "messages": [EMPTY] if ids else list(prompt),
+            **ids,
             "max_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "chat_template_kwargs": {"enable_thinking": self.thinking},
+            **({"ignore_eos": True} if self.ignore_eos else {}),
         }
 
 
@@ -130,6 +144,7 @@ def _unstreamed(reply: dict[str, Any]) -> Answer:
         text=_text(choice["message"]),
         steps=steps_of(meta, n_tokens) if meta is not None else None,
         n_prompt_tokens=usage["prompt_tokens"],
+        prompt_ids=tuple(choice.get("prompt_token_ids") or ()),
     )
 
 

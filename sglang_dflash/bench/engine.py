@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
-from sglang_dflash.bench.chat import Kind, Message, Sampling, ask, ask_streamed, refusal
+from sglang_dflash.bench.chat import Kind, Prompt, Sampling, TokenIds, ask, ask_streamed, refusal
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import Answer, Steps
 from sglang_dflash.bench.server import LIMITS
@@ -40,8 +40,11 @@ class Engine(Protocol):
     def flush(self) -> bool:
         """Empty the prefix cache; False where nothing is known to do it."""
 
-    def ask(self, prompt: Sequence[Message], *, stream: bool) -> Callable[[], Answer]:
+    def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Answer]:
         """Returns when the answer has come; what it returns reads it."""
+
+    def likeliest(self, context: Sequence[int]) -> Sequence[tuple[float, int]]:
+        """The two likeliest tokens after `context`, by log-probability; none where the engine does not tell."""
 
     def counted(self) -> Steps | None:
         """Steps since the engine started; None where the engine does not count them for all requests together."""
@@ -56,9 +59,9 @@ class Engine(Protocol):
 class HttpEngine:
     """A server with the OpenAI API at a URL."""
 
-    def __init__(self, name: str, url: str, *, sampling: Sampling, model: str = "", api_key: str = "none") -> None:
+    def __init__(self, name: str, url: str, *, model: str = "", api_key: str = "none") -> None:
         """`model`: empty for the first one the server lists."""
-        self.name, self.sampling, self.model = name, sampling, model
+        self.name, self.model = name, model
         self.url = url.rstrip("/").removesuffix("/v1")
         self.kind = Kind.OTHER
         self.http = httpx.Client(
@@ -105,9 +108,21 @@ class HttpEngine:
             raise ServerError(f"{self.name}: {refusal(self.http, response)}")
         return True
 
-    def ask(self, prompt: Sequence[Message], *, stream: bool) -> Callable[[], Answer]:
-        body = self.sampling.body(self.model, prompt)
+    def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Answer]:
+        if isinstance(prompt, TokenIds) and self.kind is not Kind.SGLANG:
+            raise ServerError(f"{self.name}: {self.url} takes no token ids in a chat; drop that set of prompts")
+        body = sampling.body(self.model, prompt)
         return ask_streamed(self.http, body) if stream else ask(self.http, self.kind, body)
+
+    def likeliest(self, context: Sequence[int]) -> Sequence[tuple[float, int]]:
+        if self.kind is not Kind.SGLANG:
+            return ()
+        sampling = {"temperature": 0.0, "max_new_tokens": 1}
+        body = {"input_ids": list(context), "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
+        response = self.http.post("/generate", json=body)
+        if response.status_code != 200:
+            raise ServerError(f"{self.name}: {refusal(self.http, response)}")
+        return [(logprob, token) for logprob, token, _ in response.json()["meta_info"]["output_top_logprobs"][0]]
 
     def counted(self) -> Steps | None:
         return vllm_steps(self.http.get("/metrics").text) if self.kind is Kind.VLLM else None

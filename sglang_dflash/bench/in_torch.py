@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from sglang_dflash.bench.arms import OFF, OURS
-from sglang_dflash.bench.chat import Message, Sampling
+from sglang_dflash.bench.chat import Prompt, Sampling, TokenIds
 from sglang_dflash.bench.engine import Processes
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Steps
@@ -68,9 +68,9 @@ class TorchEngine:
 
     kind = "transformers"
 
-    def __init__(self, name: str, models: Models, sampling: Sampling) -> None:
+    def __init__(self, name: str, models: Models) -> None:
         assert name in (OFF, OURS), name
-        self.name, self.models, self.sampling = name, models, sampling
+        self.name, self.models = name, models
         self.one_at_a_time = threading.Lock()
 
     @property
@@ -84,22 +84,30 @@ class TorchEngine:
     def flush(self) -> bool:
         return True  # nothing is kept from one request to the next
 
-    def ask(self, prompt: Sequence[Message], *, stream: bool) -> Callable[[], Answer]:
+    def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Answer]:
         with self.one_at_a_time:
-            answer = self.answer(prompt)
+            answer = self.answer(self.token_ids(prompt, sampling), sampling)
         return lambda: answer
 
-    def answer(self, prompt: Sequence[Message]) -> Answer:
-        models, sampling = self.models, self.sampling
-        ids = models.tokenizer.apply_chat_template(
+    def likeliest(self, context: Sequence[int]) -> Sequence[tuple[float, int]]:
+        return ()
+
+    def token_ids(self, prompt: Prompt, sampling: Sampling) -> Sequence[int]:
+        if isinstance(prompt, TokenIds):
+            return prompt
+        tokenizer: Any = self.models.tokenizer
+        return tokenizer.apply_chat_template(
             list(prompt), add_generation_prompt=True, enable_thinking=sampling.thinking, return_dict=False
         )
+
+    def answer(self, ids: Sequence[int], sampling: Sampling) -> Answer:
+        models = self.models
         options = Options(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
-            stop_token_ids=models.stop_token_ids,
+            stop_token_ids=() if sampling.ignore_eos else models.stop_token_ids,
         )
-        asked, input_ids = time.perf_counter(), torch.tensor([ids], device=models.target.device)
+        asked, input_ids = time.perf_counter(), torch.tensor([list(ids)], device=models.target.device)
         if self.name == OURS:
             running = spec_steps(models.draft, models.target, input_ids, options)
         else:

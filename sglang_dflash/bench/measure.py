@@ -60,6 +60,7 @@ class Answer(NamedTuple):
     text: str = ""
     steps: Steps | None = None  # None where the server does not count them
     n_prompt_tokens: int = 0
+    prompt_ids: tuple[int, ...] = ()  # empty where the server does not tell them
     ttft_s: float = NAN  # time to first token; nan when unstreamed
     tpot_s: float = NAN  # time per output token after the first; nan when unstreamed or when there is no second token
 

@@ -7,8 +7,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.bench import arms, prompts
+from sglang_dflash.bench import arms, prompts, tiny
 from sglang_dflash.bench.chat import Kind
+from sglang_dflash.bench.presets import PRESETS
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
 
 CONCURRENCY = (1, 8, 16, 32)
@@ -23,6 +24,10 @@ examples:
   off, SGLang's own worker and ours, started here: a model card's flags come after --
     python -m sglang_dflash.bench --serve --dataset gsm8k humaneval -- --model-path Qwen/Qwen3.5-27B \\
         --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --attention-backend fa3
+  the same worker with different environments, and no result unless their answers are equal
+    python -m sglang_dflash.bench --serve --require-equal --arms off ours ours:SGLANG_DFLASH_WIDTHS=16 -- ...
+  the README's table, from the tiny pair on CPU cores
+    python -m sglang_dflash.bench --preset readme
   no server
     python -m sglang_dflash.bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
 """
@@ -46,20 +51,27 @@ SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend"}
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """
     Returns:
-        The options, with `server_flags` (what follows `--`) and `tasks`.
+        The options, with `server_flags` (what follows `--`), `tasks` and `launches`.
 
     Raises:
         SystemExit: a bad option; one line says which, and what to do.
     """
     parser = _parser()
     own, server_flags = _split(list(arguments))
-    options = parser.parse_args(own)
+    options, env = parser.parse_args(own), dict[str, str]()
+    if options.preset:
+        preset = PRESETS[options.preset]
+        options = parser.parse_args(preset.beside(own))
+        if not server_flags:
+            server_flags, env = list(preset.server_flags), tiny.ENV
     options.server_flags = server_flags
     try:
         _check(options)
         options.tasks = _tasks(options)
         options.launches = (
-            arms.launches(options.arms or (), server_flags, mtp_steps=options.mtp_steps) if options.serve else []
+            arms.launches(options.arms or (), server_flags, mtp_steps=options.mtp_steps, env=env)
+            if options.serve
+            else []
         )
     except ValueError as error:
         parser.error(str(error))
@@ -69,7 +81,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_dflash.bench",
-        usage="%(prog)s (--base-url [NAME=]URL ... | --serve | --backend transformers) [options] [-- SERVER FLAGS]",
+        usage="%(prog)s (--base-url [NAME=]URL ... | --serve | --backend transformers | --preset NAME) [options] "
+        "[-- SERVER FLAGS]",
         description="End-to-end tokens per second, latencies and acceptance, with and without speculation.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -89,7 +102,9 @@ def _add_who(add: Add) -> None:
     add("--backend", choices=[*Kind, TRANSFORMERS], help="whose servers (asked of them); transformers: none")
     add("--model", metavar="NAME", help="the model (the first the server lists); with transformers the target")
     add("--draft-model", metavar="NAME", help="the DFlash draft, with transformers")
-    add("--arms", nargs="+", choices=arms.ARMS, metavar="ARM", help=f"of --serve: {', '.join(arms.ARMS)} (all it has)")
+    names = f"of --serve: {', '.join(arms.ARMS)} (all it has); NAME:VAR=VALUE,...: with an environment of its own"
+    add("--arms", nargs="+", metavar="ARM", help=names)
+    add("--preset", choices=PRESETS, help="; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items()))
     add("--mtp-steps", **NUMBER, default=3, help="drafts a step of the arm mtp, the target's own MTP layers (3)")
     memory = "never two servers of --serve in memory (default: unless they are served by CPU cores)"
     add("--one-at-a-time", action=argparse.BooleanOptionalAction, help=memory)
@@ -98,9 +113,9 @@ def _add_who(add: Add) -> None:
 
 
 def _add_what(add: Add) -> None:
-    names = f"{', '.join(prompts.DATA_SETS)}, or {SYNTHETIC}, the bundled one ({SYNTHETIC})"
+    names = f"{', '.join(prompts.DATA_SETS)}, or bundled ones: {', '.join(prompts.BUNDLED_SETS)} ({SYNTHETIC})"
     add("--dataset", **SEVERAL, choices=prompts.NAMES, metavar="NAME", help=names)
-    lines = 'JSONL: a "prompt" or chat "messages" in every line'
+    lines = 'JSONL: a "prompt", chat "messages", or token ids as "input_ids" in every line'
     add("--data", **SEVERAL, type=Path, metavar="FILE", help=lines)
     add("--num-prompts", "--max-samples", **NUMBER, default=N_PROMPTS, help=f"of each set at most ({N_PROMPTS})")
     add("--max-new-tokens", "--max-tokens", **NUMBER, default=4096, help="of an answer at most (4096)")
@@ -112,6 +127,8 @@ def _add_how(add: Add) -> None:
     add("--concurrency", type=_counts, nargs="+", metavar="N", help="in flight (1 8 16 32; transformers: 1)")
     add("--repeats", **NUMBER, default=3, help="of everything, interleaved (3)")
     add("--no-latency", action="store_true", help="leave out the streamed runs that TTFT and TPOT come from")
+    add("--require-equal", action="store_true", help="no result, and status 1, unless all answers are equal")
+    add("--tie-gap", type=float, metavar="G", default=0.0, help="forgive near ties of this log-probability (0: none)")
     add("--port", **NUMBER, default=31000, help="look for free ports from here on (31000)")
     add("--output", type=Path, metavar="PATH", help=".json, .html and logs are added (dflash-bench-<time>)")
 
@@ -139,6 +156,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("one process measures; start it with python instead of torchrun")
     if options.temperature < 0:
         raise ValueError(f"--temperature {options.temperature} is below 0; give 0 (greedy) or more")
+    if options.require_equal and options.temperature > 0:
+        raise ValueError(f"--require-equal compares greedy answers; drop it, or --temperature {options.temperature}")
+    if options.tie_gap and not options.require_equal:
+        raise ValueError("--tie-gap forgives what --require-equal finds; add it, or drop --tie-gap")
     counts = [n for several in options.concurrency or () for n in several]
     options.concurrency = list(dict.fromkeys(counts)) or ([1] if in_torch else list(CONCURRENCY))
     if in_torch and options.concurrency != [1]:

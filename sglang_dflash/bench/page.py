@@ -191,12 +191,18 @@ def _provenance(document: Mapping[str, Any]) -> Iterator[str]:
     yield "<h2>Prompts</h2>"
     yield "<p>The same bytes in every arm; here the first of each set.</p>"
     for task in document["tasks"]:
-        text = "\n\n".join(f"{message['role']}: {message['content']}" for message in task["first"])
+        text = _prompt(task["first"])
         title = f"{task['task']}: {task['n']} prompts of {task['source']} (sha256 {task['sha256'][:16]}…)"
         yield f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
     yield f"<h2>Method</h2><p>{escape(document['method'])}</p>"
     environment = "".join(f"{name}={value} " for name, value in document["environment"].items())
     yield f"<pre>{escape(environment + document['command'])}</pre>"
+
+
+def _prompt(prompt: Sequence[Any]) -> str:
+    if isinstance(prompt[0], int):
+        return f"token ids {', '.join(map(str, prompt))}"
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
 
 
 def _by_task(summary: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:

@@ -2,25 +2,26 @@
 
 A conversation is a list of chat messages that ends with the user's. Where two of the user's follow each other, as in
 MT-Bench, the answer between them is still missing: `complete` puts in the first arm's, so that all arms go on from the
-same text.
+same text. A prompt of token ids is one turn, and goes to the target as it is.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from sglang_dflash.bench.chat import Message
+from sglang_dflash.bench import workloads
+from sglang_dflash.bench.chat import Message, Prompt, TokenIds
 from sglang_dflash.train.corpus import draw
 
 Conversation = list[Message]
 SEED = 42
 N_PROMPTS = 128  # as many as the model cards ask
-SYNTHETIC = "synthetic"
+SYNTHETIC, HARD, HOPELESS = BUNDLED_SETS = "synthetic", "hard", "hopeless"
 BUNDLED = "held-out questions of the tiny corpus"
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 COMPLETE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
@@ -50,25 +51,26 @@ DATA_SETS = {
     "mt-bench": DataSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
     "alpaca": DataSet("Alpaca", "tatsu-lab/alpaca", None, "train", lambda row: [_with_input(row)]),
 }  # fmt: skip
-NAMES = (*DATA_SETS, SYNTHETIC)
+NAMES = (*DATA_SETS, *BUNDLED_SETS)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A set of conversations under the name that tables show."""
+    """A set of prompts under the name that tables show."""
 
     name: str
     source: str
-    conversations: Sequence[Conversation]
+    prompts: Sequence[Prompt]
+    n_answer: int | None = None  # tokens of every answer, past its end; None: as long as it is
 
     def describe(self) -> dict[str, Any]:
-        text = json.dumps(list(self.conversations), ensure_ascii=False, sort_keys=True)
+        text = json.dumps(list(self.prompts), ensure_ascii=False, sort_keys=True)
         return {
             "task": self.name,
             "source": self.source,
-            "n": len(self.conversations),
+            "n": len(self.prompts),
             "sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "first": self.conversations[0],
+            "first": self.prompts[0],
         }
 
 
@@ -84,6 +86,11 @@ def load(name: str, n: int) -> Task:
     """
     if name == SYNTHETIC:
         return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", held_out(n))
+    if name == HARD:
+        return Task(HARD, workloads.HARD, [asked(question) for question in workloads.hard_questions(n)])
+    if name == HOPELESS:
+        prompts = [TokenIds(ids) for ids in workloads.hopeless_prompts(n)]
+        return Task(HOPELESS, workloads.HOPELESS, prompts, n_answer=workloads.HOPELESS_ANSWER)
     data = DATA_SETS[name]
     rows = _download(data)
     chosen = Random(SEED).sample(range(len(rows)), min(n, len(rows)))
@@ -92,7 +99,7 @@ def load(name: str, n: int) -> Task:
 
 
 def read(path: Path, n: int) -> Task:
-    """At most the first `n` lines of a JSONL file: objects with chat `messages`, or with a `prompt`.
+    """At most the first `n` lines of a JSONL file: objects with chat `messages`, a `prompt`, or `input_ids`.
 
     Raises:
         ValueError: there is no such file, a line is not such an object, or there is none.
@@ -100,10 +107,10 @@ def read(path: Path, n: int) -> Task:
     if not path.is_file():
         raise ValueError(f"--data {path} is no file; name a JSONL file with a prompt or chat messages in every line")
     lines = [(i, line) for i, line in enumerate(path.read_text().splitlines(), start=1) if line.strip()]
-    conversations = [_conversation(line, f"{path}:{i}") for i, line in lines[:n]]
-    if not conversations:
+    prompts = [_prompt(line, f"{path}:{i}") for i, line in lines[:n]]
+    if not prompts:
         raise ValueError(f"{path} holds no line; write one JSON object with a prompt or chat messages per line")
-    return Task(path.stem, path.name, conversations)
+    return Task(path.stem, path.name, prompts)
 
 
 def held_out(n: int, seed: int = SEED) -> list[Conversation]:
@@ -114,44 +121,65 @@ def held_out(n: int, seed: int = SEED) -> list[Conversation]:
     return [asked(question) for question in questions]
 
 
-def complete(task: Task, answer: Callable[[Sequence[Conversation]], Sequence[str]]) -> Task:
+def tokenize(conversations: Sequence[Conversation], target: Path, *, thinking: bool) -> list[list[int]]:
+    """Chats as token ids, by the template of a checkpoint."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    return [
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, enable_thinking=thinking, return_dict=False)
+        for chat in conversations
+    ]
+
+
+def complete(task: Task, answer: Callable[[Sequence[Prompt]], Sequence[str]]) -> Task:
     """Each turn a prompt of its own, with the answers to the turns before it.
 
     Args:
         answer: the texts that answer some prompts.
     """
-    turns = [_turns(conversation) for conversation in task.conversations]
+    turns = [_turns(prompt) for prompt in task.prompts]
     prompts = [[first] for first, *_ in turns]
     for n in range(1, max(map(len, turns))):
         going = [i for i, its_turns in enumerate(turns) if len(its_turns) > n]
         for i, text in zip(going, answer([prompts[i][-1] for i in going]), strict=True):
             said: Message = {"role": "assistant", "content": _without_thoughts(text)}
             prompts[i].append([*prompts[i][-1], said, *turns[i][n]])
-    return Task(task.name, task.source, [prompt for its_prompts in prompts for prompt in its_prompts])
+    return replace(task, prompts=[prompt for its_prompts in prompts for prompt in its_prompts])
 
 
 def is_complete(task: Task) -> bool:
-    return all(len(_turns(conversation)) == 1 for conversation in task.conversations)
+    return all(len(_turns(prompt)) == 1 for prompt in task.prompts)
 
 
-def _turns(conversation: Conversation) -> list[Conversation]:
+def _turns(prompt: Prompt) -> list[Sequence[Any]]:
     """Cut where an answer is missing: between two messages of the user's."""
-    cuts = [i for i, (a, b) in enumerate(pairwise(conversation), start=1) if a["role"] == b["role"] == "user"]
-    return [conversation[start:end] for start, end in pairwise([0, *cuts, len(conversation)])]
+    if isinstance(prompt, TokenIds):
+        return [prompt]
+    cuts = [i for i, (a, b) in enumerate(pairwise(prompt), start=1) if a["role"] == b["role"] == "user"]
+    return [prompt[start:end] for start, end in pairwise([0, *cuts, len(prompt)])]
 
 
-def _conversation(line: str, where: str) -> Conversation:
+def _prompt(line: str, where: str) -> Prompt:
     try:
         row = json.loads(line)
+        if "input_ids" in row:
+            return _token_ids(row["input_ids"], where)
         messages = row["messages"] if "messages" in row else asked(str(row["prompt"]))
         messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
-            f'{where}: no object with a "prompt", nor one with "messages" of a role and a content; write one per line'
+            f'{where}: no object with "prompt", "input_ids", or "messages" of role and content; write one per line'
         ) from None
     if not messages or messages[-1]["role"] != "user":
         raise ValueError(f"{where}: the last message is not the user's; leave out the answer")
     return messages
+
+
+def _token_ids(found: Any, where: str) -> TokenIds:
+    if not isinstance(found, list) or not found or not all(type(token) is int for token in found):
+        raise ValueError(f'{where}: "input_ids" is no list of token ids; write whole numbers, at least one')
+    return TokenIds(found)
 
 
 def _download(data: DataSet) -> Any:

@@ -7,14 +7,14 @@ over the first arm, and committed tokens per step as the cards average them, ove
 import argparse
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from sglang_dflash.bench.arms import STOCK
+from sglang_dflash.bench.arms import OURS, STOCK
 from sglang_dflash.bench.rows import Row, compared_with, head, inherited, portable, shown, summarise
 from sglang_dflash.bench.schedule import Bench
 
@@ -37,7 +37,8 @@ IN_TURN = "one at a time: each answers everything, at every concurrency, before 
 
 def document(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, command: str) -> dict[str, Any]:
     names = [engine.name for engine in bench.engines]
-    over = [name for name in dict.fromkeys((names[0], STOCK)) if name in names]
+    base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []  # of arms with an environment
+    over = [name for name in dict.fromkeys((names[0], STOCK, *base)) if name in names]
     lines = summarise(rows, place=["task", "concurrency"], arms=names, over=over)
     found = head("bench", command)
     if options.base_url:  # what the servers run on is not known here
@@ -54,6 +55,9 @@ def document(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, 
             name: _portable(bench.about[name]) | {"prefix_cache": FLUSHED if bench.flushed[name] else KEPT}
             for name in names
         },
+        "gate": None
+        if bench.plan.tie_gap is None
+        else {"equal": True, "tie_gap": bench.plan.tie_gap, "n_near_ties": bench.n_near_ties},
         "environment": {name: portable(value) for name, value in inherited().items()},
         "summary": [line | _compared(line, rows) for line in lines],
         "rows": list(rows),
@@ -82,28 +86,23 @@ def warnings(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table(document: Mapping[str, Any]) -> Table:
-    return lines_table(
-        document,
-        over=document["arms"],
-        caption=f"up to {document['max_new_tokens']} new tokens, temperature {document['temperature']:g}, thinking "
-        f"{'on' if document['thinking'] else 'off'}; median (min–max) of {document['repeats']} interleaved repeats",
-    )
-
-
-def lines_table(document: Mapping[str, Any], *, over: Iterable[str], caption: str) -> Table:
-    """The summary of a measured document for a terminal; `over`: arms whose ratios are shown where there are any."""
+    """The summary for a terminal."""
     where, summary = document["machine"], document["summary"]
+    caption = (
+        f"up to {document['max_new_tokens']} new tokens, temperature {document['temperature']:g}, thinking "
+        f"{'on' if document['thinking'] else 'off'}; median (min–max) of {document['repeats']} interleaved repeats"
+    )
     device = " + ".join(where["gpus"]) or where["cpu"]
     title = f"{device}, {where['cores']} cores, SGLang {document['versions']['sglang']}, commit {document['commit']}"
-    table, over = Table(box=box.SIMPLE_HEAD, title=title, caption=caption), compared_with(summary, over)
-    with_tasks, with_equal = "task" in summary[0], summary[0].get("n_equal") is not None
+    table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption)
+    over, with_equal = compared_with(summary, document["arms"]), summary[0]["n_equal"] is not None
     latencies = "TTFT ms\np50 / p99", "TPOT ms\np50 / p99"
-    names = ("c", "arm", "tok/s", *(f"x {name}" for name in over), "committed\nper step", *latencies)
-    for name in (*(["task"] if with_tasks else []), *names, *(["equal"] if with_equal else [])):
+    names = ("task", "c", "arm", "tok/s", *(f"x {name}" for name in over), "committed\nper step", *latencies)
+    for name in (*names, *(["equal"] if with_equal else [])):
         table.add_column(name, justify="left" if name in ("arm", "task") else "right", no_wrap=True)
     for line in summary:
         table.add_row(
-            *([line["task"]] if with_tasks else []),
+            line["task"],
             str(line["concurrency"]),
             line["arm"],
             shown(line["tokens_per_s"], 0),
@@ -176,4 +175,5 @@ def _compared(line: Row, rows: Sequence[Row]) -> Row:
 
 def _portable(about: Mapping[str, Any]) -> dict[str, Any]:
     command = {"command": portable(shlex.join(about["command"]))} if "command" in about else {}
-    return dict(about) | {"model": portable(about.get("model", ""))} | command
+    env = {"env": {name: portable(value) for name, value in about["env"].items()}} if "env" in about else {}
+    return dict(about) | {"model": portable(about.get("model", ""))} | command | env

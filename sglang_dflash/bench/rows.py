@@ -118,6 +118,11 @@ def write(document: Mapping[str, Any], path: Path) -> str:
     return str(path).removeprefix(f"{machine.CHECKOUT}/")
 
 
+def file_name(benchmark: str) -> str:
+    """Of a document that is kept: when, where and on which code it was measured, and what."""
+    return f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}-{benchmark}.json"
+
+
 def portable(text: str) -> str:
     """`text` with paths as seen from the repository; of a path outside it, the last part."""
     text = text.replace(sys.executable, "python").replace(f"{machine.CHECKOUT}/", "")

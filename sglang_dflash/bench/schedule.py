@@ -6,14 +6,15 @@ concurrency before the next one starts. An arm is warmed up before each turn, an
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from sglang_dflash.bench.chat import Message
+from sglang_dflash.bench.chat import Prompt, Sampling
 from sglang_dflash.bench.compare import Difference, differences
 from sglang_dflash.bench.engine import Engine
+from sglang_dflash.bench.gate import Found, require_equal
 from sglang_dflash.bench.measure import EVERYTHING, Answer, Run, joined, rotated, slices, timed
 from sglang_dflash.bench.prompts import Task
 from sglang_dflash.bench.rows import Row, row
@@ -29,6 +30,7 @@ class Plan:
     together: arms are in memory side by side and change after every part; otherwise after everything.
     short_turns: a part is a few prompts (`measure.slices`), so that arms that share a machine meet the same machine.
     latency: the first repeat is also asked streamed.
+    tie_gap: answers have to be equal but for near ties of that gap in log-probability (`gate.py`); None: they need not.
     """
 
     concurrency: Sequence[int]
@@ -36,6 +38,7 @@ class Plan:
     together: bool
     short_turns: bool
     latency: bool
+    tie_gap: float | None = None
 
 
 class Turn(NamedTuple):
@@ -66,6 +69,12 @@ def turns(plan: Plan, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> 
                 yield from (Turn(repeat, task, concurrency, part, arm, stream) for stream in kinds)
 
 
+def sampling_of(task: Task, sampling: Sampling) -> Sampling:
+    if task.n_answer is None:
+        return sampling
+    return replace(sampling, max_new_tokens=min(task.n_answer, sampling.max_new_tokens), ignore_eos=True)
+
+
 @dataclass
 class Bench:
     """Engines, the first of which the others are compared with, and what they were seen to do."""
@@ -73,25 +82,35 @@ class Bench:
     engines: Sequence[Engine]
     tasks: Sequence[Task]
     plan: Plan
-    compares: bool  # answers can be expected to be the same: temperature 0
+    sampling: Sampling
     answered: Callable[[Turn, Engine], None]  # called with each answer that came
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # by arm, as `Engine.describe` tells it
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
     widths: list[dict[str, Any]] = field(default_factory=list)  # of each turn whose engine tells
     reference: dict[int, list[Answer]] = field(default_factory=dict)  # by task
+    n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
     warm: set[tuple[int, int]] = field(default_factory=set)  # arm and concurrency that have been seen
 
     def n_asked(self) -> int:
         """Prompts of all measured turns."""
-        sizes = [len(task.conversations) for task in self.tasks]
+        sizes = [len(task.prompts) for task in self.tasks]
         every = (turns(self.plan, r, n_prompts=sizes, n_arms=len(self.engines)) for r in range(self.plan.repeats))
         return sum(len(range(*turn.part.indices(sizes[turn.task]))) for one in every for turn in one)
 
+    @property
+    def compares(self) -> bool:
+        """Whether answers can be expected to be the same."""
+        return self.sampling.temperature == 0
+
     def repeat(self, number: int) -> list[Row]:
-        """One row per task, concurrency and arm."""
+        """One row per task, concurrency and arm.
+
+        Raises:
+            GateError: answers differ that have to be equal.
+        """
         speeds, latencies = defaultdict[Place, list[Run]](list), defaultdict[Place, list[Run]](list)
-        sizes = [len(task.conversations) for task in self.tasks]
+        sizes = [len(task.prompts) for task in self.tasks]
         order = turns(self.plan, number, n_prompts=sizes, n_arms=len(self.engines))
         for arm, its_turns in groupby(order, key=lambda turn: turn.arm):
             with self.engines[arm].running():
@@ -101,11 +120,15 @@ class Bench:
                     (latencies if turn.stream else speeds)[turn.task, turn.concurrency, arm].append(self.run(turn))
         if not self.reference:
             self.reference = {i: joined(speeds[i, self.plan.concurrency[0], 0]).answers for i in range(len(sizes))}
-        return [self._row(place, number, joined(speeds[place]), latencies[place]) for place in speeds]
+        runs = {place: joined(its_runs) for place, its_runs in speeds.items()}
+        found = {place: self._differences(place, run) for place, run in runs.items()} if self.compares else {}
+        if self.plan.tie_gap is not None:
+            self._require_equal(found, self.plan.tie_gap)
+        return [self._row(place, number, runs[place], latencies[place], found.get(place)) for place in runs]
 
     def run(self, turn: Turn) -> Run:
         """A measured turn after a short unmeasured one."""
-        engine, prompts = self.engines[turn.arm], self.tasks[turn.task].conversations
+        engine, prompts = self.engines[turn.arm], self.tasks[turn.task].prompts
         self.about[engine.name] = self.about.get(engine.name) or engine.describe()
         n_warm = N_WARM_UP if (turn.arm, turn.concurrency) in self.warm else max(N_WARM_UP, turn.concurrency)
         self.warm.add((turn.arm, turn.concurrency))
@@ -119,24 +142,23 @@ class Bench:
             self.widths.append(place | {"began_s": round(began_s, 2), "wall_s": round(run.wall_s, 2), "n_steps": new})
         return run if counted is None or now is None else run._replace(counted=now.since(counted))
 
-    def _ask(
-        self, turn: Turn, prompts: Sequence[Sequence[Message]], then: Callable[[Turn, Engine], None] | None = None
-    ) -> Run:
-        engine = self.engines[turn.arm]
+    def _ask(self, turn: Turn, prompts: Sequence[Prompt], then: Callable[[Turn, Engine], None] | None = None) -> Run:
+        engine, sampling = self.engines[turn.arm], sampling_of(self.tasks[turn.task], self.sampling)
         self.flushed[engine.name] = engine.flush()
 
-        def ask(prompt: Sequence[Message]) -> Callable[[], Answer]:
-            read = engine.ask(prompt, stream=turn.stream)
+        def ask(prompt: Prompt) -> Callable[[], Answer]:
+            read = engine.ask(prompt, sampling, stream=turn.stream)
             if then is not None:
                 then(turn, engine)
             return read
 
         return timed(ask, prompts, concurrency=turn.concurrency, processes=engine.processes)
 
-    def _row(self, place: Place, repeat: int, speed: Run, latencies: Sequence[Run]) -> Row:
+    def _row(
+        self, place: Place, repeat: int, speed: Run, latencies: Sequence[Run], found: Sequence[Difference] | None
+    ) -> Row:
         task, concurrency, arm = place
         where = {"task": self.tasks[task].name, "concurrency": concurrency, "arm": self.engines[arm].name}
-        found = self._differences(place, speed) if self.compares else None
         steps = speed.steps
         return row(where | {"repeat": repeat}, speed, joined(latencies) if latencies else None) | {
             "n_answers": len(speed.answers),
@@ -145,6 +167,17 @@ class Bench:
             "n_prompt_tokens": sum(answer.n_prompt_tokens for answer in speed.answers),
             "acceptance_by_position": [round(share, 4) for share in steps.acceptance_by_position] if steps else [],
         }
+
+    def _require_equal(self, found: Mapping[Place, Sequence[Difference]], gap: float) -> None:
+        different = []
+        for (task, concurrency, arm), its_differences in found.items():
+            where = f"{self.engines[arm].name}, {self.tasks[task].name} at {concurrency}"
+            for difference in its_differences:
+                expected = self.reference[task][difference.prompt]
+                agreed = (*expected.prompt_ids, *expected.token_ids[: difference.position])
+                by_ids = isinstance(difference.expected, int) and expected.prompt_ids
+                different.append(Found(where, difference, agreed if by_ids else ()))
+        self.n_near_ties += require_equal(different, self.engines[0], gap)
 
     def _differences(self, place: Place, speed: Run) -> list[Difference]:
         """From the first arm's at the first concurrency, by token ids where both are of one kind and tell them."""

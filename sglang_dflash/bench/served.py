@@ -9,7 +9,7 @@ import psutil
 from rich.console import Console
 
 from sglang_dflash.bench.arms import Launch, require_worker
-from sglang_dflash.bench.chat import Kind, Sampling
+from sglang_dflash.bench.chat import Kind
 from sglang_dflash.bench.engine import HttpEngine, Processes
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import free_port
@@ -25,11 +25,11 @@ class ServedEngine(HttpEngine):
     Invariant: outside `running` it has no CPU time; with `keep` it stays in memory there.
     """
 
-    def __init__(self, launch: Launch, *, sampling: Sampling, log: Path, port: int, console: Console) -> None:
+    def __init__(self, launch: Launch, *, log: Path, port: int, console: Console) -> None:
         self.launch, self.console, self.keep = launch, console, False
         port = free_port(port)
         self.server = Server(launch.command, port=port, log=log, env=launch.env, name=launch.name)
-        super().__init__(launch.name, self.server.url, sampling=sampling)
+        super().__init__(launch.name, self.server.url)
 
     @property
     def processes(self) -> Processes:
@@ -61,39 +61,39 @@ class ServedEngine(HttpEngine):
         self.meet(Kind.SGLANG)
 
 
-def require_memory(n_servers: int, gib_per_server: float, instead: str) -> None:
+def require_memory(n_servers: int) -> None:
     """
     Raises:
-        ServerError: less host memory is free; `instead` says what to do then.
+        ServerError: less host memory is free than that many servers need.
     """
-    free_gib, needed_gib = psutil.virtual_memory().available / 2**30, gib_per_server * n_servers
+    free_gib, needed_gib = psutil.virtual_memory().available / 2**30, GIB_PER_SERVER * n_servers
     if free_gib < needed_gib:
         raise ServerError(
-            f"{n_servers} servers need about {needed_gib:.0f} GiB of host memory and {free_gib:.0f} are free; {instead}"
+            f"{n_servers} servers need about {needed_gib:.0f} GiB of host memory and {free_gib:.0f} are free; "
+            "use --one-at-a-time, or fewer --arms"
         )
-
-
-def start_together(servers: Sequence[Server], console: Console) -> None:
-    """Start them side by side, and wait until all answer.
-
-    Raises:
-        ServerError: too little memory for all of them, or one does not start.
-    """
-    require_memory(len(servers), GIB_PER_SERVER, "use --one-at-a-time, or fewer --arms")
-    for server in servers:
-        server.start()
-    wait_ready(servers, console)
 
 
 @contextmanager
 def kept_in_memory(engines: Sequence[ServedEngine], console: Console) -> Iterator[None]:
-    """All servers started and paused; stopped at the end."""
+    """All servers started and paused; stopped at the end.
+
+    Ours start one by one, since they measure at launch what their steps cost; the others side by side.
+
+    Raises:
+        ServerError: too little memory for all of them, or one does not start or is not what it should be.
+    """
+    require_memory(len(engines))
+    others = [engine for engine in engines if not engine.launch.ours]
     try:
-        start_together([engine.server for engine in engines], console)
-        for engine in engines:
-            engine.check()
-            engine.server.pause()
-            engine.keep = True
+        for started in (*([engine] for engine in engines if engine.launch.ours), others):
+            for engine in started:
+                engine.server.start()
+            wait_ready([engine.server for engine in started], console)
+            for engine in started:
+                engine.check()
+                engine.server.pause()
+                engine.keep = True
         yield
     finally:
         for engine in engines:

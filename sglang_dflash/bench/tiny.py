@@ -3,7 +3,6 @@
 One place for the flags that the demo, the benchmarks and the tests share, and for telling whose worker serves.
 """
 
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +30,6 @@ class Arm(StrEnum):
     OFF = "off"  # one token a step
     STOCK = "stock"  # SGLang's built-in DFLASH worker
     PLUGIN = "plugin"  # ours
-    SNAPSHOT = "snapshot"  # ours, keeping a recurrent state per drafted token, as SGLang's worker does
 
 
 ARMS = (Arm.OFF, Arm.STOCK, Arm.PLUGIN)  # what is compared unless said otherwise
@@ -59,25 +57,21 @@ ENV = {
 }
 
 
+def launch_flags(pair: Pair) -> list[str]:
+    """A target with its draft."""
+    speculation = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft))
+    return ["--model-path", str(pair.target), *speculation]
+
+
 def command(arm: Arm, pair: Pair, *flags: str) -> list[str]:
     """`python -m sglang.launch_server` for `arm`, without host and port."""
-    speculation = (
-        ()
-        if arm is Arm.OFF
-        else ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft))
-    )
-    return [
-        *(sys.executable, "-m", "sglang.launch_server"),
-        *("--model-path", str(pair.target)),
-        *speculation,
-        *flags,
-    ]
+    whole = [*launch_flags(pair), *flags]
+    return [*arms.SERVE, *(arms.without_speculation(whole) if arm is Arm.OFF else whole)]
 
 
 def environment(arm: Arm) -> dict[str, str]:
     """What selects the worker of `arm`; the same for any model."""
-    snapshot = {"SGLANG_DFLASH_WORKER": "plugin", "SGLANG_DFLASH_GDN_STATE": "snapshot"}
-    return {Arm.OFF: {}, Arm.SNAPSHOT: snapshot}.get(arm, {"SGLANG_DFLASH_WORKER": str(arm)})
+    return {} if arm is Arm.OFF else {"SGLANG_DFLASH_WORKER": str(arm)}
 
 
 def require_worker(arm: Arm, server: Server) -> None:
@@ -86,4 +80,4 @@ def require_worker(arm: Arm, server: Server) -> None:
     Raises:
         ServerError: it does not.
     """
-    arms.require_worker(server, ours=arm in (Arm.PLUGIN, Arm.SNAPSHOT))
+    arms.require_worker(server, ours=arm is Arm.PLUGIN)

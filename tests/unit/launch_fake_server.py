@@ -2,13 +2,14 @@
 
     python launch_fake_server.py [--die] [--deaf] [--offset N] ... --host HOST --port PORT
 
-It answers a prompt `ids` with `ids[0] + N, ids[0] + N + 1, ids[0] + N + 2`, in two steps of which the first accepts one
-draft. Asked for a trace of widths, it writes that both were of width 4. `--die` ends at once; `--deaf` ignores SIGTERM.
-It has a child process, like the real one.
+It answers a prompt `ids` with `ids[0] + N, ids[0] + N + 1, ids[0] + N + 2`; of the first, half a nat more likely than
+the second, it also tells log-probabilities. `--die` ends at once; `--deaf` ignores SIGTERM. It has a child process, like
+the real one.
 
-Asked by chat, it answers the first three bytes of the question plus N, in the same two steps, unless the question says
-to refuse. It is a server of `--kind`, and as SGLang's it says what our worker says (`--announce`, or the environment
-variable that selects it). `--stingy`: a stream does not end with its usage.
+Asked by chat, it answers the first three letters of the question, or token ids, plus N, in two steps of which the first
+accepts one draft, unless the question says to refuse. It is a server of `--kind`, and as SGLang's it says what our
+worker says (`--announce`, or the environment variable that selects it). `--stingy`: a stream does not end with its
+usage. `FAKE_OFFSET` in the environment is N too.
 """
 
 import argparse
@@ -18,12 +19,11 @@ import signal
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--die", action="store_true")
 parser.add_argument("--deaf", action="store_true")
-parser.add_argument("--offset", type=int, default=0)
+parser.add_argument("--offset", type=int, default=int(os.environ.get("FAKE_OFFSET", "0")))
 parser.add_argument("--announce", action="store_true")
 parser.add_argument("--kind", choices=["sglang", "vllm", "openai"], default="sglang")
 parser.add_argument("--stingy", action="store_true")
@@ -31,13 +31,6 @@ parser.add_argument("--host", required=True)
 parser.add_argument("--port", type=int, required=True)
 options, _ = parser.parse_known_args()  # the rest are flags of the server it stands in for
 announce = options.announce or os.environ.get("SGLANG_DFLASH_WORKER") == "plugin"
-folder = os.environ.get("SGLANG_DFLASH_WIDTH_TRACE")
-trace = None
-if folder:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    trace = Path(folder, f"{os.getpid()}.jsonl").open("w", buffering=1)  # noqa: SIM115
-
-
 n_steps = 0  # of all answers
 
 
@@ -58,15 +51,19 @@ def told() -> dict[str, object]:
 
 def chat(body: dict) -> dict:
     """An unstreamed answer: two steps, of which the first accepted one draft."""
-    question = body["messages"][-1]["content"]
-    token_ids = [ord(letter) + options.offset for letter in question[:3]]
+    prompt_ids = body.get("input_ids") or [ord(letter) for letter in body["messages"][-1]["content"]]
+    token_ids = [token + options.offset for token in prompt_ids[:3]]
     choice = {"message": {"content": f"the question {options.offset}"}}
     if options.kind == "vllm":
         choice["token_ids"] = token_ids
     if options.kind == "sglang":
         meta = {"spec_verify_ct": 2, "spec_num_correct_drafts": 1, "spec_correct_drafts_histogram": [1, 1]}
-        choice |= {"response_token_ids": token_ids, "meta_info": meta if announce else {}}
-    return {"choices": [choice], "usage": {"completion_tokens": 3, "prompt_tokens": len(question)}}
+        choice |= {
+            "response_token_ids": token_ids,
+            "prompt_token_ids": prompt_ids,
+            "meta_info": meta if announce else {},
+        }
+    return {"choices": [choice], "usage": {"completion_tokens": 3, "prompt_tokens": len(prompt_ids)}}
 
 
 def chat_events(body: dict) -> list[dict]:
@@ -100,17 +97,8 @@ class Handler(BaseHTTPRequestHandler):
         else:
             first = body["input_ids"][0] + options.offset
             tokens = [first, first + 1, first + 2]
-            meta = {"spec_verify_ct": 2, "spec_num_correct_drafts": 1}
-            whole = {"output_ids": tokens, "text": "", "meta_info": meta}
-            if trace is not None:
-                for accepted in (1, 0):
-                    step = {"s": 0.0, "width": 4, "accepted": {body.get("rid", "someone"): accepted}}
-                    trace.write(json.dumps(step) + "\n")
-            parts = [whole | {"output_ids": tokens[:n]} for n in (1, 3)]
-            if body.get("stream"):
-                self.stream(parts)
-            else:
-                self.answer(whole)
+            meta = {"output_top_logprobs": [[[-0.5, first, None], [-1.0, first + 1, None]]]}
+            self.answer({"output_ids": tokens, "text": "", "meta_info": meta})
 
     def stream(self, events: list[dict]) -> None:
         lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"

@@ -62,7 +62,7 @@ def test_defaults_are_those_of_the_model_cards() -> None:
     options = parse(URL)
     assert options.concurrency == [1, 8, 16, 32]
     assert (options.max_new_tokens, options.temperature, options.enable_thinking) == (4096, 0.0, False)
-    assert [(task.name, len(task.conversations)) for task in options.tasks] == [("synthetic", 128)]
+    assert [(task.name, len(task.prompts)) for task in options.tasks] == [("synthetic", 128)]
     assert parse([*URL, "--concurrency", "1", "4,8", "1"]).concurrency == [1, 4, 8]
     assert parse([*URL, "--output", "qwen3.5.json"]).output == Path("qwen3.5")
     assert parse([*URL, "--output", "qwen3.5"]).output == Path("qwen3.5")
@@ -125,8 +125,8 @@ def test_rows_of_published_sets_become_questions(name: str, monkeypatch: pytest.
     row, begins = ROWS[name]
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: [row] * 3))
     task = prompts.load(name, 128)
-    assert len(task.conversations) == 3  # all there are
-    assert task.conversations[0][0]["content"].startswith(begins)
+    assert len(task.prompts) == 3  # all there are
+    assert task.prompts[0][0]["content"].startswith(begins)
 
 
 @pytest.mark.parametrize("absent", [True, False], ids=["not installed", "no network"])
@@ -143,7 +143,7 @@ def test_a_second_turn_follows_the_first_arms_answer() -> None:
     task = Task("mt", "", [asked("First.", "Then."), asked("Only.")])
     assert not is_complete(task)
     done = complete(task, lambda prompts: [f"<think>hm</think>\n{prompt[-1]['content']}!" for prompt in prompts])
-    assert done.conversations == [
+    assert done.prompts == [
         asked("First."),
         [*asked("First."), {"role": "assistant", "content": "First.!"}, *asked("Then.")],
         asked("Only."),
