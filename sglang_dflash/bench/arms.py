@@ -1,6 +1,7 @@
 """The arms that are launched: one set of server flags, decoded without speculation, by SGLang's worker, and by ours.
 
-An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE`: the same with an environment of its own. Flags are those of
+An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE`: the same with an environment of its own (`checkouts.py`: a
+PYTHONPATH). Flags are those of
 `python -m sglang.launch_server` as a model card gives them. Whatever does not begin with `--speculative-` goes to all
 arms alike.
 """
@@ -57,10 +58,14 @@ def launches(
     if MTP in kinds.values() and not has_mtp:
         raise ValueError(f"--arms {MTP}: {model} has no MTP layers (config.json: {' or '.join(MTP_FIELDS)}); drop it")
     kinds = kinds or {kind: kind for kind in ARMS if has_mtp or kind != MTP}
-    return [
+    found = [
         launch(name, flags, mtp_steps=mtp_steps, env=env)
         for name in sorted(kinds, key=lambda name: ARMS.index(kinds[name]))
     ]
+    shown = [one.name for one in found]
+    if len(set(shown)) < len(shown):
+        raise ValueError(f"--arms: two arms are called the same ({', '.join(shown)}); rename a folder")
+    return found
 
 
 def launch(name: str, flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}) -> Launch:

@@ -150,16 +150,20 @@ def _unstreamed(reply: dict[str, Any]) -> Answer:
 
 def _streamed(sent: float, events: Sequence[tuple[float, str]]) -> Answer:
     times, usage = list[float](), {"completion_tokens": 0, "prompt_tokens": 0}
+    thoughts = content = ""
     for at, line in events:
         event = json.loads(line.removeprefix("data: "))
         usage = event.get("usage") or usage
-        if event.get("choices") and _text(event["choices"][0]["delta"]):
+        delta = event["choices"][0]["delta"] if event.get("choices") else {}
+        if _text(delta):
             times.append(at)
+            thoughts, content = thoughts + _thoughts(delta), content + (delta.get("content") or "")
     n_tokens = usage["completion_tokens"]
     if not n_tokens:
         raise ServerError("a stream came without `usage`; without it tokens cannot be counted, so add --no-latency")
     return Answer(
         n_tokens=n_tokens,
+        text=_text({"reasoning_content": thoughts, "content": content}),
         n_prompt_tokens=usage["prompt_tokens"],
         ttft_s=times[0] - sent if times else NAN,
         tpot_s=(times[-1] - times[0]) / (n_tokens - 1) if times and n_tokens > 1 else NAN,
@@ -167,6 +171,11 @@ def _streamed(sent: float, events: Sequence[tuple[float, str]]) -> Answer:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """Reasoning, by either of the names servers have for it, and answer."""
-    thoughts = message.get("reasoning_content") or message.get("reasoning")
+    """Reasoning and answer."""
+    thoughts = _thoughts(message)
     return (f"<think>{thoughts}</think>" if thoughts else "") + (message.get("content") or "")
+
+
+def _thoughts(message: Mapping[str, Any]) -> str:
+    """By either of the names servers have for it."""
+    return message.get("reasoning_content") or message.get("reasoning") or ""

@@ -26,6 +26,8 @@ examples:
         --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --attention-backend fa3
   the same worker with different environments, and no result unless their answers are equal
     python -m sglang_dflash.bench --serve --require-equal --arms off ours ours:SGLANG_DFLASH_WIDTHS=16 -- ...
+  two commits: this one's worker, and that of another checkout
+    python -m sglang_dflash.bench --serve --require-equal --arms off ours ours:PYTHONPATH=/other/checkout -- ...
   the README's table, from the tiny pair on CPU cores
     python -m sglang_dflash.bench --preset readme
   no server
@@ -67,6 +69,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.server_flags = server_flags
     try:
         _check(options)
+        if env:
+            _require_room(options)
         options.tasks = _tasks(options)
         options.launches = (
             arms.launches(options.arms or (), server_flags, mtp_steps=options.mtp_steps, env=env)
@@ -102,7 +106,10 @@ def _add_who(add: Add) -> None:
     add("--backend", choices=[*Kind, TRANSFORMERS], help="whose servers (asked of them); transformers: none")
     add("--model", metavar="NAME", help="the model (the first the server lists); with transformers the target")
     add("--draft-model", metavar="NAME", help="the DFlash draft, with transformers")
-    names = f"of --serve: {', '.join(arms.ARMS)} (all it has); NAME:VAR=VALUE,...: with an environment of its own"
+    names = (
+        f"of --serve: {', '.join(arms.ARMS)} (all it has); NAME:VAR=VALUE,...: with an environment of its own, "
+        "PYTHONPATH=DIR among it: the worker of another checkout"
+    )
     add("--arms", nargs="+", metavar="ARM", help=names)
     add("--preset", choices=PRESETS, help="; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items()))
     add("--mtp-steps", **NUMBER, default=3, help="drafts a step of the arm mtp, the target's own MTP layers (3)")
@@ -168,6 +175,19 @@ def _check(options: argparse.Namespace) -> None:
         options.one_at_a_time = arms.value_of("--device", options.server_flags) != "cpu"
     output = options.output or Path(f"dflash-bench-{datetime.now():%Y%m%d-%H%M%S}")
     options.output = output.with_suffix("") if output.suffix in (".json", ".html") else output
+
+
+def _require_room(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValueError: more requests are in flight than a preset's servers run at once.
+    """
+    at_once = int(arms.value_of("--max-running-requests", options.server_flags) or 0)
+    if max(options.concurrency) > at_once:
+        raise ValueError(
+            f"--concurrency {max(options.concurrency)}: the servers of --preset {options.preset} run {at_once} "
+            "requests at once; name no more"
+        )
 
 
 def _tasks(options: argparse.Namespace) -> list[Task]:

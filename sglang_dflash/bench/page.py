@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from sglang_dflash.bench.plots import Bar, Line, Point, key, line_plot, shades, share_plot
-from sglang_dflash.bench.report import cards, number, percentiles, warnings
+from sglang_dflash.bench.report import cards, equal, lines_of, number, percentiles, warnings
 from sglang_dflash.bench.rows import Row, compared_with, noise, shown
 
 STYLE = """
@@ -166,8 +166,7 @@ def _details(document: Mapping[str, Any]) -> list[list[str]]:
     over = compared_with(document["summary"], document["arms"])
     head = ["task", "arm", "in flight", "tok/s", *(f"x {name}" for name in over), "committed per step"]
     rows = [[*head, "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "answers equal"]]
-    for line in document["summary"]:
-        equal = "–" if line["n_equal"] is None else f"{line['n_equal']} of {line['n_answers']}"
+    for line in lines_of(document):
         rows.append(
             [
                 line["task"],
@@ -177,7 +176,7 @@ def _details(document: Mapping[str, Any]) -> list[list[str]]:
                 *(shown(line.get(f"over_{name}"), 2) for name in over),
                 number(line["committed_per_step"], 2),
                 *(percentiles(line[kind], 1) for kind in ("ttft_ms", "tpot_ms")),
-                equal,
+                equal(line),
             ]
         )
     return rows

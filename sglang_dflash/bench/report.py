@@ -7,6 +7,7 @@ over the first arm, and committed tokens per step as the cards average them, ove
 import argparse
 import shlex
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 from typing import Any
@@ -26,12 +27,14 @@ METHOD = (
     "was accepted. n_equal: answers that are the first arm's at the first concurrency, in the worst repeat; by token "
     "ids where both arms are the same kind of server and tell them, else by text. Arms take turns in an order that "
     "rotates; ratios are taken repeat by repeat; spreads are min and max over repeats. Every turn starts with a few "
-    "unmeasured prompts. n_steps by width: steps a server of ours took in a turn. other_cores: CPU that processes "
+    "unmeasured prompts. n_steps by width: steps a server of ours took in a turn; steps_by_width: their shares in all "
+    "turns of a place. means: over a task's concurrencies, repeat by repeat. other_cores: CPU that processes "
     "other than the measured server and the client used meanwhile, where they are on this machine."
 )
 FLUSHED = "emptied before every turn"
 KEPT = "not emptied (no known way for this server): prompts that were asked before may be read from it"
 TOGETHER = "in memory together, changing after every part of the prompts"
+MEAN, WIDTHS = "mean", "steps by width"
 IN_TURN = "one at a time: each answers everything, at every concurrency, before the next one starts"
 
 
@@ -59,10 +62,40 @@ def document(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, 
         if bench.plan.tie_gap is None
         else {"equal": True, "tie_gap": bench.plan.tie_gap, "n_near_ties": bench.n_near_ties},
         "environment": {name: portable(value) for name, value in inherited().items()},
-        "summary": [line | _compared(line, rows) for line in lines],
+        "summary": [line | _compared(line, rows) | _widths(line, bench.widths) for line in lines],
+        "means": means(rows, arms=names, over=over),
         "rows": list(rows),
         "widths": bench.widths,
     }
+
+
+def means(rows: Sequence[Row], *, arms: Sequence[str], over: Sequence[str]) -> list[Row]:
+    """Lines like the summary's, of tasks with several concurrencies."""
+    found = list[Row]()
+    by_arm = sorted(rows, key=lambda row: (row["task"], row["arm"], row["repeat"]))
+    for (task, arm, repeat), group in groupby(by_arm, key=lambda row: (row["task"], row["arm"], row["repeat"])):
+        here = list(group)
+        committed = [row["committed_per_step"] for row in here]
+        if len(here) > 1:
+            found.append(
+                {
+                    **{"task": task, "arm": arm, "repeat": repeat, "concurrency": MEAN},
+                    "tokens_per_s": statistics.mean(row["tokens_per_s"] for row in here),
+                    "committed_per_step": None if None in committed else statistics.mean(committed),
+                    **{"other_cores": None, "ttft_ms": [], "tpot_ms": []},
+                }
+            )
+    return [
+        line | {"n_equal": None, "steps_by_width": {}}
+        for line in summarise(found, place=["task", "concurrency"], arms=arms, over=over)
+    ]
+
+
+def lines_of(document: Mapping[str, Any]) -> Iterator[Row]:
+    """The summary, with each task's means at its end."""
+    for task, lines in groupby(document["summary"], key=lambda line: line["task"]):
+        yield from lines
+        yield from (line for line in document["means"] if line["task"] == task)
 
 
 def warnings(document: Mapping[str, Any]) -> Iterator[str]:
@@ -91,6 +124,7 @@ def table(document: Mapping[str, Any]) -> Table:
     caption = (
         f"up to {document['max_new_tokens']} new tokens, temperature {document['temperature']:g}, thinking "
         f"{'on' if document['thinking'] else 'off'}; median (min–max) of {document['repeats']} interleaved repeats"
+        + ("; answers equal in all arms" if document["gate"] else "")
     )
     device = " + ".join(where["gpus"]) or where["cpu"]
     title = f"{device}, {where['cores']} cores, SGLang {document['versions']['sglang']}, commit {document['commit']}"
@@ -98,9 +132,10 @@ def table(document: Mapping[str, Any]) -> Table:
     over, with_equal = compared_with(summary, document["arms"]), summary[0]["n_equal"] is not None
     latencies = "TTFT ms\np50 / p99", "TPOT ms\np50 / p99"
     names = ("task", "c", "arm", "tok/s", *(f"x {name}" for name in over), "committed\nper step", *latencies)
-    for name in (*names, *(["equal"] if with_equal else [])):
-        table.add_column(name, justify="left" if name in ("arm", "task") else "right", no_wrap=True)
-    for line in summary:
+    with_widths = any(line["steps_by_width"] for line in summary)
+    for name in (*names, *(["equal"] if with_equal else []), *([WIDTHS] if with_widths else [])):
+        table.add_column(name, justify="left" if name in ("arm", "task", WIDTHS) else "right", no_wrap=True)
+    for line in lines_of(document):
         table.add_row(
             line["task"],
             str(line["concurrency"]),
@@ -110,9 +145,18 @@ def table(document: Mapping[str, Any]) -> Table:
             number(line["committed_per_step"], 2),
             percentiles(line["ttft_ms"], 0),
             percentiles(line["tpot_ms"], 1),
-            *([f"{line['n_equal']} of {line['n_answers']}"] if with_equal else []),
+            *([equal(line)] if with_equal else []),
+            *([widths(line)] if with_widths else []),
         )
     return table
+
+
+def equal(line: Row) -> str:
+    return "–" if line["n_equal"] is None else f"{line['n_equal']} of {line['n_answers']}"
+
+
+def widths(line: Row) -> str:
+    return ", ".join(f"{width}: {share:.0%}" for width, share in line["steps_by_width"].items() if share >= 0.005)
 
 
 def number(value: float | None, digits: int) -> str:
@@ -171,6 +215,14 @@ def _compared(line: Row, rows: Sequence[Row]) -> Row:
         **{field: worst[field] for field in ("n_answers", "n_equal", "first_differences")},
         "acceptance_by_position": [round(statistics.mean(position), 4) for position in shares],
     }
+
+
+def _widths(line: Row, turns: Sequence[Mapping[str, Any]]) -> Row:
+    fields = ("task", "concurrency", "arm")
+    mine = [turn["n_steps"] for turn in turns if all(turn[field] == line[field] for field in fields)]
+    n_steps = sum(map(Counter, mine), Counter[str]())
+    shares = {width: round(n / n_steps.total(), 4) for width, n in sorted(n_steps.items(), key=lambda one: int(one[0]))}
+    return {"steps_by_width": shares}
 
 
 def _portable(about: Mapping[str, Any]) -> dict[str, Any]:

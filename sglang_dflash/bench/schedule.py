@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 from sglang_dflash.bench.chat import Prompt, Sampling
@@ -123,7 +123,9 @@ class Bench:
         runs = {place: joined(its_runs) for place, its_runs in speeds.items()}
         found = {place: self._differences(place, run) for place, run in runs.items()} if self.compares else {}
         if self.plan.tie_gap is not None:
-            self._require_equal(found, self.plan.tie_gap)
+            streamed = {place: self._differences(place, joined(its_runs)) for place, its_runs in latencies.items()}
+            # A stream tells no token ids, from which a near tie is told.
+            self._require_equal([found] if self.plan.tie_gap else [found, streamed], self.plan.tie_gap)
         return [self._row(place, number, runs[place], latencies[place], found.get(place)) for place in runs]
 
     def run(self, turn: Turn) -> Run:
@@ -168,9 +170,9 @@ class Bench:
             "acceptance_by_position": [round(share, 4) for share in steps.acceptance_by_position] if steps else [],
         }
 
-    def _require_equal(self, found: Mapping[Place, Sequence[Difference]], gap: float) -> None:
+    def _require_equal(self, found: Sequence[Mapping[Place, Sequence[Difference]]], gap: float) -> None:
         different = []
-        for (task, concurrency, arm), its_differences in found.items():
+        for (task, concurrency, arm), its_differences in chain.from_iterable(each.items() for each in found):
             where = f"{self.engines[arm].name}, {self.tasks[task].name} at {concurrency}"
             for difference in its_differences:
                 expected = self.reference[task][difference.prompt]

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from sglang_dflash.bench import checkouts, machine
 from sglang_dflash.bench.arms import Launch, require_worker
 from sglang_dflash.bench.chat import Kind
 from sglang_dflash.bench.engine import HttpEngine, Processes
@@ -28,7 +29,8 @@ class ServedEngine(HttpEngine):
     def __init__(self, launch: Launch, *, log: Path, port: int, console: Console) -> None:
         self.launch, self.console, self.keep = launch, console, False
         port = free_port(port)
-        self.server = Server(launch.command, port=port, log=log, env=launch.env, name=launch.name)
+        env = checkouts.environment(launch.env, log.with_suffix(".links"))
+        self.server = Server(launch.command, port=port, log=log, env=env, name=launch.name)
         super().__init__(launch.name, self.server.url)
 
     @property
@@ -53,7 +55,9 @@ class ServedEngine(HttpEngine):
             self.server.stop()
 
     def describe(self) -> dict[str, Any]:
-        return super().describe() | {"command": self.launch.command, "env": dict(self.launch.env)}
+        checkout = checkouts.named(self.launch.env)
+        commit = {"commit": machine.commit(checkout)} if checkout else {}
+        return super().describe() | {"command": self.launch.command, "env": dict(self.launch.env)} | commit
 
     def check(self) -> None:
         """The server that answers is the one that was asked for."""

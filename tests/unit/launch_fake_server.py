@@ -3,8 +3,8 @@
     python launch_fake_server.py [--die] [--deaf] [--offset N] ... --host HOST --port PORT
 
 It answers a prompt `ids` with `ids[0] + N, ids[0] + N + 1, ids[0] + N + 2`; of the first, half a nat more likely than
-the second, it also tells log-probabilities. `--die` ends at once; `--deaf` ignores SIGTERM. It has a child process, like
-the real one.
+the second, it also tells log-probabilities. `--die` ends at once; `--deaf` ignores SIGTERM. It has a child process,
+like the real one.
 
 Asked by chat, it answers the first three letters of the question, or token ids, plus N, in two steps of which the first
 accepts one draft, unless the question says to refuse. It is a server of `--kind`, and as SGLang's it says what our
@@ -68,7 +68,7 @@ def chat(body: dict) -> dict:
 
 def chat_events(body: dict) -> list[dict]:
     usage = [] if options.stingy else [{"choices": [], "usage": chat(body)["usage"]}]
-    words = ("", "the ", "question")
+    words = ("", "the ", f"question {options.offset}")
     return [*({"choices": [{"delta": {"content": word}}]} for word in words), *usage]
 
 
