@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     table = report.table(document)
     natural = Console(width=WIDEST).measure(table).maximum  # a narrower terminal wraps lines rather than lose columns
     Console(width=max(console.width, natural)).print(table)
-    console.print(report.markdown(document), markup=False, highlight=False)
+    print(report.markdown(document))
     for line in filter(None, (*report.warnings(document), noise(document))):
         console.print(line, style="bold yellow", markup=False)
     print(write(document, with_suffix(options.output, ".json")))

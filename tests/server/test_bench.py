@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash.bench.__main__ import main
+from sglang_dflash.bench.chat import Sampling, TokenIds
+from sglang_dflash.bench.engine import HttpEngine
 from tests.server.variants import VARIANTS
 
 pytestmark = pytest.mark.full
@@ -17,7 +19,7 @@ def test_it_reports_what_the_servers_did(server: Callable, tmp_path: Path) -> No
     off, ours = server("off"), server(flags=VARIANTS["hybrid"].flags)
     arms = [f"off={off.url}", f"ours={ours.url}"]
     asked = ["--num-prompts", "4", "--max-new-tokens", str(MAX_NEW_TOKENS), "--concurrency", "1", "4", "--repeats", "2"]
-    main(["--base-url", *arms, *asked, "--output", str(tmp_path / "out")])
+    main(["--base-url", *arms, *asked, "--require-equal", "--output", str(tmp_path / "out")])
     document = json.loads((tmp_path / "out.json").read_text())
     assert [document["arms"][name]["kind"] for name in ("off", "ours")] == ["sglang", "sglang"]
     for off_line, line in zip(document["summary"][::2], document["summary"][1::2], strict=True):
@@ -36,3 +38,24 @@ def test_it_reports_what_the_servers_did(server: Callable, tmp_path: Path) -> No
     # Verified whole in these tests.
     assert {width for turn in document["widths"] for width in turn["n_steps"]} == {"16"}
     assert (tmp_path / "out.html").read_text().count("<svg") == 4
+
+
+def test_token_ids_go_to_the_target_as_they_are(server: Callable, tmp_path: Path) -> None:
+    off, ours = server("off"), server(flags=VARIANTS["hybrid"].flags)
+    arms = [f"off={off.url}", f"ours={ours.url}"]
+    asked = ["--dataset", "hopeless", "--num-prompts", "2", "--concurrency", "1", "--repeats", "1", "--no-latency"]
+    main(["--base-url", *arms, *asked, "--require-equal", "--output", str(tmp_path / "out")])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["n_prompt_tokens"], row["n_tokens"]) for row in rows] == [(2 * 32, 2 * 48)] * 2
+
+
+def test_a_server_tells_its_two_likeliest_tokens(server: Callable) -> None:
+    """After a prompt as the chat made it; near ties are told by them."""
+    engine = HttpEngine("off", server("off").url)
+    engine.meet()
+    answer = engine.ask([{"role": "user", "content": "Hello"}], Sampling(max_new_tokens=4), stream=False)()
+    assert len(answer.prompt_ids) == answer.n_prompt_tokens
+    for n in range(4):
+        (best, token), (second, other) = engine.likeliest([*answer.prompt_ids, *answer.token_ids[:n]])
+        assert (token, best > second, other != token) == (answer.token_ids[n], True, True)
+    assert engine.ask(TokenIds(answer.prompt_ids), Sampling(max_new_tokens=4), stream=False)() == answer

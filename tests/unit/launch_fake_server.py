@@ -9,7 +9,7 @@ like the real one.
 Asked by chat, it answers the first three letters of the question, or token ids, plus N, in two steps of which the first
 accepts one draft, unless the question says to refuse. It is a server of `--kind`, and as SGLang's it says what our
 worker says (`--announce`, or the environment variable that selects it). `--stingy`: a stream does not end with its
-usage. `FAKE_OFFSET` in the environment is N too.
+usage. In the environment `FAKE_OFFSET` is N too, and `FAKE_STREAM` what a stream says instead.
 """
 
 import argparse
@@ -68,12 +68,13 @@ def chat(body: dict) -> dict:
 
 def chat_events(body: dict) -> list[dict]:
     usage = [] if options.stingy else [{"choices": [], "usage": chat(body)["usage"]}]
-    words = ("", "the ", f"question {options.offset}")
+    words = ("", "the ", os.environ.get("FAKE_STREAM", f"question {options.offset}"))
     return [*({"choices": [{"delta": {"content": word}}]} for word in words), *usage]
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # head and body go out one by one
 
     def do_GET(self) -> None:
         found = told().get(self.path)

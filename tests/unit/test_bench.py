@@ -7,17 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from rich.console import Console
 
 from sglang_dflash.bench import arms, report, served
-from sglang_dflash.bench.__main__ import main
-from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.__main__ import every_repeat, main
+from sglang_dflash.bench.errors import GateError, ServerError
 from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.schedule import Bench
 from sglang_dflash.bench.server import Server
 from tests.fixtures.processes import running
 
+ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).parent / "launch_fake_server.py"
 SMALL = ("--num-prompts", "5", "--repeats", "2", "--concurrency", "1,2")
 FLAGS = ("--model-path", "{model}", "--device", "cpu", "--speculative-algorithm", "DFLASH")
@@ -192,8 +195,9 @@ def test_a_key_is_not_published(fake: Callable[..., str], bench: Callable[..., S
 def test_the_arms_are_started_measured_and_stopped(
     bench: Callable[..., SimpleNamespace], serve: list[str], together: bool, tmp_path: Path
 ) -> None:
-    ran = bench(*SMALL, *([] if together else ["--one-at-a-time"]), *serve)
+    ran = bench(*SMALL, "--require-equal", *([] if together else ["--one-at-a-time"]), *serve)
     document = ran.document
+    assert document["gate"] == {"equal": True, "tie_gap": 0.0, "n_near_ties": 0}
     assert list(document["arms"]) == ["off", "stock", "ours"]
     assert "--speculative" not in document["arms"]["off"]["command"]
     assert document["arms"]["ours"]["env"] == {"SGLANG_DFLASH_WORKER": "plugin"}
@@ -206,12 +210,122 @@ def test_the_arms_are_started_measured_and_stopped(
     assert (tmp_path / "out-ours.log").exists()
 
 
+def test_ours_starts_alone(bench: Callable[..., SimpleNamespace], serve: list[str]) -> None:
+    """It measures what its steps cost; of what else starts then it would measure that too."""
+    out = bench(*SMALL, "--no-latency", *serve).out
+    assert out.index("ours: ready") < out.index("off: importing")
+
+
+def test_an_arm_may_have_an_environment(
+    bench: Callable[..., SimpleNamespace], serve: list[str], tmp_path: Path
+) -> None:
+    ran = bench(*SMALL, "--no-latency", "--arms", "off", "ours", "ours:FAKE_OFFSET=1,B=2,3", *serve)
+    assert list(ran.document["arms"]) == ["off", "ours", "ours:FAKE_OFFSET=1,B=2,3"]
+    plugin = {"SGLANG_DFLASH_WORKER": "plugin"}
+    assert [about["env"] for about in ran.document["arms"].values()] == [
+        {}, plugin, {**plugin, "FAKE_OFFSET": "1", "B": "2,3"},
+    ]  # fmt: skip
+    assert [line["n_equal"] for line in ran.document["summary"]] == [5, 5, 0] * 2
+    assert set(lines_of(ran.document, arm="ours:FAKE_OFFSET=1,B=2,3")[0]) >= {"over_off", "over_ours"}
+    assert (tmp_path / "out-ours-FAKE_OFFSET-1-B-2-3.log").exists()
+
+
+def test_too_little_memory_is_told_before_anything_starts(
+    bench: Callable[..., SimpleNamespace], serve: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(served, "GIB_PER_SERVER", 1e6)
+    message = r"3 servers need about 3000000 GiB of host memory and .* are free; use --one-at-a-time"
+    with pytest.raises(ServerError, match=message):
+        bench(*SMALL, *serve)
+    assert not list(tmp_path.glob("*.log"))
+
+
+def test_the_preset_of_widths(bench: Callable[..., SimpleNamespace], serve: list[str], tmp_path: Path) -> None:
+    ran = bench(
+        "--preset", "widths", "--port", "31980", *("--num-prompts", "3", "--repeats", "2", "--concurrency", "1,2")
+    )
+    document = ran.document
+    fixed = [f"ours:SGLANG_DFLASH_WIDTHS={width}" for width in (1, 4, 8, 16)]
+    assert list(document["arms"]) == ["off", "ours", *fixed]
+    assert [about["env"].get("SGLANG_DFLASH_WIDTHS") for about in document["arms"].values()] == [
+        None, None, "1", "4", "8", "16",
+    ]  # fmt: skip
+    assert document["gate"] == {"equal": True, "tie_gap": 0.0, "n_near_ties": 0}
+    assert len(document["rows"]) == 2 * 3 * 2 * 6  # repeats, sets, concurrencies, arms
+    order = [row["arm"] for row in document["rows"] if (row["task"], row["concurrency"]) == ("hard", 1)]
+    assert order == ["off", "ours", *fixed, "ours", *fixed, "off"]
+    assert {row["n_prompt_tokens"] for row in document["rows"] if row["task"] == "hopeless"} == {3 * 32}
+    # Of ours, two steps for each of three prompts; those of the unmeasured run before left out.
+    assert {turn["arm"] for turn in document["widths"]} == {"ours", *fixed}
+    assert all(turn["n_steps"] == {"4": 6} for turn in document["widths"])
+    assert all(line["steps_by_width"] == ({} if line["arm"] == "off" else {"4": 1.0}) for line in document["summary"])
+    assert re.search(r"hard +mean +ours:SGLANG_DFLASH_WIDTHS=16 .* 1.50 ", ran.out)
+    assert "answers equal in all arms" in ran.out
+    assert "| Task | Concurrency | off | ours | " + " | ".join(fixed) + " |\n" in ran.out
+    assert str(tmp_path) not in json.dumps(document)
+    assert str(ROOT) not in json.dumps(document)
+    assert running(FAKE) == []
+
+
+# -------------------------------------------------------------------------------------------- answers must be equal
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(("--one-at-a-time",), marks=pytest.mark.full)])
+def test_no_speed_is_shown_when_an_answer_differs(
+    flags: tuple[str, ...], serve: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms_and_gate = ("--arms", "off", "ours", "stock:FAKE_OFFSET=1", "--require-equal", *flags)
+    with pytest.raises(GateError) as raised:
+        main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
+    assert re.match(
+        r"20 answers are not off's, so no speed is shown; stock:FAKE_OFFSET=1, synthetic at 1, prompt 0, token 0: exp",
+        str(raised.value),
+    )
+    out = capsys.readouterr().out
+    assert "tok/s" not in out
+    assert "Tokens/sec" not in out
+    assert not (tmp_path / "out.json").exists()
+    assert not (tmp_path / "out.html").exists()
+    assert running(FAKE) == []
+
+
+def test_a_streamed_answer_counts_too(serve: list[str], tmp_path: Path) -> None:
+    arms_and_gate = ("--arms", "off", "ours:FAKE_STREAM=other", "--require-equal")
+    with pytest.raises(GateError, match=r"10 answers are not off's.*ours:FAKE_STREAM=other, synthetic at 1, prompt 0"):
+        main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
+
+
+def test_near_ties_are_forgiven_if_asked_for(bench: Callable[..., SimpleNamespace], serve: list[str]) -> None:
+    """The first arm finds both first tokens on top, half a nat apart."""
+    asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
+    ran = bench(*asked, "0.5", *serve)
+    assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
+    with pytest.raises(GateError, match="10 answers are not off's"):
+        bench(*asked, "0.4", *serve)
+    with pytest.raises(GateError, match="10 answers are not off's"):  # never on top
+        bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
+
+
 def test_an_arm_that_is_not_what_it_says_is_refused(
     bench: Callable[..., SimpleNamespace], serve: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
     with pytest.raises(ServerError, match="ours: our worker does not serve here"):
         bench(*SMALL, *serve)
+
+
+def test_an_interrupted_run_keeps_its_whole_repeats() -> None:
+    def repeat(number: int) -> list[dict[str, int]]:
+        if number == whole:
+            raise KeyboardInterrupt
+        return [{"repeat": number}]
+
+    bench = cast(Bench, SimpleNamespace(plan=SimpleNamespace(repeats=5), repeat=repeat))
+    whole = 2
+    assert every_repeat(bench, Console()) == [{"repeat": 0}, {"repeat": 1}]
+    whole = 0
+    with pytest.raises(KeyboardInterrupt):
+        every_repeat(bench, Console())
 
 
 # ------------------------------------------------------------------------------------------------------- the page

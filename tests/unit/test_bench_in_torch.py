@@ -29,6 +29,14 @@ def test_spec_generate_is_compared_with_the_target_alone(tmp_path: Path) -> None
     }  # fmt: skip
 
 
+def test_token_ids_are_answered_past_their_end(tmp_path: Path) -> None:
+    pair = ("--model", str(TINY / "target"), "--draft-model", str(TINY / "draft"))
+    gate = ("--dataset", "hopeless", "--require-equal")
+    main(["--backend", "transformers", *pair, *ASKED, *gate, "--output", str(tmp_path / "out")])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["n_prompt_tokens"], row["n_tokens"]) for row in rows] == [(2 * 32, 2 * 24)] * 2
+
+
 def test_what_does_not_belong_together_is_one_line(tmp_path: Path) -> None:
     pair = ("--model", str(TINY / "target"), "--draft-model", str(tmp_path))
     with pytest.raises(ServerError, match=r"--model .*target, --draft-model .*: "):

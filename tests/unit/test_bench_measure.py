@@ -1,11 +1,14 @@
 """The benchmarks' arithmetic, by hand."""
 
 import math
+import sys
 
+from sglang_dflash.bench import tiny
 from sglang_dflash.bench.chat import steps_of
 from sglang_dflash.bench.compare import Difference, differences
 from sglang_dflash.bench.measure import Answer, Run, Steps, joined, percentile, ratios, slices, spread, total
-from sglang_dflash.bench.report import markdown
+from sglang_dflash.bench.report import markdown, means
+from sglang_dflash.bench.rows import noise, portable, row, summarise
 
 
 def test_differences_name_the_first_token_that_differs() -> None:
@@ -93,3 +96,54 @@ def test_tables_have_the_model_cards_layout() -> None:
         "Committed tokens per step (mean over concurrencies)",
         "| Task | ours |\n|---|---:|\n| GSM8K | 7.50 |",
     ]
+
+
+# Tokens per second at concurrency 1, in two repeats.
+SPEEDS = {"ours": (300, 360), "off": (100, 90), "stock": (150, 120)}
+ARMS = ["off", "stock", "ours"]
+
+
+def measured() -> list[dict]:
+    rows = []
+    for concurrency in (8, 1):
+        for repeat in (0, 1):
+            for arm, speeds in SPEEDS.items():
+                answer = Answer(speeds[repeat] * concurrency, steps=Steps(4, 8), ttft_s=0.01, tpot_s=0.002)
+                run = Run([answer], wall_s=1.0, other_cores=0.1)
+                place = {"task": "t", "arm": arm, "concurrency": concurrency, "repeat": repeat}
+                rows.append(row(place, run, run))
+    return rows
+
+
+def test_the_summary_compares_arms_per_concurrency() -> None:
+    lines = summarise(measured(), place=["task", "concurrency"], arms=ARMS, over=["off", "stock"])
+    assert [(line["concurrency"], line["arm"]) for line in lines] == [(c, arm) for c in (1, 8) for arm in ARMS]
+    off, stock, ours = lines[:3]
+    assert ours["tokens_per_s"] == {"median": 330, "low": 300, "high": 360}
+    assert ours["over_off"] == {"median": 3.5, "low": 3, "high": 4}
+    assert ours["over_stock"] == {"median": 2.5, "low": 2, "high": 3}
+    assert ours["committed_per_step"] == 3
+    assert "over_off" not in off
+    assert "over_stock" not in stock
+    assert off["ttft_ms"]["p50"] == 10
+
+
+def test_means_weigh_every_concurrency_alike() -> None:
+    lines = means(measured(), arms=ARMS, over=["off"])
+    assert [(line["arm"], line["concurrency"], line["tokens_per_s"]["median"]) for line in lines] == [
+        ("off", "mean", 427.5), ("stock", "mean", 607.5), ("ours", "mean", 1485),
+    ]  # fmt: skip
+    assert lines[2]["over_off"] == {"median": 3.5, "low": 3, "high": 4}
+    assert means([row for row in measured() if row["concurrency"] == 8], arms=ARMS, over=["off"]) == []
+
+
+def test_a_busy_machine_is_told_apart_from_a_quiet_one() -> None:
+    document = {"machine": {"cores": 2}, "rows": [{"other_cores": 0.02}, {"other_cores": 0.09}]}
+    assert noise(document) == ""
+    document["rows"].append({"other_cores": 0.5})
+    assert "up to 0.5 of 2 cores busy" in noise(document)
+
+
+def test_documents_do_not_name_this_machine() -> None:
+    command = f"{sys.executable} -m x --target {tiny.HYBRID.target} --draft=/models/mine/draft-1 --port 3"
+    assert portable(command) == "python -m x --target sglang_dflash/assets/tiny/target --draft=draft-1 --port 3"

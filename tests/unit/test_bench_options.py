@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dflash.bench import arms, prompts
+from sglang_dflash.bench.chat import Sampling, TokenIds
 from sglang_dflash.bench.options import parse
 from sglang_dflash.bench.prompts import Task, asked, complete, is_complete
-from sglang_dflash.bench.schedule import Plan, turns
+from sglang_dflash.bench.schedule import Plan, sampling_of, turns
 from sglang_dflash.train.corpus import is_held_out
 
 URL = ("--base-url", "http://127.0.0.1:30000")
@@ -43,6 +44,22 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--serve", "--backend", "vllm", "--", *DFLASH), "--serve starts SGLang, not vllm"),
         (("--serve", "--model", "x", "--", *DFLASH), "takes the model from the flags after --; drop --model"),
         ((*URL, "--arms", "off"), "--arms are those of --serve"),
+        (
+            ("--serve", "--arms", "theirs", "--", "--model-path", "x", *DFLASH),
+            "no arm is called 'theirs'; write off, mtp",
+        ),
+        (
+            ("--serve", "--arms", "ours:x", "--", "--model-path", "x", *DFLASH),
+            "'x' is no environment; write NAME:VAR=V",
+        ),
+        (
+            ("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", "--", "--model-path", "x", *DFLASH),
+            "two arms are called the same (ours:A=x, ours:A=x)",
+        ),
+        ((*URL, "--preset", "readme"), "--base-url and --serve; give one of"),
+        (("--preset", "widths", "--concurrency", "1,32"), "--concurrency 32: the servers of --preset widths run 16"),
+        ((*URL, "--require-equal", "--temperature", "1"), "--require-equal compares greedy answers"),
+        ((*URL, "--tie-gap", "1"), "--tie-gap forgives what --require-equal finds"),
         ((*URL, "--draft-model", "x"), "--draft-model is for --backend transformers"),
         (("--backend", "transformers", "--model", "x"), "needs --model and --draft-model"),
         (
@@ -66,6 +83,38 @@ def test_defaults_are_those_of_the_model_cards() -> None:
     assert parse([*URL, "--concurrency", "1", "4,8", "1"]).concurrency == [1, 4, 8]
     assert parse([*URL, "--output", "qwen3.5.json"]).output == Path("qwen3.5")
     assert parse([*URL, "--output", "qwen3.5"]).output == Path("qwen3.5")
+
+
+def test_what_is_typed_replaces_a_preset_s_own() -> None:
+    options = parse(["--preset", "readme"])
+    assert [one.name for one in options.launches] == ["off", "stock", "ours"]
+    assert (options.concurrency, options.repeats, options.one_at_a_time) == ([1, 8], 5, False)
+    assert (options.require_equal, options.no_latency, options.enable_thinking) == (True, True, True)
+    assert all(one.env["CUDA_VISIBLE_DEVICES"] == "" for one in options.launches)
+    typed = [
+        "--repeats=2",
+        "--concurrency",
+        "4",
+        "--arms",
+        "off",
+        "ours:A=b",
+        "--dataset",
+        "hard",
+        "--no-enable-thinking",
+    ]
+    options = parse(["--preset", "widths", *typed])
+    assert [one.name for one in options.launches] == ["off", "ours:A=b"]
+    assert (options.concurrency, options.repeats, options.enable_thinking) == ([4], 2, False)
+    assert [(task.name, len(task.prompts)) for task in options.tasks] == [("hard", 16)]
+
+
+def test_a_preset_may_serve_something_else(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    options = parse(["--preset", "readme", "--concurrency", "64", "--", "--model-path", str(tmp_path), *DFLASH])
+    assert [one.env for one in options.launches] == [
+        {}, {"SGLANG_DFLASH_WORKER": "stock"}, {"SGLANG_DFLASH_WORKER": "plugin"},
+    ]  # fmt: skip
+    assert options.one_at_a_time
 
 
 def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,6 +141,25 @@ def test_a_file_holds_prompts_or_chats(tmp_path: Path) -> None:
     assert prompts.read(data, 2) == Task("mine", "mine.jsonl", [asked("one"), [system, *asked("two")]])
 
 
+def test_a_file_may_hold_token_ids(tmp_path: Path) -> None:
+    data = tmp_path / "ids.jsonl"
+    data.write_text('{"input_ids": [5, 6]}\n{"prompt": "one"}\n')
+    task = prompts.read(data, 2)
+    assert task.prompts == [TokenIds([5, 6]), asked("one")]
+    assert is_complete(task)
+    assert isinstance(task.prompts[0], TokenIds)
+    body = Sampling(max_new_tokens=8, ignore_eos=True).body("m", task.prompts[0])
+    assert (body["input_ids"], body["ignore_eos"]) == ((5, 6), True)
+    assert not {"input_ids", "ignore_eos"} & set(Sampling(max_new_tokens=8).body("m", task.prompts[1]))
+
+
+def test_hopeless_answers_are_short_and_go_past_their_end() -> None:
+    task = prompts.load("hopeless", 3)
+    assert [len(prompt) for prompt in task.prompts] == [32] * 3
+    assert sampling_of(task, Sampling(max_new_tokens=128)) == Sampling(max_new_tokens=48, ignore_eos=True)
+    assert sampling_of(prompts.load("hard", 3), Sampling(max_new_tokens=128)) == Sampling(max_new_tokens=128)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -99,6 +167,9 @@ def test_a_file_holds_prompts_or_chats(tmp_path: Path) -> None:
         ("not json", "mine.jsonl:1: no object"),
         ('{"question": "two"}', "mine.jsonl:1: no object"),
         ('{"messages": [{"role": "user"}]}', "mine.jsonl:1: no object"),
+        ('{"input_ids": []}', "is no list of token ids"),
+        ('{"input_ids": [1, true]}', "is no list of token ids"),
+        ('{"input_ids": "12"}', "is no list of token ids"),
         ('{"messages": []}', "the last message is not the user's"),
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "the last message is not the user's"),
     ],
@@ -164,6 +235,15 @@ def test_every_arm_gets_the_same_flags_but_for_speculation() -> None:
     assert list(stock.command[n:]) == list(ours.command[n:]) == flags
     assert (stock.env, ours.env) == ({"SGLANG_DFLASH_WORKER": "stock"}, {"SGLANG_DFLASH_WORKER": "plugin"})
     assert [one.ours for one in (off, mtp, stock, ours)] == [False, False, False, True]
+
+
+def test_a_comma_parts_variables_where_a_name_follows() -> None:
+    assert arms.environment_of("ours:SGLANG_DFLASH_WIDTHS=1,8,16,B=x=y,C=") == {
+        "SGLANG_DFLASH_WIDTHS": "1,8,16", "B": "x=y", "C": "",
+    }  # fmt: skip
+    assert arms.environment_of("ours") == {}
+    stock = arms.launch("stock:SGLANG_DFLASH_WORKER=plugin,A=1", DFLASH, mtp_steps=3, env={"A": "0", "B": "0"})
+    assert stock.env == {"SGLANG_DFLASH_WORKER": "plugin", "A": "1", "B": "0"}
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_the_step_in_the_readme_is_the_worker_s() -> None:
 
 
 def test_every_result_can_be_reproduced() -> None:
-    """Each document is linked, beside the command it was made with; where that is gone, behind the commit that had it."""
+    """Each document is linked, beside the command it was made with; where that is gone, with the commit that had it."""
     page = (DOCS / "reproducing.md").read_text()
     for path in sorted((ROOT / "launch" / "results").glob("*.json")):
         lines = [line for line in page.splitlines() if f"results/{path.name})" in line]
