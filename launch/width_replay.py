@@ -25,9 +25,8 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM
 
 from launch import tiny
-from launch.bench_serve import tokenize
-from launch.width_workloads import HOPELESS_SAMPLING, hard_questions, hopeless_prompts
-from sglang_dflash.bench.prompts import asked, held_out
+from sglang_dflash.bench.prompts import asked, held_out, tokenize
+from sglang_dflash.bench.workloads import HOPELESS_ANSWER, hard_questions, hopeless_prompts
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, accepted_at, spec_steps
 from sglang_dflash.model.target import stop_token_ids
@@ -130,7 +129,7 @@ def read_texts(n: int, console: Console) -> Texts:
     asks = {
         "easy": (tokenize(held_out(n), tiny.HYBRID.target, thinking=True), answer),
         "hard": (tokenize(hard, tiny.HYBRID.target, thinking=True), answer),
-        "hopeless": (hopeless_prompts(n), Options(max_new_tokens=HOPELESS_SAMPLING["max_new_tokens"])),
+        "hopeless": (hopeless_prompts(n), Options(max_new_tokens=HOPELESS_ANSWER)),
     }
 
     def accepted(prompt: list[int], options: Options) -> list[int]:
