@@ -104,7 +104,7 @@ def replay(
     widths, tokens, spent_s, now_s = list[int](), 0.0, 0.0, 0.0
     late: Sequence[int] = ()
     while tokens < n_tokens:
-        width = chooser.choose([request.rid for request in running])
+        width = chooser.decide([request.rid for request in running])
         if late:  # the step before is known when this one was decided
             chooser.observe(late, now_s)
         late, counted = zip(*(request.step(width) for request in running), strict=True)

@@ -222,7 +222,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         """One DFlash step. Nothing in it waits for the device."""
         calls, rids = self.calls, [req.rid for req in batch.reqs]
-        width = self.width.choose(rids)
+        width = self.width.decide(rids)
         plan = calls.plan(batch, width)
         self.stages.context_kv.before_draft(plan)
         tokens_BN = calls.draft(plan, graphs=batch.can_run_decode_cuda_graph)

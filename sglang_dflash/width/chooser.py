@@ -50,7 +50,7 @@ class Chooser:
         self.tally, self.recent = Tally(), Tally()  # since the start, since the last line in the log
         self.epoch, self.expected = 0, 0.0  # the latter tokens, since the start
 
-    def choose(self, rids: list[str]) -> int:
+    def decide(self, rids: list[str]) -> int:
         """The width of the next step of these requests."""
         decision = self.policy.decide(rids)
         self.in_flight.append((rids, decision, (len(rids), decision.width, self.epoch)))

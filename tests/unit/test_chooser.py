@@ -47,12 +47,12 @@ class Scripted(Policy):
 def test_outcomes_arrive_late_and_in_order() -> None:
     policy = Scripted([8, 4, 4, 4])
     chooser = Chooser(policy)
-    assert chooser.choose(["a"]) == 8
-    assert chooser.choose(["a", "b"]) == 4
+    assert chooser.decide(["a"]) == 8
+    assert chooser.decide(["a", "b"]) == 4
     chooser.observe([7], 1.0)
-    assert chooser.choose(["b", "c"]) == 4
+    assert chooser.decide(["b", "c"]) == 4
     chooser.observe([0, 3], 2.0)
-    chooser.choose(["b", "c"])
+    chooser.decide(["b", "c"])
     chooser.observe([1, 2], 3.5)
     assert policy.heard == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
     assert policy.cost.timed == [(2, 4, 1.5)]  # the last had one of its own kind before it, and behind it
@@ -60,7 +60,7 @@ def test_outcomes_arrive_late_and_in_order() -> None:
 
 def test_an_outcome_of_another_batch_is_noticed() -> None:
     chooser = Chooser(Policy("always 4", [4]))
-    chooser.choose(["a", "b"])
+    chooser.decide(["a", "b"])
     with pytest.raises(AssertionError, match="another step"):
         chooser.observe([1], 0.0)
 
@@ -73,16 +73,16 @@ def test_a_prompt_read_between_two_steps_is_no_part_of_the_second() -> None:
     prompt's own result is none of the chooser's business. Steps take 10 ms, the prompt 300."""
     policy = Scripted([6] * 7)
     chooser = Chooser(policy)
-    chooser.choose(["a", "b"])
-    chooser.choose(["a", "b"])
+    chooser.decide(["a", "b"])
+    chooser.decide(["a", "b"])
     chooser.observe([1, 1], 0.010)
     chooser.interrupt()  # the launch of the prompt
     chooser.observe([1, 1], 0.020)
-    chooser.choose(["a", "b"])
-    chooser.choose(["a", "b"])
+    chooser.decide(["a", "b"])
+    chooser.decide(["a", "b"])
     chooser.observe([1, 1], 0.330)
     assert policy.cost.timed == []
-    chooser.choose(["a", "b"])
+    chooser.decide(["a", "b"])
     chooser.observe([1, 1], 0.340)
     assert policy.cost.timed == [(2, 6, 0.010)]
 
@@ -116,7 +116,7 @@ class Loop:
         if launch == PROMPT:
             self.chooser.interrupt()
         else:
-            self.chooser.choose([str(i) for i in range(launch[0])])
+            self.chooser.decide([str(i) for i in range(launch[0])])
         self.host_s += took(launch) if self.host_computes else 0.01
         self.device_s = max(self.device_s, self.host_s) + took(launch)
         return self.host_s if self.host_computes else self.device_s
@@ -157,8 +157,8 @@ def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes: bool, o
 
 def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
     chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new"))
-    chooser.choose(["a"])
-    chooser.choose(["a", "b"])
+    chooser.decide(["a"])
+    chooser.decide(["a", "b"])
     (file,) = (tmp_path / "new").iterdir()
     assert file.read_text() == ""
     chooser.observe([3], 1.0)
@@ -178,7 +178,7 @@ def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
     chooser = Chooser(Scripted([4] * REPORT + [8] * REPORT + [8] * 5))
     with caplog.at_level("INFO"):
         for rids, n_accepted_B in outcomes(2 * REPORT + 5):
-            chooser.choose(rids)
+            chooser.decide(rids)
             chooser.observe(n_accepted_B, 0.0)
     first, second = caplog.messages
     assert first == f"widths of {REPORT} steps: 4 in 100%; 1.75 tokens per request and step"
