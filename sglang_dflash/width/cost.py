@@ -23,28 +23,37 @@ class StepCost:
     def __init__(self, widths: Sequence[int], seconds: Mapping[int, Sequence[float]], agree: Agree) -> None:
         """`seconds`: by batch size, one per width."""
         self.widths, self.sizes, self.agree = tuple(widths), sorted(seconds), agree
-        self.measured_SW = np.array([seconds[size] for size in self.sizes], dtype=float)
-        # The weight of each size's costs in those of n requests: linear between two sizes.
-        n = np.arange(self.sizes[-1] + 1)
-        self.weight_NS = np.stack([np.interp(n, self.sizes, one) for one in np.eye(len(self.sizes))], axis=1)
+        self.measured_SW = [list(seconds[size]) for size in self.sizes]
+        # The sizes whose costs make up those of n requests, and their weights: linear between two sizes.
+        weight_SN = [np.interp(range(self.sizes[-1] + 1), self.sizes, one).tolist() for one in np.eye(len(self.sizes))]
+        self.parts_N = [[(i, x) for i, x in enumerate(weight_S) if x] for weight_S in zip(*weight_SN, strict=True)]
         self.settle()
 
     def settle(self) -> None:
         """From now on what was measured counts. Called by all ranks after the same steps."""
-        self.agree(self.measured_SW)
-        self.agreed_SW = self.measured_SW.copy()
+        agreed_SW = np.array(self.measured_SW, dtype=float)
+        self.agree(agreed_SW)
+        self.measured_SW, self.agreed_SW = agreed_SW.tolist(), agreed_SW.tolist()
 
     def of(self, n_requests: int) -> list[float]:
         """Seconds per step, one per width; a batch larger than measured costs as the largest."""
-        return (self.weight_NS[min(n_requests, self.sizes[-1])] @ self.agreed_SW).tolist()
+        return self._sum(self.agreed_SW, n_requests)
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """A real step."""
-        w, weight_S = self.widths.index(width), self.weight_NS[min(n_requests, self.sizes[-1])]
-        error = seconds / (weight_S @ self.measured_SW[:, w]) - 1
-        error_S = weight_S * min(max(error, -MOST), MOST)
-        self.measured_SW *= 1 + COMMON * error_S[:, None]
-        self.measured_SW[:, w] *= 1 + OWN * error_S
+        w = self.widths.index(width)
+        error = seconds / self._sum(self.measured_SW, n_requests)[w] - 1
+        error = min(max(error, -MOST), MOST)
+        for i, weight in self._parts(n_requests):
+            self.measured_SW[i] = [(1 + COMMON * weight * error) * known for known in self.measured_SW[i]]
+            self.measured_SW[i][w] *= 1 + OWN * weight * error
+
+    def _sum(self, seconds_SW: Sequence[Sequence[float]], n_requests: int) -> list[float]:
+        parts = self._parts(n_requests)
+        return [sum(weight * seconds_SW[i][w] for i, weight in parts) for w in range(len(self.widths))]
+
+    def _parts(self, n_requests: int) -> list[tuple[int, float]]:
+        return self.parts_N[min(n_requests, self.sizes[-1])]
 
     def by_size(self) -> dict[str, dict[str, float]]:
         """Seconds by requests, then by width; as JSON has it."""

@@ -12,21 +12,22 @@ over all widths, because on a GPU T is a staircase: a neighbour that is worse sa
 Verifying w tokens shows every narrower width, and no wider one. So now and then a step looks at the full width: when
 what it is expected to lose has been saved up. The savings grow by `EXPLORE` times the most a wider block could gain,
 all unseen drafts accepted. Switching is free; the only hysteresis is slow forgetting. All of it runs on the host, from
-counts that arrive one or two steps late. Ranks with the same counts decide the same.
+counts that arrive one or two steps late, in plain Python: between two steps on a CPU whose caches a model has just
+swept, calls of numpy are dear. Ranks with the same counts decide the same.
 """
 
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from random import Random
 from typing import NamedTuple
-
-import numpy as np
 
 from sglang_dflash.width.cost import StepCost
 
 EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lost by looking at them
 KEEP = math.exp(-1 / 32)  # of an observation's weight, a step later
+HEAVY = 1e100  # from this weight on all are made light again
 PRIOR = 4.0  # weight of what an observation is drawn to, in observations
 REST = 6  # steps of one token between two drafts, where drafts rest; waiting longer changes nothing more
 REST_KEEP = math.exp(-1 / 128)  # of the weight of what was seen of rests, a draft later
@@ -56,31 +57,50 @@ class Policy:
         """A step's outcome."""
 
 
+class Counts:
+    """How often each position was reached, and accepted, by the weight each time had."""
+
+    def __init__(self, n_drafts: int) -> None:
+        self.reached_D, self.accepted_D = [0.0] * n_drafts, [0.0] * n_drafts
+
+    def add(self, n_accepted: int, n_verified: int, weight: float) -> None:
+        for i in range(min(n_accepted + 1, n_verified)):
+            self.reached_D[i] += weight
+        for i in range(n_accepted):
+            self.accepted_D[i] += weight
+
+    def scale(self, factor: float) -> None:
+        self.reached_D = [factor * n for n in self.reached_D]
+        self.accepted_D = [factor * n for n in self.accepted_D]
+
+
 class Acceptance:
     """The probability that a draft is accepted when those before it are, by request and position.
 
     A request's own counts are drawn towards the batch's, those of the batch towards the last belief about the position,
-    or, if it was never reached, about the position before.
+    or, if it was never reached, about the position before. An observation weighs more every step, in place of all
+    before it weighing less.
     """
 
     def __init__(self, n_drafts: int) -> None:
-        self.position_D, self.n_steps = np.arange(1, n_drafts + 1), 0
-        self.batch_2D = np.zeros((2, n_drafts))  # how often each position was reached, and accepted
-        self.of_request = dict[str, tuple[np.ndarray, int]]()  # the same, as of which step
+        self.weight = 1.0  # of an observation now
+        self.batch, self.of_request = Counts(n_drafts), dict[str, Counts]()
         self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # at first every width is tried
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
         """A step at `width` accepted the first n of its width - 1 drafts."""
-        self.n_steps += 1
-        self.batch_2D *= KEEP
+        self.weight /= KEEP
+        if self.weight > HEAVY:
+            for counts in (self.batch, *self.of_request.values()):
+                counts.scale(1 / self.weight)
+            self.weight = 1.0
         if width == 1:
             return
-        seen_B2D = self.position_D < np.array([(min(n + 2, width), n + 1) for n in n_accepted_B])[:, :, None]
-        self.batch_2D += np.add.reduce(seen_B2D)
-        most = len(rids) / (1 - KEEP)  # what a batch of this size reaches: counts of a larger one must not linger
-        self.batch_2D *= min(most / self.batch_2D[0, 0], 1)
-        counts_B2D = self._counts(rids) + seen_B2D
-        self.of_request |= {rid: (counts_2D, self.n_steps) for rid, counts_2D in zip(rids, counts_B2D, strict=True)}
+        for rid, n_accepted in zip(rids, n_accepted_B, strict=True):
+            for counts in (self.batch, self.of_request.setdefault(rid, Counts(len(self.last_D)))):
+                counts.add(n_accepted, width - 1, self.weight)
+        # What a batch of this size reaches at most: counts of a larger one must not linger.
+        self.batch.scale(min(len(rids) * self.weight / (1 - KEEP) / self.batch.reached_D[0], 1))
         if len(self.of_request) > 4 * len(rids) + 64:  # most have ended
             self.of_request = {rid: self.of_request[rid] for rid in rids}
         n_reached = min(max(n_accepted_B) + 1, width - 1)
@@ -88,19 +108,19 @@ class Acceptance:
 
     def expected(self, rids: Sequence[str]) -> list[float]:
         """E(0) = 0, E(1), .. E(N), the mean over the requests."""
-        counts_B2D = self._counts(rids) + PRIOR * np.array(([1.0] * len(self.last_D), self._of_batch()))
-        survival_BD = np.multiply.accumulate(counts_B2D[:, 1] / counts_B2D[:, 0], axis=1)
-        return [0.0, 1.0, *(1 + np.add.accumulate(np.add.reduce(survival_BD)) / len(rids)).tolist()]
-
-    def _counts(self, rids: Sequence[str]) -> np.ndarray:
-        none_2D = np.zeros_like(self.batch_2D)
-        counts_B2D, step_B = zip(*(self.of_request.get(rid, (none_2D, 0)) for rid in rids), strict=True)
-        return np.array(counts_B2D) * np.array([KEEP ** (self.n_steps - step) for step in step_B])[:, None, None]
+        batch_D, prior, nothing = self._of_batch(), PRIOR * self.weight, Counts(len(self.last_D))
+        total_D = [0.0] * len(batch_D)
+        for counts in (self.of_request.get(rid, nothing) for rid in rids):
+            survival = 1.0
+            for i, reached in enumerate(counts.reached_D):
+                survival *= (counts.accepted_D[i] + prior * batch_D[i]) / (reached + prior)
+                total_D[i] += survival
+        return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]
 
     def _of_batch(self) -> list[float]:
-        believed, batch_D = 1.0, []
-        for reached, accepted, last in zip(*self.batch_2D.tolist(), self.last_D, strict=True):
-            believed = (accepted + PRIOR * (believed if last is None else last)) / (reached + PRIOR)
+        believed, prior, batch_D = 1.0, PRIOR * self.weight, []
+        for reached, accepted, last in zip(self.batch.reached_D, self.batch.accepted_D, self.last_D, strict=True):
+            believed = (accepted + prior * (believed if last is None else last)) / (reached + prior)
             batch_D.append(believed)
         return batch_D
 
@@ -155,7 +175,6 @@ class Adaptive(Policy):
 
     def _review(self, rids: Sequence[str]) -> None:
         """Sets what is best for these requests by what is known now, and what a look is worth."""
-        # Plain arithmetic: between two steps on a CPU whose caches a model has just swept, calls of numpy are dear.
         self.rids, committed_N, block = rids, self.acceptance.expected(rids), self.widths[-1]
         seconds = dict(zip(self.widths, self.cost.of(len(rids)), strict=True))
         factors = dict(zip((0, REST), self.rhythm.factors(), strict=True))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_dflash.width import policy as policies
 from sglang_dflash.width.cost import COMMON, MOST, OWN, StepCost
-from sglang_dflash.width.policy import EXPLORE, KEEP, PRIOR, REST, SETTLE, Acceptance, Adaptive, Rhythm
+from sglang_dflash.width.policy import EXPLORE, KEEP, PRIOR, REST, SETTLE, Acceptance, Adaptive, Counts, Rhythm
 
 N = 8  # block
 D = N - 1
@@ -33,6 +34,11 @@ def taught(history: Sequence[Step]) -> Acceptance:
     for step in history:
         acceptance.observe(*step)
     return acceptance
+
+
+def now(acceptance: Acceptance, counts: Counts) -> np.ndarray:
+    """Reached and accepted, an observation of the last step being 1."""
+    return np.array([counts.reached_D, counts.accepted_D]) / acceptance.weight
 
 
 def conditional(acceptance: Acceptance, rid: str) -> np.ndarray:
@@ -68,11 +74,12 @@ def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: 
 def test_what_was_not_verified_did_not_fail(history: list[Step], n: int, width: int) -> None:
     """Steps that accept all they verify never lower the belief in what is beyond to below that in the last verified."""
     acceptance = taught(history)
-    before_2D = acceptance.batch_2D.copy()
+    before_2D = now(acceptance, acceptance.batch)
     for _ in range(n):
         acceptance.observe(RIDS, width, [width - 1] * len(RIDS))
-    np.testing.assert_allclose(acceptance.batch_2D[:, width - 1 :], before_2D[:, width - 1 :] * KEEP**n)
-    assert (acceptance.batch_2D[:, : width - 1] > before_2D[:, : width - 1] * KEEP**n).all()
+    after_2D = now(acceptance, acceptance.batch)
+    np.testing.assert_allclose(after_2D[:, width - 1 :], before_2D[:, width - 1 :] * KEEP**n)
+    assert (after_2D[:, : width - 1] > before_2D[:, : width - 1] * KEEP**n).all()
 
 
 def test_belief_in_the_unseen_is_that_in_the_position_before() -> None:
@@ -92,8 +99,8 @@ def test_belief_in_what_was_seen_before_is_what_was_seen() -> None:
 
 def test_a_failure_ends_what_a_step_says() -> None:
     acceptance = taught([(["a", "b"], N, [0, 3])])
-    assert acceptance.batch_2D[0].tolist() == [2, 1, 1, 1, 0, 0, 0]
-    assert acceptance.batch_2D[1].tolist() == [1, 1, 1, 0, 0, 0, 0]
+    reached_accepted_2D = now(acceptance, acceptance.batch).tolist()
+    assert reached_accepted_2D == [[2, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
 
 
 def test_a_request_is_drawn_to_the_batch() -> None:
@@ -101,7 +108,7 @@ def test_a_request_is_drawn_to_the_batch() -> None:
     acceptance = taught([(["a"], 2, [1])] * 200)
     acceptance.observe(["b"], 2, [0])
     newcomer = acceptance.expected(["new"])[2] - 1
-    reached, accepted = acceptance.batch_2D[:, 0]
+    reached, accepted = now(acceptance, acceptance.batch)[:, 0]
     assert newcomer == pytest.approx((accepted + PRIOR * acceptance.last_D[0]) / (reached + PRIOR))
     assert acceptance.expected(["b"])[2] - 1 == pytest.approx(PRIOR * newcomer / (1 + PRIOR))
     assert newcomer < acceptance.expected(["a"])[2] - 1
@@ -116,16 +123,28 @@ def test_expected_is_the_mean_over_requests() -> None:
 def test_it_forgets() -> None:
     """After `MEMORY` steps an observation weighs 1/e, whether or not they draft and whose they are."""
     drafted_once = taught([(["a"], N, [7])] + [(["a"], 1, [0])] * MEMORY)
-    np.testing.assert_allclose(drafted_once.batch_2D, np.exp(-1))
-    np.testing.assert_allclose(drafted_once._counts(["a"]), np.exp(-1))
+    np.testing.assert_allclose(now(drafted_once, drafted_once.batch), np.exp(-1))
+    np.testing.assert_allclose(now(drafted_once, drafted_once.of_request["a"]), np.exp(-1))
     others = taught([(["a"], N, [7])] + [(["b"], N, [7])] * MEMORY)
-    np.testing.assert_allclose(others._counts(["a"]), np.exp(-1))
+    np.testing.assert_allclose(now(others, others.of_request["a"]), np.exp(-1))
+
+
+def test_weights_never_outgrow_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made light again or not, what is believed is the same."""
+    history = [(["a", "b"], N, [7, i % N]) for i in range(50)] + [(["a"], 1, [0])] * 50
+    heavy = taught(history)
+    monkeypatch.setattr(policies, "HEAVY", 3.0)
+    light = taught(history)
+    assert light.weight < 3 < heavy.weight
+    np.testing.assert_allclose(light.expected(["a", "b"]), heavy.expected(["a", "b"]))
 
 
 def test_of_requests_that_end_hardly_any_are_remembered() -> None:
     acceptance = taught([([f"request-{i}", "stays"], N, [7, i % N]) for i in range(1000)])
     assert len(acceptance.of_request) < 100
-    assert acceptance.of_request["stays"][0][0, 0] == pytest.approx(1 / (1 - KEEP), rel=0.01), "nothing is lost of it"
+    assert now(acceptance, acceptance.of_request["stays"])[0, 0] == pytest.approx(1 / (1 - KEEP), rel=0.01), (
+        "nothing is lost of it"
+    )
     np.testing.assert_array_equal(acceptance.expected(["request-1"]), acceptance.expected(["never seen"]))
 
 
