@@ -50,12 +50,13 @@ from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.draft_input import DraftInput
 from sglang_dflash.memory.draft_kv import draft_kv, fit_page_tables
 from sglang_dflash.memory.records import use_records
+from sglang_dflash.metrics.trace import Trace
 from sglang_dflash.stages.build import build_stages
 from sglang_dflash.stages.dry_run import DryRun, own_states
 from sglang_dflash.stages.engines import from_first_rank
 from sglang_dflash.stages.state import folds, make_state, may_narrow
 from sglang_dflash.step import Plan, Target
-from sglang_dflash.width.chooser import Chooser, Trace, candidates, make_policy
+from sglang_dflash.width.chooser import Chooser, candidates, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,7 @@ class DFlashWorker(BaseSpecWorker):
                 agree=from_first_rank(get_dp_tp_group()),
             )
         dry_run.end()
-        self.width = Chooser(policy, Trace(self.flags.width_trace) if self.flags.width_trace else None)
+        self.width = Chooser(policy, Trace(self.flags.width_trace).add if self.flags.width_trace else None)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 
     # -- what SGLang asks of a worker -----------------------------------------------------------------------------

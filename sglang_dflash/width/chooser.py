@@ -1,11 +1,8 @@
 """Which width each step verifies, and what became of it."""
 
-import json
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from sglang_dflash.errors import NotSupported
@@ -20,19 +17,8 @@ REPORT = 1000  # steps between two lines in the log
 DEFAULT = (1, 4, 8, 12)  # and the whole block
 
 Measure = Callable[[int, Sequence[int]], Sequence[float]]  # seconds of a step of so many requests, at each width
+Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # of a step: requests, width, accepted, when
 Kind = tuple[int, int, int]  # of a step: requests, width, how often something else was launched before it
-
-
-class Trace:
-    """Every step's outcome, a line of JSON each, in a file of this process's own: ranks do not share one."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.file = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
-
-    def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:
-        line = {"s": round(now_s, 6), "width": width, "accepted": dict(zip(rids, n_accepted_B, strict=True))}
-        self.file.write(json.dumps(line) + "\n")
 
 
 class Chooser:
@@ -75,7 +61,7 @@ class Chooser:
         for tally in (self.tally, self.recent):
             tally.add(width, n_accepted_B)
         if self.trace:
-            self.trace.add(rids, width, n_accepted_B, now_s)
+            self.trace(rids, width, n_accepted_B, now_s)
         if self.recent.n_steps.total() == REPORT:
             logger.info("%s", self.recent)
             self.recent = Tally()

@@ -8,7 +8,6 @@ COMMON = 0.1  # of a step's error by which every width is corrected
 OWN = 0.03  # of it by which the step's own width is corrected besides
 MOST = 0.15  # of a step's time: an error counts as no larger, for some steps take twice as long
 
-
 Agree = Callable[[np.ndarray], None]  # writes the same on every rank into an array, in place
 
 
@@ -37,23 +36,19 @@ class StepCost:
 
     def of(self, n_requests: int) -> list[float]:
         """Seconds per step, one per width; a batch larger than measured costs as the largest."""
-        return self._sum(self.agreed_SW, n_requests)
+        return self._of(n_requests, self.agreed_SW)
+
+    def _of(self, n_requests: int, seconds_SW: Sequence[Sequence[float]]) -> list[float]:
+        parts = self.parts_N[min(n_requests, self.sizes[-1])]
+        return [sum(weight * seconds_SW[i][w] for i, weight in parts) for w in range(len(self.widths))]
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """A real step."""
         w = self.widths.index(width)
-        error = seconds / self._sum(self.measured_SW, n_requests)[w] - 1
-        error = min(max(error, -MOST), MOST)
-        for i, weight in self._parts(n_requests):
+        error = min(max(seconds / self._of(n_requests, self.measured_SW)[w] - 1, -MOST), MOST)
+        for i, weight in self.parts_N[min(n_requests, self.sizes[-1])]:
             self.measured_SW[i] = [(1 + COMMON * weight * error) * known for known in self.measured_SW[i]]
             self.measured_SW[i][w] *= 1 + OWN * weight * error
-
-    def _sum(self, seconds_SW: Sequence[Sequence[float]], n_requests: int) -> list[float]:
-        parts = self._parts(n_requests)
-        return [sum(weight * seconds_SW[i][w] for i, weight in parts) for w in range(len(self.widths))]
-
-    def _parts(self, n_requests: int) -> list[tuple[int, float]]:
-        return self.parts_N[min(n_requests, self.sizes[-1])]
 
     def by_size(self) -> dict[str, dict[str, float]]:
         """Seconds by requests, then by width; as JSON has it."""

@@ -57,21 +57,7 @@ class Policy:
         """A step's outcome."""
 
 
-class Counts:
-    """How often each position was reached, and accepted, by the weight each time had."""
-
-    def __init__(self, n_drafts: int) -> None:
-        self.reached_D, self.accepted_D = [0.0] * n_drafts, [0.0] * n_drafts
-
-    def add(self, n_accepted: int, n_verified: int, weight: float) -> None:
-        for i in range(min(n_accepted + 1, n_verified)):
-            self.reached_D[i] += weight
-        for i in range(n_accepted):
-            self.accepted_D[i] += weight
-
-    def scale(self, factor: float) -> None:
-        self.reached_D = [factor * n for n in self.reached_D]
-        self.accepted_D = [factor * n for n in self.accepted_D]
+Counts = list[tuple[float, float]]  # by position: how often it was reached, and accepted, by the weight of each time
 
 
 class Acceptance:
@@ -83,24 +69,25 @@ class Acceptance:
     """
 
     def __init__(self, n_drafts: int) -> None:
-        self.weight = 1.0  # of an observation now
-        self.batch, self.of_request = Counts(n_drafts), dict[str, Counts]()
+        self.weight, self.nothing = 1.0, [(0.0, 0.0)] * n_drafts  # of an observation now; of no observation
+        self.batch, self.of_request = self.nothing[:], dict[str, Counts]()
         self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # at first every width is tried
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
         """A step at `width` accepted the first n of its width - 1 drafts."""
         self.weight /= KEEP
         if self.weight > HEAVY:
-            for counts in (self.batch, *self.of_request.values()):
-                counts.scale(1 / self.weight)
+            self.batch = scaled(self.batch, 1 / self.weight)
+            self.of_request = {rid: scaled(counts, 1 / self.weight) for rid, counts in self.of_request.items()}
             self.weight = 1.0
         if width == 1:
             return
         for rid, n_accepted in zip(rids, n_accepted_B, strict=True):
-            for counts in (self.batch, self.of_request.setdefault(rid, Counts(len(self.last_D)))):
-                counts.add(n_accepted, width - 1, self.weight)
+            for counts in (self.batch, self.of_request.setdefault(rid, self.nothing[:])):
+                for i, (reached, accepted) in enumerate(counts[: min(n_accepted + 1, width - 1)]):
+                    counts[i] = reached + self.weight, accepted + self.weight * (i < n_accepted)
         # What a batch of this size reaches at most: counts of a larger one must not linger.
-        self.batch.scale(min(len(rids) * self.weight / (1 - KEEP) / self.batch.reached_D[0], 1))
+        self.batch = scaled(self.batch, min(len(rids) * self.weight / (1 - KEEP) / self.batch[0][0], 1))
         if len(self.of_request) > 4 * len(rids) + 64:  # most have ended
             self.of_request = {rid: self.of_request[rid] for rid in rids}
         n_reached = min(max(n_accepted_B) + 1, width - 1)
@@ -108,21 +95,25 @@ class Acceptance:
 
     def expected(self, rids: Sequence[str]) -> list[float]:
         """E(0) = 0, E(1), .. E(N), the mean over the requests."""
-        batch_D, prior, nothing = self._of_batch(), PRIOR * self.weight, Counts(len(self.last_D))
+        batch_D, prior = self._of_batch(), PRIOR * self.weight
         total_D = [0.0] * len(batch_D)
-        for counts in (self.of_request.get(rid, nothing) for rid in rids):
+        for counts in (self.of_request.get(rid, self.nothing) for rid in rids):
             survival = 1.0
-            for i, reached in enumerate(counts.reached_D):
-                survival *= (counts.accepted_D[i] + prior * batch_D[i]) / (reached + prior)
+            for i, (reached, accepted) in enumerate(counts):
+                survival *= (accepted + prior * batch_D[i]) / (reached + prior)
                 total_D[i] += survival
         return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]
 
     def _of_batch(self) -> list[float]:
         believed, prior, batch_D = 1.0, PRIOR * self.weight, []
-        for reached, accepted, last in zip(self.batch.reached_D, self.batch.accepted_D, self.last_D, strict=True):
+        for (reached, accepted), last in zip(self.batch, self.last_D, strict=True):
             believed = (accepted + prior * (believed if last is None else last)) / (reached + prior)
             batch_D.append(believed)
         return batch_D
+
+
+def scaled(counts: Counts, factor: float) -> Counts:
+    return [(factor * reached, factor * accepted) for reached, accepted in counts]
 
 
 class Rhythm:

@@ -38,7 +38,7 @@ def taught(history: Sequence[Step]) -> Acceptance:
 
 def now(acceptance: Acceptance, counts: Counts) -> np.ndarray:
     """Reached and accepted, an observation of the last step being 1."""
-    return np.array([counts.reached_D, counts.accepted_D]) / acceptance.weight
+    return np.array(counts).T / acceptance.weight
 
 
 def conditional(acceptance: Acceptance, rid: str) -> np.ndarray:
