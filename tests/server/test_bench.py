@@ -9,7 +9,7 @@ import pytest
 from sglang_dflash.bench.__main__ import main
 from sglang_dflash.bench.chat import Sampling, TokenIds
 from sglang_dflash.bench.engine import HttpEngine
-from tests.server.variants import VARIANTS
+from tests.server.lib.variants import VARIANTS
 
 pytestmark = pytest.mark.full
 MAX_NEW_TOKENS = 32

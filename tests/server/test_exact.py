@@ -20,10 +20,10 @@ import pytest
 from launch.tiny import Pair
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import PAIRS
-from tests.server.oracle import oracle
-from tests.server.sliding import with_layers
-from tests.server.talk import steps
-from tests.server.variants import VARIANTS, Variant
+from tests.server.lib.oracle import oracle
+from tests.server.lib.sliding import with_layers
+from tests.server.lib.talk import steps
+from tests.server.lib.variants import VARIANTS, Variant
 
 N_PROMPTS = 16
 MAX_NEW_TOKENS = 80

@@ -19,8 +19,8 @@ from launch.tiny import Pair
 from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, Step, spec_steps
-from tests.server.families import FAMILIES, NO_WARMUP, REHEARSED, Family, write_pair
-from tests.server.talk import steps
+from tests.server.lib.families import FAMILIES, NO_WARMUP, REHEARSED, Family, write_pair
+from tests.server.lib.talk import steps
 
 pytestmark = pytest.mark.full
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.server.variants import VARIANTS
+from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
 

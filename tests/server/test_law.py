@@ -15,7 +15,7 @@ from launch.parameters import SAMPLED, Case
 from sglang_dflash.bench import law
 from sglang_dflash.bench.law import Draw
 from sglang_dflash.bench.server import Server
-from tests.server.variants import VARIANTS
+from tests.server.lib.variants import VARIANTS
 
 FLAGS = VARIANTS["hybrid"].flags
 N = 800  # draws per setting and server; about 20 s for both

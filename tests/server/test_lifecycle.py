@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from launch.tiny import HYBRID
 from sglang_dflash.bench.server import Generation, Server
-from tests.server.talk import as_prompt, as_text, conversation, post, steps, stream
-from tests.server.variants import TRACK, VARIANTS
+from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
+from tests.server.lib.variants import TRACK, VARIANTS
 
 MAX_NEW_TOKENS = 80
 PATIENCE_S = 120.0  # a server that has done nothing for so long has stopped

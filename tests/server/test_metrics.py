@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.metrics.stage_times import SAMPLE_EVERY, STAGES
 from sglang_dflash.metrics.table import METRICS, PREFIX
-from tests.server.talk import as_prompt, conversation
-from tests.server.variants import METRICS as ENABLED
-from tests.server.variants import VARIANTS, window
+from tests.server.lib.talk import as_prompt, conversation
+from tests.server.lib.variants import METRICS as ENABLED
+from tests.server.lib.variants import VARIANTS, window
 
 BLOCK = 16
 MAX_NEW_TOKENS = 48

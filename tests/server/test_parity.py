@@ -15,7 +15,7 @@ import pytest
 from launch import parameters
 from launch.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
 from sglang_dflash.bench.server import Server
-from tests.server.variants import VARIANTS
+from tests.server.lib.variants import VARIANTS
 
 FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, parameters.PROCESSOR_FLAG)}
 LOGPROB_GAP = 1e-4  # of fp32 sums in another order

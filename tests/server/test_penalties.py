@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from launch.tiny import DENSE, HYBRID
 from sglang_dflash.bench.server import Server
 from tests.fixtures.sequential import penalised
-from tests.server.variants import NO_OVERLAP, RETRACT, VARIANTS
+from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 
 N_PROMPTS = 12
 MAX_NEW_TOKENS = 40

@@ -14,9 +14,9 @@ import pytest
 
 from sglang_dflash.bench.server import Generation, Server
 from tests.server.conftest import PAIRS
-from tests.server.oracle import oracle
-from tests.server.talk import as_prompt, as_text, conversation, steps, stream
-from tests.server.variants import VARIANTS, Variant
+from tests.server.lib.oracle import oracle
+from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream
+from tests.server.lib.variants import VARIANTS, Variant
 
 MAX_NEW_TOKENS = 64
 SERVED = {

@@ -16,10 +16,10 @@ from launch.tiny import Pair
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Generation, Server
 from tests.server.conftest import PAIRS
-from tests.server.oracle import oracle
-from tests.server.rehearsals import REHEARSALS, Rehearsal
-from tests.server.sliding import with_layers
-from tests.server.talk import steps
+from tests.server.lib.oracle import oracle
+from tests.server.lib.rehearsals import REHEARSALS, Rehearsal
+from tests.server.lib.sliding import with_layers
+from tests.server.lib.talk import steps
 
 ON_GRAPH, EAGER = "cpu graph: True", "cpu graph: False"  # in SGLang's line about a batch
 

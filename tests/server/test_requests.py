@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import PAIRS
-from tests.server.talk import post
-from tests.server.variants import VARIANTS
+from tests.server.lib.talk import post
+from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
 

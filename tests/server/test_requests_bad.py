@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from sglang_dflash.bench.server import Server
-from tests.server.bad_requests import KINDS, PROMPT, Bad
-from tests.server.variants import VARIANTS
+from tests.server.lib.bad_requests import KINDS, PROMPT, Bad
+from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 8
 # What differs between two answers of one server: the time at which a grammar failed to compile.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from sglang_dflash import check
-from tests.server.variants import VARIANTS
+from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
 

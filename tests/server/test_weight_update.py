@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from launch.tiny import HYBRID
 from sglang_dflash.bench.server import Server
-from tests.server.oracle import Oracle
-from tests.server.talk import post, steps
-from tests.server.variants import VARIANTS
+from tests.server.lib.oracle import Oracle
+from tests.server.lib.talk import post, steps
+from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
 NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight",

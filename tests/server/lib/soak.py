@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from sglang_dflash.bench.server import Server
-from tests.server.bad_requests import SAMPLING
-from tests.server.talk import as_prompt, as_text, conversation, post, steps, stream
+from tests.server.lib.bad_requests import SAMPLING
+from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
 
 N_TOKENS = 72  # of every answer in the book
 MIB = 2**20

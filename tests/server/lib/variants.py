@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from sglang_dflash.draft.checkpoint import FULL, SLIDING
-from tests.server.sliding import WINDOW
+from tests.server.lib.sliding import WINDOW
 
 
 class Variant(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from sglang_dflash.rehearsal import trtllm
 from sglang_dflash.rehearsal.capability import GPUS
-from tests.rehearsal.scene import SCALE, A, Scene
+from tests.fixtures.scene import SCALE, A, Scene
 
 MIB = 2**20
 XQA_SEMAPHORES = 8 * MIB

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_dflash.rehearsal.attention import flash_attn_varlen_func, flash_attn_with_kvcache
-from tests.rehearsal.scene import SCALE, A, Scene, attention
+from tests.fixtures.scene import SCALE, A, Scene, attention
 
 LENGTHS = {"n_queries": [4, 1, 0, 3], "n_keys": [37, 9, 5, 3]}
 

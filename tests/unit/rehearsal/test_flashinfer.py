@@ -10,7 +10,7 @@ import torch
 
 from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.capability import GPUS
-from tests.rehearsal.scene import SCALE, A, E, G, Scene, starts
+from tests.fixtures.scene import SCALE, A, E, G, Scene, starts
 
 BLOCK = 4  # queries of a captured request
 BATCH = 3

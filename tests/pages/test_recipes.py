@@ -25,8 +25,8 @@ from sglang_dflash.capacity.geometry import Config
 from sglang_dflash.config import combine
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.host.arguments import Arguments, TargetFacts
-from tests.server import families
-from tests.server.families import FAMILIES
+from tests.server.lib import families
+from tests.server.lib.families import FAMILIES
 
 DEVICES = {"h200": "sm90", "b200": "sm100"}
 DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}

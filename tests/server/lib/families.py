@@ -19,7 +19,7 @@ from sglang_dflash.train.draft import Data, Settings, train_draft
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tokens import Rows
-from tests.server.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 
 N_LAYERS, VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4, 128, 64, 4, 2, 16
 END, MASK = 2, 3

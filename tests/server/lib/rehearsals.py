@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from launch.tiny import Arm
 from sglang_dflash.draft.checkpoint import FULL, SLIDING
-from tests.server.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
+from tests.server.lib.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
 
 SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90"),)
 INTERPRETED = (("SGLANG_DFLASH_REHEARSE", "sm90,kernels"),)
