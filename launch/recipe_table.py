@@ -106,7 +106,7 @@ ARCHITECTURES = {
     "qwen3.6-27b": "Qwen3_5ForConditionalGeneration",
     "qwen3.6-35b-a3b": "Qwen3_5MoeForConditionalGeneration",
 }
-# Which tiny checkpoint of tests/server/families.py stands for one that has none of its own name.
+# Which tiny checkpoint of tests/server/lib/families.py stands for one that has none of its own name.
 TEXT_MODELS = {"KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM"}
 # Those that SGLang serves on GPUs only, and why: they are rehearsed.
 REHEARSED = {

@@ -9,6 +9,8 @@ import re
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F401  (fixtures of many tests)
+
 
 def uses_servers(nodeid: str) -> bool:
     return nodeid.startswith("tests/server/")

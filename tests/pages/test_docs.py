@@ -14,7 +14,6 @@ import shlex
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from xml.etree import ElementTree
 
@@ -27,18 +26,8 @@ from sglang_dflash.flags import Worker
 from sglang_dflash.metrics.table import METRICS, PREFIX
 from sglang_dflash.width.chooser import Chooser
 from sglang_dflash.width.policy import Policy
+from tests.fixtures import guide
 
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "fixtures" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-guide = load("guide")
 ROOT, DOCS = guide.ROOT, guide.DOCS
 PAGES = sorted(DOCS.glob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "kernels" / "README.md"]

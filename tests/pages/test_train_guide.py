@@ -1,17 +1,12 @@
 """The guide to training: its commands are ones the programs take. Those that need no GPU are run by tests/server."""
 
-import importlib.util
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 from sglang_dflash.train.__main__ import make_parser
-
-spec = importlib.util.spec_from_file_location("guide", Path(__file__).parents[1] / "fixtures" / "guide.py")
-guide = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(guide)
+from tests.fixtures import guide
 
 GUIDE = guide.DOCS / "training.md"
 COMMANDS = guide.commands(GUIDE)

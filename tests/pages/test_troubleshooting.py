@@ -1,19 +1,12 @@
 """The page on messages: each of ours has its entry, and each entry is a message of ours."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 from sglang_dflash.host.arguments import UNSUPPORTED, flag
-
-FIXTURE = Path(__file__).parents[1] / "fixtures" / "messages.py"
-spec = importlib.util.spec_from_file_location("messages", FIXTURE)
-assert spec is not None
-assert spec.loader is not None
-said = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(said)
+from tests.fixtures import messages as said
 
 PAGE = (said.PACKAGE / "docs" / "troubleshooting.md").read_text()
 MESSAGES = said.messages()

@@ -8,8 +8,8 @@ import pytest
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import require_nothing_lost
 from tests.server.lib.soak import Entry, Report, Soak, complaints, write_book
-from tests.server.test_lifecycle import TIGHT
 from tests.server.lib.variants import RETRACT, VARIANTS
+from tests.server.test_lifecycle import TIGHT
 
 N_SHORT, N_LONG = 200, 2000
 SEED = 7

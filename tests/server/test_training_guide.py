@@ -1,6 +1,5 @@
 """The guide to training, followed to the letter: train a draft on the CPU, serve it, ask it something."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -13,10 +12,7 @@ from launch import tiny
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.server import Server
 from sglang_dflash.train.loop import LOG
-
-spec = importlib.util.spec_from_file_location("guide", Path(__file__).parents[1] / "fixtures" / "guide.py")
-guide = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(guide)
+from tests.fixtures import guide
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 

@@ -11,7 +11,7 @@ import pytest
 from sglang_dflash.bench import checkouts
 from sglang_dflash.bench.errors import ServerError
 
-ROOT = Path(__file__).parents[2]  # whose editable installation, and working directory, would be found otherwise
+ROOT = Path(__file__).parents[3]  # whose editable installation, and working directory, would be found otherwise
 LOOK = (
     "import json, sglang_dflash, sglang_dflash_kernels.x as x; print(json.dumps([sglang_dflash.__file__, x.__file__]))"
 )

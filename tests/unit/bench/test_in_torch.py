@@ -8,7 +8,7 @@ import pytest
 from sglang_dflash.bench.__main__ import main
 from sglang_dflash.bench.errors import ServerError
 
-TINY = Path(__file__).parents[2] / "sglang_dflash" / "assets" / "tiny_dense"
+TINY = Path(__file__).parents[3] / "sglang_dflash" / "assets" / "tiny_dense"
 ASKED = ("--num-prompts", "2", "--max-new-tokens", "24", "--repeats", "1")
 
 

@@ -20,8 +20,8 @@ from sglang_dflash.bench.schedule import Bench
 from sglang_dflash.bench.server import Server
 from tests.fixtures.processes import running
 
-ROOT = Path(__file__).parents[2]
-FAKE = Path(__file__).parent / "launch_fake_server.py"
+ROOT = Path(__file__).parents[3]
+FAKE = ROOT / "tests" / "fixtures" / "fake_server.py"
 SMALL = ("--num-prompts", "5", "--repeats", "2", "--concurrency", "1,2")
 FLAGS = ("--model-path", "{model}", "--device", "cpu", "--speculative-algorithm", "DFLASH")
 

@@ -18,8 +18,8 @@ from sglang_dflash.bench.ports import HOST, free_port, port_is_free
 from sglang_dflash.bench.progress import wait_ready
 from sglang_dflash.bench.server import Server, stage_of
 
-ROOT = Path(__file__).parents[2]
-FAKE = Path(__file__).parent / "launch_fake_server.py"
+ROOT = Path(__file__).parents[3]
+FAKE = ROOT / "tests" / "fixtures" / "fake_server.py"
 
 MakeServer = Callable[..., Server]
 

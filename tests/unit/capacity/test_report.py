@@ -17,7 +17,7 @@ from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.capacity.division import GIB
 from sglang_dflash.capacity.geometry import Config, read_draft, read_target
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ASSETS = ROOT / "sglang_dflash" / "assets"
 HYBRID = json.loads((ASSETS / "tiny" / "target" / "config.json").read_text())
 

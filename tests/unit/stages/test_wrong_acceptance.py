@@ -12,7 +12,7 @@ import torch
 from sglang_dflash.stages import build
 from sglang_dflash.stages.choice import Choice
 
-SPOILER = Path(__file__).parents[1] / "server" / "wrong_acceptance" / "sitecustomize.py"
+SPOILER = Path(__file__).parents[2] / "server" / "wrong_acceptance" / "sitecustomize.py"
 
 
 def test_a_spoilt_acceptance_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

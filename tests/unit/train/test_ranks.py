@@ -1,6 +1,5 @@
 """Two processes train as one does with the whole batch: same gradients, same drafts."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -15,13 +14,9 @@ from sglang_dflash.train.__main__ import main
 from sglang_dflash.train.loop import LOG
 from sglang_dflash.train.ranks import ALONE, Ranks, joined
 from sglang_dflash.train.tiny_target import make_target, make_tokenizer
+from tests.fixtures import two_ranks
 
-SCRIPT = Path(__file__).parents[1] / "fixtures" / "two_ranks.py"
-
-
-spec = importlib.util.spec_from_file_location("two_ranks", SCRIPT)
-two_ranks = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(two_ranks)
+SCRIPT = Path(two_ranks.__file__)
 
 
 def torchrun(*arguments: str | Path) -> None:
