@@ -89,6 +89,21 @@ def test_there_is_no_circle() -> None:
     TopologicalSorter(arrows()).prepare()
 
 
+TESTS = ROOT / "tests"
+
+
+def test_unit_tests_mirror_the_rooms() -> None:
+    assert {path.name for path in (TESTS / "unit").iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(
+        HEIGHT
+    )
+
+
+def test_helpers_lie_apart_from_tests() -> None:
+    """In `tests/fixtures` and `tests/server/lib`; what servers load from a folder has `sitecustomize.py` there."""
+    beside = [*(TESTS / "unit").rglob("*.py"), *(TESTS / "pages").glob("*.py"), *(TESTS / "server").glob("*.py")]
+    assert [path.name for path in beside if path.name != "conftest.py" and not path.name.startswith("test_")] == []
+
+
 def test_the_test_sees() -> None:
     """A test that cannot fail is none."""
     assert complaint("sglang_dflash.memory.slots", "sglang_dflash.stages.state") != ""
