@@ -108,7 +108,7 @@ ARCHITECTURES = {
 }
 # Which tiny checkpoint of tests/server/lib/families.py stands for one that has none of its own name.
 TEXT_MODELS = {"KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM"}
-# Those that SGLang serves on GPUs only, and why: they are rehearsed.
+# Architectures that SGLang serves on GPUs only, and why: they are rehearsed.
 REHEARSED = {
     "DeepseekV3ForCausalLM": "latent attention",
     "Gemma4ForConditionalGeneration": "SGLang takes it with attention kernels of GPUs only",

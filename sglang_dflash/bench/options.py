@@ -145,7 +145,7 @@ def _check(options: argparse.Namespace) -> None:
     ways = {"--base-url": bool(options.base_url), "--serve": options.serve, f"--backend {TRANSFORMERS}": in_torch}
     given = [way for way, is_given in ways.items() if is_given]
     if len(given) != 1:
-        raise ValueError(f"{' and '.join(given) or 'nobody to ask'}; give one of {', '.join(ways)}")
+        raise ValueError(f"{' and '.join(given) or 'no server to ask'}; give one of {', '.join(ways)}")
     options.base_url = named_urls(options.base_url or ())
     if options.server_flags and not options.serve:
         raise ValueError(f"-- {options.server_flags[0]} ... are flags of servers to start; add --serve, or drop them")

@@ -104,7 +104,7 @@ class Meter:
     ) -> None:
         """`is_cut`: of a request's row and prefix length, see `RingSlots.is_cut`."""
         self.exports, self.times, self.is_cut, self.pools = exports, times, is_cut, pools
-        self.tally, self.cut = Tally(), Tally()  # of all blocks; of those drafted with less context than their window
+        self.tally, self.cut = Tally(), Tally()  # of all blocks; of blocks drafted with less context than their window
         self.is_written = False
 
     @classmethod

@@ -109,7 +109,7 @@ class Memory:
         self.written, self.reads = by, {}
 
     def uses(self) -> list[Access]:
-        """Those that whoever writes comes after."""
+        """The accesses that a write must come after."""
         return [*self.reads.values(), *filter(None, [self.written])]
 
     def used_elsewhere(self) -> bool:

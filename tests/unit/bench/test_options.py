@@ -28,7 +28,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "nobody to ask; give one of --base-url, --serve, --backend transformers"),
+        ((), "no server to ask; give one of --base-url, --serve, --backend transformers"),
         ((*URL, "--serve"), "--base-url and --serve; give one of"),
         (("--base-url", "off"), "--base-url off is no [NAME=]URL"),
         ((*URL, "http://127.0.0.1:1"), "with several servers write NAME=URL for each"),

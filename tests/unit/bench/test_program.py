@@ -177,7 +177,7 @@ def test_a_refused_prompt_ends_the_program(
 
 
 def test_where_no_server_answers() -> None:
-    with pytest.raises(ServerError, match=r"nobody answers at http://127\.0\.0\.1:9"):
+    with pytest.raises(ServerError, match=r"no server answers at http://127\.0\.0\.1:9"):
         main(["--base-url", "http://127.0.0.1:9"])
 
 
