@@ -1,9 +1,8 @@
 """The law's negative controls take what the worker gives them: the full battery alone would notice too late."""
 
-import importlib.util
+import importlib
 import inspect
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,18 +11,15 @@ import torch
 from sglang_dflash.stages import build
 from sglang_dflash.stages.choice import Choice
 
-SPOILER = Path(__file__).parents[2] / "server" / "wrong_acceptance" / "sitecustomize.py"
+SPOILER = "tests.server.wrong_acceptance.sitecustomize"
 
 
 def test_a_spoilt_acceptance_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     edits = {}
     monkeypatch.setitem(sys.modules, "after_loading", SimpleNamespace(edit_after_loading=edits.update))
     monkeypatch.setenv("WRONG_ACCEPTANCE", "any")
-    spec = importlib.util.spec_from_file_location("spoiler", SPOILER)
-    assert spec is not None
-    assert spec.loader is not None
-    spoiler = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(spoiler)
+    monkeypatch.delitem(sys.modules, SPOILER, raising=False)  # it announces its edit while it is imported
+    spoiler = importlib.import_module(SPOILER)
     spoiler.RULES["any"] = any_draft
     ((module, spoil),) = edits.items()
     assert module == build.__name__
