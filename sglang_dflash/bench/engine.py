@@ -90,7 +90,9 @@ class HttpEngine:
             self.kind = self._whose()
             models = self._get("/v1/models")
         except httpx.TransportError as error:
-            raise ServerError(f"{self.name}: no server answers at {self.url} ({error}); start the server first") from error
+            raise ServerError(
+                f"{self.name}: no server answers at {self.url} ({error}); start the server first"
+            ) from error
         if expected is not None and self.kind is not expected:
             raise ServerError(f"{self.name}: {self.url} is no {expected} server; drop --backend, or name that server")
         if models is None:

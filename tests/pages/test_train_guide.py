@@ -1,4 +1,4 @@
-"""The guide to training: its commands are ones the programs take. The commands that need no GPU are run by tests/server."""
+"""The guide to training: its commands are ones the programs take. tests/server runs what needs no GPU."""
 
 import json
 import re
