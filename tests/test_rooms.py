@@ -1,10 +1,11 @@
 """Who may import whom: rooms lie on floors, and a file imports its own room and what lies below. Parsed, not imported.
 
-An import inside a function counts, and one for a type checker too: both say what a reader has to know.
+An import inside a function counts, and one for a type checker too: both say what a reader has to know. Tests of a room
+lie in a folder of its name.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -89,23 +90,30 @@ def test_there_is_no_circle() -> None:
     TopologicalSorter(arrows()).prepare()
 
 
-TESTS = ROOT / "tests"
+def misplaced(paths: Iterable[str], rooms: set[str]) -> list[str]:
+    """Of files in `tests`: unit tests in a folder that is no room, and modules among tests that are none."""
+
+    def is_misplaced(folder: str, *rest: str) -> bool:
+        *folders, name = rest
+        is_test = name.startswith("test_") or name == "conftest.py"
+        in_a_room = len(folders) < 2 and set(folders) <= rooms
+        return (folder == "unit" and not (in_a_room and is_test)) or (folder == "server" and not (folders or is_test))
+
+    return [path for path in paths if path.count("/") and is_misplaced(*path.split("/"))]
 
 
-def test_unit_tests_mirror_the_rooms() -> None:
-    assert {path.name for path in (TESTS / "unit").iterdir() if path.is_dir() and path.name != "__pycache__"} <= set(
-        HEIGHT
-    )
-
-
-def test_helpers_lie_apart_from_tests() -> None:
-    """In `tests/fixtures` and `tests/server/lib`; what servers load from a folder has `sitecustomize.py` there."""
-    beside = [*(TESTS / "unit").rglob("*.py"), *(TESTS / "pages").glob("*.py"), *(TESTS / "server").glob("*.py")]
-    assert [path.name for path in beside if path.name != "conftest.py" and not path.name.startswith("test_")] == []
+def test_tests_lie_as_what_they_test() -> None:
+    rooms = {path.parent.name for path in (ROOT / "sglang_dflash").glob("*/__init__.py")}
+    tests = ROOT / "tests"
+    assert misplaced((str(path.relative_to(tests)) for path in tests.rglob("*.py")), rooms) == []
 
 
 def test_the_test_sees() -> None:
     """A test that cannot fail is none."""
+    in_place = ["conftest.py", "unit/test_a.py", "unit/draft/test_b.py", "server/test_c.py", "server/lib/d.py"]
+    assert misplaced(in_place, {"draft"}) == []
+    out_of_place = ["unit/lib/test_a.py", "unit/a.py", "unit/draft/b.py", "unit/draft/draft/test_b.py", "server/d.py"]
+    assert misplaced(out_of_place, {"draft"}) == out_of_place
     assert complaint("sglang_dflash.memory.slots", "sglang_dflash.stages.state") != ""
     assert complaint("sglang_dflash.stages.state", "sglang_dflash.memory.slots") == ""
     assert list(imported("def f():\n    from a.b import c\nimport d.e")) == ["d.e", "a.b.c"]
