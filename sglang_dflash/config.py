@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft.checkpoint import Checkpoint
 from sglang_dflash.draft.pair import check_pair
+from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.errors import STOCK, NotSupported
 from sglang_dflash.host import backends
 from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, arguments_of, flag, target_of

@@ -62,11 +62,12 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
     from sglang_dflash.config import DFlashConfig
     from sglang_dflash.draft.sglang_model import DFlashDraftModel
+    from sglang_dflash.draft.variants import ARCHITECTURES
     from sglang_dflash.host.arguments import target_of
     from sglang_dflash.worker import DFlashWorker
 
     config = DFlashConfig.from_server_args(server_args)
-    ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
+    ModelRegistry.models.update(dict.fromkeys(ARCHITECTURES, DFlashDraftModel))
     hook_scheduler(config, target_of(server_args))
     if flags.read(os.environ).probe:
         from sglang_dflash.prove.probe import ProbedWorker

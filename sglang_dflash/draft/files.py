@@ -76,9 +76,7 @@ def weight_files(folder: Path) -> list[Path]:
         NotSupported: the draft has more than those.
     """
     if (folder / MASK_EMBEDDING).exists():
-        raise NotSupported(
-            f"{folder} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash v1 has none; {STOCK}"
-        )
+        raise NotSupported(f"{folder} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; {STOCK}")
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]

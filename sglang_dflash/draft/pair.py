@@ -1,6 +1,6 @@
 """A draft against its target, as the sizes of both say it."""
 
-from sglang_dflash.draft.checkpoint import Checkpoint
+from sglang_dflash.draft.record import Checkpoint
 
 
 def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:

@@ -4,7 +4,8 @@ The draft has no embedding and no head of its own: `attach` lends it the target'
 runs from token ids to token ids. Its context is not text but features, the target's hidden states, which
 `context_kv` turns into K and V for every layer. It knows nothing about requests, steps or acceptance.
 
-Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab `DFlashDraftModel`, version 1.
+Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`; what the
+second adds is in `second.py`.
 Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L draft layers, Q query heads, G KV heads,
 E head width, H hidden, C features (captured layers x H), V vocabulary.
 """
@@ -30,12 +31,14 @@ from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
 from sglang_dflash.draft.checkpoint import COPIED_FROM_TARGET
+from sglang_dflash.draft.second import BlockConv, CandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds, likeliest
 from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side
 
 
 class DraftAttention(nn.Module):
-    """Attention of one draft layer. Full layers see the whole block; sliding layers are causal with a window."""
+    """Attention of one draft layer. Full layers see the whole block; sliding layers have a window, and are causal
+    unless the config says otherwise."""
 
     def __init__(self, config: Any, layer_id: int) -> None:
         super().__init__()
@@ -71,6 +74,7 @@ class DraftAttention(nn.Module):
         one_kernel = self.qkv_proj.weight.dtype == torch.bfloat16 or self.qkv_proj.weight.is_cpu
         self.norm_rotate = self.norm_rotate_in_one if one_kernel else self.norm_rotate_in_two
         sliding = config.layer_types[layer_id] == "sliding_attention"
+        causal = sliding and config.to_dict().get("is_causal") is not False
         self.attn = RadixAttention(
             num_heads=self.q_size // self.head_dim,
             head_dim=self.head_dim,
@@ -79,7 +83,7 @@ class DraftAttention(nn.Module):
             layer_id=layer_id,
             # HF counts the current token into the window, SGLang counts the tokens left of it.
             sliding_window_size=config.sliding_window - 1 if sliding else -1,
-            attn_type=AttentionType.DECODER if sliding else AttentionType.ENCODER_ONLY,
+            attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
         )
 
     def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -138,6 +142,7 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config, layer_id)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DraftMLP(config)
+        self.attention_conv, self.mlp_conv = BlockConv.of(config), BlockConv.of(config)
 
     def forward(
         self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, residual_TH: torch.Tensor | None, batch: ForwardBatch
@@ -147,9 +152,14 @@ class DraftLayer(nn.Module):
             residual_TH, hidden_TH = hidden_TH, self.input_layernorm(hidden_TH)
         else:
             hidden_TH, residual_TH = self.input_layernorm(hidden_TH, residual_TH)
-        hidden_TH = self.self_attn(positions_T, hidden_TH, batch)
+
+        def attend(hidden_TH: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(positions_T, hidden_TH, batch)
+
+        block_size = hidden_TH.shape[0] // batch.batch_size
+        hidden_TH = convolved(self.attention_conv, attend, hidden_TH, block_size)
         hidden_TH, residual_TH = self.post_attention_layernorm(hidden_TH, residual_TH)
-        return self.mlp(hidden_TH), residual_TH
+        return convolved(self.mlp_conv, self.mlp, hidden_TH, block_size), residual_TH
 
 
 class DFlashDraftModel(nn.Module):
@@ -175,6 +185,7 @@ class DFlashDraftModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(n_features * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector.of(config)
         self.loaded: set[str] = set()
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -236,8 +247,12 @@ class DFlashDraftModel(nn.Module):
             hidden_TH, residual_TH = layer(positions, hidden_TH, residual_TH, forward_batch)
         hidden_TH, _ = self.norm(hidden_TH, residual_TH)
         tokens_BN = input_ids.view(forward_batch.batch_size, -1)
-        drafts_BDH = hidden_TH.view(*tokens_BN.shape, -1)[:, 1:]
-        tokens_BN = torch.cat([tokens_BN[:, :1], likeliest(drafts_BDH, self.ends)], dim=1)
+        hidden_BDH = hidden_TH.view(*tokens_BN.shape, -1)[:, 1:]
+        if self.candidate_selector is None:
+            drafts_BD = likeliest(hidden_BDH, self.ends)
+        else:
+            drafts_BD = self.candidate_selector.path(hidden_BDH, tokens_BN[:, 0], self.ends)
+        tokens_BN = torch.cat([tokens_BN[:, :1], drafts_BD], dim=1)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=tokens_BN.view(-1))
 
     def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -267,7 +282,7 @@ class DFlashDraftModel(nn.Module):
                 continue
             fused, shard = fused_name(name)
             if fused not in parameters:
-                raise ValueError(f"draft checkpoint has a tensor {name!r} that a DFlash v1 draft does not know")
+                raise ValueError(f"draft checkpoint has a tensor {name!r} that a DFlash draft does not know")
             parameter = parameters[fused]
             load = parameter.__dict__.get("weight_loader", default_weight_loader)
             load(parameter, tensor, *shard)

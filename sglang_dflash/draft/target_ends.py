@@ -1,10 +1,13 @@
 """The target's two ends, its embedding and its head: found and checked once, lent to the draft.
 
-Dimensions: B requests, D drafts per block, H hidden, V vocabulary (this rank's shard of it), R tensor-parallel ranks.
+Dimensions: B requests, D drafts per block, H hidden, V vocabulary (this rank's shard of it), K candidates, R
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +20,8 @@ from sglang_dflash.errors import STOCK, NotSupported
 
 SCALE = "get_dflash_noise_embedding_scale"  # of SGLang's own worker; no model of SGLang's has it
 
+TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # of the last dimension, best first
+
 
 class TargetEnds(NamedTuple):
     """The target's two ends, lent to the draft. Modules, not weights: an online update of the target reaches us."""
@@ -26,6 +31,7 @@ class TargetEnds(NamedTuple):
     n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
     first_token: int  # the id of this shard's first row
     tp_group: GroupCoordinator | None  # that shares the head; None: every rank has the whole
+    top_k: TopK = torch.topk
 
 
 def target_ends(model: Any) -> TargetEnds:
@@ -37,8 +43,9 @@ def target_ends(model: Any) -> TargetEnds:
     if SCALE in dir(model):
         raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
     head, embed = model.lm_head, model.get_input_embeddings()
+    top_k = top_k_on(head.weight.device)
     if isinstance(head, nn.Embedding):  # Gemma's: the embedding itself, whole on every rank
-        return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None)
+        return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None, top_k=top_k)
     if not isinstance(head.quant_method, UnquantizedEmbeddingMethod):
         raise ValueError(
             f"DFLASH: the target's lm_head is quantized ({type(head.quant_method).__name__}) and the draft borrows it; "
@@ -54,16 +61,48 @@ def target_ends(model: Any) -> TargetEnds:
         n_vocab=head.org_vocab_size if tp_group is None else shard.num_org_elements,
         first_token=shard.org_vocab_start_index,
         tp_group=tp_group,
+        top_k=top_k,
     )
+
+
+def top_k_on(device: torch.device) -> TopK:
+    """FlashInfer's radix selection on a GPU: torch's own sorts, which over a large vocabulary takes as long as a draft's
+    layers."""
+    if device.type != "cuda":
+        return torch.topk
+    import flashinfer
+
+    return partial(flashinfer.top_k, sorted=True, deterministic=True)
 
 
 def likeliest(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """The target head's argmax, int64 [B, D]; under tensor parallelism every rank returns the same tokens."""
-    weight_VH = ends.head.weight[: ends.n_vocab]
-    logits_BDV = hidden_BDH.to(weight_VH.dtype) @ weight_VH.T
+    logits_BDV = head_logits(hidden_BDH, ends)
     if ends.tp_group is None:
         return logits_BDV.argmax(dim=-1)
     best_BD, token_BD = logits_BDV.max(dim=-1)
     best_RBD = ends.tp_group.all_gather(best_BD[None].contiguous(), dim=0)  # R ranks
     token_RBD = ends.tp_group.all_gather((token_BD + ends.first_token)[None].contiguous(), dim=0)
     return token_RBD.gather(0, best_RBD.argmax(dim=0, keepdim=True))[0]
+
+
+def best_candidates(hidden_BDH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The target head's K best tokens, int64 [B, D, K], best first, and their logits, fp32; every rank returns the same.
+
+    Ranks exchange K logits each and not their shards of the vocabulary.
+    """
+    logits_BDK, token_BDK = ends.top_k(head_logits(hidden_BDH, ends).flatten(0, 1), k)
+    shape = *hidden_BDH.shape[:2], -1
+    logits_BDK, token_BDK = logits_BDK.view(shape).float(), token_BDK.view(shape).long() + ends.first_token
+    if ends.tp_group is None:
+        return token_BDK, logits_BDK
+    all_logits = ends.tp_group.all_gather(logits_BDK.contiguous(), dim=-1)  # [B, D, R K]
+    all_tokens = ends.tp_group.all_gather(token_BDK.contiguous(), dim=-1)
+    logits_BDK, place_BDK = all_logits.topk(k, dim=-1)
+    return all_tokens.gather(-1, place_BDK), logits_BDK
+
+
+def head_logits(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+    """[B, D, V], of this rank's shard."""
+    weight_VH = ends.head.weight[: ends.n_vocab]
+    return hidden_BDH.to(weight_VH.dtype) @ weight_VH.T

@@ -1,7 +1,7 @@
-"""Drafts that look like DFlash v1 and are not: told apart by their config, and refused by name.
+"""Drafts that look like DFlash and are not: told apart by their config, and refused by name.
 
-The later drafters share v1's checkpoint layout and even its architecture name, so loading them as v1 would not fail;
-it would draft badly.
+Other drafters share DFlash's checkpoint layout and even its architecture name, so loading them as DFlash would not
+fail; it would draft badly.
 """
 
 from collections.abc import Mapping
@@ -9,12 +9,18 @@ from typing import Any
 
 from sglang_dflash.errors import STOCK, NotSupported
 
-ARCHITECTURE = "DFlashDraftModel"
+DFLASH, DFLASH_2 = "DFlashDraftModel", "DFlash2DraftModel"
+# What a checkpoint calls itself -> whose arithmetic it has. Some of the names are SGLang's for single targets.
+ARCHITECTURES = {
+    DFLASH: DFLASH,
+    "MuseGlimmerAssistantModel": DFLASH,
+    DFLASH_2: DFLASH_2,
+    "DFlash2BeamDraftModel": DFLASH_2,
+    "MiniMaxDFlash2DraftModel": DFLASH_2,
+}
 
 # dflash_config keys that belong to another drafter, by the prefix or name that gives it away.
 VARIANT_KEYS = {
-    "conv_": "DFlash 2",
-    "selector_": "DFlash 2",
     "lilicorr_": "LiLiCorr",
     "gru_": "Domino",
     "emb_dim": "Domino",
@@ -27,8 +33,8 @@ VARIANT_KEYS = {
     "sample_from_anchor": "Nemotron",
 }
 
-# Keys of `dflash_config` that v1 has. The output multiplier and soft cap are increasing functions of a logit: they
-# cannot move the argmax, which is all that is drafted from.
+# Keys of `dflash_config` that DFlash has. The output multiplier and soft cap are increasing functions of a logit: they
+# move the selector's scores of DFlash 2, and no argmax.
 KEYS = {
     "block_size",
     "mask_token",
@@ -40,11 +46,15 @@ KEYS = {
     "projector_type",
     "output_multiplier",
     "final_logit_softcapping",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
 }
 
-# Top-level switches that change the arithmetic, with the value v1 has.
+# Top-level switches that change the arithmetic, with the value DFlash has.
 TOP_LEVEL = {
-    "model_type": "qwen3",  # whose layers a DFlash v1 draft has, whatever its target
+    "model_type": "qwen3",  # whose layers a DFlash draft has, whatever its target
     "use_gemma_norm": False,
     "has_embed_tokens": False,
     "has_lm_head": False,
@@ -52,23 +62,24 @@ TOP_LEVEL = {
     "quantization_config": None,
     "hidden_act": "silu",
     "num_experts": None,
+    "input_embedding_scale": 1.0,
     "rope_is_neox_style": True,
     "is_neox_style": True,
 }
 
 
 def refuse_variants(config: Mapping[str, Any], path: str) -> None:
-    """Refuse, by name, drafts whose arithmetic is not DFlash v1's.
+    """Refuse, by name, drafts whose arithmetic is not DFlash's.
 
     Raises:
-        NotSupported: `config` is another drafter's, or asks for something that v1 does not have.
+        NotSupported: `config` is another drafter's, or asks for something that DFlash does not have.
         ValueError: it is no DFlash draft's.
     """
     architectures = config.get("architectures") or []
-    if architectures != [ARCHITECTURE]:
+    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise NotSupported(
-            f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {ARCHITECTURE}; "
-            f"give a DFlash v1 draft, or {STOCK}"
+            f"{path}: architecture is {', '.join(architectures) or 'missing'}, not {DFLASH} or {DFLASH_2}; "
+            f"give a DFlash draft, or {STOCK}"
         )
     dflash = config.get("dflash_config")
     if not isinstance(dflash, dict):
@@ -76,13 +87,13 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
     for key, value in dflash.items():
         if key not in KEYS and value not in (None, False, 0):
             variant = next((name for mark, name in VARIANT_KEYS.items() if key.startswith(mark)), "an unknown variant")
-            raise NotSupported(f"{path}: dflash_config.{key}={value!r} belongs to {variant}, not to DFlash v1; {STOCK}")
+            raise NotSupported(f"{path}: dflash_config.{key}={value!r} belongs to {variant}, not to DFlash; {STOCK}")
     projector = dflash.get("projector_type", config.get("projector_type"))
     if projector not in (None, "dflash"):
-        raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash v1; {STOCK}")
+        raise NotSupported(f"{path}: projector_type={projector!r} is not DFlash; {STOCK}")
     if dflash.get("attention_mode", "gqa") not in ("gqa", "mha"):
         raise NotSupported(f"{path}: dflash_config.attention_mode={dflash['attention_mode']!r} is not gqa; {STOCK}")
     for key, expected in TOP_LEVEL.items():
         value = config.get(key, expected)
         if value not in (expected, None):
-            raise NotSupported(f"{path}: {key}={value!r} is not DFlash v1 ({expected!r}); {STOCK}")
+            raise NotSupported(f"{path}: {key}={value!r} is not DFlash ({expected!r}); {STOCK}")

@@ -16,15 +16,16 @@ from typing import Any
 
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft import files as draft_files
-from sglang_dflash.draft.checkpoint import Checkpoint
+from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
+from sglang_dflash.draft.variants import ARCHITECTURES
 
 Update = Callable[..., tuple[bool, str]]
 # What is built when the server starts; a new draft has to fit into it.
 BUILT = (
     "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
-    "attention_bias",
+    "attention_bias", "sliding_is_causal", *SECOND,
 )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def is_draft(path: str) -> bool:
         config = draft_files.read_config(path, None)
     except ValueError:
         return False
-    return DFlashDraftModel.__name__ in config.get("architectures", ())
+    return not ARCHITECTURES.keys().isdisjoint(config.get("architectures", ()))
 
 
 def require_like(served: Checkpoint, new: Checkpoint) -> None:

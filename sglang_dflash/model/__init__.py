@@ -10,7 +10,7 @@ and its forward is the independent oracle that the engine's steps are compared w
 for the engine, by `sglang_dflash.draft.checkpoint`. Nothing of a checkpoint is executed.
 """
 
-from sglang_dflash.draft.checkpoint import Checkpoint as DraftConfig
+from sglang_dflash.draft.record import Checkpoint as DraftConfig
 from sglang_dflash.model.draft import ContextKV
 from sglang_dflash.model.generate import Step
 from sglang_dflash.model.pretrained import DraftModel

@@ -1,4 +1,4 @@
-"""The DFlash draft: a few transformer layers that guess a whole block of tokens in one pass.
+"""The DFlash draft, 1 or 2: a few transformer layers that guess a whole block of tokens in one pass.
 
 A block is the anchor (the last committed token) followed by mask tokens. Every slot sees the features of all committed
 tokens before the anchor, projected to keys and values in each layer (the context KV), and the other slots of its own
@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sglang_dflash.draft.checkpoint import Checkpoint
+from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.model.rope import Rotation, rope_frequencies, rotate, rotation_at
+from sglang_dflash.model.second import BlockConv, CandidateSelector, convolved
 
 
 class ContextKV(NamedTuple):
@@ -96,6 +97,8 @@ class Layer(nn.Module):
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
+        self.attention_conv = BlockConv(config) if config.conv_kernel_size else None
+        self.mlp_conv = BlockConv(config) if config.conv_kernel_size else None
 
     def forward(
         self,
@@ -104,9 +107,11 @@ class Layer(nn.Module):
         context_RGTE: tuple[torch.Tensor, torch.Tensor],
         visible_RANK: torch.Tensor,
     ) -> torch.Tensor:
-        normed_RANH = self.input_layernorm(hidden_RANH)
-        hidden_RANH = hidden_RANH + self.self_attn(normed_RANH, rotation, context_RGTE, visible_RANK)
-        return hidden_RANH + self.mlp(self.post_attention_layernorm(hidden_RANH))
+        def attend(hidden_RANH: torch.Tensor) -> torch.Tensor:
+            return self.self_attn(hidden_RANH, rotation, context_RGTE, visible_RANK)
+
+        hidden_RANH = hidden_RANH + convolved(self.attention_conv, attend, self.input_layernorm(hidden_RANH))
+        return hidden_RANH + convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_RANH))
 
 
 class Draft(nn.Module):
@@ -119,6 +124,7 @@ class Draft(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
 
     @property
     def device(self) -> torch.device:
@@ -160,6 +166,15 @@ class Draft(nn.Module):
             hidden_RANH = layer(hidden_RANH, rotation, context_RGTE, visible_RANK)
         return self.norm(hidden_RANH)
 
+    def guesses(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
+        """The drafts of X blocks, int64 [X, D]: each slot's likeliest token, or the path that the selector walks.
+
+        hidden_XDH: of the slots behind the anchors, int64 [X]; logits_XDV: what the target's head makes of them.
+        """
+        if self.candidate_selector is None:
+            return logits_XDV.argmax(-1)
+        return self.candidate_selector.walk(hidden_XDH, logits_XDV, anchor_X)
+
     def _rotation(self, positions: torch.Tensor) -> Rotation:
         frequencies, scale = rope_frequencies(self.config)
         return rotation_at(positions, frequencies.to(self.device), scale, self.dtype)
@@ -182,4 +197,7 @@ class Draft(nn.Module):
         key_positions_RAK = torch.cat([token_T.expand(*positions_RAN.shape[:2], -1), positions_RAN], dim=-1)
         distance_RANK = positions_RAN[..., None] - key_positions_RAK[:, :, None]
         window = self.config.layer_windows[layer]
-        return visible if window is None else visible & (distance_RANK >= 0) & (distance_RANK < window)
+        if window is None:
+            return visible
+        latest = 0 if self.config.sliding_is_causal else 1 - window
+        return visible & (distance_RANK >= latest) & (distance_RANK < window)

@@ -105,8 +105,9 @@ def draft_block(
     embeddings_NH = target.get_input_embeddings()(torch.cat([anchor, masks])).to(draft.dtype)
     prefix_len_RA = anchor.new_tensor([[context.n_tokens]])
     hidden_RANH = draft(embeddings_NH[None, None], context, prefix_len_RA, draft_window)
-    guesses_D = draft_logits(hidden_RANH[0, 0, 1:], target).argmax(-1)
-    return torch.cat([anchor, guesses_D])
+    hidden_1DH = hidden_RANH[0, :, 1:]
+    guesses_1D = draft.guesses(hidden_1DH, draft_logits(hidden_1DH, target), anchor)
+    return torch.cat([anchor, guesses_1D[0]])
 
 
 @torch.inference_mode()
@@ -131,7 +132,8 @@ def accepted_at(
     tokens_1AN[0, :, 0] = text[anchors_1A[0]]
     embeddings_1ANH = target.get_input_embeddings()(tokens_1AN)
     hidden_1ANH = draft(embeddings_1ANH, draft.context_kv(features_1SC), anchors_1A, draft_window)
-    guesses_AD = draft_logits(hidden_1ANH[0, :, 1:], target).argmax(-1).tolist()
+    hidden_ADH = hidden_1ANH[0, :, 1:]
+    guesses_AD = draft.guesses(hidden_ADH, draft_logits(hidden_ADH, target), tokens_1AN[0, :, 0]).tolist()
     return [
         len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, answer[i + 1 :], strict=False)))))
         for i, guesses in enumerate(guesses_AD)

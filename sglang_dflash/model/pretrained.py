@@ -42,10 +42,10 @@ class DraftModel(Draft):
     def from_pretrained(
         cls, source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """Load a DFlash v1 checkpoint from a folder or from the Hugging Face hub; nothing of it is executed.
+        """Load a DFlash checkpoint from a folder or from the Hugging Face hub; nothing of it is executed.
 
         dtype: None keeps the checkpoint's.
-        Raises ValueError for a config or tensors that are not those of a DFlash v1 draft, and FileNotFoundError where
+        Raises ValueError for a config or tensors that are not those of a DFlash draft, and FileNotFoundError where
         `source` is neither a checkpoint's folder nor a repository.
         """
         folder = local_folder(source)

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from sglang_dflash.draft.checkpoint import Checkpoint
+from sglang_dflash.draft.record import Checkpoint
 
 
 class Rotation(NamedTuple):

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from sglang_dflash.draft import pair
-from sglang_dflash.draft.checkpoint import Checkpoint
+from sglang_dflash.draft.record import Checkpoint
 
 
 class Reading(NamedTuple):

@@ -11,7 +11,7 @@ A run that was interrupted goes on where it stopped when the same command is giv
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
 
@@ -19,12 +19,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.train import corpus
-from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
+from sglang_dflash.train.draft import Data, Second, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.ranks import joined
 from sglang_dflash.train.text import Batches, read_documents
-from sglang_dflash.train.tiny import DRAFT_RECIPES, load_pair, make_pair, measure
+from sglang_dflash.train.tiny import DRAFT_RECIPES, load_pair, make_draft, make_pair, measure
 from sglang_dflash.train.tiny_target import RECIPES, make_tokenizer
 from sglang_dflash.train.tokens import text_digest
 
@@ -33,6 +33,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def layer_ids(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
+
+
+def option(field: str) -> str:
+    return "--" + field.replace("_", "-")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     tiny = commands.add_parser("tiny", help="make the tiny pair from nothing", formatter_class=shows_defaults)
     tiny.add_argument("--out", type=Path, default=Path("tiny"), help="folder for target/ and draft/")
     tiny.add_argument("--kind", choices=("hybrid", "dense"), default="hybrid", help="of the target")
+    tiny.add_argument("--dflash2", action="store_true", help="train draft2/, a DFlash 2 draft, for the target in --out")
     tiny.add_argument("--target-steps", type=int, help="default: as the shipped pair")
     tiny.add_argument("--draft-steps", type=int, help="default: as the shipped pair")
     tiny.add_argument("--threads", type=int, default=1, help="torch threads; more than free cores is much slower")
@@ -68,6 +73,9 @@ def add_draft_options(draft: argparse.ArgumentParser) -> None:
     shape.add_argument("--block-size", type=int, default=16, help="tokens of a block, the anchor included")
     shape.add_argument("--target-layer-ids", type=layer_ids, help="e.g. 1,9,17,25,33; default: spread evenly")
     shape.add_argument("--mask-token-id", type=int, help="default: the tokenizer's mask token")
+    shape.add_argument("--dflash2", action="store_true", help="a DFlash 2 draft; the next four are its sizes")
+    for field in fields(Second):
+        shape.add_argument(option(field.name), type=int, default=field.default, help="see docs/training.md")
 
     course = draft.add_argument_group("the training")
     course.add_argument("--steps", type=int, default=10_000)
@@ -118,6 +126,7 @@ def run_draft(args: argparse.Namespace) -> None:
             block_size=args.block_size,
             mask_token_id=mask_token_id,
             target_layer_ids=args.target_layer_ids,
+            second=second_of(args),
         )
         cache = FeatureCache(args.cache, documents, target, config.target_layer_ids) if args.cache else None
         if ranks.is_first:
@@ -150,6 +159,10 @@ def plan(args: argparse.Namespace, batches: Batches) -> str:
     )
 
 
+def second_of(args: argparse.Namespace) -> Second | None:
+    return Second(**{field.name: vars(args)[field.name] for field in fields(Second)}) if args.dflash2 else None
+
+
 def recipe_of(args: argparse.Namespace) -> Recipe:
     return Recipe(
         steps=args.steps,
@@ -174,8 +187,12 @@ def run_tiny(args: argparse.Namespace) -> None:
     recipes = []
     for recipe, steps in ((RECIPES[args.kind], args.target_steps), (DRAFT_RECIPES[args.kind], args.draft_steps)):
         recipes.append(replace(recipe, steps=steps, more_cycles=()) if steps else recipe)
-    make_pair(args.out, args.kind, seed=args.seed, target_recipe=recipes[0], draft_recipe=recipes[1])
-    for row in measure(*load_pair(args.out), make_tokenizer()):
+    target_recipe, draft_recipe = recipes
+    if args.dflash2:
+        make_draft(args.out, args.kind, seed=args.seed, recipe=draft_recipe, second=True)
+    else:
+        make_pair(args.out, args.kind, seed=args.seed, target_recipe=target_recipe, draft_recipe=draft_recipe)
+    for row in measure(*load_pair(args.out, second=args.dflash2), make_tokenizer()):
         print(f"{row.task:16} {row.mean_committed:6.2f} tokens per step over {row.n_steps} steps")
 
 

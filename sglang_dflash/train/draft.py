@@ -7,7 +7,7 @@ Knows neither where the rows come from nor what becomes of the draft.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from sglang_dflash.draft.checkpoint import FULL, Checkpoint
+from sglang_dflash.draft.record import FULL, Checkpoint
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options
 from sglang_dflash.model.target import TargetReader, check_pair, stop_token_ids
@@ -27,8 +27,9 @@ from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Recipe, Report, train
 from sglang_dflash.train.objective import (
     Blocks,
-    block_logits,
+    Scores,
     block_loss,
+    block_scores,
     default_gamma,
     make_blocks,
     random_anchors,
@@ -58,15 +59,25 @@ class Settings:
     eval_tokens: int = 64  # of each answer in which acceptance is counted
 
 
-class BlockLogits(nn.Module):
+@dataclass(frozen=True)
+class Second:
+    """The sizes of a DFlash 2 draft, under their names in config.json; z-lab's published ones by default."""
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+
+class BlockScores(nn.Module):
     """The draft's part of a training step as one forward, which is what DistributedDataParallel can wrap."""
 
     def __init__(self, draft: DraftModel) -> None:
         super().__init__()
         self.draft = draft
 
-    def forward(self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-        return block_logits(self.draft, target, features_RLC, blocks)
+    def forward(self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks) -> Scores:
+        return block_scores(self.draft, target, features_RLC, blocks)
 
 
 class DraftRun:
@@ -81,8 +92,8 @@ class DraftRun:
         self.gamma = settings.gamma or default_gamma(draft.config.block_size)
         self.read = read
         self.ranks = ranks
-        self.block_logits = BlockLogits(draft)
-        self.shared_logits = DistributedDataParallel(self.block_logits) if ranks.n > 1 else self.block_logits
+        self.block_scores = BlockScores(draft)
+        self.shared_scores = DistributedDataParallel(self.block_scores) if ranks.n > 1 else self.block_scores
 
     def blocks(self, rows: Rows, anchor_RA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
         """The target's choices and features of the rows, and the blocks to guess in them, on the target's device."""
@@ -116,8 +127,8 @@ class DraftRun:
         rank, n = self.ranks.rank, self.ranks.n
         _, features_RLC, blocks = self.blocks(rows.share(rank, n), anchor_RA[rank::n])
         with self.autocast():
-            logits = self.shared_logits(self.target, features_RLC, blocks)
-            loss, weight = block_loss(logits, blocks, self.gamma)
+            scores = self.shared_scores(self.target, features_RLC, blocks)
+            loss, weight = block_loss(scores, blocks, self.gamma)
         return loss * n / self.ranks.total(weight).clamp(min=1e-9)
 
     @torch.no_grad()
@@ -129,8 +140,8 @@ class DraftRun:
         for rows in data.held_out[mine]:
             choices_RL, features_RLC, blocks = self.blocks(rows, self.anchors(rows, "report"))
             with self.autocast():
-                logits = self.block_logits(self.target, features_RLC, blocks)
-                sums += torch.stack(block_loss(logits, blocks, self.gamma))
+                scores = self.block_scores(self.target, features_RLC, blocks)
+                sums += torch.stack(block_loss(scores, blocks, self.gamma))
             agreeing += n_agreeing(rows.to(device), choices_RL)
         loss, weight = self.ranks.total(sums).tolist()
         agrees, asked = self.ranks.total(agreeing).tolist()
@@ -152,9 +163,11 @@ def draft_config_for(
     block_size: int,
     mask_token_id: int,
     target_layer_ids: tuple[int, ...] | None = None,
+    second: Second | None = None,
 ) -> Checkpoint:
     """A draft shaped like the target's own layers, all of them full attention.
 
+    second: what a DFlash 2 draft has beside; None for DFlash.
     target_layer_ids: None spreads one feature layer per draft layer over the target, the last layer left out.
     Raises ValueError when the target has no such layers, or no such mask token.
     """
@@ -180,6 +193,7 @@ def draft_config_for(
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         rms_norm_eps=text.rms_norm_eps,
         max_position_embeddings=text.max_position_embeddings,
+        **(asdict(second) if second else {}),
     )
     check_pair(config, target)
     return config
@@ -250,8 +264,16 @@ def require_undo(target: PreTrainedModel, config: Checkpoint) -> None:
 
 
 def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
-    """Normal matrices and unit norms, as the targets themselves start."""
-    for parameter in draft.parameters():
-        if parameter.ndim >= 2:
+    """Normal matrices and unit norms, as the targets themselves start; DFlash 2 starts as DFlash.
+
+    Convolutions begin as the identity. A selector begins with no say: its successors are zero, and its predecessors
+    are not, so that there is a gradient.
+    """
+    for name, parameter in draft.named_parameters():
+        if name.endswith(("kernel_projection.weight", "successor_codebook")):
+            torch.nn.init.zeros_(parameter)
+        elif name.endswith("predecessor_codebook"):
+            torch.nn.init.normal_(parameter)
+        elif parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=std)
     return draft

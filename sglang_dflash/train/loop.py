@@ -70,9 +70,10 @@ def learning_rate(recipe: Recipe, step: int) -> float:
 
 
 def adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms and biases alone."""
-    matrices = [p for p in module.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in module.parameters() if p.requires_grad and p.ndim < 2]
+    """AdamW that decays matrices and leaves norms, biases and kernels that begin as the identity alone."""
+    learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in learned if p.ndim >= 2 and not name.endswith("base_kernel")]
+    vectors = [p for name, p in learned if p.ndim < 2 or name.endswith("base_kernel")]
     groups = [
         {"params": matrices, "weight_decay": recipe.weight_decay},
         {"params": vectors, "weight_decay": 0.0},

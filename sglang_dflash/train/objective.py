@@ -5,7 +5,11 @@ one forward pass over the text. They hold only while the target agrees with the 
 disagreement the target would have read something else. Earlier slots weigh more: exp(-(slot - 1) / gamma), for a
 wrong slot throws away everything behind it.
 
-Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts.
+A DFlash 2 draft learns two things at once: the head's logits as above, and the selector's choice among the candidates
+of a slot, behind the token that the target would have said before it. A label that is no candidate takes the place of
+the worst one, so that every slot teaches.
+
+Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts, K candidates.
 """
 
 from typing import NamedTuple
@@ -16,6 +20,7 @@ from transformers import PreTrainedModel
 
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
+from sglang_dflash.model.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
 
@@ -65,23 +70,55 @@ def make_blocks(
     return Blocks(anchor_RA, tokens_RAN, labels_RAD, is_valid_RAD)
 
 
-def block_logits(
-    draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks
-) -> torch.Tensor:
-    """The draft's logits where a label is valid, [valid, V]."""
+class Scores(NamedTuple):
+    """What the draft says where a label is valid, and what it should say."""
+
+    logits: torch.Tensor  # [valid, V]
+    labels: torch.Tensor  # int64 [valid]
+    of_candidates: torch.Tensor | None  # [valid, K], the selector's; None without one
+    right_candidates: torch.Tensor | None  # int64 [valid], which of them are the labels
+
+
+def block_scores(draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks) -> Scores:
     context = draft.context_kv(features_RLC.to(draft.dtype))
     embeddings_RANH = target.get_input_embeddings()(blocks.tokens_RAN).to(draft.dtype)
-    hidden_RANH = draft(embeddings_RANH, context, blocks.anchor_RA)
-    return draft_logits(hidden_RANH[:, :, 1:][blocks.is_valid_RAD], target)
+    hidden = draft(embeddings_RANH, context, blocks.anchor_RA)[:, :, 1:][blocks.is_valid_RAD]
+    logits, labels = draft_logits(hidden, target), blocks.labels_RAD[blocks.is_valid_RAD]
+    if draft.candidate_selector is None:
+        return Scores(logits, labels, None, None)
+    before_RAD = torch.cat([blocks.tokens_RAN[..., :1], blocks.labels_RAD[..., :-1]], dim=-1)
+    of_candidates, right = candidate_scores(
+        draft.candidate_selector, hidden, logits, (before_RAD[blocks.is_valid_RAD], labels)
+    )
+    return Scores(logits, labels, of_candidates, right)
 
 
-def block_loss(logits: torch.Tensor, blocks: Blocks, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
+def candidate_scores(
+    selector: CandidateSelector, hidden: torch.Tensor, logits: torch.Tensor, tokens: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The selector's scores of each slot's candidates, [valid, K], and which candidate is the label, int64 [valid].
+
+    tokens: those before the slots, and the labels; int64 [valid] each.
+    """
+    before, labels = tokens
+    candidates, _ = selector.candidates(logits.detach())
+    is_label = candidates == labels[:, None]
+    candidates[:, -1] = torch.where(is_label.any(1), candidates[:, -1], labels)
+    unary = selector.unary(logits.gather(1, candidates))
+    scores = unary + selector.edges(before, hidden, candidates).float()
+    return scores, (candidates == labels[:, None]).int().argmax(1)
+
+
+def block_loss(scores: Scores, blocks: Blocks, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy with the labels, weighed by slot and summed, and the sum of the weights. Scalars, fp32.
 
-    Their quotient is the loss; several processes add up both before they divide.
+    Where there is a selector its cross entropy is added. Their quotient is the loss; several processes add up both
+    before they divide.
     """
     D = blocks.labels_RAD.shape[-1]
-    decay_D = torch.exp(-torch.arange(D, device=logits.device) / gamma)
+    decay_D = torch.exp(-torch.arange(D, device=scores.logits.device) / gamma)
     weight = decay_D.expand_as(blocks.labels_RAD)[blocks.is_valid_RAD]
-    loss = F.cross_entropy(logits.float(), blocks.labels_RAD[blocks.is_valid_RAD], reduction="none")
+    loss = F.cross_entropy(scores.logits.float(), scores.labels, reduction="none")
+    if scores.of_candidates is not None:
+        loss = loss + F.cross_entropy(scores.of_candidates, scores.right_candidates, reduction="none")
     return (loss * weight).sum(), weight.sum()

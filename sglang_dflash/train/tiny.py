@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.train import corpus
-from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
+from sglang_dflash.train.draft import Data, Second, Settings, draft_config_for, train_draft
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tiny_target import END, MASK, RECIPES, Kind, chat_rows, make_tokenizer, rows_at, train_target
 
@@ -24,6 +24,7 @@ DRAFT_RECIPES: dict[Kind, Recipe] = {
 BLOCK_SIZE = 16
 TARGET_LAYER_IDS = (0, 1, 2)  # all but the last of four
 N_DRAFT_LAYERS = 2
+SECOND = Second(selector_rank=32, selector_top_k=8)
 
 
 class Acceptance(NamedTuple):
@@ -47,27 +48,44 @@ def make_pair(
     Recipes: None takes those of the shipped pair of this kind.
     """
     train_target(kind, out / "target", target_recipe or RECIPES[kind], seed)
+    make_draft(out, kind, seed=seed, recipe=draft_recipe)
+
+
+def make_draft(out: Path, kind: Kind, *, seed: int = 0, recipe: Recipe | None = None, second: bool = False) -> None:
+    """Train a draft for `out`/target: `out`/draft, or with `second` the DFlash 2 draft `out`/draft2. Both read the same
+    text, and by default for as many steps."""
     # The draft learns from the weights as they are shipped, in fp32 so that it meets the target's exact choices.
     target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     tokenizer = make_tokenizer()
     config = draft_config_for(
-        target, n_layers=N_DRAFT_LAYERS, block_size=BLOCK_SIZE, mask_token_id=MASK, target_layer_ids=TARGET_LAYER_IDS
+        target,
+        n_layers=N_DRAFT_LAYERS,
+        block_size=BLOCK_SIZE,
+        mask_token_id=MASK,
+        target_layer_ids=TARGET_LAYER_IDS,
+        second=SECOND if second else None,
     )
+    folder = out / draft_folder(second=second)
     data = Data(
         rows_at=lambda step: rows_at(tokenizer, seed + 1, step),
         held_out=[chat_rows(tokenizer, "held out", (8, 256), held_out=True)],
         prompts=[prompt for _, prompt in held_out_prompts(tokenizer, 1)[::3]],
         facts={},
     )
-    recipe = draft_recipe or DRAFT_RECIPES[kind]
-    draft = train_draft(target, config, data, recipe, out=out / "draft", settings=Settings(seed=seed, eval_tokens=32))
-    draft.to(torch.bfloat16).save_pretrained(out / "draft")
+    recipe = recipe or DRAFT_RECIPES[kind]
+    draft = train_draft(target, config, data, recipe, out=folder, settings=Settings(seed=seed, eval_tokens=32))
+    draft.to(torch.bfloat16).save_pretrained(folder)
 
 
-def load_pair(folder: Path) -> tuple[DraftModel, PreTrainedModel]:
+def draft_folder(*, second: bool) -> str:
+    """Of a pair's two drafts, which share the target."""
+    return "draft2" if second else "draft"
+
+
+def load_pair(folder: Path, *, second: bool = False) -> tuple[DraftModel, PreTrainedModel]:
     """Draft and target of `folder`, in fp32."""
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    return DraftModel.from_pretrained(folder / "draft", dtype=torch.float32), target
+    return DraftModel.from_pretrained(folder / draft_folder(second=second), dtype=torch.float32), target
 
 
 def held_out_prompts(tokenizer: PreTrainedTokenizerFast, n_per_task: int) -> list[tuple[str, torch.Tensor]]:

@@ -24,6 +24,7 @@ from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.geometry import Config
 from sglang_dflash.config import combine
 from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.host.arguments import Arguments, TargetFacts
 from tests.server.lib import families
 from tests.server.lib.families import FAMILIES
@@ -68,7 +69,7 @@ def test_a_recipe_parses_and_its_pair_is_accepted(
     assert config.draft_attention_backend == DRAFT_BACKENDS[gpu]
 
 
-def published(target: str, draft: str) -> tuple[TargetFacts, checkpoint.Checkpoint] | None:
+def published(target: str, draft: str) -> tuple[TargetFacts, Checkpoint] | None:
     """The pair as it was published, where its configs are known here."""
     if target not in models.TARGETS:
         return None

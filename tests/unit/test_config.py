@@ -10,7 +10,7 @@ import pytest
 from sglang_dflash import config
 from sglang_dflash.config import check_arguments, combine
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft.checkpoint import FULL, SLIDING, Checkpoint
+from sglang_dflash.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, is_given
 from sglang_dflash.host.names import SECTIONS

@@ -110,15 +110,19 @@ BAD = {
         env={"SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1"},
     ),
     # the draft
-    "DFlash 2": Bad(
-        "NotSupported: {draft}: architecture is DFlash2DraftModel, not DFlashDraftModel; give a DFlash v1 draft, or "
-        "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker",
+    "DSpark": Bad(
+        "NotSupported: {draft}: architecture is DSparkDraftModel, not DFlashDraftModel or DFlash2DraftModel; give a "
+        "DFlash draft, or set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker",
+        draft={"architectures": ["DSparkDraftModel"]},
+    ),
+    "DFlash 2 without a selector": Bad(
+        "ValueError: {draft}: DFlash2DraftModel with a selector_rank of 0: a candidate selector is",
         draft={"architectures": ["DFlash2DraftModel"]},
     ),
-    "Domino": Bad("projector_type='domino' is not DFlash v1", draft=dflash(projector_type="domino")),
+    "Domino": Bad("projector_type='domino' is not DFlash", draft=dflash(projector_type="domino")),
     "LiLiCorr": Bad("lilicorr_enabled=True belongs to LiLiCorr", draft=dflash(lilicorr_enabled=True)),
     "a model that is no draft": Bad(
-        "NotSupported: {draft}: architecture is Qwen3ForCausalLM, not DFlashDraftModel",
+        "NotSupported: {draft}: architecture is Qwen3ForCausalLM, not DFlashDraftModel or DFlash2DraftModel",
         draft={"architectures": ["Qwen3ForCausalLM"], "dflash_config": {}},
     ),
     "no head_dim": Bad("ValueError: {draft}: config.json has no head_dim", draft={"head_dim": None}),
@@ -145,9 +149,8 @@ BAD = {
     "a layer too many": Bad("11 of 36 tensors are missing", draft={"num_hidden_layers": 3, "layer_types": None}),
     "another width": Bad("gate_proj.weight has shape [96, 64]", draft={"intermediate_size": 128}),
     "no window": Bad("config.json has no sliding_window", draft={"layer_types": ["sliding_attention"] * 2}),
-    "non-causal window": Bad(
-        "NotSupported: {draft}: is_causal=False on sliding_attention layers is not DFlash v1",
-        draft={"layer_types": ["sliding_attention"] * 2, "sliding_window": 32, "is_causal": False},
+    "a causal block": Bad(
+        "NotSupported: {draft}: is_causal=True on full_attention layers is not DFlash", draft={"is_causal": True}
     ),
     "quantized draft": Bad("quantization_config=", draft={"quantization_config": {"quant_method": "fp8"}}),
 }
@@ -198,7 +201,7 @@ def spoil(draft: Path, how: str, checkpoints: ModuleType) -> Path:
         ("pickled weights", "holds pytorch_model.bin, and only safetensors are loaded; convert it"),
         ("cut off", "cannot be read as safetensors"),
         ("config cut off", "is not JSON"),
-        ("an extra tensor", "1 tensors are not part of a DFlash v1 draft, the first is lm_head.weight"),
+        ("an extra tensor", "1 tensors are not part of a DFlash draft, the first is lm_head.weight"),
     ],
 )
 def test_files_that_are_no_draft_end_the_launch(

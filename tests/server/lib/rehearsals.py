@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from launch.tiny import Arm
-from sglang_dflash.draft.checkpoint import FULL, SLIDING
+from sglang_dflash.draft.record import FULL, SLIDING
 from tests.server.lib.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
 
 SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90"),)

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from sglang_dflash.draft.checkpoint import FULL, SLIDING
+from sglang_dflash.draft.record import FULL, SLIDING
 from tests.server.lib.sliding import WINDOW
 
 

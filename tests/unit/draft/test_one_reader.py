@@ -10,20 +10,47 @@ from typing import Any
 import pytest
 
 from sglang_dflash.draft import checkpoint
-from sglang_dflash.draft.checkpoint import FULL, SLIDING, Checkpoint
+from sglang_dflash.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.model import DraftConfig, DraftModel
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 
 # What config.json says -> what is read. The draft is that of `fixtures/checkpoints.py`; None leaves a field out.
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as it is": ({}, {"layer_types": (FULL, FULL), "sliding_window": None, "rope_parameters": ROPE, "block_size": 8}),
-    # Increasing functions of a logit: they move no argmax.
-    "output_multiplier": ({"dflash_config": {"output_multiplier": 0.5}}, {}),
-    "final_logit_softcapping": ({"dflash_config": {"final_logit_softcapping": 30.0}}, {}),
+    "output_multiplier": ({"dflash_config": {"output_multiplier": 0.5}}, {"output_multiplier": 0.5}),
+    "final_logit_softcapping": (
+        {"dflash_config": {"final_logit_softcapping": 30.0}}, {"final_logit_softcapping": 30.0},
+    ),
+    "no soft cap": ({"dflash_config": {"final_logit_softcapping": 0.0}}, {"final_logit_softcapping": None}),
+    "DFlash 2": ({"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND}, SECOND),
+    "DFlash 2 under another name": (
+        {"architectures": ["MiniMaxDFlash2DraftModel"], "dflash_config": SECOND}, SECOND,
+    ),
+    "a selector without a convolution": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": {"selector_rank": 8, "selector_top_k": 4}},
+        {"conv_kernel_size": 0, "selector_rank": 8},
+    ),
+    "a convolution without a selector": (
+        {"dflash_config": {"conv_kernel_size": 3, "conv_group_size": 8}}, {"conv_kernel_size": 3, "selector_rank": 0},
+    ),
+    "sliding layers that see their block": (
+        WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": False},
+        {"layer_windows": (32, 32), "sliding_is_causal": False},
+    ),
+    "and full layers beside them": (
+        WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": False},
+        {"layer_windows": (32, None), "sliding_is_causal": False},
+    ),
+    "is_causal said twice": (
+        WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": False, "dflash_config": {"causal": False}},
+        {"sliding_is_causal": False},
+    ),
+    "another name of DFlash": ({"architectures": ["MuseGlimmerAssistantModel"]}, {"selector_rank": 0}),
     "mask_token_id at the top": ({"mask_token_id": 5, "dflash_config": {"mask_token_id": None}}, {"mask_token_id": 5}),
     "block_size in either place": ({"block_size": 16, "dflash_config": {"block_size": 4}}, {"block_size": 4}),
     "num_target_layers inside": (
@@ -48,10 +75,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         WINDOW | {"layer_types": [SLIDING, FULL]}, {"layer_types": (SLIDING, FULL), "layer_windows": (32, None)},
     ),
     "a window that no layer has": (WINDOW, {"sliding_window": None, "layer_windows": (None, None)}),
-    "is_causal as v1 has it, sliding": (
+    "is_causal as by default, sliding": (
         WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": True}, {"layer_windows": (32, 32)},
     ),
-    "causal as v1 has it, full": ({"dflash_config": {"causal": False}}, {"layer_windows": (None, None)}),
+    "causal as said, full": ({"dflash_config": {"causal": False}}, {"layer_windows": (None, None)}),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
@@ -69,20 +96,50 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "a window below the block": (
         {"layer_types": [SLIDING, FULL], "sliding_window": 4}, ValueError, "sliding_window 4 is smaller than block_siz",
     ),
-    "gating": ({"gating": "x"}, NotSupported, "gating='x' is not DFlash v1"),
+    "gating": ({"gating": "x"}, NotSupported, "gating='x' is not DFlash"),
     "gru_hidden": ({"dflash_config": {"gru_hidden": 8}}, NotSupported, "gru_hidden=8 belongs to Domino"),
     "markov_order": ({"dflash_config": {"markov_order": 2}}, NotSupported, "markov_order=2 belongs to DSpark"),
-    "num_experts": ({"num_experts": 8}, NotSupported, "num_experts=8 is not DFlash v1"),
-    "another architecture": ({"architectures": ["DFlash2DraftModel"]}, NotSupported, "architecture is DFlash2Draft"),
-    "another family": ({"model_type": "llama"}, NotSupported, "model_type='llama' is not DFlash v1"),
+    "num_experts": ({"num_experts": 8}, NotSupported, "num_experts=8 is not DFlash"),
+    "another architecture": ({"architectures": ["DSparkDraftModel"]}, NotSupported, "architecture is DSparkDraft"),
+    "two architectures": (
+        {"architectures": ["DFlashDraftModel", "DFlash2DraftModel"]}, NotSupported, "architecture is DFlashDraftModel, D",
+    ),
+    "DFlash 2 without a selector": (
+        {"architectures": ["DFlash2DraftModel"]}, ValueError, "DFlash2DraftModel with a selector_rank of 0",
+    ),
+    "DFlash with a selector": (
+        {"dflash_config": {"selector_rank": 8, "selector_top_k": 4}}, ValueError, "DFlashDraftModel with a selector_r",
+    ),
+    "candidates without a rank": (
+        {"dflash_config": {"selector_top_k": 4}}, ValueError, "selector_rank and selector_top_k go together",
+    ),
+    "groups without taps": (
+        {"dflash_config": {"conv_group_size": 16}}, ValueError, "conv_kernel_size and conv_group_size go together",
+    ),
+    "groups that do not fit": (
+        {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 12}}, ValueError, "12 does not divide hidden_size",
+    ),
+    "more candidates than tokens": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND | {"selector_top_k": 200}},
+        ValueError, "selector_top_k 200 of a vocab_size of 128",
+    ),
+    "a selector of no vocabulary": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND, "vocab_size": None},
+        ValueError, "selector_top_k 4 of a vocab_size of None",
+    ),
+    "output_multiplier 0": (
+        {"dflash_config": {"output_multiplier": -1.0}}, ValueError, "output_multiplier -1.0 is not positive",
+    ),
+    "input_embedding_scale": ({"input_embedding_scale": 2.0}, NotSupported, "input_embedding_scale=2.0 is not DFlash"),
+    "another family": ({"model_type": "llama"}, NotSupported, "model_type='llama' is not DFlash"),
     "no dflash_config": ({"dflash_config": None}, ValueError, "config.json has no dflash_config object"),
     "causal full layers": (
         {"dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True on full_attention layers is not",
     ),
     "is_causal full layers": ({"is_causal": True}, NotSupported, "is_causal=True on full_attention layers is not DFla"),
-    "sliding layers that are not causal": (
-        WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": False},
-        NotSupported, "is_causal=False on sliding_attention layers is not DFlash v1",
+    "sliding layers, causal in one place alone": (
+        WINDOW | {"layer_types": [SLIDING, SLIDING], "dflash_config": {"causal": False}},
+        NotSupported, "dflash_config.causal=False on sliding_attention layers is not DFlash",
     ),
     "one word for layers of two kinds": (
         WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": True}, NotSupported, "is_causal=True on full_attention",
@@ -139,6 +196,9 @@ def test_all_refuse_the_same(case: str, write: Callable) -> None:
         {"layer_types": (FULL, "linear_attention")},
         {"layer_types": (FULL, SLIDING)},
         {"layer_types": (FULL, SLIDING), "sliding_window": 4},
+        {"selector_rank": 8},
+        {"selector_rank": 8, "selector_top_k": 200},
+        {"conv_kernel_size": 2, "conv_group_size": 12},
     ],
     ids=str,
 )
@@ -153,7 +213,8 @@ def test_every_field_is_written(write: Callable) -> None:
     other = replace(
         checkpoint.read(str(write({}))), rms_norm_eps=1e-5, attention_bias=True, max_position_embeddings=64,
         rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}, layer_types=(SLIDING, SLIDING),
-        sliding_window=9, num_target_layers=None, dtype="float16",
+        sliding_window=9, sliding_is_causal=False, num_target_layers=None, dtype="float16",
+        **SECOND, output_multiplier=0.5, final_logit_softcapping=20.0,
     )  # fmt: skip
     defaults = {field.name: field.default for field in fields(Checkpoint)}
     assert [name for name, value in vars(other).items() if value == defaults[name]] == []

@@ -56,7 +56,26 @@ def sees(config, layer, query_position, key_position, *, prefix_len, window):
     in_context = key_position < prefix_len
     if in_context and window is not None and key_position < prefix_len - window:
         return False
-    return config.layer_types[layer] == FULL or 0 <= distance < config.sliding_window
+    if config.layer_types[layer] == FULL:
+        return True
+    return (0 if config.sliding_is_causal else 1 - config.sliding_window) <= distance < config.sliding_window
+
+
+def convolved(w, name, side, sources, slots):
+    """DFlash 2: slot n of `slots` mixed with those before it in the block; the kernel's changes come from `sources`."""
+    if f"{name}.base_kernel" not in w:
+        return slots
+    base_SH = w[f"{name}.base_kernel"][side]
+    (n_taps, H), out = base_SH.shape, []
+    for n, source in enumerate(sources):
+        change_SJ = (w[f"{name}.kernel_projection.weight"] @ source).view(2, n_taps, -1)[side]
+        group_size = H // change_SJ.shape[1]
+        mixed = torch.zeros(H)
+        for s in range(min(n_taps, n + 1)):
+            for h in range(H):
+                mixed[h] += (base_SH[s, h] + change_SJ[s, h // group_size]) * slots[n - s][h]
+        out.append(mixed)
+    return out
 
 
 def defined_forward(draft, embeddings_NH, features_TC, window=None):
@@ -68,7 +87,8 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
     for i in range(config.num_hidden_layers):
         w = {name.removeprefix(f"layers.{i}."): p for name, p in weights.items() if name.startswith(f"layers.{i}.")}
         normed = [rms_norm(h, w["input_layernorm.weight"]) for h in hidden]
-        sources = context + normed
+        inputs = convolved(w, "attention_conv", 0, normed, normed)
+        sources = context + inputs
         keys, values = [], []  # of every position and group
         for position, source in enumerate(sources):
             key_GE = (w["self_attn.k_proj.weight"] @ source).view(-1, E)
@@ -78,17 +98,21 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
         for n in range(N):
             seen = [p for p in range(T + N) if sees(config, i, T + n, p, prefix_len=T, window=window)]
             heads = []
-            for head, query in enumerate((w["self_attn.q_proj.weight"] @ normed[n]).view(-1, E)):
+            for head, query in enumerate((w["self_attn.q_proj.weight"] @ inputs[n]).view(-1, E)):
                 group = head // (config.num_attention_heads // config.num_key_value_heads)
                 query = turned(rms_norm(query, w["self_attn.q_norm.weight"]), T + n)
                 scores = torch.stack([query @ keys[p][group] / math.sqrt(E) for p in seen])
                 heads.append(torch.softmax(scores, 0) @ torch.stack([values[p][group] for p in seen]))
-            attended.append(hidden[n] + w["self_attn.o_proj.weight"] @ torch.cat(heads))
-        hidden = []
-        for h in attended:
-            x = rms_norm(h, w["post_attention_layernorm.weight"])
+            attended.append(w["self_attn.o_proj.weight"] @ torch.cat(heads))
+        attended = convolved(w, "attention_conv", 1, normed, attended)
+        hidden = [h + out for h, out in zip(hidden, attended, strict=True)]
+        normed = [rms_norm(h, w["post_attention_layernorm.weight"]) for h in hidden]
+        outputs = []
+        for x in convolved(w, "mlp_conv", 0, normed, normed):
             gated = F.silu(w["mlp.gate_proj.weight"] @ x) * (w["mlp.up_proj.weight"] @ x)
-            hidden.append(h + w["mlp.down_proj.weight"] @ gated)
+            outputs.append(w["mlp.down_proj.weight"] @ gated)
+        outputs = convolved(w, "mlp_conv", 1, normed, outputs)
+        hidden = [h + out for h, out in zip(hidden, outputs, strict=True)]
     return torch.stack([rms_norm(h, weights["norm.weight"]) for h in hidden])
 
 
@@ -100,6 +124,10 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
         {"layer_types": (SLIDING, FULL), "sliding_window": 3, "block_size": 3},
         {"layer_types": (FULL, SLIDING), "sliding_window": 6},
         {"layer_types": (SLIDING, SLIDING), "sliding_window": 3, "block_size": 3},
+        {"layer_types": (SLIDING, FULL), "sliding_window": 3, "block_size": 3, "sliding_is_causal": False},
+        {"conv_kernel_size": 2, "conv_group_size": 8},
+        {"conv_kernel_size": 3, "conv_group_size": 1, "layer_types": (SLIDING, FULL), "sliding_window": 6},
+        {"conv_kernel_size": 6, "conv_group_size": 32},
     ],
 )
 def test_forward_is_the_definition(fields, window):

@@ -9,12 +9,14 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwe
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
 from sglang_dflash.model.target import TargetReader
-from sglang_dflash.train.draft import draft_config_for, initialised
+from sglang_dflash.train.draft import Second, draft_config_for, initialised
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.objective import (
     Blocks,
-    block_logits,
+    Scores,
     block_loss,
+    block_scores,
+    candidate_scores,
     default_gamma,
     make_blocks,
     random_anchors,
@@ -28,6 +30,9 @@ COMMON = {
 }  # fmt: skip
 
 
+SECOND = Second(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=3)
+
+
 def dense():
     return Qwen3ForCausalLM(Qwen3Config(**COMMON))
 
@@ -39,11 +44,17 @@ def hybrid():
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **head_dims, **n_heads, rope_parameters=rope))
 
 
-def make_pair(make_target):
+def make_pair(make_target, second=None):
     torch.manual_seed(0)
     target = make_target().eval().requires_grad_(False)
-    config = draft_config_for(target, n_layers=2, block_size=5, mask_token_id=MASK, target_layer_ids=(0, 1, 2))
-    return initialised(DraftModel(config), std=0.3), target
+    config = draft_config_for(
+        target, n_layers=2, block_size=5, mask_token_id=MASK, target_layer_ids=(0, 1, 2), second=second
+    )
+    draft = initialised(DraftModel(config), std=0.3)
+    for name, parameter in draft.named_parameters():
+        if "_conv." in name or "codebook" in name:  # which start without a say
+            torch.nn.init.normal_(parameter, std=0.3)
+    return draft, target
 
 
 def rows(text: str, said: str) -> Rows:
@@ -56,17 +67,18 @@ def tokens(text: str) -> list[int]:
     return [MASK if c == "#" else ord(c) - ord("a") for c in text]
 
 
+@pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("make_target", [dense, hybrid])
-def test_training_sees_what_inference_sees(make_target):
+def test_training_sees_what_inference_sees(make_target, second):
     """Many blocks from one pass over whole rows equal, each, one drafting step after reading only what came before."""
-    draft, target = make_pair(make_target)
+    draft, target = make_pair(make_target, second)
     draft, target = draft.double(), target.double()
     batch = Rows(torch.randint(0, MASK, (2, 24)), torch.ones(2, 24, dtype=torch.bool), torch.tensor([-1, -1]))
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     anchor_RA = random_anchors(batch.is_response_RL, 6, torch.Generator().manual_seed(0))
     blocks = make_blocks(batch, choices_RL, anchor_RA, block_size=5, mask_token_id=MASK)
     everywhere = blocks._replace(is_valid_RAD=torch.ones_like(blocks.is_valid_RAD))
-    trained = block_logits(draft, target, features_RLC, everywhere).view(2, 6, 4, VOCAB)
+    trained = block_scores(draft, target, features_RLC, everywhere).logits.view(2, 6, 4, VOCAB)
     for r, a in torch.cartesian_prod(torch.arange(2), torch.arange(6)).tolist():
         anchor = int(anchor_RA[r, a])
         if anchor == 0:
@@ -132,10 +144,40 @@ def test_loss_by_hand():
         logits[slot, label], logits[slot, 0] = math.log(p), math.log(1 - p)
     weights = [1.0, math.exp(-0.5), math.exp(-1.0)]
     want = sum(w * k for w, k in zip(weights, (1, 2, 3), strict=True)) * math.log(2)
-    loss, weight = block_loss(logits, one_block(3), gamma=2.0)
+    loss, weight = block_loss(Scores(logits, torch.tensor([1, 2, 3]), None, None), one_block(3), gamma=2.0)
     assert (loss.item(), weight.item()) == (pytest.approx(want, rel=1e-6), pytest.approx(sum(weights), rel=1e-6))
-    loss, weight = block_loss(logits[:1], one_block(1), gamma=2.0)
+    loss, weight = block_loss(Scores(logits[:1], torch.tensor([1]), None, None), one_block(1), gamma=2.0)
     assert (loss.item(), weight.item()) == (pytest.approx(math.log(2), rel=1e-6), 1)
+    # The selector's is added: right with probability 1/8.
+    chosen = torch.tensor([[math.log(1 / 8), math.log(7 / 8)]])
+    scores = Scores(logits[:1], torch.tensor([1]), chosen, torch.tensor([0]))
+    loss, weight = block_loss(scores, one_block(1), gamma=2.0)
+    assert (loss.item(), weight.item()) == (pytest.approx(4 * math.log(2), rel=1e-6), 1)
+
+
+def test_the_selector_learns_behind_the_token_that_is_right():
+    """Of three slots: the label is the best token, is the third best, is none of the three candidates."""
+    draft, _ = make_pair(dense, SECOND)
+    selector = draft.candidate_selector
+    logits, hidden = torch.zeros(3, VOCAB), torch.randn(3, 32)
+    for slot in logits:
+        slot[5], slot[6], slot[7] = 3.0, 2.0, 1.0
+    before, labels = torch.tensor([1, 2, 3]), torch.tensor([5, 7, 9])
+    scores, right = candidate_scores(selector, hidden, logits, (before, labels))
+    assert right.tolist() == [0, 2, 2]
+    for i, tokens in enumerate([[5, 6, 7], [5, 6, 7], [5, 6, 9]]):
+        want = logits[i, tokens] + selector.edges(before[i], hidden[i], torch.tensor(tokens))
+        torch.testing.assert_close(scores[i], want)
+
+
+def test_every_part_of_a_dflash_2_draft_learns():
+    draft, target = make_pair(dense, SECOND)
+    batch = rows("abcdefgh", "||||||||")
+    choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
+    blocks = make_blocks(batch, choices_RL, torch.tensor([[1]]), block_size=5, mask_token_id=MASK)
+    loss, _ = block_loss(block_scores(draft, target, features_RLC, blocks), blocks, 2.0)
+    loss.backward()
+    assert [name for name, p in draft.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient():
@@ -143,7 +185,7 @@ def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient():
     batch = rows("aaaaaaaa", "........")
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     blocks = make_blocks(batch, choices_RL, torch.tensor([[2]]), block_size=5, mask_token_id=MASK)
-    loss, weight = block_loss(block_logits(draft, target, features_RLC, blocks), blocks, 2.0)
+    loss, weight = block_loss(block_scores(draft, target, features_RLC, blocks), blocks, 2.0)
     loss.backward()
     assert (loss.item(), weight.item()) == (0, 0)
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())

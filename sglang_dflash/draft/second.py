@@ -1,0 +1,86 @@
+"""What DFlash 2 adds to the draft that SGLang runs; `sglang_dflash.model.second` says what it is, in plain torch.
+
+Dimensions: T rows (B requests x N block tokens), D = N - 1 drafts, H hidden, S taps, J groups of channels, V vocabulary,
+K candidates, R rank of the selector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from sglang_dflash_kernels.block_conv import BLOCK_CONV
+from sglang_dflash_kernels.select_path import SELECT_PATH
+from torch import nn
+
+from sglang_dflash.draft.target_ends import TargetEnds, best_candidates
+
+
+class BlockConv(nn.Module):
+    """The convolution around one sublayer. Whole on every rank, as the hidden states are."""
+
+    def __init__(self, hidden_size: int, n_taps: int, group_size: int) -> None:
+        super().__init__()
+        self.shape = (-1, 2, n_taps, hidden_size // group_size)
+        self.base_kernel = nn.Parameter(torch.zeros(2, n_taps, hidden_size), requires_grad=False)
+        self.kernel_projection = nn.Linear(hidden_size, 2 * n_taps * self.shape[-1], bias=False)
+        self.convolve = BLOCK_CONV.form_for(self.base_kernel)
+
+    @classmethod
+    def of(cls, config: Any) -> BlockConv | None:
+        """As a draft's config says; None for a draft without."""
+        said: Mapping[str, int] = config.dflash_config
+        if not said.get("conv_kernel_size"):
+            return None
+        return cls(config.hidden_size, said["conv_kernel_size"], said["conv_group_size"])
+
+
+def convolved(
+    conv: BlockConv | None,
+    sublayer: Callable[[torch.Tensor], torch.Tensor],
+    hidden_TH: torch.Tensor,
+    block_size: int,
+) -> torch.Tensor:
+    """The sublayer with `conv` around it, or alone: [T, H] -> [T, H]."""
+    if conv is None:
+        return sublayer(hidden_TH)
+    before_TSJ, after_TSJ = conv.kernel_projection(hidden_TH).view(conv.shape).unbind(1)
+    hidden_TH = conv.convolve(hidden_TH, before_TSJ, conv.base_kernel[0], block_size=block_size)
+    return conv.convolve(sublayer(hidden_TH), after_TSJ, conv.base_kernel[1], block_size=block_size)
+
+
+class CandidateSelector(nn.Module):
+    """One path through the candidates of a block's slots. Whole on every rank: any may need any token's row."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        said: Mapping[str, Any] = config.dflash_config
+        rank = said["selector_rank"]
+        self.n_candidates = said["selector_top_k"]
+        self.multiplier = said.get("output_multiplier") or 1.0
+        self.cap = said.get("final_logit_softcapping") or None
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank), requires_grad=False)
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank), requires_grad=False)
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+        self.walk = SELECT_PATH.form_for(self.predecessor_codebook)
+
+    @classmethod
+    def of(cls, config: Any) -> CandidateSelector | None:
+        """As a draft's config says; None for a draft without."""
+        return cls(config) if config.dflash_config.get("selector_rank") else None
+
+    def path(self, hidden_BDH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+        """The drafts behind the anchors, int64 [B, D]: in each slot the candidate that goes best with the one before."""
+        tokens_BDK, logits_BDK = best_candidates(hidden_BDH, ends, self.n_candidates)
+        logits_BDK *= self.multiplier
+        if self.cap is not None:
+            logits_BDK = self.cap * torch.tanh(logits_BDK / self.cap)
+        return self.walk(
+            tokens_BDK,
+            logits_BDK,
+            self.hidden_projection(hidden_BDH),
+            anchor_B,
+            self.predecessor_codebook,
+            self.successor_codebook,
+        )
