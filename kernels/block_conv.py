@@ -84,9 +84,7 @@ def block_conv_triton(
 BLOCK_CONV = Forms(on_cpu=block_conv_torch, on_gpu=block_conv_triton)
 
 
-def block_conv(
-    x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, *, block_size: int
-) -> torch.Tensor:
+def block_conv(x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, *, block_size: int) -> torch.Tensor:
     """Convolve `x_TH` within blocks of `block_size` >= 2 rows; [T, H] in its dtype. T may be 0.
 
     `x_TH` and `base_SH` are contiguous; rows of `change_TSJ` may lie apart, as those of one half of a projection

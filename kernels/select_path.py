@@ -1,7 +1,7 @@
 """Choose one path through the candidates of a block: in each slot the one that goes best with the token before it.
 
-    score[c] = unary[b, d, c] + sum over r of (predecessor[previous, r] query[b, d, r]) successor[candidates[b, d, c], r]
-    previous = drafts[b, d] = candidates[b, d, the first c of the largest score]        (previous is the anchor at d = 0)
+    score[c] = unary[b, d, c] + sum_r (predecessor[previous, r] query[b, d, r]) successor[candidates[b, d, c], r]
+    previous = drafts[b, d] = candidates[b, d, the first c of the largest score]      (at d = 0 the anchor is previous)
 
 Shapes: B requests, D drafts per block, K candidates per draft, V vocabulary, R rank of the two tables.
 Source: DFlash 2, the candidate selector (z-lab and Inco AI 2026, SGLang 0.5.23's `models/dflash.py`).

@@ -5,9 +5,11 @@ from pathlib import Path
 from sglang_dflash.bench.tiny import (
     ARMS,
     DENSE,
+    DENSE_2,
     ENV,
     FLAGS,
     HYBRID,
+    HYBRID_2,
     HYBRID_FLAGS,
     Arm,
     Pair,
@@ -17,8 +19,8 @@ from sglang_dflash.bench.tiny import (
 )
 
 __all__ = [
-    "ARMS", "DENSE", "ENV", "FLAGS", "HYBRID", "HYBRID_FLAGS", "RESULTS", "ROOT", "RUN_DIR", "Arm", "Pair",
-    "command", "environment", "require_worker",
+    "ARMS", "DENSE", "DENSE_2", "ENV", "FLAGS", "HYBRID", "HYBRID_2", "HYBRID_FLAGS", "RESULTS", "ROOT", "RUN_DIR",
+    "Arm", "Pair", "command", "environment", "require_worker",
 ]  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent

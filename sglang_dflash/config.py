@@ -76,7 +76,8 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> DFl
             asked=arguments.draft_backend,
             target=arguments.target_backend,
             needs=backends.Needs(
-                full_layers=None in draft.layer_windows,
+                whole_blocks=None in draft.layer_windows or not draft.sliding_is_causal,
+                slides_both_ways=not draft.sliding_is_causal,
                 device=arguments.device,
                 kv_dtype=arguments.draft_kv_dtype,
                 page_size=arguments.page_size,

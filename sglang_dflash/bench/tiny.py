@@ -24,6 +24,11 @@ HYBRID = Pair(ASSETS / "tiny" / "target", ASSETS / "tiny" / "draft")  # Qwen3.5-
 DENSE = Pair(ASSETS / "tiny_dense" / "target", ASSETS / "tiny_dense" / "draft")  # Qwen3-style: full attention only
 
 
+# The same targets with DFlash 2 drafts.
+HYBRID_2 = HYBRID._replace(draft=ASSETS / "tiny" / "draft2")
+DENSE_2 = DENSE._replace(draft=ASSETS / "tiny_dense" / "draft2")
+
+
 class Arm(StrEnum):
     """Who decodes."""
 

@@ -1,7 +1,7 @@
 """What DFlash 2 adds to the draft that SGLang runs; `sglang_dflash.model.second` says what it is, in plain torch.
 
-Dimensions: T rows (B requests x N block tokens), D = N - 1 drafts, H hidden, S taps, J groups of channels, V vocabulary,
-K candidates, R rank of the selector.
+Dimensions: T rows (B requests x N block tokens), D = N - 1 drafts, H hidden, S taps, J groups of channels, V
+vocabulary, K candidates, R rank of the selector.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CandidateSelector(nn.Module):
         return cls(config) if config.dflash_config.get("selector_rank") else None
 
     def path(self, hidden_BDH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-        """The drafts behind the anchors, int64 [B, D]: in each slot the candidate that goes best with the one before."""
+        """The drafts behind the anchors, int64 [B, D]: in each slot the candidate that goes best behind the last."""
         tokens_BDK, logits_BDK = best_candidates(hidden_BDH, ends, self.n_candidates)
         logits_BDK *= self.multiplier
         if self.cap is not None:
@@ -81,6 +81,6 @@ class CandidateSelector(nn.Module):
             logits_BDK,
             self.hidden_projection(hidden_BDH),
             anchor_B,
-            self.predecessor_codebook,
-            self.successor_codebook,
+            predecessor_VR=self.predecessor_codebook,
+            successor_VR=self.successor_codebook,
         )

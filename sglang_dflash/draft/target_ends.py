@@ -66,8 +66,7 @@ def target_ends(model: Any) -> TargetEnds:
 
 
 def top_k_on(device: torch.device) -> TopK:
-    """FlashInfer's radix selection on a GPU: torch's own sorts, which over a large vocabulary takes as long as a draft's
-    layers."""
+    """FlashInfer's radix selection on a GPU: torch's own sorts, which takes long over a large vocabulary."""
     if device.type != "cuda":
         return torch.topk
     import flashinfer
@@ -87,7 +86,7 @@ def likeliest(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
 
 
 def best_candidates(hidden_BDH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target head's K best tokens, int64 [B, D, K], best first, and their logits, fp32; every rank returns the same.
+    """The target head's K best tokens, int64 [B, D, K], best first, and their logits, fp32; the same on every rank.
 
     Ranks exchange K logits each and not their shards of the vocabulary.
     """

@@ -27,7 +27,8 @@ class Backend:
         fp8_kv: where it reads a draft KV cache of fp8_e4m3; below compute capability 8.9 ours cannot be written either.
         own_kv: SGLang keeps the draft's cache in the draft's dtype, whatever was asked for.
         pages: tokens of a KV page that it takes; empty: any.
-        one_pass: a full layer's context is read once for the block; False: once for every slot.
+        one_pass: a layer that sees its whole block reads the context once; False: once for every slot.
+        slides_both_ways: a sliding layer may see its whole block.
         because: where in SGLang 0.5.23 this was read.
     """
 
@@ -37,6 +38,7 @@ class Backend:
     own_kv: bool = False
     pages: tuple[int, ...] = ()
     one_pass: bool = True
+    slides_both_ways: bool = True
 
 
 # In the order of preference. Each masks full layers right, and sliding ones too but for flashinfer (above).
@@ -59,6 +61,7 @@ BACKENDS = {
         fp8_kv=("sm90", "sm100", "sm120"),
         pages=PAGES,
         one_pass=False,
+        slides_both_ways=False,
         because="trtllm_mha_backend.forward_extend: a non-causal layer runs as rows of one token over the context and "
         "the whole block (encoder_page_table), a causal one in the verify kernel; in such rows a window would be the "
         "last slot's",
@@ -88,22 +91,24 @@ class Needs:
     """What the draft's backend has to serve.
 
     Attributes:
-        full_layers: some layers see the whole block, and the whole context.
+        whole_blocks: some layers see their whole block: full ones, or sliding ones with is_causal=false.
+        slides_both_ways: the latter are among them.
         device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
         kv_dtype: what the flags say of the draft's KV cache, such as "auto" or "fp8_e4m3".
         page_size: tokens of a KV page; None: not resolved yet.
     """
 
-    full_layers: bool
+    whole_blocks: bool
     device: str
     kv_dtype: str = "auto"
     page_size: int | None = None
+    slides_both_ways: bool = False
 
 
 def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
     """The draft's backend: the one asked for, else the target's, else the first that fits.
 
-    A target's backend that would read the context of a full layer once for every slot stands back for those that are
+    A target's backend that would read a layer's context once for every slot stands back for those that are
     preferred to it and read it once.
 
     Args:
@@ -118,7 +123,7 @@ def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
         if reason:
             raise NotSupported(f"{FLAG} {asked}: {reason}; use {' or '.join(fits) or 'another draft'}")
         return asked
-    if target in fits and (BACKENDS[target].one_pass or not needs.full_layers):
+    if target in fits and (BACKENDS[target].one_pass or not needs.whole_blocks):
         return target
     if fits:
         return fits[0]
@@ -140,6 +145,8 @@ def why_not(name: str, needs: Needs) -> str:
             f"a draft KV cache of {needs.kv_dtype} cannot be written and read on {needs.device} "
             "(--speculative-draft-kv-cache-dtype auto leaves it in the draft's own dtype)"
         )
+    if needs.slides_both_ways and not backend.slides_both_ways:
+        return "a sliding layer that sees its whole block would look back from the last slot"
     if backend.pages and needs.page_size is not None and needs.page_size not in backend.pages:
         return f"it needs --page-size {', '.join(map(str, backend.pages))}, not {needs.page_size}"
     return ""

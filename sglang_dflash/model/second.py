@@ -7,8 +7,8 @@ it. Without them a slot's argmax may belong to another continuation than its nei
 Published by z-lab and Inco AI (August 2026); SGLang 0.5.23 has the same arithmetic in `models/dflash.py`, and reads
 these parameter names.
 
-Shapes: N slots of a block, D = N - 1 drafts, H hidden, S taps, J groups of channels, V vocabulary, K candidates, R rank;
-X blocks, and `...` whatever stands before.
+Shapes: N slots of a block, D = N - 1 drafts, H hidden, S taps, J groups of channels, V vocabulary, K candidates, R
+rank; X blocks, and `...` whatever stands before.
 """
 
 from collections.abc import Callable

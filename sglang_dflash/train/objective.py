@@ -119,6 +119,6 @@ def block_loss(scores: Scores, blocks: Blocks, gamma: float) -> tuple[torch.Tens
     decay_D = torch.exp(-torch.arange(D, device=scores.logits.device) / gamma)
     weight = decay_D.expand_as(blocks.labels_RAD)[blocks.is_valid_RAD]
     loss = F.cross_entropy(scores.logits.float(), scores.labels, reduction="none")
-    if scores.of_candidates is not None:
+    if scores.of_candidates is not None and scores.right_candidates is not None:
         loss = loss + F.cross_entropy(scores.of_candidates, scores.right_candidates, reduction="none")
     return (loss * weight).sum(), weight.sum()

@@ -33,6 +33,7 @@ MAX_LIVE = 5  # about 2.5 GiB each
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
+SECOND = {"hybrid": tiny.HYBRID_2, "dense": tiny.DENSE_2}
 KIND_FLAGS = {"hybrid": tiny.HYBRID_FLAGS, "dense": ()}
 
 GetServer = Callable[..., Server]

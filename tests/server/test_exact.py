@@ -19,7 +19,7 @@ import pytest
 
 from launch.tiny import Pair
 from sglang_dflash.bench.server import Server
-from tests.server.conftest import PAIRS
+from tests.server.conftest import PAIRS, SECOND
 from tests.server.lib.oracle import oracle
 from tests.server.lib.sliding import with_layers
 from tests.server.lib.talk import steps
@@ -50,9 +50,10 @@ def serving(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     variant: Variant = request.param
-    pair = PAIRS[variant.target]
+    pair = (SECOND if variant.second else PAIRS)[variant.target]
     if variant.draft_layers:
-        pair = with_layers(pair, variant.draft_layers, tmp_path_factory.mktemp("draft"))
+        folder = tmp_path_factory.mktemp("draft")
+        pair = with_layers(pair, variant.draft_layers, folder, both_ways=variant.both_ways)
     prompts = questions(N_PROMPTS, variant.target)
     expected = [reference(prompt, MAX_NEW_TOKENS, variant.target) for prompt in prompts]
     trace, env = tmp_path_factory.mktemp("trace"), dict(variant.env)

@@ -98,6 +98,6 @@ def test_a_profile_s_backends_run_the_draft(profile: str, device: str, backend: 
     chosen = resolve(
         asked=named.get("--speculative-draft-attention-backend"),
         target=named["--attention-backend"],
-        needs=Needs(full_layers=True, device=device, page_size=64),
+        needs=Needs(whole_blocks=True, device=device, page_size=64),
     )
     assert chosen == backend

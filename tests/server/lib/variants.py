@@ -15,6 +15,8 @@ class Variant(NamedTuple):
     block_size: int | None = None
     draft_window: int | None = None
     draft_layers: tuple[str, ...] = ()  # layer types of the draft; (): as it was trained
+    both_ways: bool = False  # sliding layers see their whole block
+    second: bool = False  # the DFlash 2 draft
     # Not under retraction, which repeats steps, nor with a window rounded up to pages, nor where widths change.
     knows_steps: bool = True
     traces_widths: bool = False  # what every step verified and accepted is written down
@@ -56,6 +58,7 @@ VARIANTS = {
     "hybrid-random-widths": Variant(
         "hybrid", (*NO_OVERLAP, *TRACK), RANDOM_WIDTHS, knows_steps=False, traces_widths=True
     ),
+    "hybrid-dflash2": Variant("hybrid", TRACK, second=True),
     "hybrid": Variant("hybrid", (*TRACK, *PROCESSORS, *METRICS)),
     "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
     "hybrid-lazy-chunked": Variant("hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK), full=True),
@@ -75,6 +78,21 @@ VARIANTS = {
         "dense", (*NO_OVERLAP, *CHUNKED), full=True, draft_layers=(SLIDING, SLIDING), draft_window=WINDOW
     ),
     "dense-some-sliding": Variant("dense", full=True, draft_layers=(SLIDING, FULL)),
+    "dense-sliding-both-ways": Variant("dense", full=True, draft_layers=(SLIDING, FULL), both_ways=True),
+    "dense-dflash2": Variant("dense", (*PAGES, *CHUNKED), full=True, second=True),
+    "hybrid-dflash2-random-widths": Variant(
+        "hybrid", TRACK, RANDOM_WIDTHS, full=True, second=True, knows_steps=False, traces_widths=True
+    ),
+    "dense-dflash2-as-published": Variant(  # five sliding layers that see their block, and a block of 8
+        "dense",
+        ("--speculative-num-draft-tokens", "8"),
+        full=True,
+        second=True,
+        draft_layers=(SLIDING, SLIDING),
+        both_ways=True,
+        draft_window=WINDOW,
+        block_size=8,
+    ),
     "hybrid-chosen-widths": Variant(
         "hybrid",
         (*NO_OVERLAP, *TRACK),

@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "num_experts": ({"num_experts": 8}, NotSupported, "num_experts=8 is not DFlash"),
     "another architecture": ({"architectures": ["DSparkDraftModel"]}, NotSupported, "architecture is DSparkDraft"),
     "two architectures": (
-        {"architectures": ["DFlashDraftModel", "DFlash2DraftModel"]}, NotSupported, "architecture is DFlashDraftModel, D",
+        {"architectures": ["DFlashDraftModel", "DFlash2DraftModel"]}, NotSupported, "architecture is DFlashDr.*, DFla",
     ),
     "DFlash 2 without a selector": (
         {"architectures": ["DFlash2DraftModel"]}, ValueError, "DFlash2DraftModel with a selector_rank of 0",

@@ -49,8 +49,8 @@ E4M3 = "fp8_e4m3"
     ],
 )
 def test_fits(name: str, device: str, kv_dtype: str, fits: bool) -> None:
-    for full_layers in (SOME_FULL, ALL_SLIDING):
-        assert (why_not(name, Needs(full_layers, device, kv_dtype)) == "") is fits
+    for whole_blocks in (SOME_FULL, ALL_SLIDING):
+        assert (why_not(name, Needs(whole_blocks, device, kv_dtype)) == "") is fits
 
 
 @pytest.mark.parametrize(("page_size", "fits"), [(1, False), (16, True), (64, True), (128, True), (256, False)])
@@ -62,7 +62,7 @@ def test_pages(page_size: int, fits: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "target", "device", "full_layers", "page_size", "chosen"),
+    ("asked", "target", "device", "whole_blocks", "page_size", "chosen"),
     [
         (None, "fa3", "sm90", SOME_FULL, 1, "fa3"),  # the default on an H200
         ("triton", "fa3", "sm90", SOME_FULL, 1, "triton"),
@@ -79,9 +79,9 @@ def test_pages(page_size: int, fits: bool) -> None:
     ],
 )
 def test_resolve(
-    asked: str | None, target: str | None, device: str, full_layers: bool, page_size: int, chosen: str
+    asked: str | None, target: str | None, device: str, whole_blocks: bool, page_size: int, chosen: str
 ) -> None:
-    assert resolve(asked=asked, target=target, needs=Needs(full_layers, device, page_size=page_size)) == chosen
+    assert resolve(asked=asked, target=target, needs=Needs(whole_blocks, device, page_size=page_size)) == chosen
 
 
 def test_an_fp8_target_on_a_b200_keeps_its_fa4_draft() -> None:
@@ -92,10 +92,10 @@ def test_an_fp8_target_on_a_b200_keeps_its_fa4_draft() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_is_resolved_fits(device: str) -> None:
-    for full_layers, kv_dtype, page_size in itertools.product(
+    for whole_blocks, kv_dtype, page_size in itertools.product(
         (SOME_FULL, ALL_SLIDING), ("auto", E4M3, "fp8_e5m2"), (1, 64)
     ):
-        needs = Needs(full_layers, device, kv_dtype, page_size)
+        needs = Needs(whole_blocks, device, kv_dtype, page_size)
         for target in (*BACKENDS, "hpc_ops", None):
             try:
                 chosen = resolve(asked=None, target=target, needs=needs)
