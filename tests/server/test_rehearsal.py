@@ -15,7 +15,7 @@ from launch import parameters
 from launch.tiny import Pair
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Generation, Server
-from tests.server.conftest import PAIRS
+from tests.server.conftest import PAIRS, SECOND
 from tests.server.lib.oracle import oracle
 from tests.server.lib.rehearsals import REHEARSALS, Rehearsal
 from tests.server.lib.sliding import with_layers
@@ -50,9 +50,10 @@ def serving(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     rehearsal: Rehearsal = request.param
-    pair = PAIRS[rehearsal.target]
+    pair = (SECOND if rehearsal.second else PAIRS)[rehearsal.target]
     if rehearsal.draft_layers:
-        pair = with_layers(pair, rehearsal.draft_layers, tmp_path_factory.mktemp("draft"))
+        folder = tmp_path_factory.mktemp("draft")
+        pair = with_layers(pair, rehearsal.draft_layers, folder, both_ways=rehearsal.both_ways)
     prompts = questions(rehearsal.n_prompts, rehearsal.target)
     expected = [reference(prompt, rehearsal.max_new_tokens, rehearsal.target) for prompt in prompts]
     running = pool.get(

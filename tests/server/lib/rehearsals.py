@@ -39,6 +39,8 @@ class Rehearsal(NamedTuple):
     full: bool = True  # only in `make test-full`
     draft_window: int | None = None
     draft_layers: tuple[str, ...] = ()
+    both_ways: bool = False  # sliding layers see their whole block
+    second: bool = False  # the DFlash 2 draft
     knows_steps: bool = True  # not where widths change
     n_prompts: int = 12
     max_new_tokens: int = 64
@@ -75,6 +77,36 @@ REHEARSALS = {
     "fa3-graphs-no-overlap": Rehearsal((*attention("fa3"), *GRAPHS, "--disable-overlap-schedule")),
     "fa3-graphs-two-ranks": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK, "--tp-size", "2"), TWO_RANKS),
     "fa3-graphs-snapshot": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK), SM90 + SNAPSHOT),
+    "fa3-graphs-dflash2": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK), second=True),
+    "fa3-graphs-dflash2-as-published": Rehearsal(
+        (*attention("fa3"), *BREAKABLE, *PAGES),
+        target="dense",
+        second=True,
+        draft_layers=(SLIDING, SLIDING),
+        both_ways=True,
+        draft_window=64,
+    ),
+    "fa3-graphs-dflash2-two-ranks": Rehearsal(
+        (*attention("fa3"), *GRAPHS, *TRACK, "--tp-size", "2"), TWO_RANKS, second=True
+    ),
+    "fa3-graphs-dflash2-kernels": Rehearsal(
+        (*attention("fa3"), *GRAPHS), INTERPRETED, second=True, n_prompts=4, max_new_tokens=32
+    ),
+    "fa4-graphs-sliding-both-ways": Rehearsal(
+        (*attention("fa4"), *GRAPHS, *PAGES_64), SM100, target="dense", draft_layers=(SLIDING, FULL), both_ways=True
+    ),
+    "flashinfer-graphs-dflash2": Rehearsal((*attention("flashinfer"), *GRAPHS, *TRACK), second=True),
+    "trtllm-gen-graphs-dflash2": Rehearsal(
+        (*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK), SM100, second=True
+    ),
+    "triton-graphs-sliding-both-ways": Rehearsal(
+        (*attention("triton"), *GRAPHS),
+        target="dense",
+        draft_layers=(SLIDING, FULL),
+        both_ways=True,
+        n_prompts=4,
+        max_new_tokens=32,
+    ),
     "fa4-eager": Rehearsal((*attention("fa4"), *EAGER, *PAGES_64), SM100),
     "fa4-graphs": Rehearsal((*attention("fa4"), *BREAKABLE, *PAGES_64, *TRACK), SM100),
     "fa4-graphs-sm90-sliding": Rehearsal((*attention("fa4"), *GRAPHS), target="dense", draft_layers=(SLIDING, FULL)),

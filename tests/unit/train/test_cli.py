@@ -56,6 +56,19 @@ def test_a_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer):
     assert torch.equal(said, model.generate(input_ids, max_new_tokens=10, do_sample=False))
 
 
+def test_a_dflash_2_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer):
+    sizes = ("--conv-group-size", "8", "--selector-rank", "6", "--selector-top-k", "4")
+    assert main(command(target, data, tmp_path / "draft", "--dflash2", *sizes)) == 0
+    draft = DraftModel.from_pretrained(tmp_path / "draft")
+    config = draft.config
+    found = config.conv_kernel_size, config.conv_group_size, config.selector_rank, config.selector_top_k
+    assert found == (2, 8, 6, 4)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    input_ids = torch.tensor([tokenizer.encode("Count.")])
+    said = draft.spec_generate(input_ids, model, 10, stop_token_ids=[2])
+    assert torch.equal(said, model.generate(input_ids, max_new_tokens=10, do_sample=False))
+
+
 def test_a_resumed_draft_is_the_uninterrupted_one(target, data, tmp_path, monkeypatch):
     from sglang_dflash.train import __main__ as cli
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import sglang_dflash
 from sglang_dflash.train import corpus
 from sglang_dflash.train.loop import Recipe
-from sglang_dflash.train.tiny import held_out_prompts, load_pair, make_pair, measure
+from sglang_dflash.train.tiny import held_out_prompts, load_pair, make_draft, make_pair, measure
 from sglang_dflash.train.tiny_target import CHAT_TEMPLATE, MASK, SPECIAL_TOKENS, chat_rows, chat_tokens, make_tokenizer
 
 ASSETS = Path(sglang_dflash.__file__).parent / "assets"
@@ -77,10 +77,12 @@ def test_a_pair_is_made_from_nothing_and_resumed(tmp_path, kind):
     make_pair(tmp_path, kind, target_recipe=short, draft_recipe=short)
     again, _ = load_pair(tmp_path)
     assert all(torch.equal(tensor, made[name]) for name, tensor in again.state_dict().items())
+    make_draft(tmp_path, kind, recipe=short, second=True)
     fresh = (tmp_path / "target" / "config.json").read_text()
     shipped = (PAIRS[kind] / "target" / "config.json").read_text()
     assert json.loads(fresh) == json.loads(shipped)
-    assert (tmp_path / "draft" / "config.json").read_text() == (PAIRS[kind] / "draft" / "config.json").read_text()
+    for folder in ("draft", "draft2"):
+        assert (tmp_path / folder / "config.json").read_text() == (PAIRS[kind] / folder / "config.json").read_text()
     assert target.config.eos_token_id == 2
 
 
@@ -107,6 +109,13 @@ def test_the_shipped_draft_commits_more_than_four_tokens_per_step(pair, tokenize
     *_, overall = measure(*load_pair(pair), tokenizer, n_per_task=1)
     assert overall.mean_committed >= 4
     assert overall.n_steps > 100
+
+
+def test_the_shipped_dflash_2_draft_commits_a_tenth_more(pair, tokenizer):
+    """Trained on the same text for as many steps."""
+    *_, plain = measure(*load_pair(pair), tokenizer, n_per_task=1)
+    *_, second = measure(*load_pair(pair, second=True), tokenizer, n_per_task=1)
+    assert second.mean_committed >= 1.1 * plain.mean_committed
 
 
 def test_the_shipped_pair_says_what_its_target_says(pair, tokenizer):

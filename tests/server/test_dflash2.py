@@ -1,0 +1,34 @@
+"""The DFlash 2 drafts beside SGLang's built-in worker: the same tokens, in the same steps.
+
+The other batteries serve these drafts too: `test_exact.py` against plain torch, `test_rehearsal.py` with captured
+graphs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.server.conftest import SECOND
+from tests.server.lib.talk import steps
+from tests.server.lib.variants import TRACK
+
+pytestmark = pytest.mark.full
+
+N_PROMPTS = 12
+MAX_NEW_TOKENS = 80
+FLAGS = {"hybrid": TRACK, "dense": ()}
+
+
+@pytest.mark.parametrize("target", FLAGS)
+def test_tokens_and_steps_are_the_built_in_worker_s(target: str, pool: Any, questions: Callable) -> None:
+    said = {}
+    prompts = questions(N_PROMPTS, target)
+    for arm in ("stock", "plugin"):
+        running = pool.get(arm, target=target, pair=SECOND[target], flags=FLAGS[target])
+        answers = running.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+        said[arm] = [(answer.token_ids, steps(answer)) for answer in answers]
+        pool.drop(running)
+    assert said["plugin"] == said["stock"]
+    committed = sum(len(token_ids) - 1 for token_ids, _ in said["plugin"])
+    assert committed / sum(sum(counts) for _, counts in said["plugin"]) > 5
