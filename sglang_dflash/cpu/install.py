@@ -80,6 +80,7 @@ def after_load() -> dict[str, Any]:
             sampling.tree_speculative_sampling_target_only
         ),
         _SRT + "speculative.dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE": True,
+        _SRT + "models.dflash._radix_topk": torch.topk,  # FlashInfer's, where that is installed
     }
 
 

@@ -31,4 +31,4 @@ def test_tokens_and_steps_are_the_built_in_worker_s(target: str, pool: Any, ques
         pool.drop(running)
     assert said["plugin"] == said["stock"]
     committed = sum(len(token_ids) - 1 for token_ids, _ in said["plugin"])
-    assert committed / sum(sum(counts) for _, counts in said["plugin"]) > 5
+    assert committed / sum(sum(counts.values()) for _, counts in said["plugin"]) > 5

@@ -7,6 +7,7 @@ the last tests show on servers whose acceptance is spoilt on purpose.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from launch.parameters import SAMPLED, Case
 from sglang_dflash.bench import law
 from sglang_dflash.bench.law import Draw
 from sglang_dflash.bench.server import Server
+from tests.server.conftest import SECOND
 from tests.server.lib.variants import VARIANTS
 
 FLAGS = VARIANTS["hybrid"].flags
@@ -71,6 +73,12 @@ def test_the_law_holds_whatever_the_width(server: Callable, drawn_off: Callable,
     """Every step verifies another number of tokens, one at times."""
     variant = VARIANTS["hybrid-random-widths"]
     assert not compare(server(flags=variant.flags, env=dict(variant.env)), drawn_off, case)
+
+
+@pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)
+def test_the_law_holds_with_a_dflash_2_draft(pool: Any, drawn_off: Callable, case: Case) -> None:
+    second = pool.get(target="hybrid", pair=SECOND["hybrid"], flags=VARIANTS["hybrid-dflash2"].flags)
+    assert not compare(second, drawn_off, case)
 
 
 @pytest.mark.parametrize("rule", ["draw_twice", "argmax_inside", "above_threshold"])
