@@ -3,10 +3,10 @@
     python -m launch.compare_workers            # the tiny pair on this CPU, in fp32, where exact can be decided
 
 Three servers run side by side and are asked the same things, case by case: every case of `launch/parameters.py` with
-every question. What must be the same is compared token for token, with text, finish reason, counts and logprobs; what
-is drawn is compared as a distribution (`bench/law.py`). Three more servers, in SGLang's deterministic mode, are asked
-with seeds. Prints a Markdown table; the JSON document with every case goes to `launch/results/`, its path is the last
-line of stdout.
+every question. What must be the same is compared token for token, with text, finish reason, counts, logprobs and
+hidden states; what is drawn is compared as a distribution (`bench/law.py`). Three more servers, in SGLang's
+deterministic mode, are asked with seeds. Prints a Markdown table; the JSON document with every case goes to
+`launch/results/`, its path is the last line of stdout.
 """
 
 import argparse
@@ -32,20 +32,20 @@ from sglang_dflash.bench.server import Server, end_on_sigterm
 
 WORKERS = (Arm.STOCK, Arm.PLUGIN)
 PARTS = ("exact", "drawn", "seeded")
-LOGPROB_GAP = 1e-4  # of fp32 sums in another order
+GAP = 1e-4  # of fp32 sums in another order
 # Draws are many and short: larger batches than the tiny pair's flags allow.
 DRAWING_FLAGS = ("--max-running-requests", "32", "--max-mamba-cache-size", "256", "--max-total-tokens", "16384")
-SEEDED_FLAGS = ("--enable-deterministic-inference", "--enable-return-hidden-states")
+SEEDED_FLAGS = ("--enable-deterministic-inference",)
 SEEDED_ENV = parameters.REFERENCE_ENV | {"TORCHDYNAMO_DISABLE": "1"}
 SEEDED = tuple(
     Case("sampling_seed", f"seed {seed}", {"temperature": 1.0, "sampling_seed": seed, **more})
     for seed, more in ((1, {}), (2, {"top_k": 20}), (3, {"top_p": 0.9}))
 )
 UNSEEDED = Case("", "another seed", {"temperature": 1.0, "sampling_seed": 0})
-HIDDEN_STATES = Case("return_hidden_states", "hidden states", {"max_new_tokens": 4}, {"return_hidden_states": True})
-ORDER = list(dict.fromkeys(case.row for case in (*EXACT, *SAMPLED, *SEEDED, HIDDEN_STATES)))  # of the table's lines
+ORDER = list(dict.fromkeys(case.row for case in (*EXACT, *SAMPLED, *SEEDED)))  # of the table's lines
 METHOD = (
-    "exact: same token ids, text, finish reason and token counts as without speculation, logprobs within 1e-4. "
+    "exact: same token ids, text, finish reason and token counts as without speculation, logprobs and hidden states "
+    "within 1e-4. "
     f"same law: the first {law.N_POSITIONS} tokens' shares within {law.BOUND:.0f} standard errors. ignored: every "
     "wrong answer is the one given without the parameter, or every draw follows the law without it. All in fp32, at "
     "concurrency 8, draws 32 at a time. Without speculation the overlap schedule is off: under it SGLang counts "
@@ -78,7 +78,7 @@ def serving(
         for arm in tiny.ARMS:
             port = free_port(port)
             is_reference = arm is Arm.OFF
-            own = parameters.REFERENCE_FLAGS if is_reference else (parameters.PROCESSOR_FLAG,)
+            own = parameters.REFERENCE_FLAGS if is_reference else parameters.REQUEST_FLAGS
             servers[arm] = Server(
                 tiny.command(arm, tiny.HYBRID, *tiny.FLAGS, *tiny.HYBRID_FLAGS, *own, *flags),
                 port=port,
@@ -118,10 +118,9 @@ def differs(off: Reply, reply: Reply) -> bool:
     if isinstance(off, Refusal) or isinstance(reply, Refusal) or outcomes(off) != outcomes(reply):
         return off != reply
     gaps = [
-        parameters.furthest_logprob(parameters.logprobs_of(a), parameters.logprobs_of(b))
-        for a, b in zip(off, reply, strict=True)
+        parameters.furthest(parameters.numbers_of(a), parameters.numbers_of(b)) for a, b in zip(off, reply, strict=True)
     ]
-    return max(gaps) > LOGPROB_GAP
+    return max(gaps) > GAP
 
 
 def outcomes(reply: Reply) -> list[Any]:
@@ -274,7 +273,7 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
             comparison.drawn(servers, SAMPLED)
     if "seeded" in options.parts:
         with serving(options, SEEDED_FLAGS, SEEDED_ENV, console) as servers:
-            comparison.exact(servers, [*SEEDED, HIDDEN_STATES], UNSEEDED)
+            comparison.exact(servers, SEEDED, UNSEEDED)
     command = shlex.join(["python", "-m", "launch.compare_workers", *arguments])
     print(table(comparison.rows))
     print(write(document(comparison.rows, options, command), options.output or tiny.RESULTS / file_name("workers")))

@@ -39,10 +39,11 @@ ONE_DAY = 872  # " One"
 BAN_TOKENS = json.dumps(
     {"callable": b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n.".hex()}
 )
-PROCESSOR_FLAG = "--enable-custom-logit-processor"  # without it SGLang refuses a request that brings one
+# Without these SGLang refuses a request that brings a processor, and one that asks for hidden states.
+REQUEST_FLAGS = ("--enable-custom-logit-processor", "--enable-return-hidden-states")
 # Of the server without speculation. Under the overlap schedule SGLang 0.5.23 counts output for penalties one token
 # late, and the prompt's last token in place of the first: what is then penalised is not what the parameter says.
-REFERENCE_FLAGS = (PROCESSOR_FLAG, "--disable-overlap-schedule")
+REFERENCE_FLAGS = (*REQUEST_FLAGS, "--disable-overlap-schedule")
 STAND_INS = Path(__file__).parent / "stand_ins"
 AFTER_LOADING = Path(__file__).parent / "after_loading"
 
@@ -171,7 +172,15 @@ STREAMED = (
     Case("streaming", "streamed", {}, {"stream": True}),
     Case("streaming", "streamed up to a stop string", {"stop": ["."]}, {"stream": True}, 3),
 )
-EXACT = (*GREEDY, *LOGPROBS, *STREAMED)
+RETURNED = (
+    Case("return_hidden_states", "hidden states", {}, {"return_hidden_states": True}),
+    Case("return_hidden_states", "hidden states, stop", {"stop": ["the"]}, {"return_hidden_states": True}),
+    Case(
+        "return_sampling_mask", "sampling masks", {},
+        {"return_sampling_mask": True, "sampling_logprobs_mode": "support"},
+    ),
+)  # fmt: skip
+EXACT = (*GREEDY, *LOGPROBS, *RETURNED, *STREAMED)
 
 # Where drawing is compared. The first token, which the prefill draws, is nearly certain; then the story may go on in
 # many ways, and drafts are accepted between the turns.
@@ -324,24 +333,38 @@ def streamed(response: httpx.Response) -> dict[str, Any]:
     return events[-1] | {"n_events": len(events)}
 
 
-def logprobs_of(sample: Sample) -> dict[str, list[Any]]:
-    """Every logprob of an answer, by the name SGLang gives the list."""
-    return {name: rows for name, rows in sample.meta.items() if name.endswith("logprobs") and rows}
+def numbers_of(sample: Sample) -> dict[str, list[Any]]:
+    """Every logprob of an answer, by the name SGLang gives the list, and the hidden states of its tokens."""
+    numbers = {name: rows for name, rows in sample.meta.items() if name.endswith("logprobs") and rows}
+    if "hidden_states" in sample.meta:
+        numbers["hidden_states"] = chosen_from(sample.meta["hidden_states"])
+    return numbers
 
 
-def furthest_logprob(a: Any, b: Any) -> float:
-    """The largest difference between two answers' logprobs; infinite where the shape or a token differs.
+def chosen_from(hidden_states: Sequence[Any]) -> list[list[float]]:
+    """One row for each token of an answer, that which it was chosen from.
 
-    A row is [logprob, token, text] or a list of such rows.
+    SGLang gives the rows of a prompt, as far as they were not in the prefix cache, in one list; its token was chosen
+    from the last one.
+    """
+    return [rows[-1] if isinstance(rows[0], list) else rows for rows in hidden_states]
+
+
+def furthest(a: Any, b: Any) -> float:
+    """The largest difference between two answers' numbers; infinite where the shape or a token differs.
+
+    A row is a number, [logprob, token, text] or a list of such rows.
     """
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():
             return float("inf")
-        return max((furthest_logprob(a[name], b[name]) for name in a), default=0.0)
+        return max((furthest(a[name], b[name]) for name in a), default=0.0)
     if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         if len(a) == 3 and isinstance(a[1], int):
             if a[1] != b[1] or (a[0] is None) != (b[0] is None):
                 return float("inf")
             return abs(a[0] - b[0]) if a[0] is not None else 0.0
-        return max((furthest_logprob(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+        return max((furthest(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b)
     return 0.0 if a == b else float("inf")

@@ -82,13 +82,14 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
 
     from sglang_dflash.draft.weight_update import own_checkpoint_only
     from sglang_dflash.host.draft_input import row_headroom
-    from sglang_dflash.host.requests import create_req, refusal, update_finish_state
+    from sglang_dflash.host.requests import admit, create_req, update_finish_state
     from sglang_dflash.host.target_models import complete
     from sglang_dflash.memory.draft_kv import draft_kv
     from sglang_dflash.memory.records import count_records
 
     hooks: Hooks = {
-        HOOKS["validate_request"]: (lambda stock, request, overlap: refusal(request), HookType.AFTER),
+        HOOKS["validate_request"]: (admit, HookType.AROUND),
+        HOOKS["validate_mask"]: (admit, HookType.AROUND),
         HOOKS["row_headroom"]: (row_headroom, HookType.AFTER),
         HOOKS["finish"]: (update_finish_state, HookType.AROUND),
         HOOKS["session"]: (create_req, HookType.AROUND),

@@ -54,6 +54,7 @@ from sglang_dflash.metrics.trace import Trace
 from sglang_dflash.stages.build import build_stages
 from sglang_dflash.stages.dry_run import DryRun, own_states
 from sglang_dflash.stages.engines import from_first_rank
+from sglang_dflash.stages.outputs import hidden_states_of_prompts, keep_hidden_states, sampling_masks_by_block
 from sglang_dflash.stages.state import folds, make_state, may_narrow
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.width.chooser import Chooser, candidates, make_policy
@@ -87,6 +88,7 @@ class DFlashWorker(BaseSpecWorker):
         self.draft_runner = self._draft_worker.model_runner
         if folds(self.target_runner.model_config, self.flags.gdn_state):
             use_records()
+        keep_hidden_states(self.target_runner.model)
         # A block may end 2 N past the longest prefix: one in flight, one being planned.
         longest = self.target_runner.model_config.context_len + 2 * self.config.block_size
         self.draft_runner.model.attach(target_ends(self.target_runner.model), max_position=longest)
@@ -212,8 +214,9 @@ class DFlashWorker(BaseSpecWorker):
         anchor_B = self.stages.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
         # At once, so that a prefix the scheduler now puts into the radix cache has its draft K/V.
-        self.stages.context_kv.append_prompt(batch, result.logits_output.hidden_states)
-        result.logits_output.hidden_states = None  # not for the host
+        output = result.logits_output
+        self.stages.context_kv.append_prompt(batch, output.hidden_states)
+        output.hidden_states = hidden_states_of_prompts(batch, output)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = DraftInput(bonus_tokens=anchor_B, new_seq_lens=batch.seq_lens)
         return result
@@ -255,6 +258,7 @@ class DFlashWorker(BaseSpecWorker):
         tokens_T = accepted.committed_BN.view(-1)
         if batch.return_logprob:
             compute_spec_logprobs(batch, target.output, tokens_T, chain_stride=plan.width)
+        sampling_masks_by_block(batch, target.output, accepted.n_committed_B, plan.width)
         return GenerationBatchResult(
             logits_output=target.output,
             next_token_ids=tokens_T,

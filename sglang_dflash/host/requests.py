@@ -1,7 +1,5 @@
 """What SGLang's scheduler asks about a request: whether it can be served, and where its answer ends.
 
-Refused here means: the client gets a 400 with the sentence, nothing is dropped.
-
 SGLang tests all tokens of a step together: stop strings in the order of the request's list, then stop tokens. If a
 block holds two stops, the later one may win, and the answer is longer than without speculation. So when a request with
 stop strings has ended, SGLang's own test is asked again, token by token. It may then say that the answer goes on: it
@@ -22,28 +20,13 @@ from typing import Any
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.session.session_controller import Session
 
-from sglang_dflash import __version__
-
 Stock = Callable[..., None]
 
 
-def refusal(req: Req) -> str | None:
-    """Why this request cannot be served exactly, or None."""
-    wanted = [name for name, asked in asked_for(req).items() if asked]
-    if not wanted:
-        return None
-    return (
-        f"sglang-dflash {__version__} does not support {', '.join(wanted)} with DFLASH speculation; leave it out, "
-        "or start the server without --speculative-algorithm"
-    )
-
-
-def asked_for(req: Req) -> dict[str, bool]:
-    """What returns rows that a step does not keep: the target's last hidden state, the sampler's support."""
-    return {
-        "return_hidden_states": bool(req.return_hidden_states),
-        "return_sampling_mask": bool(req.return_sampling_mask),
-    }
+def admit(stock: Callable[..., str | None], *args: Any) -> None:
+    """AROUND `validate_dflash_request` and `validate_spec_sampling_mask_request`: why SGLang's own worker cannot serve
+    a request, which keeps no hidden states and draws without min_p, and without a GPU greedily. None of it holds here.
+    """
 
 
 def update_finish_state(stock: Stock, req: Req, new_accepted_len: int = 1) -> None:

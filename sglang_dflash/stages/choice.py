@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 from sglang.srt.layers.dp_attention import get_dp_tp_group
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput, SamplingMaskOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -72,14 +72,15 @@ class Choice:
             logits_TV.view(*tokens_BN.shape, -1).add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
             self.processors.apply(batch, plan, tokens_BN, logits_TV)
-        if info.is_all_greedy:
+        site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if info.is_all_greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        if info.is_all_greedy and info.sampling_mask_batch_indices is None:
             sanitize_nan_logits(logits_TV, "DFLASH verify logits")
-            target_T, site = logits_TV.argmax(dim=-1), SpecTpSyncSite.DFLASH_ACCEPT_GREEDY
+            target_T = logits_TV.argmax(dim=-1)
         else:
             if batch.return_logprob:  # the sampler turns logits into probabilities in place
                 logits_TV = logits_TV.clone()
-            target_T = self._sample(logits_TV, info, plan.verified.positions_BN)
-            site = SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+            drawn = self._sample(logits_TV, info, plan.verified.positions_BN)
+            target_T, target.output.sampling_mask_output = drawn
         return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
 
     def remember(self, batch: ScheduleBatch, accepted: Accepted) -> None:
@@ -122,9 +123,13 @@ class Choice:
         if mask is not None:
             mask.apply(target.output.next_token_logits)
 
-    def _sample(self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor) -> torch.Tensor:
-        return self.sampler(
-            LogitsProcessorOutput(next_token_logits=logits_TV),
+    def _sample(
+        self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor
+    ) -> tuple[torch.Tensor, SamplingMaskOutput | None]:
+        """Tokens [B * N], and at every slot of the requests that ask for it what they were drawn from."""
+        output = LogitsProcessorOutput(next_token_logits=logits_TV)
+        target_T = self.sampler(
+            output,
             # Custom processors have run.
             dataclasses.replace(over_slots(info, positions_BN.shape[1]), has_custom_logit_processor=False),
             return_logprob=False,
@@ -132,3 +137,4 @@ class Choice:
             token_ids_logprobs=[],
             positions=positions_BN.view(-1),
         )
+        return target_T, output.sampling_mask_output

@@ -33,17 +33,24 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
         logit_bias=None,
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
+        # Lists on the host, from which these were made.
         return_sampling_masks=None,
         return_sampling_support_logprobs=None,
-        sampling_mask_batch_indices=None,
-        sampling_support_logprobs_capture_indices=None,
+        sampling_mask_batch_indices=slots_of(info.sampling_mask_batch_indices, width),
+        sampling_support_logprobs_capture_indices=slots_of(info.sampling_support_logprobs_capture_indices, width),
     )
 
 
+def slots_of(rows_R: torch.Tensor | None, width: int) -> torch.Tensor | None:
+    """The rows of all slots of these requests, int64 [R * N]."""
+    if rows_R is None:
+        return None
+    return (rows_R[:, None] * width + torch.arange(width, device=rows_R.device)).flatten()
+
+
 def entry_over_slots(entry: ProcessorEntry, width: int) -> ProcessorEntry:
-    slot_N = torch.arange(width, device=entry.indices.device)
     return ProcessorEntry(
         processor=entry.processor,
         rows=[row * width + slot for row in entry.rows for slot in range(width)],
-        indices=(entry.indices[:, None] * width + slot_N).flatten(),
+        indices=slots_of(entry.indices, width),
     )

@@ -15,6 +15,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
 
 from sglang_dflash.stages.forward import directly, has_experts, through_runner
+from sglang_dflash.stages.outputs import hidden_states
 from sglang_dflash.stages.state import State
 from sglang_dflash.step import Plan, Target
 
@@ -75,7 +76,7 @@ class Verifier:
         forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         run = self.forward(forward_batch)
         output = run.logits_output
-        features_TC, output.hidden_states = output.hidden_states, None  # not for the host
+        features_TC, output.hidden_states = output.hidden_states, hidden_states(batch, output)
         return Target(run, features_TC, tree)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:

@@ -73,10 +73,10 @@ def test_the_table_has_a_line_per_parameter_in_the_order_of_the_cases() -> None:
 
 
 def test_a_logprob_of_another_token_is_infinitely_far() -> None:
-    near = parameters.furthest_logprob({"a": [[-1.0, 5, None]]}, {"a": [[-1.25, 5, None]]})
+    near = parameters.furthest({"a": [[-1.0, 5, None]]}, {"a": [[-1.25, 5, None]]})
     assert near == 0.25
     for other in ({"a": [[-1.0, 6, None]]}, {"a": []}, {"b": [[-1.0, 5, None]]}):
-        assert parameters.furthest_logprob({"a": [[-1.0, 5, None]]}, other) == float("inf")
+        assert parameters.furthest({"a": [[-1.0, 5, None]]}, other) == float("inf")
 
 
 def test_an_ignored_verdict_needs_every_wrong_answer_to_be_the_plain_one() -> None:

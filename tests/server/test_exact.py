@@ -18,9 +18,11 @@ import httpx
 import pytest
 
 from launch.tiny import Pair
+from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import PAIRS, SECOND
 from tests.server.lib.oracle import oracle
+from tests.server.lib.rows import require_rows
 from tests.server.lib.sliding import with_layers
 from tests.server.lib.talk import steps
 from tests.server.lib.variants import VARIANTS, Variant
@@ -130,6 +132,28 @@ def test_eight_at_a_time_in_any_order(serving: Serving) -> None:
     prompts = [serving.prompts[i] for i in order]
     answers = serving.server.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
     assert tokens(answers) == [serving.expected[i] for i in order]
+
+
+def test_hidden_states_of_every_token(serving: Serving) -> None:
+    """Beside requests that do not ask; where the server was not started for it, SGLang refuses."""
+    fields = {"return_hidden_states": True}
+    if "--enable-return-hidden-states" not in serving.variant.flags:
+        with pytest.raises(ServerError, match="answered 400: .*--enable-return-hidden-states"):
+            serving.server.generate(serving.prompts[0], fields=fields, max_new_tokens=1)
+        return
+    with ThreadPoolExecutor(8) as executor:
+        asked = [
+            executor.submit(
+                serving.server.generate, prompt, fields=fields if i % 3 else {}, max_new_tokens=MAX_NEW_TOKENS
+            )
+            for i, prompt in enumerate(serving.prompts)
+        ]
+    answers = [future.result() for future in asked]
+    assert tokens(answers) == serving.expected
+    for i, (prompt, answer) in enumerate(zip(serving.prompts, answers, strict=True)):
+        if i % 3:
+            require_rows(serving.pair.target, prompt, answer)
+    assert not any("hidden_states" in answer.meta for answer in answers[::3])
 
 
 def test_a_conversation_re_enters_its_own_text(serving: Serving) -> None:

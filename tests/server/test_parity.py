@@ -1,9 +1,9 @@
 """Whatever a request asks for, at temperature 0 its answer is the one without speculation, token for token, in fp32.
 
 Every case of `launch.parameters.EXACT` is asked with every question, all in one shuffle at concurrency 8: a batch
-holds penalties beside grammars beside stop strings. Text, finish reason, token counts and logprobs must agree as well.
-That the answers are the same means little where a parameter changed nothing or no draft was accepted, so both are
-counted.
+holds penalties beside grammars beside stop strings. Text, finish reason, token counts, logprobs and hidden
+states must agree as well. That the answers are the same means little where a parameter changed nothing or no draft was
+accepted, so both are counted.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,8 @@ from launch.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sam
 from sglang_dflash.bench.server import Server
 from tests.server.lib.variants import VARIANTS
 
-FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, parameters.PROCESSOR_FLAG)}
-LOGPROB_GAP = 1e-4  # of fp32 sums in another order
+FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, *parameters.REQUEST_FLAGS)}
+GAP = 1e-4  # of fp32 sums in another order
 COMMITTED_PER_STEP = 2.0  # over all cases; grammars and bans, which drafts know nothing of, pull it down
 
 
@@ -77,13 +77,13 @@ def test_same_answer(battery: Battery, case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize("case", [case for case in EXACT if case.fields.get("return_logprob")], ids=str)
-def test_same_logprobs(battery: Battery, case: Case) -> None:
+@pytest.mark.parametrize("case", [case for case in EXACT if any("return" in field for field in case.fields)], ids=str)
+def test_same_numbers(battery: Battery, case: Case) -> None:
     for question, off, ours in zip(QUESTIONS, battery.off[case.name], battery.ours[case.name], strict=True):
         for a, b in zip(samples([off]), samples([ours]), strict=True):
-            assert parameters.logprobs_of(a), f"{case}: no logprobs came back"
-            gap = parameters.furthest_logprob(parameters.logprobs_of(a), parameters.logprobs_of(b))
-            assert gap <= LOGPROB_GAP, f"{case}: logprobs {gap:.1e} apart for {question!r}"
+            assert parameters.numbers_of(a), f"{case}: no numbers came back"
+            gap = parameters.furthest(parameters.numbers_of(a), parameters.numbers_of(b))
+            assert gap <= GAP, f"{case}: {gap:.1e} apart for {question!r}"
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from launch import parameters
+from launch.parameters import REQUEST_FLAGS
 from launch.tiny import Pair
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Generation, Server
 from tests.server.conftest import PAIRS, SECOND
 from tests.server.lib.oracle import oracle
 from tests.server.lib.rehearsals import REHEARSALS, Rehearsal
+from tests.server.lib.rows import require_rows
 from tests.server.lib.sliding import with_layers
 from tests.server.lib.talk import steps
 
@@ -111,6 +113,23 @@ def test_after_a_hit_the_draft_sees_what_it_should(serving: Serving, questions: 
         answer = serving.server.generate(text[:n_second], max_new_tokens=32)
         n_unseen = answer.meta["cached_tokens"] if rehearsal.draft_window else 0
         assert steps(answer) == expert.accepted_histogram(text[:n_second], 32, n_unseen)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_what_is_returned_is_the_step_s_own(serving: Serving, concurrency: int) -> None:
+    """A graph's next replay overwrites the hidden states of the last, while the host still reads them."""
+    if REQUEST_FLAGS[-1] not in serving.rehearsal.flags:
+        pytest.skip("the server was not started for hidden states")
+    serving.server.flush_cache()
+    asked = {"return_hidden_states": True, "return_sampling_mask": True}
+    n_new = serving.rehearsal.max_new_tokens
+    answers = serving.server.generate_many(
+        serving.prompts[:6], concurrency=concurrency, fields=asked, max_new_tokens=n_new
+    )
+    assert [answer.token_ids for answer in answers] == serving.expected[:6]
+    for prompt, answer in zip(serving.prompts, answers, strict=False):
+        require_rows(serving.pair.target, prompt, answer)
+        assert answer.meta["output_token_sampling_mask"] == [[token] for token in answer.token_ids]
 
 
 # -- and what it is for: mistakes that no server without captured graphs shows ---------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from launch.parameters import REQUEST_FLAGS
 from launch.tiny import Arm
 from sglang_dflash.draft.record import FULL, SLIDING
 from tests.server.lib.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
@@ -58,7 +59,7 @@ REHEARSALS = {
     "fa3-eager": Rehearsal((*attention("fa3"), *EAGER)),
     "fa3-graphs": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK)),
     "fa3-prefill-graphs-pages-window": Rehearsal(
-        (*attention("fa3"), *BREAKABLE, *PAGES, *TRACK, *window(64)), draft_window=64, full=False
+        (*attention("fa3"), *BREAKABLE, *PAGES, *TRACK, *window(64), *REQUEST_FLAGS), draft_window=64, full=False
     ),
     "fa3-graphs-beside-eager": Rehearsal((*attention("fa3"), *SMALL_GRAPHS, *CHUNKED)),
     "fa3-graphs-dense": Rehearsal((*attention("fa3"), *BREAKABLE), target="dense"),
@@ -69,10 +70,12 @@ REHEARSALS = {
     "fa3-graphs-all-sliding": Rehearsal(
         (*attention("fa3"), *GRAPHS, *TRACK), draft_layers=(SLIDING, SLIDING), draft_window=64
     ),
-    "fa3-graphs-widths": Rehearsal((*attention("fa3"), *BREAKABLE, *TRACK), SM90 + RANDOM_WIDTHS, knows_steps=False),
+    "fa3-graphs-widths": Rehearsal(
+        (*attention("fa3"), *BREAKABLE, *TRACK, *REQUEST_FLAGS), SM90 + RANDOM_WIDTHS, knows_steps=False
+    ),
     "fa3-eager-widths": Rehearsal((*attention("fa3"), *EAGER, *TRACK), SM90 + RANDOM_WIDTHS, knows_steps=False),
     "fa3-full-prefill-graphs-widths": Rehearsal(
-        (*attention("fa3"), *FULL_PREFILL), SM90 + RANDOM_WIDTHS, target="dense", knows_steps=False
+        (*attention("fa3"), *FULL_PREFILL, *REQUEST_FLAGS), SM90 + RANDOM_WIDTHS, target="dense", knows_steps=False
     ),
     "fa3-graphs-no-overlap": Rehearsal((*attention("fa3"), *GRAPHS, "--disable-overlap-schedule")),
     "fa3-graphs-two-ranks": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK, "--tp-size", "2"), TWO_RANKS),
@@ -159,7 +162,7 @@ REHEARSALS = {
     "fa3-graphs-interpreted": Rehearsal(
         (*attention("fa3"), *GRAPHS), INTERPRETED, full=False, n_prompts=2, max_new_tokens=24
     ),
-    "fa3-graphs-streams": Rehearsal((*attention("fa3"), *GRAPHS), STREAMS),
+    "fa3-graphs-streams": Rehearsal((*attention("fa3"), *GRAPHS, *REQUEST_FLAGS), STREAMS),
     "flashinfer-prefill-graphs-pages-streams": Rehearsal(
         (*attention("flashinfer"), *BREAKABLE, *PAGES, *TRACK), STREAMS
     ),

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from launch.parameters import REQUEST_FLAGS
 from sglang_dflash.draft.record import FULL, SLIDING
 from tests.server.lib.sliding import WINDOW
 
@@ -36,7 +37,6 @@ NO_OVERLAP = ("--disable-overlap-schedule",)
 CHUNKED = ("--chunked-prefill-size", "64")
 TRACK = ("--mamba-track-interval", "64")
 PAGES = ("--page-size", "16")
-PROCESSORS = ("--enable-custom-logit-processor",)  # without it SGLang refuses a request that brings one
 METRICS = ("--enable-metrics",)
 RETRACT = (("SGLANG_TEST_RETRACT", "1"),)
 RANDOM_WIDTHS = (("SGLANG_DFLASH_WIDTHS", "random"),)
@@ -54,14 +54,18 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
 # (which other test modules use too, so it comes last).
 VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED), full=True),
-    "dense-pages-chunked-retract": Variant("dense", (*PAGES, *CHUNKED), RETRACT + RANDOM_WIDTHS, knows_steps=False),
+    "dense-pages-chunked-retract": Variant(
+        "dense", (*PAGES, *CHUNKED, *REQUEST_FLAGS), RETRACT + RANDOM_WIDTHS, knows_steps=False
+    ),
     "hybrid-random-widths": Variant(
         "hybrid", (*NO_OVERLAP, *TRACK), RANDOM_WIDTHS, knows_steps=False, traces_widths=True
     ),
     "hybrid-dflash2": Variant("hybrid", TRACK, second=True),
-    "hybrid": Variant("hybrid", (*TRACK, *PROCESSORS, *METRICS)),
+    "hybrid": Variant("hybrid", (*TRACK, *REQUEST_FLAGS, *METRICS)),
     "hybrid-sync": Variant("hybrid", (*NO_OVERLAP, *TRACK), full=True),
-    "hybrid-lazy-chunked": Variant("hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK), full=True),
+    "hybrid-lazy-chunked": Variant(
+        "hybrid", (*strategy("extra_buffer_lazy"), *CHUNKED, *TRACK, *REQUEST_FLAGS), full=True
+    ),
     "hybrid-pages-chunked": Variant("hybrid", (*PAGES, *CHUNKED, *TRACK), full=True),
     "hybrid-retract": Variant("hybrid", TRACK, RETRACT, full=True, knows_steps=False),
     "hybrid-window": Variant("hybrid", (*TRACK, *window(64)), full=True, draft_window=64),
@@ -70,7 +74,13 @@ VARIANTS = {
     "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
     "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
     "dense-window-random-widths": Variant(
-        "dense", window(64), RANDOM_WIDTHS, full=True, draft_window=64, knows_steps=False, traces_widths=True
+        "dense",
+        (*window(64), *REQUEST_FLAGS),
+        RANDOM_WIDTHS,
+        full=True,
+        draft_window=64,
+        knows_steps=False,
+        traces_widths=True,
     ),
     "dense-window-pages": Variant("dense", (*window(64), *PAGES), RANDOM_WIDTHS, full=True, knows_steps=False),
     "hybrid-all-sliding": Variant("hybrid", TRACK, full=True, draft_layers=(SLIDING, SLIDING), draft_window=WINDOW),

@@ -1,0 +1,75 @@
+"""What requests ask for beside their tokens: of every token the target's last hidden state, and the sampler's support.
+
+As without speculation, the row of a token is the one that it was chosen from. SGLang's scheduler finds a step's rows by
+request and slot, and reads those of the committed tokens. A batch in which no request asks copies nothing.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput, SamplingMaskOutput
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.model_executor.forward_batch_info import get_server_return_hidden_states_mode
+from sglang.srt.utils import async_h2d
+from torch import nn
+
+from sglang_dflash.errors import NotSupported
+
+
+def keep_hidden_states(model: nn.Module) -> None:
+    """Where the server returns hidden states, have the target hand out its last ones beside the features. To be called
+    before graphs are captured.
+
+    Raises:
+        NotSupported: the target has no place to keep them.
+    """
+    if not get_server_return_hidden_states_mode().need_capture():
+        return
+    processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if not processors:
+        raise NotSupported(
+            f"{type(model).__name__} makes its logits without SGLang's LogitsProcessor, which keeps hidden states; "
+            "leave out --enable-return-hidden-states"
+        )
+    for processor in processors:
+        processor.keep_last_hidden_states = True
+
+
+def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
+    """[T, hidden size], of every row; None where no request asks.
+
+    A copy: a graph's next replay overwrites its own, while the host still reads.
+    """
+    return output.last_hidden_states.clone() if batch.return_hidden_states else None
+
+
+def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
+    """Of every prompt row, or of each prompt's last where the server returns no others."""
+    if not batch.return_hidden_states or get_server_return_hidden_states_mode().is_full():
+        return hidden_states(batch, output)
+    last = [end - 1 for end in accumulate(batch.extend_lens)]
+    return output.last_hidden_states.index_select(0, async_h2d(last, dtype=torch.int64, device=batch.device))
+
+
+def sampling_masks_by_block(
+    batch: ScheduleBatch, output: LogitsProcessorOutput, n_committed_B: torch.Tensor, width: int
+) -> None:
+    """What the sampler made of R requests' slots, [R * N, ...], becomes [R, N, ...], with the number that is read of
+    each block. Nothing where no request asks."""
+    masks = output.sampling_mask_output
+    if masks is None:
+        return
+
+    def split(rows: torch.Tensor | None) -> torch.Tensor | None:
+        return None if rows is None else rows.view(-1, width, *rows.shape[1:])
+
+    output.sampling_mask_output = SamplingMaskOutput(
+        token_ids=split(masks.token_ids),
+        lengths=split(masks.lengths),
+        selected_logprobs=split(masks.selected_logprobs),
+        support_logprobs=split(masks.support_logprobs),
+        statuses=split(masks.statuses),
+        num_accept_tokens=n_committed_B.index_select(0, batch.sampling_info.sampling_mask_batch_indices),
+    )

@@ -1,0 +1,180 @@
+"""What a request gets beside its tokens is what it gets without speculation: hidden states and sampling masks.
+
+Hidden states are also among the cases of `test_parity.py`; under chunked prompts, retraction and widths that change
+they are compared in `test_exact.py`, and in captured graphs, whose next replay overwrites them, in `test_rehearsal.py`.
+"""
+
+import math
+import unittest
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from launch.parameters import BAN_TOKENS, COMMA
+from launch.tiny import HYBRID
+from sglang_dflash.bench.server import Generation, Server
+from tests.server.lib.rows import GAP, require_rows
+from tests.server.lib.talk import post, steps, stream
+from tests.server.lib.variants import VARIANTS
+
+ASKED = {"return_hidden_states": True}
+MASKED = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
+MAX_NEW_TOKENS = 40
+
+
+@pytest.fixture
+def ours(server: Callable) -> Server:
+    return server(flags=VARIANTS["hybrid"].flags)
+
+
+@pytest.fixture
+def off(server: Callable) -> Server:
+    return server("off")
+
+
+def together(server: Server, requests: Sequence[tuple[list[int], dict[str, Any]]], n: int = 8) -> list[Generation]:
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(lambda request: server.generate(request[0], **request[1]), requests))
+
+
+def test_the_prompt_s_rows_come_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
+    for prompt in questions(2, seed=21):
+        first, second = (s.generate(prompt, fields=ASKED, max_new_tokens=1).meta["hidden_states"] for s in (ours, off))
+        assert len(first) == len(second) == 1
+        assert len(first[0]) == len(second[0]) == len(prompt)
+        torch.testing.assert_close(torch.tensor(first), torch.tensor(second), atol=GAP, rtol=GAP)
+
+
+def test_asking_changes_no_step_and_gives_nothing_to_others(ours: Server, questions: Callable) -> None:
+    prompts = questions(6, seed=22)
+    plain = ours.generate_many(prompts, concurrency=6, max_new_tokens=MAX_NEW_TOKENS)
+    fields = [ASKED, {}, MASKED, ASKED | MASKED, {}, ASKED]
+    requests = [{"fields": field, "max_new_tokens": MAX_NEW_TOKENS} for field in fields]
+    asked = together(ours, list(zip(prompts, requests, strict=True)))
+    assert [answer.token_ids for answer in asked] == [answer.token_ids for answer in plain]
+    assert list(map(steps, asked)) == list(map(steps, plain))
+    for prompt, field, answer in zip(prompts, fields, asked, strict=True):
+        assert ("hidden_states" in answer.meta) == ("return_hidden_states" in field)
+        assert ("output_token_sampling_mask" in answer.meta) == ("return_sampling_mask" in field)
+        if "return_hidden_states" in field:
+            require_rows(HYBRID.target, prompt, answer)
+        if "return_sampling_mask" in field:
+            assert answer.meta["output_token_sampling_mask"] == [[token] for token in answer.token_ids]
+            assert answer.meta["output_token_sampling_logprobs"] == [[0.0]] * len(answer.token_ids)
+
+
+def test_hidden_states_of_any_kind_of_request(ours: Server, questions: Callable) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"stop": ["the", "e"]},
+        {"temperature": 1.5, "min_p": 0.01},
+        {"regex": "[a-z ]{20}"},
+        {"frequency_penalty": 1.0, "temperature": 0.7},
+        {"max_new_tokens": 3},
+    ]
+    prompts = questions(len(kinds), seed=23)
+    requests = [{"fields": ASKED, "max_new_tokens": MAX_NEW_TOKENS} | kind for kind in kinds]
+    for prompt, answer in zip(prompts, together(ours, list(zip(prompts, requests, strict=True))), strict=True):
+        require_rows(HYBRID.target, prompt, answer)
+
+
+def test_each_of_several_answers_has_its_own(ours: Server, questions: Callable) -> None:
+    (prompt,) = questions(1, seed=24)
+    sampling = {"n": 2, "temperature": 1.5, "top_k": 50, "max_new_tokens": MAX_NEW_TOKENS}
+    answers = post(ours, "/generate", {"input_ids": prompt, "sampling_params": sampling} | ASKED | MASKED).json()
+    assert len(answers) == 2
+    for answer in answers:
+        require_rows(HYBRID.target, prompt, Generation(answer["output_ids"], answer["text"], answer["meta_info"]))
+        require_masks(answer["output_ids"], answer["meta_info"])
+
+
+def test_a_stream_has_as_many_rows_as_tokens_at_any_time(ours: Server, questions: Callable) -> None:
+    (prompt,) = questions(1, seed=25)
+    events = list(stream(ours, prompt, fields=ASKED | MASKED, max_new_tokens=MAX_NEW_TOKENS))
+    assert len(events) > 2
+    for event in events:
+        assert len(event.meta["hidden_states"]) == len(event.token_ids)
+        assert len(event.meta["output_token_sampling_mask"]) == len(event.token_ids)
+    require_rows(HYBRID.target, prompt, events[-1])
+
+
+# -- sampling masks ---------------------------------------------------------------------------------------------------
+
+DRAWN: list[dict[str, Any]] = [
+    {"temperature": 1.5, "top_k": 10},
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.9},
+    {"temperature": 2.0, "top_k": 50, "min_p": 0.05},
+    {"temperature": 0.0},
+    {"temperature": 1.5, "top_k": 5, "logit_bias": {str(COMMA): 6.0}},
+    {"temperature": 1.5, "top_k": 20, "custom_params": {"token_ids": [COMMA]}},
+]
+
+
+def require_masks(token_ids: Sequence[int], meta: dict[str, Any]) -> None:
+    masks, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    assert len(masks) == len(logprobs) == len(token_ids)
+    for token, mask, logprob in zip(token_ids, masks, logprobs, strict=True):
+        assert token in mask
+        assert len(logprob) == len(mask)
+        assert math.isclose(sum(map(math.exp, logprob)), 1.0, abs_tol=1e-4)
+
+
+def test_masks_are_those_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
+    """A token's mask follows from the text before it: what was drawn here is put before a request there."""
+    prompts = questions(len(DRAWN), seed=26)
+    requests = [masked(kind) | {"max_new_tokens": 12} for kind in DRAWN]
+    answers = together(ours, list(zip(prompts, requests, strict=True)))
+    assert sum(answer.meta["spec_num_correct_drafts"] for answer in answers) > 10
+    for prompt, kind, answer in zip(prompts, DRAWN, answers, strict=True):
+        require_masks(answer.token_ids, answer.meta)
+        texts = [prompt + answer.token_ids[:i] for i in range(len(answer.token_ids))]
+        there = together(off, [(text, masked(kind) | {"max_new_tokens": 1}) for text in texts])
+        for i, one in enumerate(there):
+            assert of_mask(answer.meta, i) == pytest.approx(of_mask(one.meta, 0), abs=1e-3), (kind, i)
+
+
+def masked(kind: dict[str, Any]) -> dict[str, Any]:
+    return kind | {"fields": MASKED | ({"custom_logit_processor": BAN_TOKENS} if "custom_params" in kind else {})}
+
+
+def of_mask(meta: dict[str, Any], i: int) -> dict[int, float]:
+    """The logprob of every token in the mask of token `i`."""
+    masks, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+    return dict(zip(masks[i], logprobs[i], strict=True))
+
+
+def test_one_logprob_of_each_token_unless_all_are_asked_for(ours: Server, questions: Callable) -> None:
+    """Beside a request that asks for all of them, and one that asks for none."""
+    kind = {"temperature": 1.5, "top_k": 10, "max_new_tokens": 12}
+    fields = [MASKED | {"sampling_logprobs_mode": "selected"}, MASKED, {}]
+    requests = [kind | {"fields": field} for field in fields]
+    selected, supported, _ = together(ours, list(zip(questions(3, seed=27), requests, strict=True)))
+    require_masks(supported.token_ids, supported.meta)
+    masks, logprobs = (selected.meta[f"output_token_sampling_{name}"] for name in ("mask", "logprobs"))
+    assert all(token in mask for token, mask in zip(selected.token_ids, masks, strict=True))
+    assert len(logprobs) == len(masks)
+    assert all(-30 < logprob <= 0 for logprob in logprobs)
+
+
+def test_what_sglang_refuses_of_masks_is_refused_alike(ours: Server, off: Server, questions: Callable) -> None:
+    (prompt,) = questions(1)
+    body = {"input_ids": prompt, "sampling_params": {"temperature": 1.0}, "return_sampling_mask": True}  # no top_k
+    answers = [post(server, "/generate", body) for server in (ours, off)]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert len({answer.json()["error"]["message"] for answer in answers}) == 1
+
+
+# -- SGLang's own tests of a server that speculates -------------------------------------------------------------------
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["SpecHiddenStatesKit", "SpecSamplingMaskKit"])
+def test_sglang_s_own_test(ours: Server, name: str) -> None:
+    from sglang.test.kits import spec_server_kits  # ten seconds that only this test waits for
+
+    case = type(name, (vars(spec_server_kits)[name], unittest.TestCase), {"base_url": ours.url})
+    result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(case))
+    assert result.testsRun == 1
+    assert result.wasSuccessful(), result.failures + result.errors
