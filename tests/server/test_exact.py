@@ -138,7 +138,7 @@ def test_hidden_states_of_every_token(serving: Serving) -> None:
     """Beside requests that do not ask; where the server was not started for it, SGLang refuses."""
     fields = {"return_hidden_states": True}
     if "--enable-return-hidden-states" not in serving.variant.flags:
-        with pytest.raises(ServerError, match="answered 400: .*--enable-return-hidden-states"):
+        with pytest.raises(ServerError, match=r"answered 400: .*--enable-return-hidden-states"):
             serving.server.generate(serving.prompts[0], fields=fields, max_new_tokens=1)
         return
     with ThreadPoolExecutor(8) as executor:
