@@ -1,31 +1,10 @@
 """What a request may ask for."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from sglang_dflash import __version__
-from sglang_dflash.host.requests import refusal
+from sglang_dflash.host.requests import admit
 
 
-def request(**asked: bool) -> Any:
-    return SimpleNamespace(**({"return_hidden_states": False, "return_sampling_mask": False} | asked))
-
-
-def test_a_plain_request_is_served() -> None:
-    assert refusal(request()) is None
-
-
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        (["return_hidden_states"], "return_hidden_states"),
-        (["return_hidden_states", "return_sampling_mask"], "return_hidden_states, return_sampling_mask"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_by_name_and_with_a_cure(asked: list[str], named: str) -> None:
-    assert refusal(request(**dict.fromkeys(asked, True))) == (
-        f"sglang-dflash {__version__} does not support {named} with DFLASH speculation; leave it out, or start the "
-        "server without --speculative-algorithm"
-    )
+def test_what_sglangs_own_worker_cannot_serve_is_served() -> None:
+    """As a hook sees it: SGLang's function comes first, then what it was given."""
+    assert admit(lambda *args: pytest.fail("SGLang's own worker was asked"), "request", "overlap") is None

@@ -52,7 +52,7 @@ def test_prompts_are_read_with_sglangs_own_backend() -> None:
         choice=SimpleNamespace(begin=lambda batch: None, anchors=lambda batch, drawn: drawn),
         context_kv=SimpleNamespace(append_prompt=lambda batch, features: None),
     )
-    batch = SimpleNamespace(seq_lens=torch.ones(1, dtype=torch.int64))
+    batch = SimpleNamespace(seq_lens=torch.ones(1, dtype=torch.int64), return_hidden_states=False)
     for width in (4, 1):
         verifier.use(width)
         assert runner.attn_backend == f"backend of {width}"
@@ -82,7 +82,7 @@ def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
     verifier = make_verifier()
-    batch = SimpleNamespace(has_grammar=False)
+    batch = SimpleNamespace(has_grammar=False, return_hidden_states=False)
     target = verifier.verify(batch, plan_of(2, 4), torch.zeros(2, 4, dtype=torch.int64))  # type: ignore[arg-type]
     assert deferred == [True]
     assert verifier.worker.model_runner.attn_backend == "backend of 4"
@@ -94,7 +94,8 @@ def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.Mon
 def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for SGLang's own worker: the experts of a step's rows belong to its result."""
     monkeypatch.setattr(worker_module, "DraftInput", lambda **fields: SimpleNamespace(**fields))
-    run = ModelRunnerOutput("logits", True, "metrics", "experts", "indexer")  # type: ignore[arg-type]
+    output = SimpleNamespace(sampling_mask_output=None)
+    run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")  # type: ignore[arg-type]
     tokens_BN = torch.zeros(2, 4, dtype=torch.int64)
     accepted = accept_ref(tokens_BN, tokens_BN, torch.zeros(2, dtype=torch.int64))
     result = DFlashWorker.__new__(DFlashWorker).step_result(
@@ -103,7 +104,7 @@ def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch: pyte
         Target(run, torch.zeros(8, 3), None),
         accepted,
     )
-    assert result.logits_output == "logits"
+    assert result.logits_output is output
     assert result.can_run_cuda_graph is True
     assert result.expert_distribution_metrics == "metrics"
     assert (result.routed_experts_output, result.indexer_topk_output) == ("experts", "indexer")

@@ -1,0 +1,123 @@
+"""What goes to the host beside tokens: nothing unless asked for, and in the scheduler's layout."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput, SamplingMaskOutput
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from torch import nn
+
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.stages import outputs
+from sglang_dflash.stages.sampling import slots_of
+
+N = 4
+
+
+@pytest.fixture(params=[CaptureHiddenMode.NULL, CaptureHiddenMode.LAST, CaptureHiddenMode.FULL])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CaptureHiddenMode:
+    """The most that the server returns."""
+    monkeypatch.setattr(outputs, "get_server_return_hidden_states_mode", lambda: request.param)
+    return request.param
+
+
+def batch_of(**fields: Any) -> Any:
+    return SimpleNamespace(return_hidden_states=False, extend_lens=[2, 1, 3], device="cpu", **fields)
+
+
+def output_of(rows_TH: torch.Tensor | None = None, masks: SamplingMaskOutput | None = None) -> LogitsProcessorOutput:
+    return LogitsProcessorOutput(None, last_hidden_states=rows_TH, sampling_mask_output=masks)
+
+
+class Target(nn.Module):
+    def __init__(self, *inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = nn.ModuleList(inside)
+
+
+def logits_processor() -> LogitsProcessor:
+    processor = LogitsProcessor.__new__(LogitsProcessor)
+    nn.Module.__init__(processor)
+    processor.keep_last_hidden_states = False
+    return processor
+
+
+def test_the_target_keeps_hidden_states_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
+    processor = logits_processor()
+    outputs.keep_hidden_states(Target(Target(processor)))
+    assert processor.keep_last_hidden_states == (mode != CaptureHiddenMode.NULL)
+
+
+def test_a_target_that_cannot_keep_them_is_refused_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
+    if mode == CaptureHiddenMode.NULL:
+        outputs.keep_hidden_states(Target())
+        return
+    with pytest.raises(NotSupported, match=r"^Target makes its logits without .*; leave out --enable-return-hidden"):
+        outputs.keep_hidden_states(Target())
+
+
+def test_nothing_is_copied_where_no_request_asks(mode: CaptureHiddenMode) -> None:
+    assert outputs.hidden_states(batch_of(), output_of()) is None
+    assert outputs.hidden_states_of_prompts(batch_of(), output_of()) is None
+
+
+def test_the_rows_of_a_step_are_a_copy() -> None:
+    rows_TH = torch.randn(2 * N, 3)
+    batch = batch_of()
+    batch.return_hidden_states = True
+    found = outputs.hidden_states(batch, output_of(rows_TH))
+    assert found is not None
+    assert torch.equal(found, rows_TH)
+    before = found.clone()
+    rows_TH.zero_()  # the next replay
+    assert torch.equal(found, before)
+
+
+def test_of_prompts_the_last_rows_alone_where_the_server_returns_no_others(mode: CaptureHiddenMode) -> None:
+    if mode == CaptureHiddenMode.NULL:
+        pytest.skip("then no request asks")
+    rows_TH = torch.arange(6.0)[:, None]
+    batch = batch_of()
+    batch.return_hidden_states = True
+    found = outputs.hidden_states_of_prompts(batch, output_of(rows_TH))
+    assert found is not None
+    assert found.flatten().tolist() == ([1, 2, 5] if mode == CaptureHiddenMode.LAST else [0, 1, 2, 3, 4, 5])
+
+
+def test_the_slots_of_requests() -> None:
+    assert slots_of(None, N) is None
+    slots = slots_of(torch.tensor([0, 2]), N)
+    assert slots is not None
+    assert slots.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_masks_are_split_by_request_and_slot() -> None:
+    """Of three requests the first and the last ask, the last one for every logprob."""
+    row_T = torch.arange(2 * N)
+    masks = SamplingMaskOutput(
+        token_ids=torch.stack([row_T, row_T + 100], dim=1),
+        lengths=row_T,
+        selected_logprobs=row_T.float(),
+        support_logprobs=torch.stack([row_T[N:], row_T[N:]], dim=1).float(),
+        statuses=row_T,
+    )
+    output = output_of(masks=masks)
+    batch = batch_of(sampling_info=SimpleNamespace(sampling_mask_batch_indices=torch.tensor([0, 2])))
+    outputs.sampling_masks_by_block(batch, output, torch.tensor([1, 2, 3]), N)
+    split = output.sampling_mask_output
+    assert split is not None
+    assert split.num_accept_tokens is not None
+    assert split.num_accept_tokens.tolist() == [1, 3]
+    assert split.token_ids[1, 2].tolist() == [6, 106]
+    for rows in (split.lengths, split.selected_logprobs, split.statuses):
+        assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert split.support_logprobs is not None
+    assert split.support_logprobs[0, :, 0].tolist() == [4, 5, 6, 7]
+
+
+def test_without_masks_nothing_happens() -> None:
+    output = output_of()
+    outputs.sampling_masks_by_block(batch_of(), output, torch.ones(1), N)
+    assert output.sampling_mask_output is None
