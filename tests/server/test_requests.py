@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.talk import post
@@ -31,13 +30,6 @@ def ours(server: Callable) -> Server:
 @pytest.fixture
 def off(server: Callable) -> Server:
     return server("off")
-
-
-def test_what_cannot_be_exact_is_refused_by_name(ours: Server, questions: Callable) -> None:
-    (prompt,) = questions(1)
-    with pytest.raises(ServerError, match=r"answered 400: .*does not support return_sampling_mask with DFLASH"):
-        ours.generate(prompt, fields={"return_sampling_mask": True}, max_new_tokens=8)
-    assert ours.generate(prompt, max_new_tokens=8).token_ids  # and the server lives
 
 
 # What changes nothing, and what decides where the text ends. Penalties have a module of their own.
@@ -168,7 +160,6 @@ REFUSED_BY_SGLANG: dict[str, dict[str, Any]] = {
     "watermark": {"watermark": {"enabled": True}},
     "beam_width": {"sampling_params": {"beam_width": 2}},
     "max_thinking_tokens": {"max_thinking_tokens": 4},
-    "return_hidden_states": {"return_hidden_states": True},
     "input_embeds": {"input_embeds": [[0.0] * 64] * 3},
 }
 
