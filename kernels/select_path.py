@@ -1,9 +1,10 @@
 """Choose one path through the candidates of a block: in each slot the one that goes best with the token before it.
 
-    score[c] = unary[b, d, c] + sum_r (predecessor[previous, r] query[b, d, r]) successor[candidates[b, d, c], r]
-    previous = drafts[b, d] = candidates[b, d, the first c of the largest score]      (at d = 0 the anchor is previous)
+    score[c] = unary[b, d, c] + sum over r of (A[previous, r] query[b, d, r]) B[candidates[b, d, c], r]
+    previous = drafts[b, d] = candidates[b, d, the first c of the largest score]        (at d = 0 it is the anchor)
 
-Shapes: B requests, D drafts per block, K candidates per draft, V vocabulary, R rank of the two tables.
+Shapes: B requests, D drafts per block, K candidates per draft, V vocabulary, R rank of the tables: A of predecessors, B
+of successors.
 Source: DFlash 2, the candidate selector (z-lab and Inco AI 2026, SGLang 0.5.23's `models/dflash.py`).
 Cost: reads BD(K + 1)R values of the tables and BDR of the query, 1.1 MB for 8 requests, 15 drafts of 16 candidates and
 rank 256 in bf16. D steps that wait for one another, so it is latency-bound, and one launch.
@@ -79,17 +80,20 @@ def _select_path_kernel(
     r = tl.arange(0, BLOCK_R)  # [R]
     in_table = (c < K)[:, None] & (r < R)[None]
     previous = tl.load(anchor + b)
+    token = tl.load(candidates + b * D * K + c, mask=c < K, other=0)  # [K]
     for d in range(D):
         slot = b * D + d
-        token = tl.load(candidates + slot * K + c, mask=c < K, other=0)  # [K]
-        asked = tl.load(query + slot * R + r, mask=r < R, other=0).to(tl.float32)  # [R]
-        after = tl.load(successor + token[:, None] * R + r[None], mask=in_table, other=0).to(tl.float32)  # [K, R]
+        # The next slot's, so that the rows of this one are asked for at once: a slot waits once for memory, not twice.
+        ahead = tl.load(candidates + (slot + 1) * K + c, mask=(c < K) & (d + 1 < D), other=0)  # [K]
         own = tl.load(unary + slot * K + c, mask=c < K, other=-INF)  # [K]
-        wanted = tl.load(predecessor + previous * R + r, mask=r < R, other=0).to(tl.float32) * asked  # [R]
-        best = tl.argmax(own + tl.sum(after * wanted[None], axis=1), axis=0)
+        asked = tl.load(query + slot * R + r, mask=r < R, other=0).to(tl.float32)  # [R]
+        before = tl.load(predecessor + previous * R + r, mask=r < R, other=0).to(tl.float32)  # [R]
+        after = tl.load(successor + token[:, None] * R + r[None], mask=in_table, other=0).to(tl.float32)  # [K, R]
+        best = tl.argmax(own + tl.sum(after * (before * asked)[None], axis=1), axis=0)  # the first
         # Summed, not loaded again: it waits for no memory, and with NaN scores too it is one of the table's rows.
         previous = tl.sum(tl.where(c == best, token, 0), axis=0)
         tl.store(drafts + slot, previous)
+        token = ahead
 
 
 def select_path_triton(
@@ -104,7 +108,7 @@ def select_path_triton(
     """The kernel: one program per request."""
     (B, D, K), R = candidates_BDK.shape, query_BDR.shape[2]
     drafts_BD = torch.empty((B, D), dtype=torch.int64, device=candidates_BDK.device)
-    if B:
+    if B and D:
         tensors = candidates_BDK, unary_BDK, query_BDR, anchor_B, predecessor_VR, successor_VR, drafts_BD
         padded = triton.next_power_of_2(K), triton.next_power_of_2(R)
         _select_path_kernel[(B,)](*tensors, D, K, R, *padded, num_warps=4)

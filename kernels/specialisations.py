@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 from sglang_dflash_kernels.gdn_verify import SMALLEST, geometry
 
-KERNELS = ("plan_block", "accept", "penalise", "append_context", "gdn_verify", "gdn_fold")
+KERNELS = ("plan_block", "accept", "penalise", "append_context", "gdn_verify", "gdn_fold", "block_conv", "select_path")
 
 
 class Server(NamedTuple):
@@ -22,6 +22,8 @@ class Server(NamedTuple):
     n_value_heads: int  # of a recurrent layer, on one rank; 0 where no state is folded
     value_width: int
     tracks: bool  # whether steps say where states at multiples of the track interval go; then all of them do
+    conv_taps: int = 0  # of a draft that convolves its blocks; 0 where it does not
+    selector_top_k: int = 0  # candidates per slot of a draft that selects; 0 where it does not
 
 
 def plan_block(n_tokens: int) -> Hashable:
@@ -51,6 +53,16 @@ def gdn_fold(*, tracked: bool) -> Hashable:
     return "tracked" if tracked else "untracked"
 
 
+def block_conv(n_taps: int) -> Hashable:
+    """Neither the block's size nor which side of a sublayer matters."""
+    return n_taps
+
+
+def select_path(top_k: int) -> Hashable:
+    """How many slots a block has does not matter."""
+    return top_k
+
+
 def of_server(server: Server) -> dict[str, set[Hashable]]:
     """By kernel: all that a server can meet. Blocks of one token are decoded, not verified and folded."""
     drafted = [width for width in server.widths if width > 1]
@@ -64,4 +76,8 @@ def of_server(server: Server) -> dict[str, set[Hashable]]:
         heads = server.n_value_heads, server.value_width
         specialisations["gdn_verify"] = {gdn_verify(B, N, *heads) for B in server.batch_sizes for N in drafted}
         specialisations["gdn_fold"] = {gdn_fold(tracked=server.tracks)}
+    if server.conv_taps:
+        specialisations["block_conv"] = {block_conv(server.conv_taps)}
+    if server.selector_top_k:
+        specialisations["select_path"] = {select_path(server.selector_top_k)}
     return specialisations

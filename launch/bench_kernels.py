@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import triton
 
-from sglang_dflash.bench.kernel_cases import QWEN_27B, make_cases
+from sglang_dflash.bench.case import QWEN_27B
+from sglang_dflash.bench.kernel_cases import make_cases
 from sglang_dflash.bench.kernel_times import timed
 
 

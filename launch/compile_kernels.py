@@ -25,12 +25,23 @@ os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
 
 import torch
 import triton
-from sglang_dflash_kernels import accept, append_context, gdn_fold, gdn_verify, penalise, plan_block, specialisations
+from sglang_dflash_kernels import (
+    accept,
+    append_context,
+    block_conv,
+    gdn_fold,
+    gdn_verify,
+    penalise,
+    plan_block,
+    select_path,
+    specialisations,
+)
 from sglang_dflash_kernels.record import record_width
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from launch import sass
+from sglang_dflash.bench.case import QWEN_27B, Second
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.memory import sizes
@@ -48,8 +59,19 @@ KERNELS = {
     "append_context": append_context._append_context_kernel,
     "gdn_verify": gdn_verify._gdn_verify_kernel,
     "gdn_fold": gdn_fold._gdn_fold_kernel,
+    "block_conv": block_conv._block_conv_kernel,
+    "select_path": select_path._select_path_kernel,
 }
-REGISTERS = {"plan_block": 32, "accept": 32, "penalise": 48, "append_context": 40, "gdn_verify": 192, "gdn_fold": 104}
+REGISTERS = {
+    "plan_block": 32,
+    "accept": 32,
+    "penalise": 48,
+    "append_context": 40,
+    "gdn_verify": 192,
+    "gdn_fold": 104,
+    "block_conv": 80,
+    "select_path": 80,
+}
 
 
 class Device(NamedTuple):
@@ -69,6 +91,9 @@ class Device(NamedTuple):
 
 
 DEVICES = {80: Device(108, 164 << 10, 166912), 90: Device(132, 228 << 10, 232448), 100: Device(148, 228 << 10, 232448)}
+
+
+OTHERS = (Second(S=4, H=2048, J=16, K=10, R=64), Second(S=3, H=2880, J=90, K=1, R=96))  # no draft is like them
 
 
 class Launch(NamedTuple):
@@ -236,6 +261,19 @@ def fold_launch(layers: sizes.RecurrentSizes, B: int, N: int, *, tracked: bool) 
     return Launch("gdn_fold", detail, specialisations.gdn_fold(tracked=tracked), run, (H, G))
 
 
+def second_launches(draft: Second, B: int, N: int) -> Iterator[Launch]:
+    """Of a DFlash 2 draft: both sides of a sublayer, whose changes are halves of one projection, and the walk."""
+    S, H, J, K, R = draft
+    x, base, change = empty(B * N, H), empty(2, S, H), empty(B * N, 2, S, J)
+    for side in (0, 1):
+        run = functools.partial(block_conv.block_conv_triton, x, change[:, side], base[side], block_size=N)
+        yield Launch("block_conv", f"H={H} J={J} S={S} B={B} N={N}", specialisations.block_conv(S), run, (H, J))
+    inputs = empty(B, N - 1, K, dtype=I64), empty(B, N - 1, K, dtype=F32), empty(B, N - 1, R), empty(3, B, dtype=I64)[1]
+    tables = {f"{name}_VR": empty(VOCABULARY, R) for name in ("predecessor", "successor")}
+    select = functools.partial(select_path.select_path_triton, *inputs, **tables)
+    yield Launch("select_path", f"K={K} R={R} B={B} N={N}", specialisations.select_path(K), select, R)
+
+
 def on_one_rank(layers: sizes.RecurrentSizes, tp_size: int) -> sizes.RecurrentSizes:
     heads = layers.n_value_heads // tp_size, layers.n_key_heads // tp_size
     return dataclasses.replace(layers, n_value_heads=heads[0], n_key_heads=heads[1])
@@ -247,6 +285,10 @@ def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> It
             yield from step_launches(B, N)
     for P, N, E in ((1, 1, 1), (3, 16, 2), (16, 8, 16)):
         yield from penalise_launches(P, N, E)
+    for second in (QWEN_27B.second, *(OTHERS if len(names) > 1 else ())):
+        for B in BATCHES:
+            for N in WIDTHS[1:]:
+                yield from second_launches(second, B, N)
     for name in names:
         draft, layers = geometry.read_draft(models.draft_of(name)), geometry.read_target(name).recurrent
         assert layers is not None

@@ -4,10 +4,6 @@ that it does what its definition says.
 `launch/bench_kernels.py` and `sglang_dflash.prove` time them; nothing is timed that disagrees.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from sglang_dflash_kernels.accept import accept, accept_ref
 from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context, append_context_ref
@@ -17,82 +13,8 @@ from sglang_dflash_kernels.penalise import Asked, penalise_, penalise_ref
 from sglang_dflash_kernels.plan_block import plan_block, plan_block_ref
 from sglang_dflash_kernels.record import record_width
 
-ROUNDING = 1e-5  # of the largest value: fp32 sums in another order
-
-
-class Recurrent(NamedTuple):
-    """The recurrent layers of a target: how many, value and key heads, width of a value and of a key."""
-
-    L: int
-    H: int
-    G: int
-    V: int
-    K: int
-
-    @property
-    def state_bytes(self) -> int:
-        """Of a layer."""
-        return 4 * self.H * self.V * self.K
-
-    @property
-    def record_bytes(self) -> int:
-        """Of a layer and token."""
-        return 4 * record_width(self.H, self.V, self.G, self.K)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the cases are made of: draft layers of heads of a width, KV slots, positions, vocabulary, recurrent layers;
-    and the batches, blocks and prefills they are made for. `dtype` is the models'."""
-
-    recurrent: Recurrent
-    n_layers: int
-    n_heads: int
-    head_dim: int
-    n_slots: int
-    n_positions: int
-    n_vocab: int
-    batches: tuple[int, ...]
-    blocks: tuple[int, ...]
-    prefills: tuple[int, ...]
-    dtype: torch.dtype
-
-
-# Qwen3.5-27B and its draft; and what an interpreter gets through in seconds.
-QWEN_27B = Sizes(
-    Recurrent(L=48, H=48, G=16, V=128, K=128),
-    n_layers=5,
-    n_heads=8,
-    head_dim=128,
-    n_slots=32768,
-    n_positions=40960,
-    n_vocab=248320,
-    batches=(1, 8, 32, 64),
-    blocks=(8, 16),
-    prefills=(2048, 8192),
-    dtype=torch.bfloat16,
-)
-SMALL = Sizes(
-    Recurrent(L=2, H=4, G=2, V=16, K=16),
-    n_layers=2,
-    n_heads=2,
-    head_dim=16,
-    n_slots=256,
-    n_positions=128,
-    n_vocab=2000,
-    batches=(1, 3),
-    blocks=(5, 16),
-    prefills=(40,),
-    dtype=torch.float32,
-)
-
-
-class Case(NamedTuple):
-    op: str
-    shape: str
-    n_bytes: int  # read once and written once
-    launch: Callable[[], object]
-    check: Callable[[], None]  # raises AssertionError unless the kernel does what its definition says
+from sglang_dflash.bench.case import ROUNDING, Case, Sizes, assert_close, assert_equal
+from sglang_dflash.bench.second_cases import block_conv_case, select_path_case
 
 
 def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
@@ -237,16 +159,6 @@ def copied(caches: ContextCaches, dtype: torch.dtype) -> ContextCaches:
     return ContextCaches.build(*([c.to(dtype, copy=True) for c in layers] for layers in (caches.k_L, caches.v_L)))
 
 
-def assert_equal(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:
-    for i, (got_field, want_field) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(got_field, want_field), f"result {i} differs from the definition's"
-
-
-def assert_close(got: torch.Tensor, want: torch.Tensor, *, within: float) -> None:
-    error = (got - want).abs().max().item() / want.abs().max().item()
-    assert error <= within, f"off from the definition by {error:.1e} of the largest value, not {within:.1e}"
-
-
 def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
     return (got.float() - exact).abs().max().item()
 
@@ -267,4 +179,6 @@ def make_cases(sizes: Sizes, device: str) -> list[Case]:
         *(append_context_case(B * N, caches, sizes, B=B) for B, N in shapes),
         *(append_context_case(T, caches, sizes) for T in sizes.prefills),
         *(case for B, N in shapes for case in gdn_cases(B, N, states, sizes)),
+        *(block_conv_case(B, N, sizes, device) for B, N in shapes),
+        *(select_path_case(B, N, sizes, device) for B, N in shapes),
     ]

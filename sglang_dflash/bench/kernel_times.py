@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.bench.kernel_cases import Case
+from sglang_dflash.bench.case import Case
 
 OVERWRITE_BYTES = 1 << 30
 

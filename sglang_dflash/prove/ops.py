@@ -12,9 +12,9 @@ from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Finding, Once, require
 
 if TYPE_CHECKING:
-    from sglang_dflash.bench.kernel_cases import Case
+    from sglang_dflash.bench.case import Case
 
-OPS = ("accept", "append_context", "gdn_fold", "gdn_verify", "penalise", "plan_block")
+OPS = ("accept", "append_context", "block_conv", "gdn_fold", "gdn_verify", "penalise", "plan_block", "select_path")
 N_ROUNDS, N_ROUNDS_SHORT = 100, 20
 N_SHOWN = 3
 BUSY = "B=8 N=16"  # of the cases that are named in a line
@@ -25,11 +25,11 @@ PUBLISHED = {"H200": 4.8e6, "H100": 3.35e6, "B200": 8.0e6}
 def make(place: Place) -> list[Case]:
     if place.gpu is None:
         interpret()
-    from sglang_dflash.bench import kernel_cases
+    from sglang_dflash.bench import case, kernel_cases
 
     if place.gpu is None:
-        return kernel_cases.make_cases(kernel_cases.SMALL, "cpu")
-    return kernel_cases.make_cases(kernel_cases.QWEN_27B, "cuda")
+        return kernel_cases.make_cases(case.SMALL, "cpu")
+    return kernel_cases.make_cases(case.QWEN_27B, "cuda")
 
 
 def interpret() -> None:

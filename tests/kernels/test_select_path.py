@@ -83,6 +83,7 @@ def test_definition_is_the_law(data):
 
 SIZES = [  # B, D, K, R, V
     (0, 7, 16, 8, 20),
+    (2, 0, 3, 4, 5),
     (1, 1, 1, 1, 3),
     (3, 7, 1, 5, 9),
     (2, 15, 16, 256, 300),
@@ -132,6 +133,15 @@ def test_the_first_of_equal_candidates_wins(form, device):
     x["unary_BDK"][0, 3, :5] = -torch.inf
     first_D = [x["candidates_BDK"][0, d, c].item() for d, c in enumerate((0, 14, 0, 5))]
     assert run(form, x).tolist() == [first_D]
+
+
+@FORMS
+@pytest.mark.parametrize("K", [1, 5])
+def test_scores_may_all_be_negative(form, K, device):
+    """What a kernel has beside the K candidates scores less than any of them."""
+    x = inputs(3, 4, K, 6, 9, device=device)
+    x["unary_BDK"] -= 100
+    assert torch.equal(run(form, x), run(select_path_ref, x))
 
 
 @FORMS

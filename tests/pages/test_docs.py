@@ -256,7 +256,8 @@ def test_the_table_of_memory() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Qwen27B:
-    """The shapes of kernels/README.md: recurrent layers, draft, vocabulary."""
+    """The shapes of kernels/README.md: recurrent layers, draft, vocabulary; hidden channels, taps and groups of a DFlash 2
+    draft, candidates and rank."""
 
     L: int = 48
     H: int = 48
@@ -264,6 +265,11 @@ class Qwen27B:
     V: int = 128
     K: int = 128
     vocabulary: int = 248_320
+    hidden: int = 5120
+    taps: int = 2
+    groups: int = 320
+    candidates: int = 16
+    rank: int = 256
 
 
 def test_the_floors_of_the_kernels() -> None:
@@ -280,6 +286,8 @@ def test_the_floors_of_the_kernels() -> None:
         "append_context": B * N * row,
         "gdn_verify": s.L * B * (state + N * (record + inputs)),
         "gdn_fold": s.L * B * (2 * state + N * record),
+        "block_conv": 2 * (B * N * (2 * s.hidden + s.taps * s.groups) + s.taps * s.hidden),
+        "select_path": B * (N - 1) * (2 * (s.candidates + 2) * s.rank + 12 * s.candidates + 8) + 8 * B,
     }
     page = (ROOT / "kernels" / "README.md").read_text()
     for op, n in n_bytes.items():

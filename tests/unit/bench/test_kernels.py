@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from sglang_dflash.bench import kernel_cases
-from sglang_dflash.bench.kernel_cases import Recurrent, gdn_cases, penalise_case
+from sglang_dflash.bench.case import SMALL as SMALL_SIZES
+from sglang_dflash.bench.case import Recurrent
+from sglang_dflash.bench.kernel_cases import gdn_cases, penalise_case
+from sglang_dflash.bench.second_cases import block_conv_case, select_path_case
 
 SMALL = Recurrent(L=2, H=4, G=2, V=8, K=16)
-SIZES = dataclasses.replace(kernel_cases.SMALL, recurrent=SMALL, dtype=torch.bfloat16)
+SIZES = dataclasses.replace(SMALL_SIZES, recurrent=SMALL, dtype=torch.bfloat16)
 
 
 def test_recurrent_cases_agree_with_the_definition_and_count_their_bytes() -> None:
@@ -32,6 +35,18 @@ def test_the_penalty_case_agrees_with_the_definition_and_counts_its_bytes() -> N
     case.check()
     case.launch()
     assert case.n_bytes == 3 * 50 * (8 * 8 + 4)
+
+
+def test_the_cases_of_a_second_draft_agree_with_the_definition_and_count_their_bytes() -> None:
+    torch.manual_seed(0)
+    S, H, J, K, R = SIZES.second
+    conv, select = block_conv_case(3, 5, SIZES, "cpu"), select_path_case(3, 5, SIZES, "cpu")
+    for case in (conv, select):
+        case.check()
+        case.launch()
+    assert conv.n_bytes == 2 * (2 * 15 * H + 15 * S * J + S * H)
+    rows, tokens = 12 * (K + 1) * R + 12 * R, 12 * K + 12 + 3  # of tables and queries; candidates, drafts and anchors
+    assert select.n_bytes == 2 * rows + 8 * tokens + 4 * 12 * K
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
