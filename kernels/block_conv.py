@@ -5,7 +5,7 @@
 Shapes: T rows, blocks of N slots end to end; H hidden channels in J groups of H / J side by side; S taps.
 Source: DFlash 2, the grouped dynamic depthwise convolution around each sublayer of the draft (z-lab and Inco AI 2026,
 SGLang 0.5.23's `models/dflash.py`).
-Cost: reads TH values and writes as many, reads TSJ of change and SH of base: 2.7 MB for 8 blocks of 16 slots of 5,120
+Cost: reads TH values and writes as many, reads TSJ of change and SH of base: 2.8 MB for 8 blocks of 16 slots of 5,120
 channels in bf16, so it is launch-bound in a decode step, and one launch.
 
 Tap 0 is the slot itself. A tap that reaches before its block is left out, so a block's result depends on nothing but

@@ -256,8 +256,8 @@ def test_the_table_of_memory() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Qwen27B:
-    """The shapes of kernels/README.md: recurrent layers, draft, vocabulary; hidden channels, taps and groups of a DFlash 2
-    draft, candidates and rank."""
+    """The shapes of kernels/README.md: recurrent layers, draft, vocabulary; of a DFlash 2 draft: hidden channels, taps,
+    groups, candidates and rank."""
 
     L: int = 48
     H: int = 48
