@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, sampling
+from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, pinned, sampling
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -81,6 +81,9 @@ def after_load() -> dict[str, Any]:
         ),
         _SRT + "speculative.dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE": True,
         _SRT + "models.dflash._radix_topk": torch.topk,  # FlashInfer's, where that is installed
+        # LoRA pins memory without asking whether there is a device.
+        _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),
+        _SRT + "lora.backend.torch_backend.torch": pinned.torch_with(_pin_memory),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
@@ -35,14 +36,15 @@ class TargetEnds(NamedTuple):
 
 
 def target_ends(model: Any) -> TargetEnds:
-    """
+    """Those of the base model: the draft knows no adapter, whatever the target's requests ask for.
+
     Raises:
         ValueError: the target's head is quantized, so its rows are no plain vectors to score drafts with.
         NotSupported: the target wants what the draft embeds to be scaled.
     """
     if SCALE in dir(model):
         raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
-    head, embed = model.lm_head, model.get_input_embeddings()
+    head, embed = unwrap_lora_layer(model.lm_head), unwrap_lora_layer(model.get_input_embeddings())
     top_k = top_k_on(head.weight.device)
     if isinstance(head, nn.Embedding):  # Gemma's: the embedding itself, whole on every rank
         return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None, top_k=top_k)

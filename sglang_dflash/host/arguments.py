@@ -19,8 +19,6 @@ UNSUPPORTED = {
     "speculative_use_block_verification": "it changes nothing for argmax drafts",
     "speculative_use_rejection_sampling": "acceptance is exact without it",
     "speculative_draft_model_quantization": "drafts run unquantized",
-    "enable_lora": "the draft was trained for the plain target",
-    "lora_paths": "the draft was trained for the plain target",
     "enable_unified_memory": "draft and target share plain slot ids",
     "enable_hierarchical_cache": "draft K/V would not be restored with a prefix",
     "enable_two_batch_overlap": "a block is verified as one batch",

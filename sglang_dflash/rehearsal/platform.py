@@ -46,11 +46,12 @@ class RehearsalPlatform(CpuPlatform):
         install.install(seams.as_launches(install.at_import()) | with_streams)
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        super().post_load_model(model)
         from sglang_dflash.host import contract as host
         from sglang_dflash.host.names import SECTIONS
         from sglang_dflash.rehearsal import models, overlap, seams
 
+        seams.lora()
+        super().post_load_model(model)
         seams.graphs()
         models.layers(model)
         seams.attention()

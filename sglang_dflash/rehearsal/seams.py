@@ -18,7 +18,7 @@ import torch
 from sglang_dflash_kernels.dispatch import Forms
 
 from sglang_dflash import flags
-from sglang_dflash.cpu import install
+from sglang_dflash.cpu import install, pinned
 from sglang_dflash.rehearsal import attention as definitions
 from sglang_dflash.rehearsal import capability, flashinfer_seams, graph, host
 
@@ -54,6 +54,15 @@ def _our_kernels(*, interpreted: bool) -> None:
         return forms.on_gpu if interpreted else graph.launch(forms.on_cpu)
 
     Forms.form_for = form_for  # type: ignore[method-assign, assignment]
+
+
+def lora() -> None:
+    """What LoRA asks for in pinned memory is the host's; before the CPU platform's own stand-ins. csgmv looks for tuned
+    launches by the device's name, and has some for any."""
+    marking = pinned.torch_with(host.mark)
+    modules = ("layers", "backend.torch_backend", "backend.triton_backend", "backend.chunked_backend")
+    install.install({f"sglang.srt.lora.{module}.torch": marking for module in modules})
+    _put(_KERNELS + "lora.dense.lora_tuning_config.get_device_name", lambda: "rehearsed")
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:

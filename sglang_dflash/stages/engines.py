@@ -1,4 +1,4 @@
-"""The parts of the target that each width has of its own: attention backend, recurrent state, captured graphs.
+"""The parts of the target that each width has of its own: attention backend, state, captured graphs, LoRA routing.
 
 SGLang's backends and graph runners read the number of tokens per request from its configuration when they are made.
 So each further width gets its own, made under that width; weights and memory pools are shared, and so is the scratch
@@ -22,6 +22,7 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.utils import get_available_gpu_memory
 
+from sglang_dflash.stages.lora import keep_buffers, routing_of
 from sglang_dflash.stages.state import State
 from sglang_dflash.stages.verifier import WidthEngine
 
@@ -45,7 +46,8 @@ def build_engines(
     of prompts, and at least `reserve_bytes`; widths whose graphs would not fit beside that are not chosen from.
     """
     runner, tp_group = worker.model_runner, get_parallel().tp_group
-    whole = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state)
+    whole = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state, routing_of(runner))
+    keep_buffers(runner)
 
     def build(width: int) -> WidthEngine:
         return whole if width == block_size else _build_engine(runner, state_for(width), width, captured=whole.graphs)
@@ -107,7 +109,7 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
         if captured is not None:
             with capturing(fewer(captured.capture_bs)):
                 graphs = type(captured)(runner, attn_backend=backend, speculative_num_draft_tokens=width)
-    return WidthEngine(backend, graphs, state)
+    return WidthEngine(backend, graphs, state, routing_of(runner))
 
 
 def fewer(sizes: Sequence[int]) -> list[int]:

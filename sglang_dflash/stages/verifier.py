@@ -14,6 +14,7 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
 
+from sglang_dflash.stages import lora
 from sglang_dflash.stages.forward import directly, has_experts, through_runner
 from sglang_dflash.stages.outputs import hidden_states
 from sglang_dflash.stages.state import State
@@ -26,6 +27,7 @@ class WidthEngine(NamedTuple):
     backend: AttentionBackend
     graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
     state: State  # attached to the backend
+    routing: lora.Routing  # what the graphs read
 
 
 class Verifier:
@@ -45,6 +47,7 @@ class Verifier:
         engine, runner = self.engines[width], self.worker.model_runner
         runner.attn_backend = engine.backend
         runner.decode_cuda_graph_runner = engine.graphs
+        lora.use(runner, engine.routing)
 
     def restore(self) -> None:
         """Put SGLang's own back: what it captured for prompts reads the metadata of that backend only."""

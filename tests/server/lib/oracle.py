@@ -21,6 +21,15 @@ class Oracle:
         self.draft = DraftModel.from_pretrained(pair.draft, dtype=torch.float32)
         self.block_size, self.draft_window, self.page_size = block_size, draft_window, page_size
 
+    def continuation(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """Transformers' own."""
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            out = self.target.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
+            )
+        return out[0, len(prompt) :].tolist()
+
     def accepted_histogram(self, prompt: Sequence[int], max_new_tokens: int, n_unseen: int = 0) -> dict[int, int]:
         """How many decode steps accepted 0, 1, 2, ... drafts; the prompt's own step is not one of them."""
         options = Options(

@@ -86,7 +86,9 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple
     mamba = SimpleNamespace(enable_mamba_extra_buffer=tracks)
     monkeypatch.setattr(dry_run, "get_exec", lambda: SimpleNamespace(mamba=mamba))
     config = SimpleNamespace(context_len=100, model_is_mrope=False)
-    runner = SimpleNamespace(device=device, model_config=config, page_size=1, kv_index_translator=None)
+    runner = SimpleNamespace(
+        device=device, model_config=config, page_size=1, kv_index_translator=None, lora_manager=None
+    )
     recorded = Recorded()
     recorded.block_size, recorded.penalties = BLOCK, recorded  # type: ignore[attr-defined]
     recorded.worker = SimpleNamespace(model_runner=runner)  # type: ignore[attr-defined]

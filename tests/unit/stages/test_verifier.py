@@ -24,8 +24,8 @@ def make_verifier() -> Verifier:
         attn_backend=OWN[0], decode_cuda_graph_runner=OWN[1], device="cuda", forward=lambda batch: batch
     )
     engines = {
-        1: WidthEngine("backend of 1", "graphs of 1", NoState()),  # type: ignore[arg-type]
-        4: WidthEngine("backend of 4", "graphs of 4", NoState()),  # type: ignore[arg-type]
+        1: WidthEngine("backend of 1", "graphs of 1", NoState(), {}),  # type: ignore[arg-type]
+        4: WidthEngine("backend of 4", "graphs of 4", NoState(), {}),  # type: ignore[arg-type]
     }
     return Verifier(SimpleNamespace(model_runner=runner), engines, on_host=True)  # type: ignore[arg-type]
 

@@ -1,0 +1,25 @@
+"""`torch` as SGLang's LoRA sees it here: tensors in pinned memory are made, though there is no device to pin it for."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+Made = Callable[[torch.Tensor], torch.Tensor]
+MAKERS = (torch.tensor, torch.empty, torch.zeros, torch.arange)
+
+
+def torch_with(pinned: Made) -> ModuleType:
+    """A copy of the module whose makers of tensors hand those asked for as pinned to `pinned`."""
+    module = ModuleType("torch")
+    vars(module).update(vars(torch) | {make.__name__: _making(make, pinned) for make in MAKERS})
+    return module
+
+
+def _making(make: Callable[..., torch.Tensor], pinned: Made) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        tensor = make(*args, **kwargs)
+        return pinned(tensor) if pin_memory else tensor
+
+    return made
