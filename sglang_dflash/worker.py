@@ -38,7 +38,7 @@ from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraftPlan
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 from sglang_dflash_kernels.accept import Accepted
@@ -47,7 +47,9 @@ from sglang_dflash import __version__, flags
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.draft.target_ends import target_ends
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.host import contract
 from sglang_dflash.host.draft_input import DraftInput
+from sglang_dflash.host.names import SECTIONS
 from sglang_dflash.memory.draft_kv import draft_kv, fit_page_tables
 from sglang_dflash.memory.records import use_records
 from sglang_dflash.metrics.trace import Trace
@@ -74,6 +76,8 @@ class DFlashWorker(BaseSpecWorker):
         self._target_worker = target_worker
         self.target_runner = target_worker.model_runner
         self.device = target_worker.device
+        if self.target_runner.lora_manager is not None:
+            contract.check(SECTIONS["lora"])
         self.config = DFlashConfig.from_server_args(server_args)
         self.flags = flags.read(os.environ)
         self.draft_kv = draft_kv(self.config.draft_window, self.config.block_size)
@@ -108,6 +112,13 @@ class DFlashWorker(BaseSpecWorker):
             req_to_token_pool=table,
             token_to_kv_pool_allocator=token_to_kv_pool_allocator,
         )
+
+    def init_hicache_draft_plan(self) -> None:
+        """With a hierarchical cache the draft's K/V go to the host and back with the target's. Rings do not: their
+        slots are none of the target's, and nothing of a prefix is found in one anyway."""
+        super().init_hicache_draft_plan()
+        if self.config.draft_window is not None:
+            self._hicache_draft_plan = HiCacheDraftPlan()
 
     def init_attention_backends(self) -> None:
         fit_page_tables(self.draft_runner)

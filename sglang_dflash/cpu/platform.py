@@ -60,12 +60,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Worker process, once per model: every user of a kernel has been imported, so what is live can be checked."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-        from sglang_dflash.cpu import install
+        from sglang_dflash.cpu import host_cache, install
         from sglang_dflash.cpu.attention import CpuAttentionBackend
 
         register_attention_backend(ATTENTION_BACKEND)(CpuAttentionBackend)
         install.install(install.after_load())
         install.verify()
+        host_cache.install()
 
 
 def register_choices() -> None:

@@ -20,7 +20,6 @@ UNSUPPORTED = {
     "speculative_use_rejection_sampling": "acceptance is exact without it",
     "speculative_draft_model_quantization": "drafts run unquantized",
     "enable_unified_memory": "draft and target share plain slot ids",
-    "enable_hierarchical_cache": "draft K/V would not be restored with a prefix",
     "enable_two_batch_overlap": "a block is verified as one batch",
     "enable_mixed_chunk": "a step either reads prompts or verifies blocks",
     "enable_linear_replayssm": "a step of one token would leave its state in a ring",

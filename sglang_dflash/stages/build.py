@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_memory
 from sglang_dflash_kernels.accept import ACCEPT
 
 from sglang_dflash.memory.slots import DraftSlots
@@ -52,5 +53,12 @@ def build_stages(
         verifier=Verifier(worker, engines, on_host=on_host),
         choice=choice,
         accept=ACCEPT.form_for(planner.req_to_token),
-        context_kv=ContextKV(draft.model, draft, slots, n_requests=target.max_running_requests, block_size=block_size),
+        context_kv=ContextKV(
+            draft.model,
+            draft,
+            slots,
+            n_requests=target.max_running_requests,
+            block_size=block_size,
+            may_wait=not get_memory().enable_hierarchical_cache,
+        ),
     )

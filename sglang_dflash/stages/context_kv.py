@@ -4,7 +4,8 @@ The draft never runs over the prompt: its context K/V depend on the target's fea
 for `memory/slots.py` to say.
 
 They are not read before the next block is drafted. So steps that draft nothing only keep their features, and one
-projection serves many steps: it reads the draft's weights once, and such a step is little more than decoding.
+projection serves many steps: it reads the draft's weights once, and such a step is little more than decoding. A
+hierarchical cache reads earlier: it copies a request's slots to the host when the request ends, so nothing waits there.
 """
 
 from __future__ import annotations
@@ -75,14 +76,22 @@ class ContextKV:
     """Invariant: every committed token has its context K/V in the draft's pool, or its features among the late rows."""
 
     def __init__(
-        self, model: DFlashDraftModel, runner: ModelRunner, slots: DraftSlots, *, n_requests: int, block_size: int
+        self,
+        model: DFlashDraftModel,
+        runner: ModelRunner,
+        slots: DraftSlots,
+        *,
+        n_requests: int,
+        block_size: int,
+        may_wait: bool = True,
     ) -> None:
-        """`n_requests` run at most."""
+        """`n_requests` run at most. `may_wait`: rows may be written when the next block is drafted."""
         attention = model.attentions[0]
         pool = runner.token_to_kv_pool
         layers = range(len(model.layers))
         self.model = model
         self.slots = slots
+        self.may_wait = may_wait
         self.caches = ContextCaches.build(
             [pool.get_key_buffer(i) for i in layers], [pool.get_value_buffer(i) for i in layers]
         )
@@ -100,7 +109,7 @@ class ContextKV:
         where only the anchors were verified, before the next draft reads them."""
         positions_T = plan.verified.positions_BN.view(-1)
         slots_T = self.slots.of_block(plan, plan.verified)
-        if plan.drafted is not None:
+        if plan.drafted is not None or not self.may_wait:
             self._write(features_TC, positions_T, slots_T, n_kept_B)
             return
         if not self.late.fits(rids):

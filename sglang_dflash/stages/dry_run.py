@@ -48,7 +48,7 @@ class DryRun:
                 logits_TV, features_TC = self._after_draft(size, width)()
                 stages.choice.penalties.dry_run(self._plan(size, width).verified.tokens_BN, logits_TV)
             # As a prompt's rows are written, and those of steps that draft nothing: all of them.
-            n_kept_B = torch.ones_like(anchors.rows_B)
+            n_kept_B = torch.ones_like(anchors.rows_B, dtype=torch.int32)
             stages.context_kv.append(DUMMY * size, anchors, features_TC[:size], n_kept_B)
             stages.context_kv.before_draft(whole)
 

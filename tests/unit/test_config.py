@@ -128,7 +128,6 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
             NotSupported,
             "--speculative-draft-model-quantization",
         ),
-        ({"unsupported": ("enable_lora",)}, NotSupported, "--enable-lora"),
         ({"unsupported": ("enable_unified_memory",)}, NotSupported, "--enable-unified-memory"),
         ({"unsupported": ("enable_hierarchical_cache",)}, NotSupported, "--enable-hierarchical-cache"),
         ({"unsupported": ("enable_two_batch_overlap",)}, NotSupported, "--enable-two-batch-overlap"),

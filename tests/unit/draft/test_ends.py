@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 
 from sglang_dflash.draft.target_ends import TargetEnds, likeliest, target_ends
 from sglang_dflash.errors import NotSupported
@@ -27,6 +28,14 @@ def test_a_head_that_is_the_embedding_itself_is_borrowed_whole() -> None:
     hidden_1DH = torch.randn(1, 3, 4)
     scores = [[float(vector @ hidden) for vector in embedding.weight] for hidden in hidden_1DH[0]]
     assert likeliest(hidden_1DH, ends).tolist() == [[row.index(max(row)) for row in scores]]
+
+
+def test_ends_with_adapters_are_borrowed_without_them() -> None:
+    """SGLang wraps both where an adapter may change them; the wrapper asks which requests are in the batch."""
+    layers = [torch.nn.Embedding(5, 4).requires_grad_(False) for _ in range(2)]
+    head, embed = (BaseLayerWithLoRA(layer, lora_backend=None) for layer in layers)
+    ends = target_ends(SimpleNamespace(lm_head=head, get_input_embeddings=lambda: embed))
+    assert [ends.head, ends.embed] == layers
 
 
 class Ranks:

@@ -1,0 +1,63 @@
+"""What captured graphs read of adapters: each width has its own, and SGLang writes into that of the width that runs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_dflash.stages import lora
+from sglang_dflash.stages.state import NoState
+from sglang_dflash.stages.verifier import Verifier, WidthEngine
+
+
+class Backend:
+    """SGLang's, as far as it makes static tensors with every graph runner."""
+
+    def __init__(self) -> None:
+        self.batch_info: Any = None
+        self._moe_cg_buffer_max_bs = 128
+
+    def init_decode(self, width: int) -> None:
+        self.cuda_graph_batch_info = f"static of {width}"
+
+
+def runner_with(backend: Backend | None) -> Any:
+    manager = backend and SimpleNamespace(lora_backend=backend)
+    return SimpleNamespace(
+        lora_manager=manager, attn_backend=None, decode_cuda_graph_runner=None, device="cuda", forward=None
+    )
+
+
+def test_a_width_writes_where_its_own_graphs_read() -> None:
+    backend = Backend()
+    runner, engines = runner_with(backend), dict[int, WidthEngine]()
+    for width in (16, 1, 4):
+        backend.init_decode(width)
+        engines[width] = WidthEngine("backend", "graphs", NoState(), lora.routing_of(runner))  # type: ignore[arg-type]
+    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, on_host=False)  # type: ignore[arg-type]
+    for width in (16, 4, 1, 16):
+        verifier.use(width)
+        assert backend.cuda_graph_batch_info == f"static of {width}"
+    assert backend.batch_info is None, "what SGLang prepares for each batch is left alone"
+
+
+def test_buffers_of_wider_graphs_stay() -> None:
+    backend = Backend()
+    lora.keep_buffers(runner_with(backend))
+    assert backend._moe_cg_buffer_max_bs is None, "SGLang would make them anew, smaller"
+
+
+def test_a_dummy_batch_is_the_base_models() -> None:
+    prepared = list[Any]()
+    runner = SimpleNamespace(lora_manager=SimpleNamespace(prepare_lora_batch=prepared.append))
+    batch = SimpleNamespace(batch_size=3, lora_ids=None)
+    lora.without_adapters(runner, batch)  # type: ignore[arg-type]
+    assert prepared == [batch]
+    assert batch.lora_ids == [None] * 3
+
+
+def test_without_lora_nothing_is_touched() -> None:
+    runner, batch = runner_with(None), SimpleNamespace(batch_size=3, lora_ids=None)
+    assert lora.routing_of(runner) == {}
+    lora.use(runner, {})
+    lora.keep_buffers(runner)
+    lora.without_adapters(runner, batch)  # type: ignore[arg-type]
+    assert batch.lora_ids is None
