@@ -5,6 +5,8 @@ inside, [pages, layers, tokens of a page, ...]; a device's pools hold layers.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -43,10 +45,14 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 
 def install() -> None:
-    """Where SGLang would have imported them; and no memory is registered with CUDA."""
-    from sglang.srt.mem_cache.pool_host import common, mamba, mha
-
+    """Where SGLang would have imported them. No memory is registered with CUDA, and none of the host's is set aside for
+    what runs beside a device."""
     copies = (transfer_kv_direct, transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf)
-    for module in (mha, mamba):
-        vars(module).update({copy.__name__: copy for copy in copies})
-    vars(common).update(_cuda_host_register=lambda buffer, granularity=None: None)
+    for module in ("mha", "mamba"):
+        _names(module).update({copy.__name__: copy for copy in copies})
+    _names("base").update(HICACHE_HOST_MEMORY_RESERVE_BYTES=0)
+    _names("common").update(_cuda_host_register=lambda buffer, granularity=None: None)
+
+
+def _names(module: str) -> dict[str, Any]:
+    return vars(import_module(f"sglang.srt.mem_cache.pool_host.{module}"))

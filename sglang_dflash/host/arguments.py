@@ -20,6 +20,8 @@ UNSUPPORTED = {
     "speculative_use_rejection_sampling": "acceptance is exact without it",
     "speculative_draft_model_quantization": "drafts run unquantized",
     "enable_unified_memory": "draft and target share plain slot ids",
+    "enable_unified_cache_external_linker": "context K/V that wait to be written would be copied out unwritten",
+    "hicache_storage_backend": "a prefix from storage was never seen here, nor were its draft K/V",
     "enable_two_batch_overlap": "a block is verified as one batch",
     "enable_mixed_chunk": "a step either reads prompts or verifies blocks",
     "enable_linear_replayssm": "a step of one token would leave its state in a ring",

@@ -40,11 +40,11 @@ class SameSlots:
         return SimpleNamespace(rows_T=None, positions_T=torch.arange(len(batch.slots_T)), slots_T=batch.slots_T)
 
 
-def make_context():
+def make_context(*, may_wait=True):
     k, v = torch.zeros(N_SLOTS, 1, 2), torch.zeros(N_SLOTS, 1, 2)
     pool = SimpleNamespace(get_key_buffer=lambda i: k, get_value_buffer=lambda i: v)
     runner = SimpleNamespace(token_to_kv_pool=pool)
-    return ContextKV(Draft(), runner, SameSlots(), n_requests=N_REQUESTS, block_size=BLOCK), k
+    return ContextKV(Draft(), runner, SameSlots(), n_requests=N_REQUESTS, block_size=BLOCK, may_wait=may_wait), k
 
 
 def step(slots_BN, *, drafts):
@@ -75,6 +75,13 @@ def test_steps_without_drafts_are_written_together_before_the_next_draft():
     context.before_draft(step([[6, 7], [8, 9]], drafts=True))
     assert context.model.n_calls == 1
     assert k[:6, 0, 0].tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def test_where_slots_are_copied_out_when_a_request_ends_nothing_is_late():
+    context, k = make_context(may_wait=False)
+    one_token(context, ["a", "b"], [0, 1], value=1)
+    assert k[:2, 0, 0].tolist() == [1, 1]
+    assert context.late.n_rows == 0
 
 
 def test_no_more_of_a_request_is_late_than_a_block():

@@ -1,0 +1,110 @@
+"""A prefix that went to the host's memory and came back brings the draft's K/V with the target's.
+
+Answers would be right without them. So steps are compared: after a prefix from the host a step accepts what it accepts
+after a full prefill. With a window nothing of a prefix is in the draft's ring, wherever it was found.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from launch.tiny import Arm
+from sglang_dflash.bench.server import Generation, Server
+from tests.server.conftest import PAIRS
+from tests.server.lib.oracle import oracle
+from tests.server.lib.talk import as_prompt, conversation, steps
+from tests.server.lib.variants import TRACK, window
+
+MAX_NEW_TOKENS = 48
+PROMPT_LEN = 300
+N_PROMPTS = 8  # more than the device's pool holds
+SMALL = ("--max-total-tokens", "1536", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")
+ENABLED = ("--enable-hierarchical-cache", "--enable-cache-report", "--hicache-io-backend", "direct", *SMALL)
+BY_LAYERS = (*ENABLED, "--hicache-mem-layout", "layer_first")
+BY_PAGES = (*ENABLED, "--hicache-mem-layout", "page_first_direct")  # SGLang's pool of recurrent states has no other
+
+
+class Kind(NamedTuple):
+    target: str
+    flags: tuple[str, ...]
+    draft_window: int | None = None
+
+
+KINDS = {
+    "dense": Kind("dense", BY_LAYERS),
+    "dense-pages": Kind("dense", (*BY_PAGES, "--page-size", "16")),
+    "hybrid": Kind("hybrid", (*BY_PAGES, *TRACK)),
+    "dense-window": Kind("dense", (*BY_LAYERS, *window(64)), draft_window=64),
+}
+ALWAYS = "dense"  # the others only in `make test-full`
+
+
+class Serving(NamedTuple):
+    server: Server
+    kind: Kind
+    prompts: list[list[int]]
+
+
+def prompts_for(target: str) -> list[list[int]]:
+    return [(as_prompt(conversation(seed, n_turns=6), target) * 3)[:PROMPT_LEN] for seed in range(N_PROMPTS)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, id=name, marks=() if name == ALWAYS else pytest.mark.full) for name, kind in KINDS.items()
+    ],
+)
+def serving(request: pytest.FixtureRequest, pool: Any) -> Iterator[Serving]:
+    kind: Kind = request.param
+    running = pool.get(target=kind.target, flags=kind.flags)
+    yield Serving(running, kind, prompts_for(kind.target))
+    pool.drop(running)
+
+
+def cold(server: Server, prompt: list[int]) -> Generation:
+    server.flush_cache()
+    return server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
+
+
+def from_host(answer: Generation) -> int:
+    return (answer.meta["cached_tokens_details"] or {}).get("host", 0)
+
+
+def test_steps_after_a_prefix_from_the_host_are_those_after_a_full_prefill(
+    serving: Serving, reference: Callable
+) -> None:
+    server, prompts = serving.server, serving.prompts
+    unhurried = [cold(server, prompt) for prompt in prompts]
+    server.flush_cache()
+    first = server.generate_many(prompts, concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
+    again = [server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
+    assert sum(from_host(answer) > PROMPT_LEN // 2 for answer in again) >= N_PROMPTS // 2, "hardly a hit on the host"
+    expected = [reference(prompt, MAX_NEW_TOKENS, serving.kind.target) for prompt in prompts]
+    for answers in (unhurried, first, again):
+        assert [answer.token_ids for answer in answers] == expected
+    if serving.kind.draft_window is None:
+        assert list(map(steps, again)) == list(map(steps, unhurried))
+        return
+    if "--page-size" not in serving.kind.flags:
+        expert = oracle(PAIRS[serving.kind.target], None, serving.kind.draft_window)
+        wanted = [
+            expert.accepted_histogram(prompt, MAX_NEW_TOKENS, n_unseen=answer.meta["cached_tokens"])
+            for prompt, answer in zip(prompts, again, strict=True)
+        ]
+        assert list(map(steps, again)) == wanted
+
+
+@pytest.mark.full
+def test_sglangs_own_worker_takes_the_same_steps(serving: Serving, pool: Any) -> None:
+    if serving.kind.draft_window is not None:
+        pytest.skip("its windows are not rings")
+    prompts = serving.prompts
+    serving.server.flush_cache()
+    ours = [serving.server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts * 2]
+    server = pool.get(Arm.STOCK, target=serving.kind.target, flags=serving.kind.flags)
+    theirs = [server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts * 2]
+    pool.drop(server)
+    assert [answer.token_ids for answer in theirs] == [answer.token_ids for answer in ours]
+    assert list(map(steps, theirs)) == list(map(steps, ours))
