@@ -129,7 +129,12 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
             "--speculative-draft-model-quantization",
         ),
         ({"unsupported": ("enable_unified_memory",)}, NotSupported, "--enable-unified-memory"),
-        ({"unsupported": ("enable_hierarchical_cache",)}, NotSupported, "--enable-hierarchical-cache"),
+        ({"unsupported": ("hicache_storage_backend",)}, NotSupported, "--hicache-storage-backend"),
+        (
+            {"unsupported": ("enable_unified_cache_external_linker",)},
+            NotSupported,
+            "--enable-unified-cache-external-linker",
+        ),
         ({"unsupported": ("enable_two_batch_overlap",)}, NotSupported, "--enable-two-batch-overlap"),
         ({"unsupported": ("enable_mixed_chunk",)}, NotSupported, "--enable-mixed-chunk"),
         (

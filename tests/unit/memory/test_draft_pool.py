@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraftMode, HiCacheDraftPlan
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 
 from sglang_dflash.errors import NotSupported
@@ -81,3 +82,16 @@ def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row: int) -> None:
     with pytest.raises(Made):
         worker.init_attention_backends()
     assert seen == [row]
+
+
+@pytest.mark.parametrize(("window", "mode"), [(None, HiCacheDraftMode.SIDECAR), (64, HiCacheDraftMode.NONE)])
+def test_a_hierarchical_cache_copies_slots_that_are_the_targets_and_no_rings(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, mode: HiCacheDraftMode
+) -> None:
+    """It would read a ring's pool by the target's slot ids, of which there are more than slots."""
+    plan = HiCacheDraftPlan(HiCacheDraftMode.SIDECAR, ("the draft's pool",))
+    monkeypatch.setattr(BaseSpecWorker, "_build_hicache_draft_plan", lambda self: plan)
+    worker = DFlashWorker.__new__(DFlashWorker)
+    worker.config = SimpleNamespace(draft_window=window)  # type: ignore[assignment]
+    worker.init_hicache_draft_plan()
+    assert worker.hicache_draft_plan.mode is mode
