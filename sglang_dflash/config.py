@@ -65,7 +65,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> DFl
     block_size = _block_size(arguments, draft)
     _check_heads(arguments, draft)
     draft_window = _window(arguments, draft, block_size)
-    _check_sessions(arguments, target, draft_window)
+    _check_sessions(arguments, draft_window)
     _check_rings(arguments, draft_window)
     return DFlashConfig(
         draft=draft,
@@ -132,19 +132,13 @@ def _check_parallel(arguments: Arguments) -> None:
         )
 
 
-def _check_sessions(arguments: Arguments, target: TargetFacts, draft_window: int | None) -> None:
-    """A streaming session keeps a turn's last state. K/V past the turn's end can be given back, a state cannot."""
+def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
     if not arguments.streaming_session:
         return
     if draft_window is not None and arguments.page_size not in (None, 1):  # None: not resolved yet, checked again
         raise NotSupported(
             f"--enable-streaming-session with a draft window and --page-size {arguments.page_size} is not supported "
             "(a turn may go on in the middle of a page, the draft's window starts with one); use --page-size 1"
-        )
-    if target.recurrent:
-        raise NotSupported(
-            "--enable-streaming-session is not supported with DFLASH on a target with recurrent layers (a turn that "
-            "ends inside a block leaves their state past its end); drop the flag, other sessions work without it"
         )
 
 

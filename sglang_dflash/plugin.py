@@ -82,7 +82,11 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
 
     from sglang_dflash.draft.weight_update import own_checkpoint_only
     from sglang_dflash.host.draft_input import row_headroom
+<<<<<<< HEAD
     from sglang_dflash.host.requests import admit, create_req, update_finish_state
+=======
+    from sglang_dflash.host.requests import create_req, end_turn, keep_no_memory, refusal, update_finish_state
+>>>>>>> 79e7c13 (Streaming sessions on hybrid targets: turns go through the prefix cache, since a state cannot be taken back to a turn's end)
     from sglang_dflash.host.target_models import complete
     from sglang_dflash.memory.draft_kv import draft_kv
     from sglang_dflash.memory.records import count_records
@@ -98,6 +102,11 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
     }
+    if target.recurrent:
+        hooks |= {
+            HOOKS["session_memory"]: (keep_no_memory, HookType.AROUND),
+            HOOKS["turn_end"]: (end_turn, HookType.AROUND),
+        }
     kv = draft_kv(config.draft_window, config.block_size)
     set_hooks(hooks | {HOOKS[name]: hook for name, hook in kv.hooks(recurrent=target.recurrent).items()})
     complete(target.architecture)

@@ -10,6 +10,10 @@ answer that would have ended inside the block is cut there; what ended it is sti
 
 What came after the end stays with the request, whose memory is counted by it, until a session goes on from there: the
 history is what the client was told.
+
+A streaming session keeps a turn's memory for the next turn. K/V past the turn's end can be given back; the state of
+recurrent layers, which a block or a step in flight has taken further, cannot. There turns find what was said in the
+prefix cache, as other sessions' do.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.session.session_controller import Session
+from sglang.srt.session.streaming_session import StreamingSession
 
 Stock = Callable[..., None]
 
@@ -65,3 +70,23 @@ def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs
         if node.req.finished_len is not None:
             del node.req.output_ids[node.req.finished_len :]
     return stock(session, *args, **kwargs)
+
+
+def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
+    """AROUND `StreamingSession.take`: the session would keep what the request's turn has just been given."""
+
+
+def end_turn(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
+    """AROUND `StreamingSession.try_cache_finished_req`: whether the session keeps the request's memory.
+
+    Also called for a request that is retracted, which goes on later.
+    """
+    session = req.session
+    if session is None or not session.streaming or not req.finished():
+        return False
+    if isinstance(req.finished_reason, FINISH_ABORT):  # the session goes on from the turn before
+        req.release_mm_inputs_on_abort()
+        session.abort_req()
+    else:
+        session.finish_req(req)
+    return False

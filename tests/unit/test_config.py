@@ -203,13 +203,6 @@ def test_a_draft_for_another_target_is_refused(changes: dict[str, Any], sentence
         combine(ARGUMENTS, replace(TARGET, **changes), draft)
 
 
-def test_a_state_cannot_be_taken_back_to_a_turn_s_end(draft: Checkpoint) -> None:
-    asked = replace(ARGUMENTS, streaming_session=True)
-    combine(asked, TARGET, draft)
-    with pytest.raises(NotSupported, match=r"--enable-streaming-session .* drop the flag, other sessions work"):
-        combine(asked, replace(TARGET, recurrent=True), draft)
-
-
 def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft: Checkpoint) -> None:
     asked = replace(ARGUMENTS, streaming_session=True, draft_window=64)
     combine(replace(asked, page_size=1), TARGET, draft)
