@@ -1,4 +1,4 @@
-"""Turns of a streaming session on a target with recurrent layers: released like any request, and the session goes on."""
+"""Turns of a streaming session on a target with recurrent layers: released as any request, and the session goes on."""
 
 from types import SimpleNamespace
 from typing import Any
