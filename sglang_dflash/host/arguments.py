@@ -19,7 +19,7 @@ UNSUPPORTED = {
     "speculative_use_block_verification": "it changes nothing for argmax drafts",
     "speculative_use_rejection_sampling": "acceptance is exact without it",
     "speculative_draft_model_quantization": "drafts run unquantized",
-    "enable_unified_memory": "draft and target share plain slot ids",
+    "enable_unified_memory": "its slots move and have virtual ids, and the draft's context K/V are written by slot",
     "enable_unified_cache_external_linker": "context K/V that wait to be written would be copied out unwritten",
     "hicache_storage_backend": "a prefix from storage was never seen here, nor were its draft K/V",
     "enable_two_batch_overlap": "a block is verified as one batch",
