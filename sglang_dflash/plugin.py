@@ -82,11 +82,7 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
 
     from sglang_dflash.draft.weight_update import own_checkpoint_only
     from sglang_dflash.host.draft_input import row_headroom
-<<<<<<< HEAD
-    from sglang_dflash.host.requests import admit, create_req, update_finish_state
-=======
-    from sglang_dflash.host.requests import create_req, end_turn, keep_no_memory, refusal, update_finish_state
->>>>>>> 79e7c13 (Streaming sessions on hybrid targets: turns go through the prefix cache, since a state cannot be taken back to a turn's end)
+    from sglang_dflash.host.requests import admit, create_req, end_turn, keep_no_memory, update_finish_state
     from sglang_dflash.host.target_models import complete
     from sglang_dflash.memory.draft_kv import draft_kv
     from sglang_dflash.memory.records import count_records
