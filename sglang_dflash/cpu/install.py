@@ -80,7 +80,7 @@ def after_load() -> dict[str, Any]:
             sampling.tree_speculative_sampling_target_only
         ),
         _SRT + "speculative.dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE": True,
-        _SRT + "models.dflash._radix_topk": torch.topk,  # FlashInfer's, where that is installed
+        _SRT + "models.dflash._radix_topk": sampling.best,
         # LoRA pins memory without asking whether there is a device.
         _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.backend.torch_backend.torch": pinned.torch_with(_pin_memory),

@@ -73,3 +73,9 @@ def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
     cumulative_BV = weight_BV.double().cumsum(dim=1)
     threshold_B1 = coin_B[:, None].double() * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1).clamp(max=weight_BV.shape[1] - 1)
+
+
+def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `k` largest of the last dimension and where they are, largest first; SGLang's is FlashInfer's for a GPU."""
+    largest, where = torch.topk(scores, k, dim=-1)
+    return largest, where
