@@ -79,8 +79,8 @@ class CandidateSelector(nn.Module):
         return self.walk(
             tokens_BDK,
             logits_BDK,
-            self.hidden_projection(hidden_BDH),
-            anchor_B,
+            self.hidden_projection(hidden_BDH).contiguous(),
+            anchor_B.contiguous(),  # a column of the blocks, and kernels index flat memory
             predecessor_VR=self.predecessor_codebook,
             successor_VR=self.successor_codebook,
         )

@@ -1,0 +1,59 @@
+"""DFlash 2's parts as SGLang runs them, against those of the plain-torch draft; kernels get tensors they can index."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from sglang_dflash_kernels.block_conv import block_conv
+from sglang_dflash_kernels.select_path import select_path
+
+from sglang_dflash.draft.second import BlockConv, CandidateSelector, convolved
+from sglang_dflash.draft.target_ends import TargetEnds
+from sglang_dflash.model import second as plain
+from tests.unit.model.test_draft import make_config
+
+B, N, H, VOCAB = 3, 4, 32, 50
+SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+
+
+def as_sglang_says(**fields: Any) -> SimpleNamespace:
+    return SimpleNamespace(hidden_size=H, vocab_size=VOCAB, dflash_config=fields)
+
+
+def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    torch.manual_seed(0)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    ours.load_state_dict(theirs.state_dict())
+
+
+def test_a_draft_of_dflash_1_has_neither() -> None:
+    assert BlockConv.of(as_sglang_says()) is None
+    assert CandidateSelector.of(as_sglang_says()) is None
+    assert torch.equal(convolved(None, lambda x: 2 * x, torch.ones(4, H), N), torch.full((4, H), 2.0))
+
+
+def test_a_convolution_is_the_plain_one() -> None:
+    ours, theirs = BlockConv.of(as_sglang_says(**SECOND)), plain.BlockConv(make_config(**SECOND))
+    assert ours is not None
+    same_weights(ours, theirs)
+    ours.convolve = block_conv  # which looks at what it is given
+    hidden = torch.randn(B, N, H)
+    got = convolved(ours, torch.tanh, hidden.flatten(0, 1), N)
+    torch.testing.assert_close(got.view(B, N, H), plain.convolved(theirs, torch.tanh, hidden))
+
+
+@pytest.mark.parametrize("fields", [{}, {"output_multiplier": 0.3}, {"final_logit_softcapping": 2.0}], ids=str)
+def test_a_path_is_the_plain_one(fields: dict[str, float]) -> None:
+    ours = CandidateSelector.of(as_sglang_says(**SECOND, **fields))
+    theirs = plain.CandidateSelector(make_config(**SECOND, **fields))
+    assert ours is not None
+    same_weights(ours, theirs)
+    ours.walk = select_path  # which looks at what it is given
+    head = torch.randn(VOCAB, H)
+    ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=head), VOCAB, 0, cast(Any, None))
+    # As the draft has them: behind the anchors, and a column of the blocks.
+    hidden_BDH, anchor_B = torch.randn(B, N, H)[:, 1:], torch.randint(0, VOCAB, (B, N))[:, 0]
+    got = ours.path(hidden_BDH, anchor_B, ends)
+    assert torch.equal(got, theirs.walk(hidden_BDH, hidden_BDH @ head.T, anchor_B))
