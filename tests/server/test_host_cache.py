@@ -16,6 +16,8 @@ from tests.server.lib.oracle import oracle
 from tests.server.lib.talk import as_prompt, conversation, steps
 from tests.server.lib.variants import TRACK, window
 
+pytestmark = pytest.mark.full
+
 MAX_NEW_TOKENS = 48
 PROMPT_LEN = 300
 N_PROMPTS = 8  # more than the device's pool holds
@@ -37,7 +39,6 @@ KINDS = {
     "hybrid": Kind("hybrid", (*BY_PAGES, *TRACK)),
     "dense-window": Kind("dense", (*BY_LAYERS, *window(64)), draft_window=64),
 }
-ALWAYS = "dense"  # the others only in `make test-full`
 
 
 class Serving(NamedTuple):
@@ -52,9 +53,7 @@ def prompts_for(target: str) -> list[list[int]]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(kind, id=name, marks=() if name == ALWAYS else pytest.mark.full) for name, kind in KINDS.items()
-    ],
+    params=[pytest.param(kind, id=name) for name, kind in KINDS.items()],
 )
 def serving(request: pytest.FixtureRequest, pool: Any) -> Iterator[Serving]:
     kind: Kind = request.param
@@ -96,7 +95,6 @@ def test_steps_after_a_prefix_from_the_host_are_those_after_a_full_prefill(
         assert list(map(steps, again)) == wanted
 
 
-@pytest.mark.full
 def test_sglangs_own_worker_takes_the_same_steps(serving: Serving, pool: Any) -> None:
     if serving.kind.draft_window is not None:
         pytest.skip("its windows are not rings")

@@ -21,6 +21,8 @@ from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.talk import post, steps
 from tests.server.lib.variants import RANDOM_WIDTHS, TRACK
 
+pytestmark = pytest.mark.full
+
 BASE = ""  # no adapter
 AT_START = ("calm", "wild")
 
@@ -50,7 +52,6 @@ KINDS = {
     "dense-triton-graphs": Kind("dense", "triton", **REHEARSED),
     "hybrid-csgmv-graphs": Kind("hybrid", "csgmv", **REHEARSED),
 }
-ALWAYS = "dense"  # the others only in `make test-full`
 
 
 class Serving(NamedTuple):
@@ -84,9 +85,7 @@ class Serving(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(kind, id=name, marks=() if name == ALWAYS else pytest.mark.full) for name, kind in KINDS.items()
-    ],
+    params=[pytest.param(kind, id=name) for name, kind in KINDS.items()],
 )
 def serving(
     request: pytest.FixtureRequest, pool: Any, questions: Callable, tmp_path_factory: pytest.TempPathFactory
@@ -160,7 +159,6 @@ def test_adapters_come_and_go_while_others_are_served(serving: Serving) -> None:
     assert [answer.token_ids for answer in meanwhile.result()] == [serving.expected(*pair) for pair in asked]
 
 
-@pytest.mark.full
 def test_widths_may_change_at_random(serving: Serving, pool: Any) -> None:
     server, asked = serving.start(env=dict(RANDOM_WIDTHS)), serving.shuffled(seed=4)
     answers = serving.ask_all(server, asked, 8)
@@ -168,7 +166,6 @@ def test_widths_may_change_at_random(serving: Serving, pool: Any) -> None:
     assert [answer.token_ids for answer in answers] == [serving.expected(*pair) for pair in asked]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("arm", [Arm.OFF, Arm.STOCK])
 def test_the_other_workers_say_the_same(serving: Serving, pool: Any, arm: Arm) -> None:
     """Without speculation, and SGLang's own worker, with the same flags; its steps are ours."""
@@ -183,7 +180,6 @@ def test_the_other_workers_say_the_same(serving: Serving, pool: Any, arm: Arm) -
         assert list(map(steps, theirs)) == list(map(steps, ours))
 
 
-@pytest.mark.full
 def test_an_adapter_of_the_embedding_leaves_the_draft_its_own(serving: Serving, pool: Any, tmp_path: Path) -> None:
     """SGLang puts a layer around the embedding that asks who is in the batch; the draft embeds as the base model."""
     if serving.kind is not KINDS["dense"]:

@@ -111,6 +111,7 @@ def test_the_shipped_draft_commits_more_than_four_tokens_per_step(pair, tokenize
     assert overall.n_steps > 100
 
 
+@pytest.mark.full
 def test_the_shipped_dflash_2_draft_commits_a_tenth_more(pair, tokenizer):
     """Trained on the same text for as many steps."""
     *_, plain = measure(*load_pair(pair), tokenizer, n_per_task=1)
