@@ -14,7 +14,6 @@ from sglang_dflash.prove.record import Finding, Once, require
 if TYPE_CHECKING:
     from sglang_dflash.bench.case import Case
 
-OPS = ("accept", "append_context", "block_conv", "gdn_fold", "gdn_verify", "penalise", "plan_block", "select_path")
 N_ROUNDS, N_ROUNDS_SHORT = 100, 20
 N_SHOWN = 3
 BUSY = "B=8 N=16"  # of the cases that are named in a line

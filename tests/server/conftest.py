@@ -26,6 +26,7 @@ from launch.tiny import Arm, Pair
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.server import Server
+from tests.server.lib.variants import VARIANTS
 
 FIRST_PORT = 31300
 MAX_LIVE = 5  # about 2.5 GiB each
@@ -184,6 +185,17 @@ def server(pool: ServerPool) -> GetServer:
     return pool.get
 
 
+# Asked for anew by each test: others start servers enough to have these stopped.
+@pytest.fixture
+def ours(server: Callable) -> Server:
+    return server(flags=VARIANTS["hybrid"].flags)
+
+
+@pytest.fixture
+def off(server: Callable) -> Server:
+    return server("off")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def nothing_lost(pool: ServerPool) -> Iterator[None]:
     """After each module, every server that is up has given everything back."""
@@ -227,21 +239,11 @@ def reference() -> Callable[..., list[int]]:
 
     The answer ends with the end token, as SGLang's `output_ids` do, or at `max_new_tokens`.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    @cache
-    def model(target: str) -> Any:
-        return AutoModelForCausalLM.from_pretrained(PAIRS[target].target, dtype=torch.float32).eval()
+    from tests.server.lib.oracle import oracle
 
     @cache
     def generate(prompt: tuple[int, ...], max_new_tokens: int, target: str) -> tuple[int, ...]:
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = model(target).generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens
-            )
-        return tuple(out[0, len(prompt) :].tolist())
+        return tuple(oracle(PAIRS[target], None, None).continuation(prompt, max_new_tokens))
 
     def answer(prompt: Sequence[int], max_new_tokens: int, target: str = "hybrid") -> list[int]:
         return list(generate(tuple(prompt), max_new_tokens, target))

@@ -20,10 +20,9 @@ import pytest
 from launch.tiny import Pair
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Server
-from tests.server.conftest import PAIRS, SECOND
 from tests.server.lib.oracle import oracle
+from tests.server.lib.pairs import pair_of
 from tests.server.lib.rows import require_rows
-from tests.server.lib.sliding import with_layers
 from tests.server.lib.talk import steps
 from tests.server.lib.variants import VARIANTS, Variant
 
@@ -52,10 +51,7 @@ def serving(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     variant: Variant = request.param
-    pair = (SECOND if variant.second else PAIRS)[variant.target]
-    if variant.draft_layers:
-        folder = tmp_path_factory.mktemp("draft")
-        pair = with_layers(pair, variant.draft_layers, folder, both_ways=variant.both_ways)
+    pair = pair_of(variant, tmp_path_factory.mktemp("draft"))
     prompts = questions(N_PROMPTS, variant.target)
     expected = [reference(prompt, MAX_NEW_TOKENS, variant.target) for prompt in prompts]
     trace, env = tmp_path_factory.mktemp("trace"), dict(variant.env)

@@ -53,7 +53,8 @@ def prompts_for(target: str) -> list[list[int]]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(kind, id=name) for name, kind in KINDS.items()],
+    params=list(KINDS.values()),
+    ids=list(KINDS),
 )
 def serving(request: pytest.FixtureRequest, pool: Any) -> Iterator[Serving]:
     kind: Kind = request.param

@@ -85,7 +85,8 @@ class Serving(NamedTuple):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(kind, id=name) for name, kind in KINDS.items()],
+    params=list(KINDS.values()),
+    ids=list(KINDS),
 )
 def serving(
     request: pytest.FixtureRequest, pool: Any, questions: Callable, tmp_path_factory: pytest.TempPathFactory

@@ -18,21 +18,10 @@ from launch.tiny import HYBRID
 from sglang_dflash.bench.server import Generation, Server
 from tests.server.lib.rows import GAP, require_rows
 from tests.server.lib.talk import post, steps, stream
-from tests.server.lib.variants import VARIANTS
 
 ASKED = {"return_hidden_states": True}
 MASKED = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
 MAX_NEW_TOKENS = 40
-
-
-@pytest.fixture
-def ours(server: Callable) -> Server:
-    return server(flags=VARIANTS["hybrid"].flags)
-
-
-@pytest.fixture
-def off(server: Callable) -> Server:
-    return server("off")
 
 
 def together(server: Server, requests: Sequence[tuple[list[int], dict[str, Any]]], n: int = 8) -> list[Generation]:

@@ -16,11 +16,11 @@ from launch.parameters import REQUEST_FLAGS
 from launch.tiny import Pair
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.server import Generation, Server
-from tests.server.conftest import PAIRS, SECOND
+from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
+from tests.server.lib.pairs import pair_of
 from tests.server.lib.rehearsals import REHEARSALS, Rehearsal
 from tests.server.lib.rows import require_rows
-from tests.server.lib.sliding import with_layers
 from tests.server.lib.talk import steps
 
 ON_GRAPH, EAGER = "cpu graph: True", "cpu graph: False"  # in SGLang's line about a batch
@@ -52,10 +52,7 @@ def serving(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     rehearsal: Rehearsal = request.param
-    pair = (SECOND if rehearsal.second else PAIRS)[rehearsal.target]
-    if rehearsal.draft_layers:
-        folder = tmp_path_factory.mktemp("draft")
-        pair = with_layers(pair, rehearsal.draft_layers, folder, both_ways=rehearsal.both_ways)
+    pair = pair_of(rehearsal, tmp_path_factory.mktemp("draft"))
     prompts = questions(rehearsal.n_prompts, rehearsal.target)
     expected = [reference(prompt, rehearsal.max_new_tokens, rehearsal.target) for prompt in prompts]
     running = pool.get(

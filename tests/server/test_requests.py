@@ -16,20 +16,8 @@ from transformers import AutoModelForCausalLM
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.talk import post
-from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
-
-
-# Asked for anew by each test: others here start servers enough to have these stopped.
-@pytest.fixture
-def ours(server: Callable) -> Server:
-    return server(flags=VARIANTS["hybrid"].flags)
-
-
-@pytest.fixture
-def off(server: Callable) -> Server:
-    return server("off")
 
 
 # What changes nothing, and what decides where the text ends. Penalties have a module of their own.

@@ -10,21 +10,10 @@ import pytest
 
 from sglang_dflash.bench.server import Server
 from tests.server.lib.bad_requests import KINDS, PROMPT, Bad
-from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 8
 # What differs between two answers of one server: the time at which a grammar failed to compile.
 CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")
-
-
-@pytest.fixture(scope="module")
-def ours(server: Callable) -> Server:
-    return server(flags=VARIANTS["hybrid"].flags)
-
-
-@pytest.fixture(scope="module")
-def off(server: Callable) -> Server:
-    return server("off")
 
 
 def answer_to(server: Server, bad: Bad) -> tuple[int, Any]:

@@ -13,10 +13,10 @@ from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.model import DraftConfig, DraftModel
+from tests.fixtures.checkpoints import SECOND
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
-SECOND = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 
 # What config.json says -> what is read. The draft is that of `fixtures/checkpoints.py`; None leaves a field out.

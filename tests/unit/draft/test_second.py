@@ -12,9 +12,9 @@ from sglang_dflash.draft.second import BlockConv, CandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
 from sglang_dflash.model import second as plain
 from tests.unit.model.test_draft import make_config
+from tests.unit.model.test_second import SECOND
 
 B, N, H, VOCAB = 3, 4, 32, 50
-SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
 
 
 def as_sglang_says(**fields: Any) -> SimpleNamespace:
