@@ -121,9 +121,10 @@ def _check_parallel(arguments: Arguments) -> None:
         raise NotSupported(
             f"--pp-size {arguments.pp_size}: the draft needs features of layers on other stages; use --pp-size 1"
         )
-    if arguments.attention_dp:
+    if arguments.attention_dp and not arguments.dp_lm_head:
         raise NotSupported(
-            "attention data parallelism is not supported with DFLASH; use --tp-size or --dp-size replicas"
+            "attention data parallelism without --enable-dp-lm-head is not supported with DFLASH (the draft borrows "
+            "the head, and runs among the ranks that share requests); add the flag"
         )
     if arguments.disaggregation != "null":
         raise NotSupported(
@@ -175,10 +176,15 @@ def _window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | N
 
 
 def _check_heads(arguments: Arguments, draft: Checkpoint) -> None:
-    tp, n_heads, kv = arguments.tp_size, draft.num_attention_heads, draft.num_key_value_heads
+    # With attention data parallelism a draft is split over the ranks that share requests.
+    tp, over = arguments.tp_size, f"--tp-size {arguments.tp_size}"
+    if arguments.attention_dp:
+        tp //= arguments.dp_size
+        over += f" / --dp-size {arguments.dp_size}"
+    n_heads, kv = draft.num_attention_heads, draft.num_key_value_heads
     if n_heads % tp or (kv % tp and tp % kv):
         raise ValueError(
-            f"{draft.path}: {n_heads} heads and {kv} KV heads cannot be split over --tp-size {tp}; "
+            f"{draft.path}: {n_heads} heads and {kv} KV heads cannot be split over {over}; "
             f"use a --tp-size that divides both, or a multiple of {kv} that divides {n_heads}"
         )
 

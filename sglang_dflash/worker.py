@@ -53,11 +53,12 @@ from sglang_dflash.host.names import SECTIONS
 from sglang_dflash.memory.draft_kv import draft_kv, fit_page_tables
 from sglang_dflash.memory.records import use_records
 from sglang_dflash.metrics.trace import Trace
+from sglang_dflash.stages import ranks
 from sglang_dflash.stages.build import build_stages
 from sglang_dflash.stages.dry_run import DryRun, own_states
 from sglang_dflash.stages.engines import from_first_rank
 from sglang_dflash.stages.outputs import hidden_states_of_prompts, keep_hidden_states, sampling_masks_by_block
-from sglang_dflash.stages.state import folds, make_state, may_narrow
+from sglang_dflash.stages.state import folds, make_state
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.width.chooser import Chooser, candidates, make_policy
 
@@ -81,21 +82,24 @@ class DFlashWorker(BaseSpecWorker):
         self.config = DFlashConfig.from_server_args(server_args)
         self.flags = flags.read(os.environ)
         self.draft_kv = draft_kv(self.config.draft_window, self.config.block_size)
-        self._draft_worker = build_draft_tp_worker(
-            server_args=server_args,
-            gpu_id=gpu_id,
-            nccl_port=nccl_port,
-            target_model_config=self.target_runner.model_config,
-            algo_label="DFLASH",
-            attention_backend_override=self.config.draft_attention_backend,
-        ).draft_worker
+        ends = target_ends(self.target_runner.model)
+        self.draft_scope = ranks.draft_scope(self.target_runner)
+        with self.draft_scope():
+            self._draft_worker = build_draft_tp_worker(
+                server_args=server_args,
+                gpu_id=gpu_id,
+                nccl_port=nccl_port,
+                target_model_config=self.target_runner.model_config,
+                algo_label="DFLASH",
+                attention_backend_override=self.config.draft_attention_backend,
+            ).draft_worker
         self.draft_runner = self._draft_worker.model_runner
         if folds(self.target_runner.model_config, self.flags.gdn_state):
             use_records()
         keep_hidden_states(self.target_runner.model)
         # A block may end 2 N past the longest prefix: one in flight, one being planned.
         longest = self.target_runner.model_config.context_len + 2 * self.config.block_size
-        self.draft_runner.model.attach(target_ends(self.target_runner.model), max_position=longest)
+        self.draft_runner.model.attach(ends, max_position=longest)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
 
@@ -107,11 +111,12 @@ class DFlashWorker(BaseSpecWorker):
     ) -> None:
         """The draft's KV pool has the target's slots. With a window it has rings, and a request table of its own."""
         pool, table = self.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
-        self._draft_worker.alloc_memory_pool(
-            memory_pool_config=pool,
-            req_to_token_pool=table,
-            token_to_kv_pool_allocator=token_to_kv_pool_allocator,
-        )
+        with self.draft_scope():
+            self._draft_worker.alloc_memory_pool(
+                memory_pool_config=pool,
+                req_to_token_pool=table,
+                token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+            )
 
     def init_hicache_draft_plan(self) -> None:
         """With a hierarchical cache the draft's K/V go to the host and back with the target's. Rings do not: their
@@ -122,7 +127,8 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         fit_page_tables(self.draft_runner)
-        super().init_attention_backends()
+        with self.draft_scope():
+            super().init_attention_backends()
         self.state_for = partial(make_state, self._target_worker, self.flags.gdn_state)
         self.state = self.state_for(self.config.block_size)
         self.state.attach(self.target_runner.attn_backend)
@@ -130,7 +136,8 @@ class DFlashWorker(BaseSpecWorker):
     def init_cuda_graphs(self) -> None:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         possible = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
-        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
+        with self.draft_scope():
+            self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
 
     @torch.no_grad()
     def prewarm_sampling(self) -> SamplingPrewarmResult:
@@ -153,10 +160,11 @@ class DFlashWorker(BaseSpecWorker):
             draft,
             self.draft_kv.slots(target, draft),
             (self.state, self.state_for),
-            widths=candidates(self.flags, config.block_size, may_narrow=may_narrow(target.model_config)),
+            widths=candidates(self.flags, config.block_size, ranks.why_whole_blocks(target.model_config)),
             block_size=config.block_size,
             mask_token_id=config.draft.mask_token_id,
             on_host=on_host,
+            draft_scope=self.draft_scope,
         )
         self.calls = self.stages.calls()
         dry_run = DryRun(self.stages, on_host=on_host)
@@ -196,7 +204,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> GenerationBatchResult:
         publish = on_publish or not_published
         if batch.forward_mode.is_idle():
-            return self.idle(publish)
+            return self.idle(batch, publish)
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             return self.prefill(batch, publish)
         return self.decode(batch, publish, grammar_barrier)
@@ -250,8 +258,9 @@ class DFlashWorker(BaseSpecWorker):
         calls.append(rids, plan, target.features_TC, accepted.n_committed_B)
         return self.step_result(batch, plan, target, accepted)
 
-    def idle(self, publish: Publish) -> GenerationBatchResult:
+    def idle(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
         """A step without requests."""
+        self.stages.verifier.keep_up(batch)
         state = DraftInput.idle(self.device)
         publish(state.new_seq_lens)
         return GenerationBatchResult(

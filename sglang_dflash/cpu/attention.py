@@ -112,6 +112,10 @@ class CpuAttentionBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return False
 
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length of a request that is only there to fill a batch up."""
+        return 1
+
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
         self._rectangles, self._segments = [], []
         mode = forward_batch.forward_mode

@@ -70,6 +70,7 @@ def at_import() -> dict[str, Any]:
 
 def after_load() -> dict[str, Any]:
     """Names whose modules import the model runner: they cannot be reached while it is being imported."""
+    from sglang.srt.layers.dp_attention import memcpy_cpu
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     return {
@@ -81,7 +82,11 @@ def after_load() -> dict[str, Any]:
         ),
         _SRT + "speculative.dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE": True,
         _SRT + "models.dflash._radix_topk": sampling.best,
-        # LoRA pins memory without asking whether there is a device.
+        # Ranks that gather each other's rows.
+        _SRT + "layers.dp_attention.memcpy_func": memcpy_cpu,
+        _SRT + "distributed.parallel_state._is_cpu": True,
+        # Token counts of ranks, and LoRA: memory is pinned without asking whether there is a device.
+        _SRT + "model_executor.forward_batch_info.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.backend.torch_backend.torch": pinned.torch_with(_pin_memory),
     }

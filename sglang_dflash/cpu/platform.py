@@ -5,6 +5,8 @@ CPU platform would ask for the AMX kernels of sgl_kernel instead.
 """
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
@@ -70,7 +72,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def register_choices() -> None:
-    """Let a draft model use our attention backend; does nothing unless our platform is the active one.
+    """Let a draft model use our attention backend, and DFLASH run with attention data parallelism; does nothing unless
+    our platform is the active one.
 
     The command line needs it in the first process, the draft worker in its own.
     """
@@ -79,3 +82,6 @@ def register_choices() -> None:
 
     if isinstance(current_platform, CpuPlatform) and ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
         add_draft_attention_backend_choices([ATTENTION_BACKEND])
+        # SGLang asks for CUDA where DFLASH meets attention data parallelism, and for what `config.py` asks for.
+        hook: Any = import_module("sglang.srt.arg_groups.speculative_hook")
+        hook.attn_dp_enabled_of = lambda args: False

@@ -53,9 +53,12 @@ def target_ends(model: Any) -> TargetEnds:
             f"DFLASH: the target's lm_head is quantized ({type(head.quant_method).__name__}) and the draft borrows it; "
             "use a checkpoint with a plain lm_head, or SGLANG_DFLASH_WORKER=stock"
         )
-    tp_group = get_parallel().tp_group
-    if tp_group.world_size == 1:
-        tp_group = None
+    if get_parallel().attn_dp_enabled and embed.tp_size > 1 and head.tp_group is not embed.tp_group:
+        raise NotSupported(
+            f"{type(model).__name__} splits its embedding over all ranks and its head over those that share requests, "
+            "and the draft reads both; drop --enable-dp-attention, or use --dp-size replicas"
+        )
+    tp_group = head.tp_group if head.tp_size > 1 else None
     shard = head.shard_indices
     return TargetEnds(
         embed=embed,

@@ -63,6 +63,8 @@ class Arguments:
     tp_size: int
     pp_size: int
     attention_dp: bool
+    dp_size: int
+    dp_lm_head: bool
     disaggregation: str
     num_steps: int | None
     topk: int | None
@@ -101,6 +103,8 @@ def arguments_of(server_args: Any) -> Arguments:
         tp_size=args.tp_size,
         pp_size=args.pp_size,
         attention_dp=attn_dp_enabled_of(args),
+        dp_size=args.dp_size,
+        dp_lm_head=args.enable_dp_lm_head,
         disaggregation=args.disaggregation_mode,
         num_steps=args.speculative_num_steps,
         topk=args.speculative_eagle_topk,

@@ -17,6 +17,7 @@ from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.stages.dry_run import reserve_bytes
 from sglang_dflash.stages.engines import build_engines
 from sglang_dflash.stages.planner import Planner
+from sglang_dflash.stages.ranks import Scope
 from sglang_dflash.stages.state import State
 from sglang_dflash.stages.verifier import Verifier
 
@@ -31,12 +32,14 @@ def build_stages(
     block_size: int,
     mask_token_id: int,
     on_host: bool,
+    draft_scope: Scope,
 ) -> Stages:
     """
     Args:
         worker: the target's.
         states: the whole block's recurrent state, which is attached already, and what makes a narrower width's.
         on_host: the target runs on the host's processor.
+        draft_scope: see `ranks.draft_scope`.
     """
     target = worker.model_runner
     planner, choice = Planner(target, block_size, mask_token_id), Choice(target)
@@ -49,7 +52,7 @@ def build_stages(
     )
     return Stages(
         planner=planner,
-        drafter=Drafter(draft, slots, block_size),
+        drafter=Drafter(draft, slots, block_size, draft_scope),
         verifier=Verifier(worker, engines, on_host=on_host),
         choice=choice,
         accept=ACCEPT.form_for(planner.req_to_token),

@@ -20,17 +20,18 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_dflash.memory.slots import DraftSlots, Seen
 from sglang_dflash.stages.forward import directly, through_runner
+from sglang_dflash.stages.ranks import Scope, within
 from sglang_dflash.step import Block, Plan
 
 
 class Drafter:
-    def __init__(self, runner: ModelRunner, slots: DraftSlots, block_size: int) -> None:
+    def __init__(self, runner: ModelRunner, slots: DraftSlots, block_size: int, scope: Scope) -> None:
         self.runner = runner
         self.slots = slots
         self.block_info = block_info(block_size, CaptureHiddenMode.NULL, runner.device)
         # SGLang puts the eager runner where a draft's graphs would be.
         captured = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
-        self.forward = through_runner(runner) if captured else directly(runner)
+        self.forward = within(scope, through_runner(runner) if captured else directly(runner))
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
         """What of the filled blocks is to be verified, int64 [B, width]: slot 0 the anchor, then drafts.

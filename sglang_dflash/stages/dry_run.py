@@ -23,6 +23,7 @@ from sglang_dflash.stages.calls import Stages
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.drafter import block_forward, block_info
 from sglang_dflash.stages.lora import without_adapters
+from sglang_dflash.stages.ranks import tell_all
 from sglang_dflash.step import Plan
 
 CONTEXT = 256  # tokens before the block
@@ -106,6 +107,7 @@ class DryRun:
             if self.runner.model_config.model_is_mrope:
                 forward_batch.mrope_positions = forward_batch.positions.expand(3, -1)
             without_adapters(self.runner, forward_batch)
+            tell_all(forward_batch)
             seen.kv.bind(forward_batch, self.runner.kv_index_translator)
             output = stages.verifier.forward(forward_batch).logits_output
             logits_TV, features_TC = output.next_token_logits, output.hidden_states

@@ -238,10 +238,13 @@ def folds(model_config: ModelConfig, asked: GdnState) -> bool:
     return hybrid_gdn_config(model_config) is not None and asked is GdnState.FOLD
 
 
-def may_narrow(model_config: ModelConfig) -> bool:
-    """Whether such a target can verify less than the block. Of recurrent ones those with Gated DeltaNet can: SGLang's
-    verify of Mamba2 places a request's states by the number of tokens verified, its commit by that of the pool."""
-    return mambaish_config(model_config) is None or hybrid_gdn_config(model_config) is not None
+def why_whole_blocks(model_config: ModelConfig) -> str:
+    """Why such a target cannot verify less than the block, or nothing. Of recurrent ones those with Gated DeltaNet can:
+    SGLang's verify of Mamba2 places a request's states by the number of tokens verified, its commit by that of the
+    pool."""
+    if mambaish_config(model_config) is None or hybrid_gdn_config(model_config) is not None:
+        return ""
+    return "SGLang finds the recurrent states of this target by the size of the block"
 
 
 def make_state(worker: TpModelWorker, asked: GdnState, width: int) -> State:

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
 
-from sglang_dflash.stages import lora
+from sglang_dflash.stages import lora, ranks
 from sglang_dflash.stages.forward import directly, has_experts, through_runner
 from sglang_dflash.stages.outputs import hidden_states
 from sglang_dflash.stages.state import State
@@ -39,8 +39,9 @@ class Verifier:
         self.own = runner.attn_backend, runner.decode_cuda_graph_runner
         eager = all(engine.graphs is None for engine in engines.values())
         # Beside a device the host's time is hidden.
-        direct = eager and on_host and not has_experts(runner.model)
-        self.forward = directly(runner) if direct else through_runner(runner)
+        direct = eager and on_host and not has_experts(runner.model) and not ranks.meet()
+        self.forward = directly(runner) if direct else ranks.beside_idle_ones(through_runner(runner))
+        self.keep_up = ranks.keep_up(worker, max(engines))
 
     def use(self, width: int) -> None:
         """Put the engine of `width` into the target's runner."""

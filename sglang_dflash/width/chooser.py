@@ -78,24 +78,23 @@ class Chooser:
         }
 
 
-def candidates(flags: Flags, block_size: int, *, may_narrow: bool = True) -> tuple[int, ...]:
-    """The widths to choose from, ascending; `may_narrow`: whether the target can verify less than the block.
+def candidates(flags: Flags, block_size: int, whole_blocks: str = "") -> tuple[int, ...]:
+    """The widths to choose from, ascending; `whole_blocks`: why nothing less than the block is verified, if it is so.
 
     Raises:
         ValueError: one is not within the block.
-        NotSupported: one is narrower than the block, and the target cannot do that.
+        NotSupported: one is narrower than the block, and there is a reason against it.
     """
-    if flags.width_policy is WidthPolicy.FIXED or (not may_narrow and flags.widths in ((), (block_size,))):
+    if flags.width_policy is WidthPolicy.FIXED or (whole_blocks and flags.widths in ((), (block_size,))):
         return (block_size,)
     for width in flags.widths:
         if not 1 <= width <= block_size:
             raise ValueError(
                 f"SGLANG_DFLASH_WIDTHS: {width} is not within 1..{block_size}, the block that is drafted; drop it"
             )
-    if not may_narrow:
+    if whole_blocks:
         raise NotSupported(
-            f"SGLANG_DFLASH_WIDTHS: SGLang verifies whole blocks of this target (its recurrent layers find a token's "
-            f"state by the size of the block); set it to {block_size}, or drop it"
+            f"SGLANG_DFLASH_WIDTHS: whole blocks are verified ({whole_blocks}); set it to {block_size}, or drop it"
         )
     return flags.widths or (*(width for width in DEFAULT if width < block_size), block_size)
 

@@ -1,5 +1,6 @@
 """How the draft is called: through SGLang's runner where there are graphs to replay, directly where there are none."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -38,7 +39,7 @@ class Runner:
     ],
 )
 def test_directly_without_graphs(decode_runner: object, way: str) -> None:
-    drafter = Drafter(Runner(decode_runner), SharedSlots(), block_size=16)
+    drafter = Drafter(Runner(decode_runner), SharedSlots(), block_size=16, scope=nullcontext)
     batch = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
     assert drafter.forward(batch).logits_output == way
 
@@ -68,7 +69,7 @@ def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, m
         rows_B=torch.arange(n_requests),
         rows_B_cpu=torch.arange(n_requests),
     )
-    tokens_BN = Drafter(runner, SharedSlots(), block_size=N).draft(plan, graphs=True)
+    tokens_BN = Drafter(runner, SharedSlots(), block_size=N, scope=nullcontext).draft(plan, graphs=True)
 
     assert tokens_BN.untyped_storage().data_ptr() != of_the_graph_T.untyped_storage().data_ptr()
     drafted_BN = of_the_graph_T.view(n_requests, N)[:, :width].clone()

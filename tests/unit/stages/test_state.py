@@ -10,7 +10,7 @@ from sglang_dflash.cpu import mamba_state
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import GdnState
 from sglang_dflash.stages import state
-from sglang_dflash.stages.state import InPlaceState, crossing_step, decoding_one_token, make_state, may_narrow
+from sglang_dflash.stages.state import InPlaceState, crossing_step, decoding_one_token, make_state, why_whole_blocks
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size=1, max_size=5), st.integers(16, 96))
@@ -73,7 +73,7 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
 def test_only_some_recurrent_targets_verify_less_than_the_block(recurrent, gated_delta_net, narrow, monkeypatch):
     monkeypatch.setattr(state, "mambaish_config", lambda config: recurrent or None)
     monkeypatch.setattr(state, "hybrid_gdn_config", lambda config: gated_delta_net or None)
-    assert may_narrow(None) is narrow
+    assert (why_whole_blocks(None) == "") is narrow
 
 
 @pytest.mark.parametrize("width", [1, 16])

@@ -215,12 +215,12 @@ def test_widths_to_choose_from(value: str, widths: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("value", ["auto", "random", "fixed", "16"])
 def test_a_target_that_cannot_narrow_verifies_whole_blocks(value: str) -> None:
-    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, may_narrow=False) == (16,)
+    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, "it cannot") == (16,)
 
 
 def test_narrower_widths_are_refused_where_the_target_cannot() -> None:
-    with pytest.raises(NotSupported, match=r"verifies whole blocks of this target .*; set it to 16, or drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "1,16"}), 16, may_narrow=False)
+    with pytest.raises(NotSupported, match=r"it cannot\); set it to 16, or drop it"):
+        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "1,16"}), 16, "it cannot")
 
 
 @pytest.mark.parametrize("value", ["0,4", "17"])

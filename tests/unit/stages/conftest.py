@@ -1,0 +1,9 @@
+"""Stages without SGLang's process groups."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def one_group_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attention data parallelism."""
+    monkeypatch.setattr("sglang_dflash.stages.ranks.meet", lambda: False)
