@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, pinned, sampling
+from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, pinned, ranks, sampling
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -70,7 +70,6 @@ def at_import() -> dict[str, Any]:
 
 def after_load() -> dict[str, Any]:
     """Names whose modules import the model runner: they cannot be reached while it is being imported."""
-    from sglang.srt.layers.dp_attention import memcpy_cpu
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     return {
@@ -83,8 +82,9 @@ def after_load() -> dict[str, Any]:
         _SRT + "speculative.dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE": True,
         _SRT + "models.dflash._radix_topk": sampling.best,
         # Ranks that gather each other's rows.
-        _SRT + "layers.dp_attention.memcpy_func": memcpy_cpu,
+        _SRT + "layers.dp_attention.memcpy_func": ranks.memcpy,
         _SRT + "distributed.parallel_state._is_cpu": True,
+        _SRT + "distributed.parallel_state.GroupCoordinator._reduce_scatter_tensor": ranks.reduce_scatter_tensor,
         # Token counts of ranks, and LoRA: memory is pinned without asking whether there is a device.
         _SRT + "model_executor.forward_batch_info.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),

@@ -7,8 +7,8 @@ width, the block. The draft is each group's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -39,7 +39,14 @@ def draft_scope(target: ModelRunner) -> Scope:
         return nullcontext
     spec = model_draft_parallel_spec(target.spec_aux_config.draft_model_config, spec_algorithm=target.spec_algorithm)
     layout = resolve_draft_parallel_layout(spec)
-    return lambda: draft_tp_context(layout)
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        # The draft's graphs would ask for other ranks' batches.
+        with draft_tp_context(layout), get_parallel().override(attn_dp_enabled=False):
+            yield
+
+    return scope
 
 
 def why_whole_blocks(target: ModelConfig) -> str:

@@ -1,0 +1,31 @@
+"""What ranks of attention data parallelism do with each other's rows, where there is neither Triton nor NCCL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+
+def memcpy(
+    dst: torch.Tensor, src: torch.Tensor, dim: int, offset: torch.Tensor, sz: torch.Tensor, offset_src: bool
+) -> None:
+    """Copy `sz` rows: those of `src` from row `offset` on to the first of `dst`, or the first of `src` to those of
+    `dst` from row `offset` on. Source: SGLang's `memcpy_triton`; its form for CPUs reads the counts on the host."""
+    assert dim == 0, "rows are copied"
+    row = torch.arange(dst.shape[0], device=dst.device)
+    from_row = row + offset if offset_src else row - offset
+    nth = row if offset_src else from_row
+    copied = (nth >= 0) & (nth < sz) & (from_row < src.shape[0])
+    rows = src[from_row.clamp(0, src.shape[0] - 1)]
+    dst.copy_(torch.where(copied.view(-1, *[1] * (dst.dim() - 1)), rows, dst))
+
+
+def reduce_scatter_tensor(self: GroupCoordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of the sum of all inputs. Gloo sums all of them as well, and copies this rank's while it is
+    waited for: an operation of the host's, which no captured graph has."""
+    summed = self.all_reduce(input.clone())
+    return output.copy_(summed.narrow(0, self.rank_in_group * len(output), len(output)))
