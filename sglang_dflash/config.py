@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.draft.record import Checkpoint
-from sglang_dflash.errors import STOCK, NotSupported
+from sglang_dflash.errors import NotSupported
 from sglang_dflash.host import backends
 from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, arguments_of, flag, target_of
 from sglang_dflash.memory.sizes import kept_window
@@ -126,11 +126,6 @@ def _check_parallel(arguments: Arguments) -> None:
             "attention data parallelism without --enable-dp-lm-head is not supported with DFLASH (the draft borrows "
             "the head, and runs among the ranks that share requests); add the flag"
         )
-    if arguments.disaggregation != "null":
-        raise NotSupported(
-            f"--disaggregation-mode {arguments.disaggregation} is not supported with DFLASH; "
-            f"serve prefill and decode together, or {STOCK}"
-        )
 
 
 def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
@@ -167,6 +162,14 @@ def _block_size(arguments: Arguments, draft: Checkpoint) -> int:
 
 
 def _window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | None:
+    if arguments.disaggregation != "null":
+        # K/V travel by the target's slots, so the draft's must lie there. Its layers slide all the same.
+        if arguments.draft_window is not None:
+            raise NotSupported(
+                f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
+                "supported (K/V travel by the target's slots, a window's lie in rings); drop the window"
+            )
+        return None
     if arguments.draft_window is not None and arguments.draft_window < block_size:
         raise ValueError(
             f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {block_size}; "

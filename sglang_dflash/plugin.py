@@ -81,7 +81,7 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.draft.weight_update import own_checkpoint_only
-    from sglang_dflash.host.draft_input import row_headroom
+    from sglang_dflash.host.draft_input import after_transfer, row_headroom
     from sglang_dflash.host.requests import admit, create_req, end_turn, keep_no_memory, update_finish_state
     from sglang_dflash.host.target_models import complete
     from sglang_dflash.memory.draft_kv import draft_kv
@@ -91,6 +91,7 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
         HOOKS["validate_request"]: (admit, HookType.AROUND),
         HOOKS["validate_mask"]: (admit, HookType.AROUND),
         HOOKS["row_headroom"]: (row_headroom, HookType.AFTER),
+        HOOKS["after_transfer"]: (after_transfer, HookType.AFTER),
         HOOKS["finish"]: (update_finish_state, HookType.AROUND),
         HOOKS["session"]: (create_req, HookType.AROUND),
         HOOKS["update_from_disk"]: (own_checkpoint_only(config.draft), HookType.AROUND),

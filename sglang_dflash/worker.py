@@ -54,13 +54,13 @@ from sglang_dflash.memory.draft_kv import draft_kv, fit_page_tables
 from sglang_dflash.memory.records import use_records
 from sglang_dflash.metrics.trace import Trace
 from sglang_dflash.stages import ranks
-from sglang_dflash.stages.build import build_stages
+from sglang_dflash.stages.build import build_stages, widths_of
 from sglang_dflash.stages.dry_run import DryRun, own_states
 from sglang_dflash.stages.engines import from_first_rank
 from sglang_dflash.stages.outputs import hidden_states_of_prompts, keep_hidden_states, sampling_masks_by_block
 from sglang_dflash.stages.state import folds, make_state
 from sglang_dflash.step import Plan, Target
-from sglang_dflash.width.chooser import Chooser, candidates, make_policy
+from sglang_dflash.width.chooser import Chooser, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class DFlashWorker(BaseSpecWorker):
             draft,
             self.draft_kv.slots(target, draft),
             (self.state, self.state_for),
-            widths=candidates(self.flags, config.block_size, ranks.why_whole_blocks(target.model_config)),
+            widths=widths_of(self.flags, target, config.block_size),
             block_size=config.block_size,
             mask_token_id=config.draft.mask_token_id,
             on_host=on_host,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, pinned, ranks, sampling
+from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, pinned, ranks, sampling, transfer
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -89,6 +89,7 @@ def after_load() -> dict[str, Any]:
         _SRT + "model_executor.forward_batch_info.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.backend.torch_backend.torch": pinned.torch_with(_pin_memory),
+        _SRT + "disaggregation.prefill.torch": pinned.torch_with(_pin_memory, cuda=transfer.CUDA),
     }
 
 

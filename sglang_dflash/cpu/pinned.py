@@ -1,4 +1,4 @@
-"""`torch` as SGLang's LoRA sees it here: tensors in pinned memory are made, though there is no device to pin it for."""
+"""`torch` as modules see it that pin memory without asking: tensors are made, though there is no device to pin for."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -10,10 +10,10 @@ Made = Callable[[torch.Tensor], torch.Tensor]
 MAKERS = (torch.tensor, torch.empty, torch.zeros, torch.arange)
 
 
-def torch_with(pinned: Made) -> ModuleType:
-    """A copy of the module whose makers of tensors hand those asked for as pinned to `pinned`."""
+def torch_with(pinned: Made, **names: Any) -> ModuleType:
+    """A copy of the module whose makers of tensors hand those asked for as pinned to `pinned`; and with `names`."""
     module = ModuleType("torch")
-    vars(module).update(vars(torch) | {make.__name__: _making(make, pinned) for make in MAKERS})
+    vars(module).update(vars(torch) | {make.__name__: _making(make, pinned) for make in MAKERS} | names)
     return module
 
 

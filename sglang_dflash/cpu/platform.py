@@ -13,6 +13,7 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from sglang_dflash.cpu import transfer
 from sglang_dflash.host import contract
 
 ATTENTION_BACKEND = "torch_native"
@@ -23,6 +24,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     device_name = "cpu"
     device_type = "cpu"
     capabilities = PlatformCapabilities()
+
+    def __init__(self) -> None:
+        """Every process, first of all: transfers are set up before a model runner is imported."""
+        super().__init__()
+        transfer.install()
 
     def get_dispatch_key_name(self) -> str:
         return "native"

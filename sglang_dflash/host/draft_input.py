@@ -10,6 +10,7 @@ Invariant: when `prepare_for_decode` returns, row `r` of req_to_token maps posit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -91,6 +92,13 @@ class DraftInput(SpecInput):
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, spec_info.bonus_tokens])
         self.new_seq_lens = torch.cat([self.new_seq_lens, spec_info.new_seq_lens])
+
+
+def after_transfer(state: Any, *_: object) -> DraftInput:
+    """AFTER `SpeculativeAlgorithm.build_disagg_draft_input`: the state of requests whose prompt another server read."""
+    return DraftInput(
+        bonus_tokens=state.bonus_tokens, new_seq_lens=state.new_seq_lens, future_indices=state.future_indices
+    )
 
 
 def row_headroom(headroom: int) -> int:

@@ -9,6 +9,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_memory
 from sglang_dflash_kernels.accept import ACCEPT
 
+from sglang_dflash.flags import Flags
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.stages.calls import Stages
 from sglang_dflash.stages.choice import Choice
@@ -17,9 +18,17 @@ from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.stages.dry_run import reserve_bytes
 from sglang_dflash.stages.engines import build_engines
 from sglang_dflash.stages.planner import Planner
-from sglang_dflash.stages.ranks import Scope
-from sglang_dflash.stages.state import State
+from sglang_dflash.stages.ranks import Scope, why_whole_blocks
+from sglang_dflash.stages.state import State, prompts_only
 from sglang_dflash.stages.verifier import Verifier
+from sglang_dflash.width.chooser import candidates
+
+
+def widths_of(flags: Flags, target: ModelRunner, block_size: int) -> Sequence[int]:
+    """What this server verifies; nothing where it reads prompts and another goes on."""
+    if prompts_only():
+        return ()
+    return candidates(flags, block_size, why_whole_blocks(target.model_config))
 
 
 def build_stages(

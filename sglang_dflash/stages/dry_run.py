@@ -41,6 +41,8 @@ class DryRun:
 
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
         """Run a step of every kind that serving will meet. Where the host computes nothing is compiled for a size."""
+        if not widths:  # prompts only: nothing is drafted
+            return
         stages = self.stages
         for size in [1] if self.on_host else batch_sizes(n_requests):
             whole, anchors = self._plan(size, stages.planner.block_size), self._plan(size, 1)

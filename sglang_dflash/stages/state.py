@@ -28,7 +28,7 @@ from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.runtime_context import mamba_track_grid
+from sglang.srt.runtime_context import get_disagg, mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 from sglang_dflash_kernels.gdn_fold import GDN_FOLD, Kept
 from sglang_dflash_kernels.gdn_verify import GDN_VERIFY, Inputs
@@ -48,7 +48,7 @@ class State(Protocol):
 
 
 class NoState:
-    """Attention-only targets."""
+    """Attention-only targets, and servers that never verify."""
 
     def attach(self, backend: AttentionBackend) -> None:
         return
@@ -233,9 +233,14 @@ def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, inter
     return (reached_B - prefix_len_B - 1).clamp(min=-1)
 
 
+def prompts_only() -> bool:
+    """Whether this server reads prompts and another goes on: it never verifies, and has no memory for blocks."""
+    return get_disagg().disaggregation_mode == "prefill"
+
+
 def folds(model_config: ModelConfig, asked: GdnState) -> bool:
     """Whether the state of such a target is folded; its memory pools must be `RecordPool`s then."""
-    return hybrid_gdn_config(model_config) is not None and asked is GdnState.FOLD
+    return not prompts_only() and hybrid_gdn_config(model_config) is not None and asked is GdnState.FOLD
 
 
 def why_whole_blocks(model_config: ModelConfig) -> str:
@@ -250,7 +255,7 @@ def why_whole_blocks(model_config: ModelConfig) -> str:
 def make_state(worker: TpModelWorker, asked: GdnState, width: int) -> State:
     """For blocks of `width` tokens. The target's memory pools and attention backends exist, its graphs do not."""
     config = worker.model_runner.model_config
-    if mambaish_config(config) is None:
+    if mambaish_config(config) is None or prompts_only():
         return NoState()
     if not folds(config, asked):
         return SnapshotState(worker)

@@ -41,7 +41,7 @@ class Verifier:
         # Beside a device the host's time is hidden.
         direct = eager and on_host and not has_experts(runner.model) and not ranks.meet()
         self.forward = directly(runner) if direct else ranks.beside_idle_ones(through_runner(runner))
-        self.keep_up = ranks.keep_up(worker, max(engines))
+        self.keep_up = ranks.keep_up(worker, max(engines, default=0))
 
     def use(self, width: int) -> None:
         """Put the engine of `width` into the target's runner."""

@@ -101,6 +101,8 @@ def candidates(flags: Flags, block_size: int, whole_blocks: str = "") -> tuple[i
 
 def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, seconds: Measure, agree: Agree) -> Policy:
     """`n_requests` may run at once."""
+    if not widths:
+        return Policy("prompts only", widths)
     if kind is WidthPolicy.RANDOM:
         return Policy("random", widths)
     if len(widths) == 1:

@@ -168,7 +168,11 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
             ValueError,
             "4 heads and 2 KV heads cannot be split over --tp-size 6 / --dp-size 2",
         ),
-        ({"disaggregation": "prefill"}, NotSupported, "--disaggregation-mode prefill is not supported with DFLASH"),
+        (
+            {"disaggregation": "decode", "draft_window": 64},
+            NotSupported,
+            "--speculative-draft-window-size with --disaggregation-mode decode is not supported .*; drop the window",
+        ),
         ({"tp_size": 3}, ValueError, "4 heads and 2 KV heads cannot be split over --tp-size 3"),
         ({"tp_size": 8}, ValueError, "cannot be split over --tp-size 8"),
         ({"draft_backend": "trtllm_mha", "page_size": 1}, NotSupported, "trtllm_mha: it needs --page-size 16, 32, 64"),

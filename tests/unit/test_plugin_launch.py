@@ -83,8 +83,9 @@ BAD = {
         "NotSupported: no draft attention backend fits this draft on cpu", "--speculative-draft-kv-cache-dtype fp8_e4m3"
     ),
     "heads that cannot be split": Bad("ValueError: {draft}: 4 heads and 2 KV heads cannot be split", "--tp-size 3"),
-    "disaggregation": Bad(
-        "NotSupported: --disaggregation-mode prefill is not supported with DFLASH", "--disaggregation-mode prefill"
+    "a window and disaggregation": Bad(
+        "NotSupported: --speculative-draft-window-size with --disaggregation-mode prefill is not supported",
+        "--disaggregation-mode prefill --speculative-draft-window-size 64",
     ),
     "dtypes": Bad(
         "NotSupported: {draft}: the draft is bfloat16 and the target runs in float16; give --dtype bfloat16",

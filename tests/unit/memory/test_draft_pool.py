@@ -1,5 +1,6 @@
 """The memory of rings: what SGLang is told, and what its own functions make of it."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,7 @@ def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row: int) -> None:
     seen: list[int] = []
     worker: Any = object.__new__(DFlashWorker)
     worker.draft_runner = runner
+    worker.draft_scope = nullcontext
 
     class Made(Exception):
         """The draft's attention backends."""

@@ -7,3 +7,9 @@ import pytest
 def one_group_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """No attention data parallelism."""
     monkeypatch.setattr("sglang_dflash.stages.ranks.meet", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def prompts_and_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prefill/decode disaggregation."""
+    monkeypatch.setattr("sglang_dflash.stages.state.prompts_only", lambda: False)

@@ -1,0 +1,116 @@
+"""K/V of a prompt from the server that read it to the one that goes on: Mooncake's engine, over loopback.
+
+SGLang's transfer is all there, its handshake, its queues and its polling; what stands here is the last call of it, the
+write into memory of another process. Mooncake's own engine runs on a CPU too, over TCP, where its package and system
+libraries are installed; this one is used where they are not. Both servers must run on this machine.
+"""
+
+import ctypes
+import socket
+import socketserver
+import struct
+import sys
+import threading
+from types import ModuleType, SimpleNamespace
+
+HEAD, PART = struct.Struct("<I"), struct.Struct("<QQ")  # how many parts; an address and a length each
+DONE = b"\x01"
+HOST = "127.0.0.1"
+
+
+class TransferEngine:
+    """As SGLang calls Mooncake's; a status is 0, or -1 where it failed."""
+
+    def __init__(self) -> None:
+        self.regions: dict[int, int] = {}  # lengths by address: what others may write to
+
+    def initialize(self, hostname: str, handshake: str, protocol: str, device: str) -> int:
+        engine = self
+
+        class Writes(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                (n_parts,) = HEAD.unpack(self.rfile.read(HEAD.size))
+                parts = [PART.unpack(self.rfile.read(PART.size)) for _ in range(n_parts)]
+                if not all(engine.holds(*part) for part in parts):
+                    return  # the sender gets no answer
+                for address, length in parts:
+                    if self.rfile.readinto(memory(address, length)) != length:
+                        return
+                self.wfile.write(DONE)
+
+        self.server = socketserver.ThreadingTCPServer((HOST, 0), Writes)
+        self.server.daemon_threads = True
+        threading.Thread(target=self.server.serve_forever, name="transfers", daemon=True).start()
+        return 0
+
+    def get_rpc_port(self) -> int:
+        return self.server.server_address[1]
+
+    def holds(self, address: int, length: int) -> bool:
+        return any(start <= address and address + length <= start + size for start, size in self.regions.items())
+
+    def register_memory(self, address: int, length: int) -> int:
+        self.regions[address] = length
+        return 0
+
+    def unregister_memory(self, address: int) -> int:
+        return 0 if self.regions.pop(address, None) else -1
+
+    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
+        self.regions.update(zip(addresses, lengths, strict=True))
+        return 0
+
+    def batch_unregister_memory(self, addresses: list[int]) -> int:
+        return min(map(self.unregister_memory, addresses), default=0)
+
+    def transfer_sync_write(self, peer: str, source: int, target: int, length: int) -> int:
+        return self.batch_transfer_sync_write(peer, [source], [target], [length])
+
+    def batch_transfer_sync_write(self, peer: str, sources: list[int], targets: list[int], lengths: list[int]) -> int:
+        """Write `lengths` bytes from `sources` on to `targets` on of the process that listens at `peer`."""
+        try:
+            with self._connect(peer) as connection:
+                parts = b"".join(PART.pack(*part) for part in zip(targets, lengths, strict=True))
+                connection.sendall(HEAD.pack(len(lengths)) + parts)
+                for part in zip(sources, lengths, strict=True):
+                    connection.sendall(memory(*part))
+                return 0 if connection.recv(1) == DONE else -1
+        except OSError:  # the peer is gone: SGLang fails the request
+            return -1
+
+    def send_probe(self, peer: str) -> int:
+        try:
+            self._connect(peer).close()
+        except OSError:
+            return -1
+        return 0
+
+    def _connect(self, peer: str) -> socket.socket:
+        return socket.create_connection((HOST, int(peer.rsplit(":", 1)[1])), timeout=30)
+
+
+def memory(address: int, length: int) -> memoryview:
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+
+
+class Event:
+    """A point that one stream has always passed."""
+
+    def record(self, stream: object = None) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+CUDA = SimpleNamespace(Event=Event, current_stream=lambda: None)
+
+
+def install() -> None:
+    """As `mooncake.engine`; does nothing where Mooncake is installed."""
+    try:
+        import mooncake.engine  # noqa: F401
+    except ImportError:
+        engine = ModuleType("mooncake.engine")
+        vars(engine)["TransferEngine"] = TransferEngine
+        sys.modules["mooncake"], sys.modules["mooncake.engine"] = ModuleType("mooncake"), engine

@@ -1,0 +1,126 @@
+"""Prompts read by one server and answered by another: what one server says, in as many steps.
+
+A step drafts from the K/V of the whole prompt, so without those of the draft, or with another token's, answers would
+be right and steps many. The prefill server reads prompts in chunks, the second time from its cache.
+"""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from launch.tiny import Arm
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.server import Generation, Server
+from tests.server.conftest import PAIRS
+from tests.server.lib.oracle import oracle
+from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.talk import steps
+
+N_PROMPTS, MAX_NEW_TOKENS = 6, 48
+# How long a server waits for its peer, in seconds.
+PATIENCE = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+}
+
+pytestmark = pytest.mark.full
+
+
+class Kind(NamedTuple):
+    target: str = "hybrid"
+    flags: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    arm: Arm = Arm.PLUGIN
+    transfer: tuple[str, ...] = ("--disaggregation-transfer-backend", "mooncake")
+
+
+KINDS = {
+    "hybrid": Kind(),
+    "dense": Kind("dense"),
+    "pages": Kind("dense", ("--page-size", "16")),
+    "stock": Kind("dense", arm=Arm.STOCK),
+    "fa3-graphs": Kind(flags=(*attention("fa3"), *GRAPHS), env=SM90),
+}
+
+
+class Two(NamedTuple):
+    """A prefill and a decode server; `rooms` are where they meet."""
+
+    prefill: Server
+    decode: Server
+    port: int
+    rooms: Iterator[int]
+
+    def generate(self, prompt: list[int], **sampling: Any) -> Generation:
+        """As a router asks: both get the request, the decode server answers."""
+        fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": next(self.rooms)}
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(s.generate, prompt, fields=fields, **sampling) for s in (self.prefill, self.decode)]
+        return asked[1].result()
+
+    def generate_many(self, prompts: list[list[int]], *, concurrency: int, **sampling: Any) -> list[Generation]:
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(lambda prompt: self.generate(prompt, **sampling), prompts))
+
+
+class Serving(NamedTuple):
+    two: Two
+    kind: Kind
+    prompts: list[list[int]]
+    expected: list[list[int]]  # Transformers' continuations
+    steps: list[dict[int, int]]  # the plain-torch draft's
+
+
+@pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
+def serving(request: pytest.FixtureRequest, pool: Any, questions: Callable, reference: Callable) -> Iterator[Serving]:
+    kind: Kind = request.param
+    port = free_port(31900)
+
+    def start(mode: str, *flags: str) -> Server:
+        both = ("--disaggregation-mode", mode, "--disaggregation-bootstrap-port", str(port), *kind.transfer)
+        return pool.get(kind.arm, target=kind.target, flags=(*both, *kind.flags, *flags), env=PATIENCE | dict(kind.env))
+
+    two = Two(start("prefill", "--chunked-prefill-size", "64"), start("decode"), port, count(1))
+    prompts, expert = questions(N_PROMPTS, kind.target), oracle(PAIRS[kind.target], None, None)
+    yield Serving(
+        two,
+        kind,
+        prompts,
+        [reference(prompt, MAX_NEW_TOKENS, kind.target) for prompt in prompts],
+        [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts],
+    )
+    for server in (two.prefill, two.decode):
+        pool.forget(server)
+
+
+@pytest.mark.parametrize("concurrency", [1, 6])
+def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
+    answers = serving.two.generate_many(serving.prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
+    assert [answer.token_ids for answer in answers] == serving.expected
+    assert [steps(answer) for answer in answers] == serving.steps
+
+
+def test_a_request_that_never_comes_fails_alone(serving: Serving) -> None:
+    """The decode server waits for a prompt that no one reads; those beside it are answered."""
+    lonely = {"bootstrap_host": "127.0.0.1", "bootstrap_port": serving.two.port, "bootstrap_room": 10**6}
+    with ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(serving.two.decode.generate, serving.prompts[0], fields=lonely, max_new_tokens=4)
+        answers = serving.two.generate_many(serving.prompts, concurrency=3, max_new_tokens=MAX_NEW_TOKENS)
+        with pytest.raises(ServerError, match="answered 5"):
+            lost.result()
+    assert [answer.token_ids for answer in answers] == serving.expected
+    assert [steps(answer) for answer in answers] == serving.steps
+
+
+def test_nothing_is_held_afterwards(serving: Serving) -> None:
+    for server in (serving.two.prefill, serving.two.decode):
+        assert server.running
+        assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
+        load = server.load()
+        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]) == (0, 0, 0)
