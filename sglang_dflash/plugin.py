@@ -79,10 +79,18 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
     """What only a scheduler that serves DFLASH needs; it has these modules loaded anyway."""
     from sglang.srt.plugins.hook_registry import HookType
+    from sglang.srt.runtime_context import get_disagg
 
     from sglang_dflash.draft.weight_update import own_checkpoint_only
     from sglang_dflash.host.draft_input import after_transfer, row_headroom
-    from sglang_dflash.host.requests import admit, create_req, end_turn, keep_no_memory, update_finish_state
+    from sglang_dflash.host.requests import (
+        admit,
+        create_req,
+        end_turn,
+        keep_no_memory,
+        outcomes_first,
+        update_finish_state,
+    )
     from sglang_dflash.host.target_models import complete
     from sglang_dflash.memory.draft_kv import draft_kv
     from sglang_dflash.memory.records import count_records
@@ -104,6 +112,8 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
             HOOKS["session_memory"]: (keep_no_memory, HookType.AROUND),
             HOOKS["turn_end"]: (end_turn, HookType.AROUND),
         }
+    if target.recurrent and get_disagg().disaggregation_mode == "decode":
+        hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
     kv = draft_kv(config.draft_window, config.block_size)
     set_hooks(hooks | {HOOKS[name]: hook for name, hook in kv.hooks(recurrent=target.recurrent).items()})
     complete(target.architecture)

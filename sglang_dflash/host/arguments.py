@@ -21,6 +21,7 @@ UNSUPPORTED = {
     "speculative_draft_model_quantization": "drafts run unquantized",
     "enable_unified_memory": "its slots move and have virtual ids, and the draft's context K/V are written by slot",
     "enable_unified_cache_external_linker": "context K/V that wait to be written would be copied out unwritten",
+    "enable_pd_role_switch": "a server that reads prompts has no memory for blocks",
     "disaggregation_decode_enable_offload_kvcache": "the draft's K/V would not go along",
     "hicache_storage_backend": "a prefix from storage was never seen here, nor were its draft K/V",
     "enable_two_batch_overlap": "a block is verified as one batch",

@@ -14,16 +14,22 @@ history is what the client was told.
 A streaming session keeps a turn's memory for the next turn. K/V past the turn's end can be given back; the state of
 recurrent layers, which a block or a step in flight has taken further, cannot. There turns find what was said in the
 prefix cache, as other sessions' do.
+
+A server that others read prompts for copies a request that it takes back to the host, with its state: up to the tokens
+the scheduler knows of, so the step in flight must have told it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.session.session_controller import Session
 from sglang.srt.session.streaming_session import StreamingSession
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
 
 Stock = Callable[..., None]
 
@@ -74,6 +80,14 @@ def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs
 
 def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
     """AROUND `StreamingSession.take`: the session would keep what the request's turn has just been given."""
+
+
+def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:
+    """AROUND `Scheduler.update_running_batch`, where requests are taken back for want of memory."""
+    if scheduler.last_batch and scheduler.result_queue and not batch.check_decode_mem():
+        scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        scheduler.last_batch = None
+    return stock(scheduler, batch)
 
 
 def end_turn(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:

@@ -12,11 +12,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+import torch
+from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_exec, get_schedule
+from sglang.srt.runtime_context import get_disagg, get_exec, get_schedule
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.memory.sizes import ring_slots
@@ -57,10 +58,26 @@ class Shared:
         return target, requests
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> SharedSlots:
+        if get_disagg().disaggregation_mode == "decode":
+            copy_along(target.token_to_kv_pool_allocator, draft.token_to_kv_pool)
         return SharedSlots()
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
         return {}
+
+
+def copy_along(allocator: Any, pool: KVCache) -> None:
+    """Where SGLang copies K/V of the target to the host and back, those of the draft, in the same slots, go along."""
+    back_up, restore = allocator.get_cpu_copy, allocator.load_cpu_copy
+
+    def get_cpu_copy(indices: torch.Tensor, **state: Any) -> tuple[Any, Any]:
+        return back_up(indices, **state), pool.get_cpu_copy(indices)
+
+    def load_cpu_copy(copies: tuple[Any, Any], indices: torch.Tensor, **state: Any) -> None:
+        restore(copies[0], indices, **state)
+        pool.load_cpu_copy(copies[1], indices)
+
+    allocator.get_cpu_copy, allocator.load_cpu_copy = get_cpu_copy, load_cpu_copy
 
 
 class Rings:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.runtime_context import get_memory
+from sglang.srt.runtime_context import get_disagg, get_memory
 from sglang_dflash_kernels.accept import ACCEPT
 
 from sglang_dflash.flags import Flags
@@ -29,6 +29,11 @@ def widths_of(flags: Flags, target: ModelRunner, block_size: int) -> Sequence[in
     if prompts_only():
         return ()
     return candidates(flags, block_size, why_whole_blocks(target.model_config))
+
+
+def slots_are_ours() -> bool:
+    """Whether nothing but prompts that this worker reads fills slots: a host cache and another server's prompts do."""
+    return not get_memory().enable_hierarchical_cache and get_disagg().disaggregation_mode == "null"
 
 
 def build_stages(
@@ -71,6 +76,6 @@ def build_stages(
             slots,
             n_requests=target.max_running_requests,
             block_size=block_size,
-            may_wait=not get_memory().enable_hierarchical_cache,
+            may_wait=slots_are_ours(),
         ),
     )

@@ -32,18 +32,24 @@ PATIENCE = {
 pytestmark = pytest.mark.full
 
 
+TIGHT = ("--max-total-tokens", "352", "--num-reserved-decode-tokens", "1")
+
+
 class Kind(NamedTuple):
     target: str = "hybrid"
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     arm: Arm = Arm.PLUGIN
-    transfer: tuple[str, ...] = ("--disaggregation-transfer-backend", "mooncake")
+    decode: tuple[str, ...] = ()  # the decode server's alone
 
 
 KINDS = {
     "hybrid": Kind(),
     "dense": Kind("dense"),
     "pages": Kind("dense", ("--page-size", "16")),
+    # The decode server takes requests back.
+    "retract": Kind(decode=TIGHT),
+    "dense-retract": Kind("dense", decode=(*TIGHT, "--hicache-io-backend", "direct")),
     "stock": Kind("dense", arm=Arm.STOCK),
     "fa3-graphs": Kind(flags=(*attention("fa3"), *GRAPHS), env=SM90),
 }
@@ -83,10 +89,10 @@ def serving(request: pytest.FixtureRequest, pool: Any, questions: Callable, refe
     port = free_port(31900)
 
     def start(mode: str, *flags: str) -> Server:
-        both = ("--disaggregation-mode", mode, "--disaggregation-bootstrap-port", str(port), *kind.transfer)
+        both = ("--disaggregation-mode", mode, "--disaggregation-bootstrap-port", str(port))
         return pool.get(kind.arm, target=kind.target, flags=(*both, *kind.flags, *flags), env=PATIENCE | dict(kind.env))
 
-    two = Two(start("prefill", "--chunked-prefill-size", "64"), start("decode"), port, count(1))
+    two = Two(start("prefill", "--chunked-prefill-size", "64"), start("decode", *kind.decode), port, count(1))
     prompts, expert = questions(N_PROMPTS, kind.target), oracle(PAIRS[kind.target], None, None)
     yield Serving(
         two,
@@ -104,6 +110,8 @@ def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) 
     answers = serving.two.generate_many(serving.prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
     assert [answer.token_ids for answer in answers] == serving.expected
     assert [steps(answer) for answer in answers] == serving.steps
+    if serving.kind.decode and concurrency > 1:
+        assert any(answer.meta["num_retractions"] for answer in answers), "memory sufficed; this test could not fail"
 
 
 def test_a_request_that_never_comes_fails_alone(serving: Serving) -> None:
