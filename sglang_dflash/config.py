@@ -15,6 +15,8 @@ from sglang_dflash.host import backends
 from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, arguments_of, flag, target_of
 from sglang_dflash.memory.sizes import kept_window
 
+DRAFT_QUANTIZATIONS = ("fp8", "unquant")
+
 
 @dataclass(frozen=True)
 class DFlashConfig:
@@ -22,6 +24,8 @@ class DFlashConfig:
 
     Attributes:
         block_size: N, the anchor and the drafts of one step; at most `draft.block_size`, what it was trained for.
+        draft_quantization: of the draft's linear layers while they load, for `--speculative-draft-model-quantization`;
+            None: none, whatever the target's is.
         dtype: of the draft's weights and activations, and of the target's features, e.g. "bfloat16".
         draft_window: context tokens a request's draft keeps, and sees; None: all. The smaller of
             `--speculative-draft-window-size` and, where every draft layer slides, the checkpoint's sliding window.
@@ -30,6 +34,7 @@ class DFlashConfig:
     """
 
     block_size: int
+    draft_quantization: str | None
     dtype: str
     draft_window: int | None
     draft_attention_backend: str
@@ -70,6 +75,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> DFl
     return DFlashConfig(
         draft=draft,
         block_size=block_size,
+        draft_quantization=None if arguments.draft_quantization == "unquant" else arguments.draft_quantization,
         dtype=_dtype(arguments, target, draft),
         draft_window=draft_window,
         draft_attention_backend=backends.resolve(
@@ -111,6 +117,11 @@ def check_arguments(arguments: Arguments) -> None:
             raise NotSupported(
                 f"--speculative-accept-threshold-{name} {value} would change the output distribution; drop the flag"
             )
+    if arguments.draft_quantization not in (None, *DRAFT_QUANTIZATIONS):
+        raise NotSupported(
+            f"--speculative-draft-model-quantization {arguments.draft_quantization} is not supported with DFLASH (a "
+            f"draft is a plain checkpoint, quantized while it loads); give {' or '.join(DRAFT_QUANTIZATIONS)}"
+        )
     for name in arguments.unsupported:
         raise NotSupported(f"{flag(name)} is not supported with DFLASH ({UNSUPPORTED[name]}); drop the flag")
     _check_parallel(arguments)

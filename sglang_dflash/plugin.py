@@ -180,6 +180,7 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
         "sglang_dflash.config",
         speculative_num_draft_tokens=config.block_size,
         speculative_draft_attention_backend=config.draft_attention_backend,
+        speculative_draft_model_quantization=config.draft_quantization,
     )
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)

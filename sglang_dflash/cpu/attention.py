@@ -267,7 +267,7 @@ def _refuse_layer(layer: "RadixAttention") -> None:
         {
             "cross attention": layer.is_cross_attention,
             "logit_cap": layer.logit_cap > 0,
-            "k_scale (a scaled KV cache)": layer.k_scale,
+            "k_scale (a scaled KV cache)": layer.k_scale_float not in (None, 1.0),
             "attn_type DECODER_BIDIRECTIONAL": layer.attn_type == AttentionType.DECODER_BIDIRECTIONAL,
         },
     )

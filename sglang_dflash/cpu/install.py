@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, pinned, ranks, sampling, transfer
+from sglang_dflash.cpu import conv, gdn, kv, mamba_state, norm, pinned, quantized, ranks, sampling, transfer
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 _KERNELS = "sglang.kernels.ops."
 _SRT = "sglang.srt."
+
+QUANTIZED = (
+    "fp8.Fp8Config",
+    "w8a8_int8.W8A8Int8Config",
+    "awq.awq.AWQConfig",
+    "compressed_tensors.compressed_tensors.CompressedTensorsConfig",
+)
 
 # By target: what we put there, and what stood there before.
 _stand_ins: dict[str, Any] = {}
@@ -61,10 +68,14 @@ def at_import() -> dict[str, Any]:
         ),
         _KERNELS + "mamba.mamba_state_scatter_triton._conv_multi_eligible": mamba_state.no_fused_conv_scatter,
         _KERNELS + "kvcache.cache_move.copy_all_layer_kv_cache_func": kv.copy_all_layer_kv_cache_func,
+        _KERNELS + "quantization.fp8_kernel.per_token_group_quant_fp8": quantized.per_token_group_quant_fp8,
+        _KERNELS + "gemm.fp8_kernel.w8a8_block_fp8_matmul_triton": quantized.w8a8_block_fp8_matmul_triton,
+        _KERNELS + "quantization.int8_kernel.per_token_quant_int8": quantized.per_token_quant_int8,
         _SRT + "mem_cache.allocation.assign_req_to_token_pool_func": kv.assign_req_to_token_pool_func,
         # SGLang pins and stream-marks some tensors without asking whether there is a device.
         "torch.Tensor.pin_memory": _pin_memory,
         "torch.Tensor.record_stream": _record_stream,
+        **_of_quantization(),
     }
 
 
@@ -90,6 +101,21 @@ def after_load() -> dict[str, Any]:
         _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.backend.torch_backend.torch": pinned.torch_with(_pin_memory),
         _SRT + "disaggregation.prefill.torch": pinned.torch_with(_pin_memory, cuda=transfer.CUDA),
+    }
+
+
+def _of_quantization() -> dict[str, Any]:
+    """Products that SGLang imports on a GPU only, and what it asks of one."""
+    home = _SRT + "layers.quantization."
+    schemes = home + "compressed_tensors.schemes."
+    modules = home + "w8a8_int8", schemes + "compressed_tensors_w8a8_int8"
+    for module in modules:
+        vars(pkgutil.resolve_name(module)).setdefault("int8_scaled_mm", None)
+    return {
+        **{module + ".int8_scaled_mm": quantized.int8_scaled_mm for module in modules},
+        _SRT + "hardware_backend.gpu.quantization.awq_kernels.awq_dequantize": quantized.awq_dequantize,
+        home + QUANTIZED[-1] + "._check_scheme_supported": quantized.any_device,
+        **{home + config + ".get_supported_act_dtypes": quantized.AnyDtype() for config in QUANTIZED},
     }
 
 

@@ -21,6 +21,8 @@ from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -40,9 +42,9 @@ class DraftAttention(nn.Module):
     """Attention of one draft layer. Full layers see the whole block; sliding layers have a window, and are causal
     unless the config says otherwise."""
 
-    def __init__(self, config: Any, layer_id: int) -> None:
+    def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
-        tp_size = get_parallel().tp_size
+        tp_size, bias = get_parallel().tp_size, config.attention_bias
         self.head_dim = config.head_dim
         self.n_kv_heads = max(1, config.num_key_value_heads // tp_size)
         self.q_size = config.num_attention_heads // tp_size * self.head_dim
@@ -52,17 +54,14 @@ class DraftAttention(nn.Module):
             self.head_dim,
             config.num_attention_heads,
             config.num_key_value_heads,
-            bias=config.attention_bias,
+            bias=bias,
+            quant_config=quant_config,
         )
-        self.o_proj = RowParallelLinear(
-            config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
-        )
+        self.o_proj = RowParallelLinear(self.q_size * tp_size, config.hidden_size, bias=bias, quant_config=quant_config)
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         rope_theta, rope_scaling = get_rope_config(config)
-        if (
-            rope_scaling is not None and "rope_dim" in rope_scaling
-        ):  # beside it, copied fields of the target mean nothing
+        if "rope_dim" in (rope_scaling or {}):  # beside it, fields of the target mean nothing
             rope_scaling = {k: v for k, v in rope_scaling.items() if k not in COPIED_FROM_TARGET}
         self.rotary_emb = get_rope(
             self.head_dim,
@@ -121,10 +120,11 @@ class DraftAttention(nn.Module):
 class DraftMLP(nn.Module):
     """down(silu(gate x) * up x), [T, H] -> [T, H]."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [config.intermediate_size] * 2, bias=False)
-        self.down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, bias=False)
+        hidden, wide = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [wide] * 2, bias=False, quant_config=quant_config)
+        self.down_proj = RowParallelLinear(wide, hidden, bias=False, quant_config=quant_config)
         self.act = SiluAndMul()
 
     def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
@@ -136,12 +136,12 @@ class DraftMLP(nn.Module):
 class DraftLayer(nn.Module):
     """A pre-norm layer. The residual travels beside the hidden states, for SGLang's norms add it themselves."""
 
-    def __init__(self, config: Any, layer_id: int) -> None:
+    def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = DraftAttention(config, layer_id)
+        self.self_attn = DraftAttention(config, layer_id, quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = DraftMLP(config)
+        self.mlp = DraftMLP(config, quant_config)
         self.attention_conv, self.mlp_conv = BlockConv.of(config), BlockConv.of(config)
 
     def forward(
@@ -171,22 +171,23 @@ class DFlashDraftModel(nn.Module):
 
     # Set by `attach`.
     ends: TargetEnds
-    qkv_LXH: torch.Tensor  # X: the rows of a layer's q, k and v projections, those of k and v from `first_k_row` on
+    # X: the rows of a layer's q, k and v projections, those of k and v from `first_k_row` on; None: they are quantized.
+    qkv_LXH: torch.Tensor | None
     bias_LX: torch.Tensor | None
     k_norm_LE: torch.Tensor
     first_k_row: int
     kv_shape: tuple[int, int, int]  # 2 (K or V), G, E
 
-    def __init__(self, config: Any, quant_config: None = None, prefix: str = "") -> None:
+    def __init__(self, config: Any, quant_config: QuantizationConfig | None = None, prefix: str = "") -> None:
         super().__init__()
         self.config = config
         n_features = len(config.dflash_config["target_layer_ids"])
-        self.layers = nn.ModuleList([DraftLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([DraftLayer(config, i, quant_config) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(n_features * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.candidate_selector = CandidateSelector.of(config)
-        self.loaded: set[str] = set()
+        self.needed, self.loaded = checkpoint_names(dict(self.named_parameters())), set[str]()
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The target's embedding, [T] -> [T, H].
@@ -209,14 +210,15 @@ class DFlashDraftModel(nn.Module):
         Raises:
             ValueError: the checkpoint left a parameter unset.
         """
-        missing = sorted(checkpoint_names(dict(self.named_parameters())) - self.loaded)
+        missing = sorted(self.needed - self.loaded)
         if missing:
             raise ValueError(f"draft checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
         # Around nn.Module's bookkeeping, or the target's weights would count as (and be updated as) the draft's.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions
         attentions[0].rotary_emb._ensure_cos_sin_cache_length(max_position - 1)
-        self.qkv_LXH = lay_side_by_side([a.qkv_proj.weight for a in attentions])
+        plain = isinstance(attentions[0].qkv_proj.quant_method, UnquantizedLinearMethod)
+        self.qkv_LXH = lay_side_by_side([a.qkv_proj.weight for a in attentions]) if plain else None
         self.k_norm_LE = lay_side_by_side([a.k_norm.weight for a in attentions])
         self.bias_LX = lay_side_by_side([a.qkv_proj.bias for a in attentions]) if self.config.attention_bias else None
         self.first_k_row = attentions[0].q_size
@@ -261,9 +263,12 @@ class DFlashDraftModel(nn.Module):
         The features are fused once (fc, norm) and projected by every layer's own K and V weights.
         """
         fused_TH = self.hidden_norm(self.fc(features_TC))
-        kv_LTX = torch.matmul(fused_TH, self.qkv_LXH[:, self.first_k_row :].transpose(1, 2))
-        if self.bias_LX is not None:
-            kv_LTX += self.bias_LX[:, None, self.first_k_row :]
+        if self.qkv_LXH is None:
+            kv_LTX = torch.stack([a.qkv_proj(fused_TH)[0][:, self.first_k_row :] for a in self.attentions])
+        else:
+            kv_LTX = torch.matmul(fused_TH, self.qkv_LXH[:, self.first_k_row :].transpose(1, 2))
+            if self.bias_LX is not None:
+                kv_LTX += self.bias_LX[:, None, self.first_k_row :]
         k_TLGE, v_TLGE = kv_LTX.view(*kv_LTX.shape[:2], *self.kv_shape).transpose(0, 1).unbind(2)
         return k_TLGE, v_TLGE
 
@@ -273,9 +278,12 @@ class DFlashDraftModel(nn.Module):
         """Load a checkpoint, or update some of its tensors while serving.
 
         Raises:
-            ValueError: a tensor that this draft does not have, or of another shape than the config says.
+            ValueError: a tensor that this draft does not have, or of another shape than the config says; an update of a
+                quantized draft.
         """
         parameters = dict(self.named_parameters())
+        if self.needed <= self.loaded and self.qkv_LXH is None:
+            raise ValueError("a draft that was quantized while loading takes no new weights; start the server again")
         for name, tensor in weights:
             name = name.removeprefix("model.")
             if name.endswith("rotary_emb.inv_freq"):  # a buffer some exporters save; ours follows from the config

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.distributed.parallel_state import GroupCoordinator
-from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
 from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
@@ -28,31 +28,26 @@ class TargetEnds(NamedTuple):
     """The target's two ends, lent to the draft. Modules, not weights: an online update of the target reaches us."""
 
     embed: nn.Module  # token ids -> hidden
-    head: Any  # a module with .weight [V or its shard, H]
+    head: Any  # a module with .weight [V or its shard, H], or with a quantized one
     n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
     first_token: int  # the id of this shard's first row
     tp_group: GroupCoordinator | None  # that shares the head; None: every rank has the whole
     top_k: TopK = torch.topk
+    quantized: bool = False
 
 
 def target_ends(model: Any) -> TargetEnds:
     """Those of the base model: the draft knows no adapter, whatever the target's requests ask for.
 
     Raises:
-        ValueError: the target's head is quantized, so its rows are no plain vectors to score drafts with.
         NotSupported: the target wants what the draft embeds to be scaled.
     """
     if SCALE in dir(model):
         raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
     head, embed = unwrap_lora_layer(model.lm_head), unwrap_lora_layer(model.get_input_embeddings())
-    top_k = top_k_on(head.weight.device)
+    top_k = top_k_on(next(embed.parameters()).device)
     if isinstance(head, nn.Embedding):  # Gemma's: the embedding itself, whole on every rank
         return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None, top_k=top_k)
-    if not isinstance(head.quant_method, UnquantizedEmbeddingMethod):
-        raise ValueError(
-            f"DFLASH: the target's lm_head is quantized ({type(head.quant_method).__name__}) and the draft borrows it; "
-            "use a checkpoint with a plain lm_head, or SGLANG_DFLASH_WORKER=stock"
-        )
     if get_parallel().attn_dp_enabled and embed.tp_size > 1 and head.tp_group is not embed.tp_group:
         raise NotSupported(
             f"{type(model).__name__} splits its embedding over all ranks and its head over those that share requests, "
@@ -67,7 +62,13 @@ def target_ends(model: Any) -> TargetEnds:
         first_token=shard.org_vocab_start_index,
         tp_group=tp_group,
         top_k=top_k,
+        quantized=is_quantized(head),
     )
+
+
+def is_quantized(head: nn.Module) -> bool:
+    """As SGLang decides whether a head's rows are plain vectors."""
+    return "weight" not in dict(head.named_parameters()) or should_apply_lm_head_quant_method(head, head.quant_method)
 
 
 def top_k_on(device: torch.device) -> TopK:
@@ -107,6 +108,9 @@ def best_candidates(hidden_BDH: torch.Tensor, ends: TargetEnds, k: int) -> tuple
 
 
 def head_logits(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-    """[B, D, V], of this rank's shard."""
+    """[B, D, V], of this rank's shard. A quantized head computes as it does for the target."""
+    if ends.quantized:
+        logits_TV = ends.head.quant_method.apply(ends.head, hidden_BDH.flatten(0, 1))
+        return logits_TV[:, : ends.n_vocab].view(*hidden_BDH.shape[:2], -1)
     weight_VH = ends.head.weight[: ends.n_vocab]
     return hidden_BDH.to(weight_VH.dtype) @ weight_VH.T

@@ -18,7 +18,6 @@ UNSUPPORTED = {
     "speculative_adaptive": "it steers EAGLE only",
     "speculative_use_block_verification": "it changes nothing for argmax drafts",
     "speculative_use_rejection_sampling": "acceptance is exact without it",
-    "speculative_draft_model_quantization": "drafts run unquantized",
     "enable_unified_memory": "its slots move and have virtual ids, and the draft's context K/V are written by slot",
     "enable_unified_cache_external_linker": "context K/V that wait to be written would be copied out unwritten",
     "enable_pd_role_switch": "a server that reads prompts has no memory for blocks",
@@ -60,6 +59,7 @@ class Arguments:
     draft_backend: str | None
     target_backend: str | None
     draft_kv_dtype: str
+    draft_quantization: str | None  # None too where SGLang fills in the target's
     dtype: str
     device: str
     tp_size: int
@@ -100,6 +100,9 @@ def arguments_of(server_args: Any) -> Arguments:
         draft_backend=args.speculative_draft_attention_backend,
         target_backend=target_backend,
         draft_kv_dtype=args.speculative_draft_kv_cache_dtype or args.kv_cache_dtype,
+        draft_quantization=(
+            args.speculative_draft_model_quantization if args._speculative_draft_quantization_explicitly_set else None
+        ),
         dtype=args.dtype,
         device=device_of(args.device),
         tp_size=args.tp_size,
@@ -111,7 +114,7 @@ def arguments_of(server_args: Any) -> Arguments:
         num_steps=args.speculative_num_steps,
         topk=args.speculative_eagle_topk,
         accept_thresholds=(args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc),
-        unsupported=tuple(name for name in UNSUPPORTED if is_given(argument(args, name))),
+        unsupported=tuple(name for name in UNSUPPORTED if is_given(attrgetter(name)(args))),
         sized_after_capture=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         streaming_session=args.enable_streaming_session,
         page_size=args.page_size,
@@ -121,13 +124,6 @@ def arguments_of(server_args: Any) -> Arguments:
 def flag(name: str) -> str:
     """`--enable-lora` of `enable_lora`."""
     return "--" + name.replace("_", "-")
-
-
-def argument(args: Any, name: str) -> object:
-    # Where the draft's quantization is left out SGLang fills in the target's; drafts load unquantized all the same.
-    if name == "speculative_draft_model_quantization" and not args._speculative_draft_quantization_explicitly_set:
-        return None
-    return attrgetter(name)(args)
 
 
 def is_given(value: object) -> bool:

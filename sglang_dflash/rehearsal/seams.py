@@ -11,6 +11,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
+from inspect import isfunction
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ def device() -> None:
 def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
     """The CPU platform's stand-ins for kernels, each one launch; methods of tensors stay what they are."""
     launches = {
-        name: graph.launch(stand_in) if callable(stand_in) and not name.startswith("torch.") else stand_in
+        name: graph.launch(stand_in) if isfunction(stand_in) and not name.startswith("torch.") else stand_in
         for name, stand_in in stand_ins.items()
     }
     from triton.runtime.interpreter import GridExecutor

@@ -4,6 +4,9 @@ A step drafts from the K/V of the whole prompt, so without those of the draft, o
 be right and steps many. The prefill server reads prompts in chunks, the second time from its cache.
 """
 
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -27,7 +30,10 @@ PATIENCE = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
 }
+
+HELD = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
 
 pytestmark = pytest.mark.full
 
@@ -65,10 +71,13 @@ class Two(NamedTuple):
 
     def generate(self, prompt: list[int], **sampling: Any) -> Generation:
         """As a router asks: both get the request, the decode server answers."""
-        fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": next(self.rooms)}
+        fields = self.meeting(next(self.rooms))
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(s.generate, prompt, fields=fields, **sampling) for s in (self.prefill, self.decode)]
         return asked[1].result()
+
+    def meeting(self, room: int) -> dict[str, Any]:
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": room}
 
     def generate_many(self, prompts: list[list[int]], *, concurrency: int, **sampling: Any) -> list[Generation]:
         with ThreadPoolExecutor(concurrency) as pool:
@@ -116,7 +125,7 @@ def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) 
 
 def test_a_request_that_never_comes_fails_alone(serving: Serving) -> None:
     """The decode server waits for a prompt that no one reads; those beside it are answered."""
-    lonely = {"bootstrap_host": "127.0.0.1", "bootstrap_port": serving.two.port, "bootstrap_room": 10**6}
+    lonely = serving.two.meeting(10**6)
     with ThreadPoolExecutor(1) as pool:
         lost = pool.submit(serving.two.decode.generate, serving.prompts[0], fields=lonely, max_new_tokens=4)
         answers = serving.two.generate_many(serving.prompts, concurrency=3, max_new_tokens=MAX_NEW_TOKENS)
@@ -130,5 +139,36 @@ def test_nothing_is_held_afterwards(serving: Serving) -> None:
     for server in (serving.two.prefill, serving.two.decode):
         assert server.running
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 200
-        load = server.load()
-        assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]) == (0, 0, 0)
+        require_nothing_held(server)
+
+
+@pytest.mark.parametrize("end", ["decode", "prefill"])
+def test_a_server_that_is_killed_takes_its_requests_along_and_is_found_again(serving: Serving, end: str) -> None:
+    """One request waits for the server that dies, six are under way between both."""
+    two = serving.two
+    dies, stays = (two.prefill, two.decode) if end == "prefill" else (two.decode, two.prefill)
+    with ThreadPoolExecutor(1 + N_PROMPTS) as pool:
+        waits = pool.submit(stays.generate, serving.prompts[0], fields=two.meeting(10**6 + 1), max_new_tokens=4)
+        under_way = [pool.submit(two.generate, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in serving.prompts]
+        time.sleep(0.5)
+        os.killpg(dies.pid, signal.SIGKILL)
+        dies.stop()
+        for asked, expected in zip(under_way, serving.expected, strict=True):
+            if not isinstance(asked.exception(), ServerError | httpx.TransportError):
+                assert asked.result().token_ids == expected
+        with pytest.raises(ServerError, match="answered 5"):
+            waits.result()
+    dies.start()
+    dies.wait_ready()
+    answers = two.generate_many(serving.prompts, concurrency=3, max_new_tokens=MAX_NEW_TOKENS)
+    assert [answer.token_ids for answer in answers] == serving.expected
+    assert [steps(answer) for answer in answers] == serving.steps
+    require_nothing_held(stays)
+
+
+def require_nothing_held(server: Server, timeout_s: float = 20.0) -> None:
+    """A server of two answers nothing alone, so its load is read until it is idle."""
+    deadline = time.monotonic() + timeout_s
+    while (held := [server.load()[name] for name in HELD]) != [0, 0, 0]:
+        assert time.monotonic() < deadline, f"{server.name} holds {dict(zip(HELD, held, strict=True))}"
+        time.sleep(0.2)

@@ -46,7 +46,7 @@ def backend_of(pool: Pool, **runner: object) -> CpuAttentionBackend:
 
 def layer_of(window: int = -1, attn_type: AttentionType = AttentionType.DECODER, **other: object) -> SimpleNamespace:
     known = {"layer_id": 0, "tp_q_head_num": A, "tp_k_head_num": G, "qk_head_dim": E, "v_head_dim": E}
-    plain = {"scaling": SCALE, "is_cross_attention": False, "logit_cap": 0.0, "k_scale": None}
+    plain = {"scaling": SCALE, "is_cross_attention": False, "logit_cap": 0.0, "k_scale_float": None}
     return SimpleNamespace(**known, **{**plain, **other}, sliding_window_size=window, attn_type=attn_type)
 
 
@@ -172,7 +172,7 @@ def test_an_idle_batch_has_nothing_to_attend(pool: Pool):
     [
         ({"logit_cap": 30.0}, "logit_cap"),
         ({"is_cross_attention": True}, "cross attention"),
-        ({"k_scale": torch.ones(1)}, "k_scale"),
+        ({"k_scale_float": 0.5}, "k_scale"),
         ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "DECODER_BIDIRECTIONAL"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 
-from sglang_dflash.draft.target_ends import TargetEnds, likeliest, target_ends
+from sglang_dflash.draft.target_ends import TargetEnds, head_logits, likeliest, target_ends
 from sglang_dflash.errors import NotSupported
 
 
@@ -76,3 +76,25 @@ def test_ranks_with_a_shard_of_the_head_each_find_the_same_token(n_ranks: int) -
     whole_BD = (hidden_BDH @ weight_VH.T).argmax(dim=-1)
     assert all(torch.equal(token_BD, whole_BD) for token_BD in found)
     assert whole_BD[0, 0] == 2
+
+
+class Doubles:
+    """A quantization method whose product is twice the plain one."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: None = None) -> torch.Tensor:
+        return 2 * x @ layer.packed.T
+
+
+def test_a_quantized_head_computes_as_it_does_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its own method, over its real rows: the last is padding, and scores highest."""
+    head = torch.nn.Module()
+    head.register_parameter("packed", torch.nn.Parameter(torch.tensor([[1.0, 0], [0, 1], [9, 9]])))
+    head.quant_method, head.tp_size, head.org_vocab_size = Doubles(), 1, 2
+    head.shard_indices = SimpleNamespace(num_org_elements=2, org_vocab_start_index=0)
+    embed = torch.nn.Embedding(3, 2)
+    monkeypatch.setattr(f"{target_ends.__module__}.get_parallel", lambda: SimpleNamespace(attn_dp_enabled=False))
+    ends = target_ends(SimpleNamespace(lm_head=head, get_input_embeddings=lambda: embed))
+    assert ends.quantized
+    hidden = torch.tensor([[[3.0, 1], [1, 3]]])
+    assert head_logits(hidden, ends).tolist() == [[[6, 2], [2, 6]]]
+    assert likeliest(hidden, ends).tolist() == [[0, 1]]

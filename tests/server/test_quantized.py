@@ -1,0 +1,96 @@
+"""Quantized targets: what they say without speculation, in the steps of SGLang's own worker.
+
+The draft borrows the target's embedding and head. Its weights are its own, and stay plain.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from launch.tiny import Arm
+from sglang_dflash.bench.server import Generation, Server
+from tests.server.conftest import PAIRS
+from tests.server.lib.quantized import quantized
+from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.talk import steps
+
+N_PROMPTS, MAX_NEW_TOKENS = 6, 48
+ARMS = (Arm.OFF, Arm.PLUGIN, Arm.STOCK)
+FP8_DRAFT = ("--speculative-draft-model-quantization", "fp8")
+REHEARSED = (*attention("fa3"), *GRAPHS)
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def served(server: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    made: dict[tuple[str, str], object] = {}
+
+    def get(arm: Arm, target: str, form: str, **kwargs: object) -> object:
+        if (target, form) not in made:
+            made[target, form] = quantized(PAIRS[target], form, tmp_path_factory.mktemp(target))
+        return server(arm, target=f"{target} {form}", pair=made[target, form], **kwargs)
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("target", "form"),
+    [
+        ("hybrid", "fp8"),
+        ("dense", "fp8"),
+        ("hybrid", "int8"),
+        ("hybrid", "int8-head"),
+        ("dense", "int8-head"),
+        ("dense", "awq"),
+    ],
+)
+def test_answers_are_the_targets_and_steps_the_built_in_workers(
+    served: Callable, questions: Callable, target: str, form: str
+) -> None:
+    off, ours, stock = (answers(served(arm, target, form), questions(N_PROMPTS, target)) for arm in ARMS)
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
+    assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
+    require_accepted(ours)
+
+
+@pytest.mark.parametrize("target", ["hybrid", "dense"])
+def test_a_draft_in_fp8_drafts_as_the_built_in_workers(
+    server: Callable, questions: Callable, reference: Callable, target: str
+) -> None:
+    prompts = questions(N_PROMPTS, target)
+    plain, ours, stock = (
+        answers(server(arm, target=target, flags=flags), prompts)
+        for arm, flags in ((Arm.PLUGIN, ()), (Arm.PLUGIN, FP8_DRAFT), (Arm.STOCK, FP8_DRAFT))
+    )
+    assert [answer.token_ids for answer in ours] == [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
+    assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
+    assert [steps(answer) for answer in ours] != [steps(answer) for answer in plain], "the draft was not quantized"
+    require_accepted(ours)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8-head"])
+def test_captured_graphs_take_the_steps_of_eager_forwards(served: Callable, questions: Callable, form: str) -> None:
+    prompts = questions(N_PROMPTS)
+    eager = answers(served(Arm.PLUGIN, "hybrid", form, flags=FP8_DRAFT), prompts)
+    graphs = answers(served(Arm.PLUGIN, "hybrid", form, flags=(*FP8_DRAFT, *REHEARSED), env=dict(SM90)), prompts)
+    assert [(answer.token_ids, steps(answer)) for answer in graphs] == [
+        (answer.token_ids, steps(answer)) for answer in eager
+    ]
+
+
+def answers(server: Server, prompts: list[list[int]]) -> list[Generation]:
+    return server.generate_many(prompts, concurrency=3, max_new_tokens=MAX_NEW_TOKENS)
+
+
+def require_accepted(answers: list[Generation]) -> None:
+    committed, taken = (sum(of(answer) for answer in answers) for of in (n_tokens, n_steps))
+    assert committed > 3 * taken, "hardly a draft was accepted"
+
+
+def n_tokens(answer: Generation) -> int:
+    return len(answer.token_ids)
+
+
+def n_steps(answer: Generation) -> int:
+    return sum(steps(answer).values())
