@@ -26,7 +26,6 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.utils import apply_qk_norm
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
@@ -35,7 +34,7 @@ from torch import nn
 from sglang_dflash.draft.checkpoint import COPIED_FROM_TARGET
 from sglang_dflash.draft.second import BlockConv, CandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds, likeliest
-from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side
+from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side, loader_of
 
 
 class DraftAttention(nn.Module):
@@ -292,8 +291,7 @@ class DFlashDraftModel(nn.Module):
             if fused not in parameters:
                 raise ValueError(f"draft checkpoint has a tensor {name!r} that a DFlash draft does not know")
             parameter = parameters[fused]
-            load = parameter.__dict__.get("weight_loader", default_weight_loader)
-            load(parameter, tensor, *shard)
+            loader_of(parameter)(parameter, tensor, *shard)
             self.loaded.add(name)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from sglang.srt.layers.parameter import BasevLLMParameter
+from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 # A checkpoint stores the parts of a fused projection one by one: part -> (fused parameter, shard).
@@ -36,6 +38,13 @@ def checkpoint_names(parameters: Iterable[str]) -> set[str]:
         stem, _, fused = head.rpartition(".")
         names |= {f"{stem}.{part}.{leaf}" for part in parts[fused]} if fused in parts else {name}
     return names
+
+
+def loader_of(parameter: nn.Parameter) -> Callable[..., None]:
+    """What copies a tensor, or a shard of it, into `parameter`: SGLang keeps it in two places."""
+    if isinstance(parameter, BasevLLMParameter):
+        return parameter.weight_loader
+    return parameter.__dict__.get("weight_loader", default_weight_loader)
 
 
 def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -101,7 +101,8 @@ def _members(found: Any) -> set[str]:
     members = set()
     for base in found.__mro__:
         members |= set(vars(base)) | set(inspect.get_annotations(base))
-        for function in map(inspect.unwrap, filter(inspect.isfunction, vars(base).values())):
+        methods = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
+        for function in filter(inspect.isfunction, methods):  # torch wraps some that are written in C
             members |= set(function.__code__.co_names)  # attributes that a method sets
             members |= set(function.__code__.co_varnames[: function.__code__.co_argcount])  # and what it is given
     return members

@@ -1,15 +1,18 @@
 """Quantized targets: what they say without speculation, in the steps of SGLang's own worker.
 
-The draft borrows the target's embedding and head. Its weights are its own, and stay plain.
+The draft borrows the target's embedding and head. Its weights are its own, and stay plain unless it is asked for.
+SGLang's loader of text-only Qwen3.5 drops the scale of a quantized head, so the head is the dense target's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.tiny import Arm
 from sglang_dflash.bench.server import Generation, Server
-from tests.server.conftest import PAIRS
+from tests.server.conftest import KIND_FLAGS, PAIRS
 from tests.server.lib.quantized import quantized
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.talk import steps
@@ -22,16 +25,22 @@ REHEARSED = (*attention("fa3"), *GRAPHS)
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def served(server: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    made: dict[tuple[str, str], object] = {}
+@pytest.fixture
+def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
+    """Servers of one test: `served(arm, "hybrid", "fp8")`, quantized, or plain without a format."""
+    started: list[Server] = []
 
-    def get(arm: Arm, target: str, form: str, **kwargs: object) -> object:
-        if (target, form) not in made:
-            made[target, form] = quantized(PAIRS[target], form, tmp_path_factory.mktemp(target))
-        return server(arm, target=f"{target} {form}", pair=made[target, form], **kwargs)
+    def get(arm: Arm, target: str, form: str | None = None, **kwargs: Any) -> Server:
+        pair = PAIRS[target]
+        if form is not None:
+            pair = pair._replace(target=tmp_path / form) if started else quantized(pair, form, tmp_path)
+        flags = (*KIND_FLAGS[target], *kwargs.pop("flags", ()))
+        started.append(pool.get(arm, target=f"{target} {form}", pair=pair, flags=flags, **kwargs))
+        return started[-1]
 
-    return get
+    yield get
+    for one in started:
+        pool.drop(one)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +49,6 @@ def served(server: Callable, tmp_path_factory: pytest.TempPathFactory) -> Callab
         ("hybrid", "fp8"),
         ("dense", "fp8"),
         ("hybrid", "int8"),
-        ("hybrid", "int8-head"),
         ("dense", "int8-head"),
         ("dense", "awq"),
     ],
@@ -56,11 +64,11 @@ def test_answers_are_the_targets_and_steps_the_built_in_workers(
 
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_a_draft_in_fp8_drafts_as_the_built_in_workers(
-    server: Callable, questions: Callable, reference: Callable, target: str
+    served: Callable, questions: Callable, reference: Callable, target: str
 ) -> None:
     prompts = questions(N_PROMPTS, target)
     plain, ours, stock = (
-        answers(server(arm, target=target, flags=flags), prompts)
+        answers(served(arm, target, flags=flags), prompts)
         for arm, flags in ((Arm.PLUGIN, ()), (Arm.PLUGIN, FP8_DRAFT), (Arm.STOCK, FP8_DRAFT))
     )
     assert [answer.token_ids for answer in ours] == [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
@@ -69,11 +77,13 @@ def test_a_draft_in_fp8_drafts_as_the_built_in_workers(
     require_accepted(ours)
 
 
-@pytest.mark.parametrize("form", ["fp8", "int8-head"])
-def test_captured_graphs_take_the_steps_of_eager_forwards(served: Callable, questions: Callable, form: str) -> None:
-    prompts = questions(N_PROMPTS)
-    eager = answers(served(Arm.PLUGIN, "hybrid", form, flags=FP8_DRAFT), prompts)
-    graphs = answers(served(Arm.PLUGIN, "hybrid", form, flags=(*FP8_DRAFT, *REHEARSED), env=dict(SM90)), prompts)
+@pytest.mark.parametrize(("target", "form"), [("hybrid", "fp8"), ("dense", "int8-head")])
+def test_captured_graphs_take_the_steps_of_eager_forwards(
+    served: Callable, questions: Callable, target: str, form: str
+) -> None:
+    prompts = questions(N_PROMPTS, target)
+    eager = answers(served(Arm.PLUGIN, target, form, flags=FP8_DRAFT), prompts)
+    graphs = answers(served(Arm.PLUGIN, target, form, flags=(*FP8_DRAFT, *REHEARSED), env=dict(SM90)), prompts)
     assert [(answer.token_ids, steps(answer)) for answer in graphs] == [
         (answer.token_ids, steps(answer)) for answer in eager
     ]
