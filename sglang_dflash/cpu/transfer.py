@@ -29,7 +29,10 @@ class TransferEngine:
 
         class Writes(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                (n_parts,) = HEAD.unpack(self.rfile.read(HEAD.size))
+                head = self.rfile.read(HEAD.size)
+                if not head:  # a probe
+                    return
+                (n_parts,) = HEAD.unpack(head)
                 parts = [PART.unpack(self.rfile.read(PART.size)) for _ in range(n_parts)]
                 if not all(engine.holds(*part) for part in parts):
                     return  # the sender gets no answer

@@ -12,7 +12,7 @@ from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.memory import draft_kv
-from sglang_dflash.memory.draft_kv import Rings, target_alone
+from sglang_dflash.memory.draft_kv import Rings, copy_along, target_alone
 from sglang_dflash.worker import DFlashWorker
 
 WINDOW, BLOCK = 64, 16
@@ -97,3 +97,25 @@ def test_a_hierarchical_cache_copies_slots_that_are_the_targets_and_no_rings(
     worker.config = SimpleNamespace(draft_window=window)  # type: ignore[assignment]
     worker.init_hicache_draft_plan()
     assert worker.hicache_draft_plan.mode is mode
+
+
+def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets() -> None:
+    """In the slots of the request, which are others when it comes back."""
+
+    class Pool:
+        def __init__(self, first: int) -> None:
+            self.kv = torch.arange(first, first + 8)
+
+        def get_cpu_copy(self, slots: torch.Tensor, **_: object) -> torch.Tensor:
+            return self.kv[slots].clone()
+
+        def load_cpu_copy(self, copy: torch.Tensor, slots: torch.Tensor, **_: object) -> None:
+            self.kv[slots] = copy
+
+    target, draft = Pool(0), Pool(10)
+    copy_along(target, draft)
+    copy = target.get_cpu_copy(torch.tensor([1, 2]), mamba_indices=None)
+    target.kv, draft.kv = torch.zeros(2, 8, dtype=torch.long)
+    target.load_cpu_copy(copy, torch.tensor([5, 3]), mamba_indices=None)
+    assert target.kv.tolist() == [0, 0, 0, 2, 0, 1, 0, 0]
+    assert draft.kv.tolist() == [0, 0, 0, 12, 0, 11, 0, 0]
