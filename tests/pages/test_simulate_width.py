@@ -97,6 +97,7 @@ def test_shares_and_rates() -> None:
     assert mostly(shares(runs)) == "16: 98%"
 
 
+@pytest.mark.full
 def test_the_pairs_own_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Read by the model once; on the mean the policy is near the best fixed width or above."""
     few = ["--texts", str(tmp_path / "texts.json"), "--num-prompts", "2", "--tokens", "600", "--seeds", "1"]

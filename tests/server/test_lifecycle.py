@@ -135,8 +135,8 @@ class Streams:
 def test_an_aborted_request_returns_what_it_had(ours: Server, prompts: list[list[int]], reference: Callable) -> None:
     """Aborts by id, at any moment, in a stream: what came is the beginning of the answer, and the stream ends."""
     random, kinds = Random(0), set()
-    for i in range(24):
-        prompt = prompts[4 + i % 8]
+    for i in range(8):
+        prompt = prompts[4 + i]
         rid, leave_at = f"leaver-{i}", random.randrange(1, 40)
         options = {"max_new_tokens": 120, "ignore_eos": True}
         for chunk in stream(ours, prompt, fields={"rid": rid}, **options):

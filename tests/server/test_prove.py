@@ -40,6 +40,7 @@ def by_name(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {result["name"]: result for result in document["results"]}
 
 
+@pytest.mark.full
 def test_one_server_holds_what_is_said_of_it(tmp_path: Path) -> None:
     status, document = prove(tmp_path, "--only", *ONE_SERVER)
     results = by_name(document)

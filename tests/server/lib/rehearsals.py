@@ -155,7 +155,6 @@ REHEARSALS = {
         (*attention("flashinfer", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)),
         SM100,
         draft_window=64,
-        full=False,
         n_prompts=8,
         max_new_tokens=48,
     ),
