@@ -38,6 +38,8 @@ KITS = {
     "abort_timeout_kit": ("AbortAllMixin",),
 }
 OURS_ALONE = ("test_return_hidden_states", "test_sampling_mask")
+# They send token ids past the tiny vocabulary, which end SGLang's scheduler.
+LEFT_OUT = ("test_logprob_mixed", "test_radix_attention")
 CONTEXT = ("--max-total-tokens", "8192", "--grammar-backend", "xgrammar")
 
 pytestmark = pytest.mark.full
@@ -82,7 +84,7 @@ class Client:
 
 def tests() -> list[tuple[type, str]]:
     kits = [vars(import_module(f"sglang.test.kits.{module}"))[name] for module, names in KITS.items() for name in names]
-    return [(kit, name) for kit in kits for name in dir(kit) if name.startswith("test_")]
+    return [(kit, name) for kit in kits for name in dir(kit) if name.startswith("test_") and name not in LEFT_OUT]
 
 
 def failure(kit: type, name: str, server: Server) -> str | None:
