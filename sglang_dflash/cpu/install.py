@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 _KERNELS = "sglang.kernels.ops."
 _SRT = "sglang.srt."
 
-QUANTIZED = (
-    "fp8.Fp8Config",
-    "w8a8_int8.W8A8Int8Config",
-    "awq.awq.AWQConfig",
-    "compressed_tensors.compressed_tensors.CompressedTensorsConfig",
-)
+# Formats whose products run here; each names the types that its GPU kernels take.
+_COMPRESSED = "compressed_tensors.compressed_tensors.CompressedTensorsConfig"
+_FORMATS = "fp8.Fp8Config", "w8a8_int8.W8A8Int8Config", "awq.awq.AWQConfig", _COMPRESSED
 
 # By target: what we put there, and what stood there before.
 _stand_ins: dict[str, Any] = {}
@@ -114,8 +111,8 @@ def _of_quantization() -> dict[str, Any]:
     return {
         **{module + ".int8_scaled_mm": quantized.int8_scaled_mm for module in modules},
         _SRT + "hardware_backend.gpu.quantization.awq_kernels.awq_dequantize": quantized.awq_dequantize,
-        home + QUANTIZED[-1] + "._check_scheme_supported": quantized.any_device,
-        **{home + config + ".get_supported_act_dtypes": quantized.AnyDtype() for config in QUANTIZED},
+        home + _COMPRESSED + "._check_scheme_supported": quantized.any_device,
+        **{home + config + ".get_supported_act_dtypes": quantized.AnyDtype() for config in _FORMATS},
     }
 
 

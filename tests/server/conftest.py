@@ -249,3 +249,20 @@ def reference() -> Callable[..., list[int]]:
         return list(generate(tuple(prompt), max_new_tokens, target))
 
     return answer
+
+
+@pytest.fixture(scope="session")
+def said(questions: Callable, reference: Callable) -> Callable[..., Any]:
+    """`said(n, max_new_tokens, target="hybrid", draft_window=None)`: plain torch's word on `n` questions, a `Said`."""
+    from tests.server.lib.oracle import Said, oracle
+
+    def ask(n: int, max_new_tokens: int, target: str = "hybrid", draft_window: int | None = None) -> Said:
+        prompts, expert = questions(n, target), oracle(PAIRS[target], None, draft_window)
+        return Said(
+            prompts,
+            max_new_tokens,
+            [reference(prompt, max_new_tokens, target) for prompt in prompts],
+            [expert.accepted_histogram(prompt, max_new_tokens) for prompt in prompts],
+        )
+
+    return ask

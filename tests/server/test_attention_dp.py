@@ -10,10 +10,8 @@ import pytest
 
 from launch.tiny import Arm
 from sglang_dflash.bench.server import Server
-from tests.server.conftest import PAIRS
-from tests.server.lib.oracle import oracle
+from tests.server.lib.oracle import Said
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
-from tests.server.lib.talk import steps
 
 FLAGS = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--enable-dp-lm-head")
 # SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.
@@ -43,32 +41,19 @@ KINDS = {
 
 class Serving(NamedTuple):
     server: Server
-    kind: Kind
-    prompts: list[list[int]]
-    expected: list[list[int]]  # Transformers' continuations
-    steps: list[dict[int, int]]  # the plain-torch draft's
+    said: Said
 
 
 @pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
-def serving(request: pytest.FixtureRequest, pool: Any, questions: Callable, reference: Callable) -> Iterator[Serving]:
+def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]) -> Iterator[Serving]:
     kind: Kind = request.param
     running = pool.get(kind.arm, target=kind.target, flags=(*FLAGS, *kind.flags), env=dict(ENV + kind.env))
-    prompts = questions(N_PROMPTS, kind.target)
-    expert = oracle(PAIRS[kind.target], None, kind.draft_window)
-    yield Serving(
-        running,
-        kind,
-        prompts,
-        [reference(prompt, MAX_NEW_TOKENS, kind.target) for prompt in prompts],
-        [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts],
-    )
+    yield Serving(running, said(N_PROMPTS, MAX_NEW_TOKENS, kind.target, kind.draft_window))
     pool.drop(running)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
     serving.server.flush_cache()
-    answers = serving.server.generate_many(serving.prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == serving.expected
-    assert [steps(answer) for answer in answers] == serving.steps
+    answers = serving.said.asked_of(serving.server, concurrency)
     assert len({answer.meta["dp_rank"] for answer in answers}) == 2

@@ -19,10 +19,8 @@ from launch.tiny import Arm
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.server import Generation, Server
-from tests.server.conftest import PAIRS
-from tests.server.lib.oracle import oracle
+from tests.server.lib.oracle import Said
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
-from tests.server.lib.talk import steps
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 # How long a server waits for its peer, in seconds.
@@ -87,13 +85,11 @@ class Two(NamedTuple):
 class Serving(NamedTuple):
     two: Two
     kind: Kind
-    prompts: list[list[int]]
-    expected: list[list[int]]  # Transformers' continuations
-    steps: list[dict[int, int]]  # the plain-torch draft's
+    said: Said
 
 
 @pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
-def serving(request: pytest.FixtureRequest, pool: Any, questions: Callable, reference: Callable) -> Iterator[Serving]:
+def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]) -> Iterator[Serving]:
     kind: Kind = request.param
     port = free_port(31900)
 
@@ -102,23 +98,14 @@ def serving(request: pytest.FixtureRequest, pool: Any, questions: Callable, refe
         return pool.get(kind.arm, target=kind.target, flags=(*both, *kind.flags, *flags), env=PATIENCE | dict(kind.env))
 
     two = Two(start("prefill", "--chunked-prefill-size", "64"), start("decode", *kind.decode), port, count(1))
-    prompts, expert = questions(N_PROMPTS, kind.target), oracle(PAIRS[kind.target], None, None)
-    yield Serving(
-        two,
-        kind,
-        prompts,
-        [reference(prompt, MAX_NEW_TOKENS, kind.target) for prompt in prompts],
-        [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts],
-    )
+    yield Serving(two, kind, said(N_PROMPTS, MAX_NEW_TOKENS, kind.target))
     for server in (two.prefill, two.decode):
         pool.forget(server)
 
 
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
-    answers = serving.two.generate_many(serving.prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == serving.expected
-    assert [steps(answer) for answer in answers] == serving.steps
+    answers = serving.said.asked_of(serving.two, concurrency)
     if serving.kind.decode and concurrency > 1:
         assert any(answer.meta["num_retractions"] for answer in answers), "memory sufficed; this test could not fail"
 
@@ -127,12 +114,10 @@ def test_a_request_that_never_comes_fails_alone(serving: Serving) -> None:
     """The decode server waits for a prompt that no one reads; those beside it are answered."""
     lonely = serving.two.meeting(10**6)
     with ThreadPoolExecutor(1) as pool:
-        lost = pool.submit(serving.two.decode.generate, serving.prompts[0], fields=lonely, max_new_tokens=4)
-        answers = serving.two.generate_many(serving.prompts, concurrency=3, max_new_tokens=MAX_NEW_TOKENS)
+        lost = pool.submit(serving.two.decode.generate, serving.said.prompts[0], fields=lonely, max_new_tokens=4)
+        serving.said.asked_of(serving.two, 3)
         with pytest.raises(ServerError, match="answered 5"):
             lost.result()
-    assert [answer.token_ids for answer in answers] == serving.expected
-    assert [steps(answer) for answer in answers] == serving.steps
 
 
 def test_nothing_is_held_afterwards(serving: Serving) -> None:
@@ -145,24 +130,22 @@ def test_nothing_is_held_afterwards(serving: Serving) -> None:
 @pytest.mark.parametrize("end", ["decode", "prefill"])
 def test_a_server_that_is_killed_takes_its_requests_along_and_is_found_again(serving: Serving, end: str) -> None:
     """One request waits for the server that dies, six are under way between both."""
-    two = serving.two
+    two, said = serving.two, serving.said
     dies, stays = (two.prefill, two.decode) if end == "prefill" else (two.decode, two.prefill)
     with ThreadPoolExecutor(1 + N_PROMPTS) as pool:
-        waits = pool.submit(stays.generate, serving.prompts[0], fields=two.meeting(10**6 + 1), max_new_tokens=4)
-        under_way = [pool.submit(two.generate, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in serving.prompts]
+        waits = pool.submit(stays.generate, said.prompts[0], fields=two.meeting(10**6 + 1), max_new_tokens=4)
+        under_way = [pool.submit(two.generate, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in said.prompts]
         time.sleep(0.5)
         os.killpg(dies.pid, signal.SIGKILL)
         dies.stop()
-        for asked, expected in zip(under_way, serving.expected, strict=True):
+        for asked, expected in zip(under_way, said.expected, strict=True):
             if not isinstance(asked.exception(), ServerError | httpx.TransportError):
                 assert asked.result().token_ids == expected
         with pytest.raises(ServerError, match="answered 5"):
             waits.result()
     dies.start()
     dies.wait_ready()
-    answers = two.generate_many(serving.prompts, concurrency=3, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == serving.expected
-    assert [steps(answer) for answer in answers] == serving.steps
+    said.asked_of(two, 3)
     require_nothing_held(stays)
 
 

@@ -3,14 +3,17 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from launch.tiny import Pair
+from sglang_dflash.bench.server import Generation
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, accepted_at, spec_steps
 from sglang_dflash.model.target import stop_token_ids
+from tests.server.lib.talk import steps
 
 
 class Oracle:
@@ -53,3 +56,23 @@ class Oracle:
 @cache
 def oracle(pair: Pair, block_size: int | None, draft_window: int | None, page_size: int = 1) -> Oracle:
     return Oracle(pair, block_size, draft_window, page_size)
+
+
+class Asked(Protocol):
+    def generate_many(self, prompts: list[list[int]], *, concurrency: int, **sampling: Any) -> list[Generation]: ...
+
+
+class Said(NamedTuple):
+    """What plain torch says of some prompts, and in which steps."""
+
+    prompts: list[list[int]]
+    max_new_tokens: int
+    expected: list[list[int]]  # Transformers' continuations
+    steps: list[dict[int, int]]  # accepted drafts: decode steps that accepted as many
+
+    def asked_of(self, server: Asked, concurrency: int) -> list[Generation]:
+        """Its answers, which are these to the token and to the step."""
+        answers = server.generate_many(self.prompts, concurrency=concurrency, max_new_tokens=self.max_new_tokens)
+        assert [answer.token_ids for answer in answers] == self.expected
+        assert [steps(answer) for answer in answers] == self.steps
+        return answers
