@@ -62,12 +62,17 @@ class TargetSizes:
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """`window` is how far all of its layers look back; None if one of them sees the whole context."""
+    """`window` is how far all of its layers look back; None if one of them sees the whole context.
+
+    `split_bytes` are the weights that ranks share, those of attention and MLP; every rank has `whole_bytes` besides:
+    what fuses features, norms, convolutions and the selector's tables.
+    """
 
     name: str
     attention: AttentionSizes
     n_heads: int
-    weight_bytes: int
+    split_bytes: int
+    whole_bytes: int
     window: int | None
     block_size: int
     source: str
@@ -141,7 +146,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     """
     _check(target, draft, serving)
     tp_size, card = serving.tp_size, card_gib * GIB
-    weights = target.weight_bytes / tp_size, draft.weight_bytes / tp_size
+    weights = target.weight_bytes / tp_size, draft.split_bytes / tp_size + draft.whole_bytes
     image_bytes = IMAGE_CACHE_BYTES if target.image_width else 0
     rest = card * serving.mem_fraction - sum(weights) - image_bytes
     states = _states(target.recurrent, serving, rest, worker)

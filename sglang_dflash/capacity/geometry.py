@@ -18,6 +18,7 @@ from sglang_dflash.draft.fields import Fields
 from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # of a draft's linear layers, when they load
 CONV_ITEMSIZE = 2  # SGLANG_MAMBA_CONV_DTYPE is bfloat16 unless set
 MTP = "mtp."  # tensors of a checkpoint's own drafter, which SGLang does not load under DFLASH
 
@@ -106,21 +107,27 @@ def read_target(model: str) -> TargetSizes:
     )
 
 
-def read_draft(model: str) -> DraftSizes:
+def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
     """The DFlash draft at `model`, likewise. Its tensors are known from its config, so its weights are exact.
 
+    Args:
+        quantization: of `QUANTIZED_ITEMSIZES`, what `--speculative-draft-model-quantization` says. The scales, a number
+            per output at most, are not counted.
     Raises:
         ValueError, NotSupported: see `checkpoint.parse`.
     """
     _, config, source = _find(model, models.DRAFTS)
     draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # whichever it is, it takes no memory
     itemsize = Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
-    shapes = checkpoint.expected_shapes(draft)
+    sizes = {name: prod(shape) for name, shape in checkpoint.expected_shapes(draft).items()}
+    split = {name: n for name, n in sizes.items() if name.endswith("_proj.weight")}
+    whole = sizes.keys() - split.keys()
     return DraftSizes(
         name=model,
         attention=AttentionSizes(draft.num_hidden_layers, draft.num_key_value_heads, draft.head_dim, itemsize),
         n_heads=draft.num_attention_heads,
-        weight_bytes=sum(map(prod, shapes.values())) * itemsize,
+        split_bytes=sum(split.values()) * QUANTIZED_ITEMSIZES.get(quantization, itemsize),
+        whole_bytes=sum(sizes[name] for name in whole) * itemsize,
         window=draft.window,
         block_size=draft.block_size,
         source=source,

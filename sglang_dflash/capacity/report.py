@@ -59,6 +59,7 @@ def arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="the target: a directory, a config.json, or one of " + ", ".join(models.TARGETS))
     add("--draft", help="its DFlash draft, likewise; left out, the published one of a model that is named")
+    add("--draft-quantization", choices=geometry.QUANTIZED_ITEMSIZES, help="--speculative-draft-model-quantization")
     add("--gpu-memory", type=float, required=True, metavar="GIB", help="of a card, as its driver reports it")
     add("--context", type=int, default=CONTEXT, help="tokens of a request, prompt and answer (%(default)s)")
     add("--block", type=int, help="--speculative-num-draft-tokens; left out, what the draft was trained for")
@@ -101,7 +102,7 @@ def answer(options: argparse.Namespace) -> Report:
     if target.recurrent and options.mamba_ssm_dtype:
         recurrent = dataclasses.replace(target.recurrent, state_itemsize=geometry.ITEMSIZES[options.mamba_ssm_dtype])
         target = dataclasses.replace(target, recurrent=recurrent)
-    draft = geometry.read_draft(options.draft or models.draft_of(options.model))
+    draft = geometry.read_draft(options.draft or models.draft_of(options.model), options.draft_quantization)
     fraction = options.mem_fraction
     if fraction is None:
         fraction = default_mem_fraction(options.gpu_memory, tp_size=options.tp, image_width=target.image_width)
@@ -190,7 +191,7 @@ def sentences(report: Report) -> Iterator[str]:
         yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or 'no single flag tried gives more'}."
     yield f"Target: {report.target.source}; weights {report.target.weights_from}."
     yield f"Draft: {report.draft.source}; weights computed from config.json."
-    yield "Memory divided as SGLang 0.5.23 does (P: computed, not measured); weights of a rank are their share of all."
+    yield "Memory divided as SGLang 0.5.23 does (P: computed, not measured); of a target a rank holds its share."
 
 
 def size(n_bytes: float) -> str:

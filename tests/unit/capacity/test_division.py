@@ -234,6 +234,14 @@ def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests() -> N
     assert DRAFT_27B.attention.bytes_per_token(1) == 20480
 
 
+def test_every_rank_has_the_whole_of_what_ranks_do_not_share() -> None:
+    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=4)
+    ours = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
+    assert ours.draft_weights == DRAFT_8B.split_bytes / 4 + DRAFT_8B.whole_bytes
+    assert DRAFT_8B.whole_bytes > 2 * 4096 * 5 * 4096  # what fuses the features of five layers, in bf16
+    assert ours.target_weights == QWEN_8B.weight_bytes / 4
+
+
 def test_a_dense_target_differs_only_by_its_rings() -> None:
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192, max_requests=256)
     stock, ours = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
