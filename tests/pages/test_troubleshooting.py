@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.host.arguments import UNSUPPORTED, flag
 from tests.fixtures import messages as said
 
 PAGE = (said.PACKAGE / "docs" / "troubleshooting.md").read_text()
@@ -27,11 +26,6 @@ def test_every_message_has_an_entry() -> None:
 def test_every_entry_is_a_message() -> None:
     heads = {message.head for message in MESSAGES}
     assert not [entry for entry in entries(PAGE) if entry not in heads]
-
-
-def test_every_flag_that_is_refused_is_named() -> None:
-    """One message refuses all of them."""
-    assert not [name for name in UNSUPPORTED if f"`{flag(name)}`" not in PAGE]
 
 
 SAYS = """

@@ -17,7 +17,7 @@ from launch.tiny import Pair
 
 PLAIN = ("in_proj_a", "in_proj_b", "lm_head")  # too narrow for blocks, and the head
 FP8_MAX, INT8_MAX, BLOCK = 448.0, 127.0, 128
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each four bits of an int32 hold
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each four bits of an int32 hold
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -48,7 +48,7 @@ def awq_groups(name: str, weight_NK: torch.Tensor) -> Tensors:
 
 def packed(numbers: torch.Tensor) -> torch.Tensor:
     """Eight of [..., N] to an int32."""
-    eights = numbers.to(torch.int64).unflatten(-1, (-1, 8))[..., AWQ_ORDER]
+    eights = numbers.to(torch.int64).unflatten(-1, (-1, 8))[..., AWQ_OUTPUTS]
     word = (eights << torch.arange(8) * 4).sum(-1)
     return word.where(word < 2**31, word - 2**32).to(torch.int32)
 
