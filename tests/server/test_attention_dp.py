@@ -12,10 +12,9 @@ from launch.tiny import Arm
 from sglang_dflash.bench.server import Server
 from tests.server.lib.oracle import Said
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.variants import TWO_NODES
 
 FLAGS = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--enable-dp-lm-head")
-# SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.
-ENV = (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 
 pytestmark = pytest.mark.full
@@ -47,7 +46,7 @@ class Serving(NamedTuple):
 @pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
 def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]) -> Iterator[Serving]:
     kind: Kind = request.param
-    running = pool.get(kind.arm, target=kind.target, flags=(*FLAGS, *kind.flags), env=dict(ENV + kind.env))
+    running = pool.get(kind.arm, target=kind.target, flags=(*FLAGS, *kind.flags), env=dict(TWO_NODES + kind.env))
     yield Serving(running, said(N_PROMPTS, MAX_NEW_TOKENS, kind.target, kind.draft_window))
     pool.drop(running)
 

@@ -5,9 +5,10 @@ be right and steps many. The prefill server reads prompts in chunks, the second 
 """
 
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from typing import Any, NamedTuple
@@ -19,8 +20,11 @@ from launch.tiny import Arm
 from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.server import Generation, Server
+from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import Said
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rows import require_logprobs, require_rows
+from tests.server.lib.variants import TWO_NODES
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 # How long a server waits for its peer, in seconds.
@@ -36,6 +40,8 @@ HELD = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
 pytestmark = pytest.mark.full
 
 
+TWO_RANKS = ("--tp", "2")
+BESIDE = {"return_logprob": True, "return_hidden_states": True}
 TIGHT = ("--max-total-tokens", "352", "--num-reserved-decode-tokens", "1")
 
 
@@ -44,7 +50,8 @@ class Kind(NamedTuple):
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     arm: Arm = Arm.PLUGIN
-    decode: tuple[str, ...] = ()  # the decode server's alone
+    prefill: tuple[str, ...] = ()  # the prefill server's alone
+    decode: tuple[str, ...] = ()
 
 
 KINDS = {
@@ -55,6 +62,9 @@ KINDS = {
     "retract": Kind(decode=TIGHT),
     "dense-retract": Kind("dense", decode=(*TIGHT, "--hicache-io-backend", "direct")),
     "stock": Kind("dense", arm=Arm.STOCK),
+    # Each rank of one has a part of what a rank of the other has.
+    "prefill-two-ranks": Kind(prefill=TWO_RANKS, env=TWO_NODES),
+    "decode-two-ranks": Kind("dense", decode=TWO_RANKS, env=TWO_NODES),
     "fa3-graphs": Kind(flags=(*attention("fa3"), *GRAPHS), env=SM90),
 }
 
@@ -67,11 +77,11 @@ class Two(NamedTuple):
     port: int
     rooms: Iterator[int]
 
-    def generate(self, prompt: list[int], **sampling: Any) -> Generation:
+    def generate(self, prompt: list[int], *, fields: Mapping[str, Any] | None = None, **sampling: Any) -> Generation:
         """As a router asks: both get the request, the decode server answers."""
-        fields = self.meeting(next(self.rooms))
+        met = self.meeting(next(self.rooms)) | dict(fields or {})
         with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(s.generate, prompt, fields=fields, **sampling) for s in (self.prefill, self.decode)]
+            asked = [pool.submit(s.generate, prompt, fields=met, **sampling) for s in (self.prefill, self.decode)]
         return asked[1].result()
 
     def meeting(self, room: int) -> dict[str, Any]:
@@ -94,10 +104,12 @@ def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]
     port = free_port(31900)
 
     def start(mode: str, *flags: str) -> Server:
-        both = ("--disaggregation-mode", mode, "--disaggregation-bootstrap-port", str(port))
-        return pool.get(kind.arm, target=kind.target, flags=(*both, *kind.flags, *flags), env=PATIENCE | dict(kind.env))
+        meet = ("--disaggregation-mode", mode, "--disaggregation-bootstrap-port", str(port))
+        both = ("--enable-return-hidden-states", *kind.flags, *meet)
+        return pool.get(kind.arm, target=kind.target, flags=(*both, *flags), env=PATIENCE | dict(kind.env))
 
-    two = Two(start("prefill", "--chunked-prefill-size", "64"), start("decode", *kind.decode), port, count(1))
+    prefill, decode = start("prefill", "--chunked-prefill-size", "64", *kind.prefill), start("decode", *kind.decode)
+    two = Two(prefill, decode, port, count(1))
     yield Serving(two, kind, said(N_PROMPTS, MAX_NEW_TOKENS, kind.target))
     for server in (two.prefill, two.decode):
         pool.forget(server)
@@ -106,8 +118,26 @@ def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
     answers = serving.said.asked_of(serving.two, concurrency)
-    if serving.kind.decode and concurrency > 1:
+    if TIGHT[0] in serving.kind.decode and concurrency > 1:
         assert any(answer.meta["num_retractions"] for answer in answers), "memory sufficed; this test could not fail"
+
+
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 1.0}, {"regex": "[a-z ]{20}"}], ids=["greedy", "drawn", "regex"]
+)
+def test_what_comes_with_tokens_is_plain_torchs(serving: Serving, sampling: dict[str, Any]) -> None:
+    """The prefill server chooses the first token, and sends its log-probability along. Its row of hidden states stays:
+    SGLang cuts rows behind a stop by the number of tokens, and here leaves one more."""
+    said, target = serving.said, PAIRS[serving.kind.target].target
+    asked = {"fields": BESIDE, "max_new_tokens": MAX_NEW_TOKENS} | sampling
+    answers = serving.two.generate_many(said.prompts, concurrency=3, **asked)
+    for prompt, answer in zip(said.prompts, answers, strict=True):
+        if "regex" in sampling:
+            assert re.fullmatch(sampling["regex"], answer.text)
+        else:
+            require_logprobs(target, prompt, answer)
+        del answer.meta["hidden_states"][len(answer.token_ids) - 1 :]
+        require_rows(target, prompt, answer, n_missing=1)
 
 
 def test_a_request_that_never_comes_fails_alone(serving: Serving) -> None:

@@ -19,7 +19,7 @@ from tests.server.lib.adapters import Adapter
 from tests.server.lib.oracle import Oracle, oracle
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.talk import post, steps
-from tests.server.lib.variants import RANDOM_WIDTHS, TRACK
+from tests.server.lib.variants import RANDOM_WIDTHS, TRACK, TWO_NODES
 
 pytestmark = pytest.mark.full
 
@@ -40,7 +40,8 @@ class Kind(NamedTuple):
     max_new_tokens: int = 48
 
     @property
-    def rehearsed(self) -> bool:
+    def brief(self) -> bool:
+        """What one server of its target's shows is not shown again."""
         return bool(self.env)
 
 
@@ -48,6 +49,7 @@ class Kind(NamedTuple):
 REHEARSED = {"flags": (*attention("fa3"), *GRAPHS), "env": SM90, "n_prompts": 1, "max_new_tokens": 16}
 KINDS = {
     "dense": Kind("dense"),
+    "dense-two-ranks": Kind("dense", flags=("--tp", "2"), env=TWO_NODES, n_prompts=3),
     "hybrid": Kind("hybrid", flags=TRACK),
     "dense-triton-graphs": Kind("dense", "triton", **REHEARSED),
     "hybrid-csgmv-graphs": Kind("hybrid", "csgmv", **REHEARSED),
@@ -133,7 +135,7 @@ def test_a_prefix_is_found_under_its_own_adapter_only(serving: Serving) -> None:
 
 def test_adapters_change_answers_and_drafts_are_still_accepted(serving: Serving) -> None:
     """Otherwise the tests here could not fail. The draft was trained for the base model: it fits an adapter less."""
-    if serving.kind.rehearsed:
+    if serving.kind.brief:
         pytest.skip("too few answers")
     said = {
         name: [serving.ask(serving.server, name, prompt) for prompt in serving.prompts] for name in (BASE, *AT_START)
@@ -147,8 +149,8 @@ def test_adapters_change_answers_and_drafts_are_still_accepted(serving: Serving)
 
 
 def test_adapters_come_and_go_while_others_are_served(serving: Serving) -> None:
-    if serving.kind.rehearsed:
-        pytest.skip("as without captured graphs, and slow")
+    if serving.kind.brief:
+        pytest.skip("shown by another kind")
     server, prompt, asked = serving.server, serving.prompts[2], serving.shuffled(seed=3)
     load = {"lora_name": "late", "lora_path": str(serving.known["late"].path)}
     with ThreadPoolExecutor(1) as clients:
@@ -170,8 +172,8 @@ def test_widths_may_change_at_random(serving: Serving, pool: Any) -> None:
 @pytest.mark.parametrize("arm", [Arm.OFF, Arm.STOCK])
 def test_the_other_workers_say_the_same(serving: Serving, pool: Any, arm: Arm) -> None:
     """Without speculation, and SGLang's own worker, with the same flags; its steps are ours."""
-    if serving.kind.rehearsed:
-        pytest.skip("as without captured graphs, and slow")
+    if serving.kind.brief:
+        pytest.skip("shown by another kind")
     server, asked = serving.start(arm), serving.shuffled(seed=5)
     theirs = serving.ask_all(server, asked, 8)
     pool.drop(server)
@@ -181,11 +183,14 @@ def test_the_other_workers_say_the_same(serving: Serving, pool: Any, arm: Arm) -
         assert list(map(steps, theirs)) == list(map(steps, ours))
 
 
-def test_an_adapter_of_the_embedding_leaves_the_draft_its_own(serving: Serving, pool: Any, tmp_path: Path) -> None:
-    """SGLang puts a layer around the embedding that asks who is in the batch; the draft embeds as the base model."""
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_what_the_draft_borrows_leaves_it_its_own(
+    serving: Serving, pool: Any, tmp_path: Path, end: str
+) -> None:
+    """SGLang puts a layer around it that asks who is in the batch; the draft embeds and scores as the base model."""
     if serving.kind is not KINDS["dense"]:
         pytest.skip("one server shows it")
-    modules = ("embed_tokens", *adapters.MODULES["dense"])
+    modules = (end, *adapters.MODULES["dense"])
     known = {"wild": adapters.write("wild", PAIRS["dense"], modules, tmp_path)}
     server = pool.get(target="dense", flags=adapters.flags(known))
     asked = [(name, prompt) for name in (BASE, "wild") for prompt in serving.prompts]

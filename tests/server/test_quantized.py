@@ -16,6 +16,7 @@ from tests.server.conftest import KIND_FLAGS, PAIRS
 from tests.server.lib.quantized import quantized
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.talk import steps
+from tests.server.lib.variants import TWO_NODES
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 ARMS = (Arm.OFF, Arm.PLUGIN, Arm.STOCK)
@@ -57,6 +58,20 @@ def test_answers_are_the_targets_and_steps_the_built_in_workers(
     served: Callable, questions: Callable, target: str, form: str
 ) -> None:
     off, ours, stock = (answers(served(arm, target, form), questions(N_PROMPTS, target)) for arm in ARMS)
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
+    assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
+    require_accepted(ours)
+
+
+@pytest.mark.parametrize(("target", "form"), [("hybrid", "int8"), ("dense", "int8-head")])
+def test_two_ranks_say_what_the_target_says_on_two(
+    served: Callable, questions: Callable, target: str, form: str
+) -> None:
+    """A rank scales what it has of a token's activations: two do not say what one says."""
+    prompts = questions(N_PROMPTS, target)
+    off, ours, stock = (
+        answers(served(arm, target, form, flags=("--tp", "2"), env=dict(TWO_NODES)), prompts) for arm in ARMS
+    )
     assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
     assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
     require_accepted(ours)

@@ -9,16 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from launch import parameters
 from launch.tiny import HYBRID
 from sglang_dflash.bench.server import Server
+from tests.server.lib.rows import require_logprobs
+from tests.server.lib.variants import TWO_NODES
 
 UNLIKE = parameters.path_with(Path(__file__).parent / "unlike_ranks")
-# SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.
-TWO_RANKS = {"flags": ("--tp", "2"), "env": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} | UNLIKE}
+TWO_RANKS = {"flags": ("--tp", "2"), "env": dict(TWO_NODES) | UNLIKE}
 MAX_NEW_TOKENS = 48
 
 pytestmark = pytest.mark.full
@@ -47,7 +46,6 @@ def test_two_ranks_say_what_one_says(two_ranks: Server, questions: Callable, ref
 def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> None:
     """Each rank keeps its heads of the K/V of the tokens it drew. Were they different ones, the next logits would not
     be the target's: the log-probabilities that come with sampled text are compared with Transformers' own."""
-    model = AutoModelForCausalLM.from_pretrained(HYBRID.target, dtype=torch.float32).eval()
     prompts = questions(8, seed=11)
     answers = two_ranks.generate_many(
         prompts,
@@ -59,9 +57,4 @@ def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> N
     )
     assert len({tuple(answer.token_ids) for answer in answers}) == len(prompts)
     for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([prompt + answer.token_ids])
-        with torch.inference_mode():
-            logprobs_TV = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
-        expected_T = logprobs_TV.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
-        got_T = torch.tensor([logprob for logprob, *_ in answer.meta["output_token_logprobs"]])
-        torch.testing.assert_close(got_T, expected_T, rtol=0, atol=1e-3)
+        require_logprobs(HYBRID.target, prompt, answer)

@@ -9,11 +9,11 @@ from typing import NamedTuple
 from launch.parameters import REQUEST_FLAGS
 from launch.tiny import Arm
 from sglang_dflash.draft.record import FULL, SLIDING
-from tests.server.lib.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, window
+from tests.server.lib.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, TWO_NODES, window
 
 SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90"),)
 INTERPRETED = (("SGLANG_DFLASH_REHEARSE", "sm90,kernels"),)
-TWO_RANKS = (*SM90, ("SGLANG_CPU_OMP_THREADS_BIND", "0|1"))
+TWO_RANKS = SM90 + TWO_NODES
 STREAMS = (("SGLANG_DFLASH_REHEARSE", "sm90,streams"),)
 SM100 = (("SGLANG_DFLASH_REHEARSE", "sm100"),)
 SNAPSHOT = (("SGLANG_DFLASH_GDN_STATE", "snapshot"),)

@@ -1,4 +1,4 @@
-"""What Transformers, in fp32, chose each token of an answer from: the row of its last hidden states, after the norm."""
+"""What Transformers, in fp32, chose each token of an answer from: its last hidden states after the norm, and logits."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -13,16 +13,28 @@ from sglang_dflash.bench.server import Generation
 GAP = 1e-4  # of fp32 sums in another order; the values are about 1
 
 
-def require_rows(target: Path, prompt: Sequence[int], answer: Generation) -> None:
-    """One row for each token of the answer, the one that it was chosen from."""
+def require_rows(target: Path, prompt: Sequence[int], answer: Generation, n_missing: int = 0) -> None:
+    """One row for each token of the answer but the first `n_missing`, the one that it was chosen from."""
     found = chosen_from(answer.meta["hidden_states"])
-    assert len(found) == len(answer.token_ids) == answer.meta["completion_tokens"]
+    n_tokens = len(answer.token_ids)
+    assert n_tokens == answer.meta["completion_tokens"]
+    assert n_tokens - len(found) == n_missing, f"{len(found)} rows for {n_tokens} tokens"
     ids = torch.tensor([[*prompt, *answer.token_ids[:-1]]])
     with torch.inference_mode():
-        wanted_TH = model(target)(ids).last_hidden_state[0, len(prompt) - 1 :]
+        wanted_TH = model(target).base_model(ids).last_hidden_state[0, len(prompt) - 1 + n_missing :]
     torch.testing.assert_close(torch.tensor(found), wanted_TH, atol=GAP, rtol=GAP)
+
+
+def require_logprobs(target: Path, prompt: Sequence[int], answer: Generation) -> None:
+    """Those of its tokens: had a rank or a server other K/V than of these tokens, they would be others."""
+    found = torch.tensor([logprob for logprob, *_ in answer.meta["output_token_logprobs"]])
+    ids = torch.tensor([[*prompt, *answer.token_ids[:-1]]])
+    with torch.inference_mode():
+        logprobs_TV = model(target)(ids).logits[0, len(prompt) - 1 :].log_softmax(dim=-1)
+    wanted_T = logprobs_TV.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(found, wanted_T, rtol=0, atol=1e-3)
 
 
 @cache
 def model(target: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval().base_model
+    return AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()

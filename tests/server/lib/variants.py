@@ -35,6 +35,8 @@ class Variant(NamedTuple):
 
 NO_OVERLAP = ("--disable-overlap-schedule",)
 CHUNKED = ("--chunked-prefill-size", "64")
+# SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.
+TWO_NODES = (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)
 TRACK = ("--mamba-track-interval", "64")
 PAGES = ("--page-size", "16")
 METRICS = ("--enable-metrics",)
