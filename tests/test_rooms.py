@@ -19,7 +19,7 @@ FLOORS = (
     {"prove", "launch"},
     {"check", "worker", "rehearsal", "bench"},
     {"config", "cpu", "metrics", "train"},
-    {"stages", "host", "capacity", "model"},
+    {"stages", "host", "capacity", "model", "mlx"},
     {"width", "draft", "memory"},
     {"step", "flags", "errors", "sglang_dflash_kernels", "sglang_dflash"},
 )

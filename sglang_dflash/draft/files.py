@@ -68,6 +68,21 @@ def own_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not name.endswith(ROTARY)}
 
 
+def local_folder(source: str | Path) -> Path:
+    """The folder itself, or the downloaded files of a repository on the hub; its code is never among them.
+
+    Raises FileNotFoundError when `source` is neither.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        if folder.is_absolute() or str(source).count("/") != 1:
+            raise FileNotFoundError(f"there is no folder {source}; give a checkpoint's folder or its name on the hub")
+        folder = Path(snapshot_download(str(source), allow_patterns=["config.json", "*.safetensors"]))
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a DFlash checkpoint")
+    return folder
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of a draft's directory.
 
@@ -104,7 +119,7 @@ def _local_shapes(folder: Path) -> Shapes:
     shapes: Shapes = {}
     for file in weight_files(folder):
         try:
-            with safe_open(file, framework="pt") as tensors:
+            with safe_open(file, framework="numpy") as tensors:
                 shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, FileNotFoundError) as error:
             raise ValueError(f"{file} cannot be read as safetensors ({error}); fetch the draft again") from None

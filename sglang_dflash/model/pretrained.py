@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -48,7 +47,7 @@ class DraftModel(Draft):
         Raises ValueError for a config or tensors that are not those of a DFlash draft, and FileNotFoundError where
         `source` is neither a checkpoint's folder nor a repository.
         """
-        folder = local_folder(source)
+        folder = files.local_folder(source)
         draft = cls(checkpoint.read(str(folder)))
         tensors: dict[str, torch.Tensor] = {}
         for file in files.weight_files(folder):
@@ -65,18 +64,3 @@ class DraftModel(Draft):
         (folder / "config.json").write_text(json.dumps(config.to_json(), indent=2) + "\n")
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def local_folder(source: str | Path) -> Path:
-    """The folder itself, or the downloaded files of a repository on the hub; its code is never among them.
-
-    Raises FileNotFoundError when `source` is neither.
-    """
-    folder = Path(source)
-    if not folder.is_dir():
-        if folder.is_absolute() or str(source).count("/") != 1:
-            raise FileNotFoundError(f"there is no folder {source}; give a checkpoint's folder or its name on the hub")
-        folder = Path(snapshot_download(str(source), allow_patterns=["config.json", "*.safetensors"]))
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a DFlash checkpoint")
-    return folder

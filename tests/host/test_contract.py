@@ -208,4 +208,4 @@ def test_nothing_is_listed_twice() -> None:
 
 def test_the_pin_is_the_version_the_contract_names() -> None:
     pyproject = (PACKAGE.parent / "pyproject.toml").read_text()
-    assert f'"sglang=={SGLANG}"' in pyproject
+    assert f'"sglang=={SGLANG};' in pyproject

@@ -76,7 +76,7 @@ def test_the_constraints_are_pins_of_what_the_package_asks_for() -> None:
     lines = [line for line in (ENV / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.]+", line) for line in lines)
     pinned = dict(line.split("==") for line in lines)
-    asked = re.search(r'"sglang==([0-9.]+)"', (ENV.parent / "pyproject.toml").read_text())
+    asked = re.search(r'"sglang==([0-9.]+);', (ENV.parent / "pyproject.toml").read_text())
     assert asked is not None
     assert pinned["sglang"] == asked[1]
 

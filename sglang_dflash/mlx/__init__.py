@@ -1,0 +1,20 @@
+"""DFlash on MLX: a target that mlx-lm loads, one of our drafts, one text at a time.
+
+    python -m sglang_dflash.mlx --model Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Why is the sky blue?"
+
+Nothing of mlx-lm is copied or edited: its models run as they are, and are watched while they read (`target.py`). Needs
+`pip install "sglang-dflash[mlx]"`, neither torch nor SGLang.
+"""
+
+try:
+    import mlx.core
+    import mlx_lm
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'sglang_dflash.mlx found no module named {error.name}; pip install "sglang-dflash[mlx]"', name=error.name
+    ) from error
+
+from sglang_dflash.mlx.generate import Options, Step, spec_steps
+from sglang_dflash.mlx.pair import Pair, load
+
+__all__ = ["Options", "Pair", "Step", "load", "mlx", "mlx_lm", "spec_steps"]

@@ -1,0 +1,120 @@
+"""Speculative generation on MLX, one step at a time, by the rule of `sglang_dflash.model.generate`.
+
+The target chooses a token at every slot, and drafts are kept while they are what it chose. So the law is the target's,
+whatever the sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from sglang_dflash.mlx.pair import Pair
+from sglang_dflash.mlx.target import PREFILL_CHUNK, Target
+
+Sampler = Callable[[mx.array], mx.array]  # log-probabilities [N, V] to tokens [N], each row by itself
+
+
+def likeliest(logprobs_NV: mx.array) -> mx.array:
+    return mx.argmax(logprobs_NV, axis=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to generate.
+
+    sampler: one of mlx-lm's (`mlx_lm.sample_utils.make_sampler`); greedy unless given.
+    width: slots that are drafted and verified per step; None takes the checkpoint's block.
+    draft_window: context tokens the draft sees; None for all.
+    """
+
+    max_new_tokens: int
+    sampler: Sampler = likeliest
+    stop_token_ids: frozenset[int] = frozenset()
+    width: int | None = None
+    draft_window: int | None = None
+
+
+class Step(NamedTuple):
+    """One pass of the target. The first step is the prompt's: it has no drafts and commits one token."""
+
+    committed: list[int]  # accepted drafts, then the bonus; ends early at a stop token or at max_new_tokens
+    n_accepted: int  # drafts the target agreed with, before any early end
+
+
+def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[Step]:
+    """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
+
+    Raises:
+        NotSupported, ValueError: target, prompt and options do not fit.
+    """
+    width = checked_width(pair, prompt, options)
+    target = Target(pair.target, pair.draft.config.target_layer_ids)
+    context = pair.draft.make_context()
+    logits_SV = read_prompt(pair, target, mx.array(prompt), context)
+    anchor_1 = choose(logits_SV[-1:], options.sampler)
+    step = ended(Step(anchor_1.tolist(), 0), options, options.max_new_tokens)
+    yield step
+    n_left = options.max_new_tokens
+    while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
+        masks = mx.full((width - 1,), pair.draft.config.mask_token_id, dtype=anchor_1.dtype)
+        hidden_DH = pair.draft(pair.embed(mx.concatenate([anchor_1, masks])), context, options.draft_window)
+        drafts_D = pair.draft.guesses(hidden_DH, pair.head(hidden_DH), anchor_1).astype(anchor_1.dtype)
+        logits_NV, features_NC = target.read(mx.concatenate([anchor_1, drafts_D]))
+        target_N = choose(logits_NV, options.sampler).astype(anchor_1.dtype)
+        n_accepted = int(mx.cumprod(drafts_D == target_N[:-1]).sum().item())
+        n_committed = n_accepted + 1
+        # The step emits accepted drafts and bonus and keeps the rows of anchor and accepted drafts: as many.
+        target.keep(n_committed)
+        pair.draft.remember(features_NC[:n_committed], context)
+        anchor_1 = target_N[n_accepted:n_committed]
+        step = ended(Step(target_N[:n_committed].tolist(), n_accepted), options, n_left)
+        yield step
+
+
+def read_prompt(pair: Pair, target: Target, prompt_S: mx.array, context: list) -> mx.array:
+    """Read it in chunks, for target and draft; what the target says after the last one's tokens, [S, V].
+
+    The last token is read by itself: of other chunks the logits are not asked for, and MLX does not compute them.
+    """
+    n_before = len(prompt_S) - 1
+    for start in range(0, n_before, PREFILL_CHUNK):
+        _, features_SC = target.read(prompt_S[start : min(start + PREFILL_CHUNK, n_before)])
+        pair.draft.remember(features_SC, context)
+        mx.eval([cache.state for cache in (*target.caches, *context)])
+    logits_1V, features_1C = target.read(prompt_S[-1:])
+    pair.draft.remember(features_1C, context)
+    return logits_1V
+
+
+def choose(logits_NV: mx.array, sampler: Sampler) -> mx.array:
+    """The target's token after each slot, [N]."""
+    logits_NV = logits_NV.astype(mx.float32)
+    return sampler(logits_NV - mx.logsumexp(logits_NV, axis=-1, keepdims=True))
+
+
+def ended(step: Step, options: Options, n_left: int) -> Step:
+    """The step as the caller sees it: nothing behind a stop token, and no more than `n_left` tokens."""
+    committed = step.committed[:n_left]
+    ends = [i for i, token in enumerate(committed) if token in options.stop_token_ids]
+    return Step(committed[: ends[0] + 1] if ends else committed, step.n_accepted)
+
+
+def checked_width(pair: Pair, prompt: Sequence[int], options: Options) -> int:
+    block_size = pair.draft.config.block_size
+    width = options.width or block_size
+    if options.max_new_tokens < 1 or not prompt:
+        raise ValueError(
+            f"max_new_tokens is {options.max_new_tokens} and the prompt has {len(prompt)} tokens; "
+            "both must be one or more"
+        )
+    if not 2 <= width <= block_size:
+        raise ValueError(f"width {width} is not within 2..{block_size}, what {pair.draft.config.path} was trained for")
+    if options.draft_window is not None and options.draft_window < width:
+        raise ValueError(
+            f"draft_window {options.draft_window} is smaller than the block of {width} tokens; make it at least {width}"
+        )
+    return width

@@ -1,0 +1,73 @@
+"""A target of mlx-lm and its draft, loaded and checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from huggingface_hub import hf_hub_download
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from sglang_dflash.draft import checkpoint, files
+from sglang_dflash.draft.pair import check_pair
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.mlx.draft import Draft
+
+# By mlx-lm's name: families whose embedding has no factor, which the draft would have to know of.
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # read by the same class
+
+
+class Pair(NamedTuple):
+    """`embed` and `head` are the target's, which the draft borrows: tokens to [..., H], and [..., H] to [..., V]."""
+
+    target: nn.Module
+    tokenizer: TokenizerWrapper
+    draft: Draft
+    embed: Callable[[mx.array], mx.array]
+    head: Callable[[mx.array], mx.array]
+
+
+def load(model: str, draft: str) -> Pair:
+    """Load a target as mlx-lm does, quantized or not, and its draft: from folders or from the Hugging Face hub.
+
+    Raises:
+        NotSupported: the target's family, or the draft, is of a kind that does not run here.
+        ValueError: draft and target do not belong together.
+        FileNotFoundError: there is no such folder.
+    """
+    config = target_config(model)
+    kind = TEXT_ONLY.get(config.get("model_type", ""), config.get("model_type"))
+    if kind not in FAMILIES:
+        raise NotSupported(f"{model}: model_type is {kind!r}; on MLX a draft runs beside {', '.join(FAMILIES)}")
+    drafting = load_draft(draft)
+    text = config | config.get("text_config", {})
+    sizes = {"hidden_size": text["hidden_size"], "vocab_size": text["vocab_size"]}
+    check_pair(drafting.config, model, **sizes, n_layers=text["num_hidden_layers"])
+    target, tokenizer = mlx_lm.load(model, model_config={"model_type": kind})[:2]
+    modules = {path.rsplit(".", 1)[-1]: module for path, module in target.named_modules()}
+    embed: Any = modules["embed_tokens"]
+    return Pair(target, tokenizer, drafting, embed, modules.get("lm_head", embed.as_linear))
+
+
+def target_config(model: str) -> dict[str, Any]:
+    folder = Path(model)
+    if folder.is_absolute() and not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {model}; give a target's folder or its name on the hub")
+    file = folder / "config.json" if folder.is_dir() else Path(hf_hub_download(model, "config.json"))
+    return files.read_object(file, "fetch the target again")
+
+
+def load_draft(source: str) -> Draft:
+    """The draft alone; errors as those of `sglang_dflash.model.DraftModel.from_pretrained`."""
+    folder = files.local_folder(source)
+    draft = Draft(checkpoint.read(str(folder)))
+    tensors: dict[str, mx.array] = {}
+    for file in files.weight_files(folder):
+        tensors |= mx.load(str(file))
+    draft.load_weights(list(files.own_names(tensors).items()))
+    return draft

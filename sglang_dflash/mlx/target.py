@@ -1,0 +1,106 @@
+"""A model of mlx-lm as DFlash uses it: it reads tokens, shows features, and can unread what was rejected.
+
+While it reads, the calls of its layers are recorded. What a layer returned is a feature. What a recurrent layer was
+called with is how it forgets: its state cannot be cut like K and V, so it is put back to before the block, and the
+layer is called once more with the first rows. MLX computes what is asked for, of that call the state and not the
+output: it costs the layer's projections into the state. No code of a layer is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from sglang_dflash.errors import NotSupported
+
+PREFILL_CHUNK = 2048  # tokens of a prompt that are read at once, as in mlx-lm
+
+
+class Call(NamedTuple):
+    """A layer's call: the rows it got, [1, S, H], its other arguments, and what it returned."""
+
+    rows: mx.array
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    out: mx.array
+
+
+@contextmanager
+def recorded(layers: Sequence[nn.Module]) -> Iterator[dict[int, Call]]:
+    """The calls of these layers, by place. Python looks `__call__` up in the class: classes are patched meanwhile."""
+    calls: dict[int, Call] = {}
+    places = {id(layer): i for i, layer in enumerate(layers)}
+    plain: dict[Any, Any] = {kind: kind.__call__ for kind in map(type, layers)}
+
+    def watched(call: Any) -> Any:
+        def __call__(layer: nn.Module, rows: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            out = call(layer, rows, *args, **kwargs)
+            if id(layer) in places:
+                calls[places[id(layer)]] = Call(rows, args, kwargs, out)
+            return out
+
+        return __call__
+
+    for kind, call in plain.items():
+        kind.__call__ = watched(call)
+    try:
+        yield calls
+    finally:
+        for kind, call in plain.items():
+            kind.__call__ = call
+
+
+class Target:
+    """One text in a target's cache.
+
+    Args:
+        layer_ids: the layers whose outputs are features.
+    Raises:
+        NotSupported: a layer keeps its past in what cannot be unread.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
+        self.model, self.layer_ids = model, layer_ids
+        # A rotating cache overwrites what slid out of the window; the window itself is in the mask.
+        made = make_prompt_cache(model)
+        self.caches = [KVCache() if isinstance(cache, RotatingKVCache) else cache for cache in made]
+        unknown = {type(cache).__name__ for cache in self.caches} - {KVCache.__name__, ArraysCache.__name__}
+        if unknown:
+            raise NotSupported(
+                f"{type(model).__module__} keeps its past in {min(unknown)}; "
+                "only K and V, and arrays of recurrent layers, can be unread"
+            )
+        self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
+        self.n_rows = 0  # of the block that was read last
+        self.before: dict[int, list[Any]] = {}  # it, the recurrent layers' arrays
+        self.calls: dict[int, Call] = {}
+
+    def read(self, tokens_S: mx.array) -> tuple[mx.array, mx.array]:
+        """Read S more tokens: what the target says after each, [S, V], and their features, [S, C]."""
+        self.n_rows = tokens_S.shape[0]
+        self.before = {i: list(self.caches[i].cache) for i in self.recurrent}
+        with recorded(self.model.layers) as self.calls:
+            logits_1SV = self.model(tokens_S[None], cache=self.caches)
+        features_1SC = mx.concatenate([self.calls[i].out for i in self.layer_ids], axis=-1)
+        return logits_1SV[0], features_1SC[0]
+
+    def keep(self, n: int) -> None:
+        """Unread all but the first `n` tokens of what was read last."""
+        if n == self.n_rows:
+            return
+        for cache in self.caches:
+            if isinstance(cache, KVCache):
+                cache.trim(self.n_rows - n)
+        for i in self.recurrent:
+            self.caches[i].cache = list(self.before[i])
+            call = self.calls[i]
+            self.model.layers[i](call.rows[:, :n], *call.args, **call.kwargs)
+
+    def state(self) -> list[Any]:
+        """What to evaluate, so that a long prompt does not pile up."""
+        return [cache.state for cache in self.caches]

@@ -1,0 +1,43 @@
+"""What both frameworks are asked: the tiny pairs as they are, and with drafts that see less. Imports no framework."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ASSETS = Path(__file__).parents[2] / "sglang_dflash" / "assets"
+ORACLE = Path(__file__).with_name("oracle.json")
+MAX_NEW_TOKENS = 64
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class Case(NamedTuple):
+    """`changed`: fields of the draft's config.json."""
+
+    target: str
+    draft: str = "draft"
+    n_prompts: int = 16
+    draft_window: int | None = None
+    changed: dict[str, Any] = {}  # noqa: RUF012
+
+    def draft_folder(self, parent: Path) -> Path:
+        """A copy of the draft with the changed config."""
+        folder = Path(shutil.copytree(ASSETS / self.target / self.draft, parent / "draft"))
+        config = json.loads((folder / "config.json").read_text()) | self.changed
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+
+WINDOW = {"sliding_window": 32, "use_sliding_window": True}
+BOTH_WAYS = WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": False}
+CASES = {
+    "hybrid": Case("tiny"),
+    "dense": Case("tiny_dense"),
+    "hybrid-dflash2": Case("tiny", "draft2"),
+    "dense-dflash2": Case("tiny_dense", "draft2"),
+    "window": Case("tiny", n_prompts=4, draft_window=32),
+    "sliding": Case("tiny", n_prompts=4, changed=WINDOW | {"layer_types": [SLIDING, FULL]}),
+    "sliding-both-ways": Case(
+        "tiny_dense", n_prompts=4, changed=WINDOW | {"layer_types": [SLIDING] * 2, "is_causal": False}
+    ),
+}

@@ -1,0 +1,266 @@
+"""The MLX path against what `oracle.json` says. Runs where neither torch nor SGLang is: see `tests/unit/test_mlx.py`.
+
+The checkpoints are read in fp32, for steps that do not hang on rounding: mlx-lm adds one to norms in their own dtype.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import llama, qwen3_5
+from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.sample_utils import make_sampler
+
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.mlx import Options, Pair, load, spec_steps
+from sglang_dflash.mlx.target import Target
+from tests.mlx.cases import ASSETS, CASES, FULL, MAX_NEW_TOKENS, ORACLE, SLIDING
+
+SAID = json.loads(ORACLE.read_text())
+STANDARD_ERRORS = 5
+
+
+def in_fp32(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    for file in to.glob("*.safetensors"):
+        mx.save_safetensors(
+            str(file), {name: array.astype(mx.float32) for name, array in mx.load(str(folder / file.name)).items()}
+        )
+    return to
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    """`folders(name)`: target and draft of a case, in fp32."""
+
+    @cache
+    def target(name: str) -> Path:
+        return in_fp32(ASSETS / name / "target", tmp_path_factory.mktemp("target") / "target")
+
+    @cache
+    def both(name: str) -> tuple[Path, Path]:
+        draft = CASES[name].draft_folder(tmp_path_factory.mktemp("as_is"))
+        return target(CASES[name].target), in_fp32(draft, tmp_path_factory.mktemp("fp32") / "draft")
+
+    return both
+
+
+def pair_of(folders, name: str) -> Pair:
+    return load(*map(str, folders(name)))
+
+
+def test_there_is_no_other_framework() -> None:
+    assert not {"torch", "sglang", "transformers.modeling_utils"} & set(sys.modules)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_tokens_and_steps_are_plain_torchs(folders, name: str) -> None:
+    pair, case = pair_of(folders, name), CASES[name]
+    assert len(SAID[name]) == case.n_prompts
+    for said in SAID[name]:
+        options = Options(
+            max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]), draft_window=case.draft_window
+        )
+        assert [list(step) for step in spec_steps(pair, said["prompt"], options)] == said["steps"]
+
+
+@pytest.mark.parametrize("width", [2, 5])
+def test_a_narrow_block_says_the_same(folders, width: int) -> None:
+    pair = pair_of(folders, "hybrid")
+    for said in SAID["hybrid"][:3]:
+        options = Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]), width=width)
+        steps = list(spec_steps(pair, said["prompt"], options))
+        assert [token for step in steps for token in step.committed] == tokens_of(said)
+        assert max(step.n_accepted for step in steps) == width - 1
+
+
+def tokens_of(said: dict) -> list[int]:
+    return [token for committed, _ in said["steps"] for token in committed]
+
+
+def test_a_long_prompt_is_read_in_chunks(folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, said = pair_of(folders, "hybrid"), SAID["hybrid"][0]
+    monkeypatch.setattr("sglang_dflash.mlx.generate.PREFILL_CHUNK", 7)
+    options = Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]))
+    assert [list(step) for step in spec_steps(pair, said["prompt"], options)] == said["steps"]
+
+
+@pytest.mark.parametrize("sampling", [{"temp": 0.7}, {"temp": 2.0, "top_k": 6, "top_p": 0.99}])
+def test_what_is_drawn_has_the_targets_law(folders, sampling: dict) -> None:
+    """Three tokens, the last two of one step, drawn often: every text comes about as often as it is likely."""
+    pair, n_draws = pair_of(folders, "dense"), 300
+    prompt = undecided(pair)
+    mx.random.seed(1)
+    sampler = make_sampler(sampling["temp"], sampling.get("top_p", 1.0), top_k=sampling.get("top_k", 0))
+    options = Options(max_new_tokens=3, sampler=sampler)
+    drawn = Counter(
+        tuple(token for step in spec_steps(pair, prompt, options) for token in step.committed) for _ in range(n_draws)
+    )
+    likely = texts(pair, prompt, sampling)
+    assert len(likely) > 3
+    assert sum(likely.values()) > 0.5
+    for text, p in likely.items():
+        assert abs(drawn[text] / n_draws - p) < STANDARD_ERRORS * (p * (1 - p) / n_draws) ** 0.5, text
+
+
+def undecided(pair: Pair) -> list[int]:
+    """A prompt and the start of its answer, where the next three tokens are some of about eight: two nats."""
+    found = []
+    for said in SAID["dense"]:
+        text, n_prompt = said["prompt"] + tokens_of(said), len(said["prompt"])
+        p_SV = mx.softmax(pair.target(mx.array(text)[None])[0] / 0.7, axis=-1)
+        entropy_S = -(p_SV * mx.log(mx.maximum(p_SV, 1e-30))).sum(-1)
+        hesitation = (entropy_S[:-2] + entropy_S[1:-1] + entropy_S[2:])[n_prompt:]
+        distance = mx.abs(hesitation - 2)
+        place = int(mx.argmin(distance).item())
+        found.append((distance[place].item(), text[: n_prompt + place + 1]))
+    return min(found)[1]
+
+
+def texts(pair: Pair, prompt: list[int], sampling: dict) -> dict[tuple[int, ...], float]:
+    """The texts of three tokens that have at least a hundredth of the probability."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer = {}
+        for text, p in found.items():
+            p_V = law(pair.target(mx.array([*prompt, *text])[None])[0, -1], sampling)
+            longer |= {(*text, token): p * q for token, q in enumerate(p_V.tolist()) if p * q >= 0.01}
+        found = longer
+    return found
+
+
+def law(logits_V: mx.array, sampling: dict) -> mx.array:
+    """As mlx-lm has it: top-p of the untempered law, then top-k, then the temperature."""
+    p_V = mx.softmax(logits_V.astype(mx.float32))
+    order_V = mx.argsort(-p_V)
+    before_V = mx.cumsum(p_V[order_V]) - p_V[order_V]
+    kept_V = (before_V < sampling.get("top_p", 1.0)) & (mx.arange(len(p_V)) < sampling.get("top_k", len(p_V)))
+    mask_V = mx.zeros(p_V.shape, dtype=mx.bool_)
+    mask_V[order_V] = kept_V
+    return mx.softmax(mx.where(mask_V, mx.log(p_V), -mx.inf) / sampling["temp"])
+
+
+def test_a_quantized_target_says_what_it_says_alone(folders, tmp_path: Path) -> None:
+    target, draft = folders("dense")
+    mlx_lm.convert(str(target), str(tmp_path / "quantized"), quantize=True, q_group_size=32, q_bits=4)
+    pair, n_steps = load(str(tmp_path / "quantized"), str(draft)), 0
+    for said in SAID["dense"][:4]:
+        steps = list(spec_steps(pair, said["prompt"], Options(max_new_tokens=32)))
+        alone = generate_step(mx.array(said["prompt"]), pair.target, max_tokens=32)
+        assert [token for step in steps for token in step.committed] == [token for token, _ in alone]
+        n_steps += len(steps)
+    assert n_steps < 4 * 32 / 2, "hardly a draft was accepted"
+
+
+SMALL = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "rms_norm_eps": 1e-6, "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+TARGETS = {
+    "llama-sliding": lambda: llama.Model(
+        llama.ModelArgs(
+            model_type="llama", num_hidden_layers=2, sliding_window=9, layer_types=[FULL, SLIDING], **SMALL
+        )
+    ),
+    "qwen3.5": lambda: qwen3_5.Model(
+        qwen3_5.ModelArgs(
+            "qwen3_5",
+            {
+                "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 1,
+                "linear_key_head_dim": 16, "linear_value_head_dim": 16, **SMALL,
+            },
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(TARGETS))
+def test_what_is_unread_was_never_read(kind: str) -> None:
+    """Also where a window has slid on, which mlx-lm's own cache of it would not give back."""
+    mx.random.seed(2)
+    model = TARGETS[kind]()
+    assert any(isinstance(cache, RotatingKVCache) for cache in model.make_cache()) == (kind == "llama-sliding")
+    text, wrong = mx.random.randint(0, 40, (30,)), mx.random.randint(0, 40, (6,))
+    target = Target(model, (0,))
+    target.read(text[:20])
+    for start, n in ((20, 1), (21, 4), (25, 4)):
+        block = mx.concatenate([text[start : start + n], wrong])
+        target.read(block)
+        target.keep(n)
+    found, features = target.read(text[29:])
+    fresh = Target(model, (0,))
+    wanted, all_features = fresh.read(text[:30])
+    assert mx.allclose(found[0], wanted[-1], atol=1e-5)
+    assert mx.allclose(features[0], all_features[-1], atol=1e-5)
+
+
+def test_a_target_is_left_as_it_was(folders) -> None:
+    pair = pair_of(folders, "hybrid")
+    calls = {type(layer): type(layer).__call__ for layer in pair.target.layers}
+    list(spec_steps(pair, SAID["hybrid"][0]["prompt"], Options(max_new_tokens=8)))
+    assert calls == {kind: kind.__call__ for kind in calls}
+
+
+# -- what is refused, and the command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"width": 17}, r"width 17 is not within 2\.\.16"),
+        ({"draft_window": 8}, "draft_window 8 is smaller than the block of 16 tokens; make it at least 16"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ],
+)
+def test_options_that_do_not_fit(folders, options: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        next(spec_steps(pair_of(folders, "dense"), [5], Options(**{"max_new_tokens": 4} | options)))
+
+
+def test_pairs_that_do_not_fit(folders, tmp_path: Path) -> None:
+    (target, draft), other = folders("dense"), tmp_path / "other"
+    config = json.loads((shutil.copytree(draft, other) / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_target_layers": 5}))
+    with pytest.raises(ValueError, match="give the draft that was trained for this target"):
+        load(str(target), str(other))
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    with pytest.raises(NotSupported, match="model_type is 'gemma3_text'; on MLX a draft runs beside llama, qwen3"):
+        load(str(tmp_path), str(draft))
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        load(str(tmp_path / "none"), str(draft))
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "sglang_dflash.mlx", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_command_answers_and_tells_its_steps(folders) -> None:
+    target, draft = map(str, folders("dense"))
+    done = run("--model", target, "--draft", draft, "--prompt", "What is 47 + 38?", "--max-tokens", "64")
+    assert done.returncode == 0, done.stderr
+    text, _, summary = done.stdout.strip().rpartition("\n")
+    model, tokenizer = mlx_lm.load(target)[:2]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 47 + 38?"}], add_generation_prompt=True
+    )
+    assert text.strip() == mlx_lm.generate(model, tokenizer, prompt, max_tokens=64).strip()
+    assert "tokens/s" in summary
+    assert "drafts accepted" in summary
+
+
+def test_the_command_says_what_is_wrong(folders) -> None:
+    target = str(folders("dense")[0])
+    done = run("--model", target, "--draft", target, "--prompt", "x")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert target in done.stderr

@@ -1,0 +1,40 @@
+"""What Transformers and the plain-torch draft say of `cases.py`: `python -m tests.mlx.write_oracle` writes it anew.
+
+Tokens and accepted drafts of every step, in fp32. The tests on MLX read the file, so that they need no torch.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from sglang_dflash.bench.prompts import held_out, tokenize
+from sglang_dflash.model import DraftModel
+from sglang_dflash.model.generate import Options, spec_steps
+from sglang_dflash.model.target import stop_token_ids
+from tests.mlx.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
+
+
+def said(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
+    folder = ASSETS / case.target / "target"
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with TemporaryDirectory() as parent:
+        draft = DraftModel.from_pretrained(case.draft_folder(Path(parent)), dtype=torch.float32)
+    options = Options(
+        max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=stop_token_ids(target), draft_window=case.draft_window
+    )
+    for prompt in tokenize(held_out(case.n_prompts, seed=5), folder, thinking=False)[:n_prompts]:
+        steps = spec_steps(draft, target, torch.tensor([prompt]), options)
+        yield {"prompt": prompt, "stop": options.stop_token_ids, "steps": [tuple(step) for step in steps]}
+
+
+if __name__ == "__main__":
+    lines = (
+        f'"{name}": [\n' + ",\n".join(json.dumps(answer) for answer in said(case, case.n_prompts)) + "\n]"
+        for name, case in CASES.items()
+    )
+    ORACLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
