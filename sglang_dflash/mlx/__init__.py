@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
         f'sglang_dflash.mlx found no module named {error.name}; pip install "sglang-dflash[mlx]"', name=error.name
     ) from error
 
-from sglang_dflash.mlx.generate import Options, Step, spec_steps
+from sglang_dflash.mlx.generate import Options, Step, spec_steps, stream_generate
 from sglang_dflash.mlx.pair import Pair, load
 
-__all__ = ["Options", "Pair", "Step", "load", "mlx", "mlx_lm", "spec_steps"]
+__all__ = ["Options", "Pair", "Step", "load", "mlx", "mlx_lm", "spec_steps", "stream_generate"]

@@ -6,14 +6,14 @@ python -m sglang_dflash.mlx --model DIR --draft DIR --prompt "Why is the sky blu
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.mlx.generate import Options, Step, spec_steps
-from sglang_dflash.mlx.pair import Pair, load
+from sglang_dflash.mlx.generate import Options, Step, stream_generate
+from sglang_dflash.mlx.pair import load
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -63,27 +63,15 @@ def answer(options: argparse.Namespace) -> None:
     )
     began, ends = time.perf_counter(), list[float]()
     steps: list[Step] = []
-    for text, step in streamed(pair, prompt, chosen):
+    for text, step in stream_generate(pair, prompt, chosen):
         print(text, end="", flush=True)
         steps.append(step)
         ends.append(time.perf_counter())
     print("\n" + summary(steps, began, ends))
 
 
-def streamed(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, Step]]:
-    """Every step and the text it adds; the last one also adds what was held back as part of a character."""
-    writer = pair.tokenizer.detokenizer
-    for step in spec_steps(pair, prompt, options):
-        for token in step.committed:
-            if token not in options.stop_token_ids:
-                writer.add_token(token)
-        yield writer.last_segment, step
-    writer.finalize()
-    yield writer.last_segment, Step([], 0)
-
-
 def summary(steps: Sequence[Step], began: float, ends: Sequence[float]) -> str:
-    """Without the prompt's step, which has no drafts, and the end's, which has no tokens."""
+    """Of the steps that have drafts: not the prompt's, nor the end, which has no tokens."""
     decoded = steps[1:-1]
     if not decoded:
         return f"1 token, prompt {ends[0] - began:.2f} s"

@@ -75,6 +75,19 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
         yield step
 
 
+def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, Step]]:
+    """Every step of `spec_steps` and the text it adds; at last a step without tokens, whose text was held back as part
+    of a character."""
+    writer = pair.tokenizer.detokenizer
+    for step in spec_steps(pair, prompt, options):
+        for token in step.committed:
+            if token not in options.stop_token_ids:
+                writer.add_token(token)
+        yield writer.last_segment, step
+    writer.finalize()
+    yield writer.last_segment, Step([], 0)
+
+
 def read_prompt(pair: Pair, target: Target, prompt_S: mx.array, context: list) -> mx.array:
     """Read it in chunks, for target and draft; what the target says after the last one's tokens, [S, V].
 

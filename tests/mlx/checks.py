@@ -20,7 +20,7 @@ from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.sample_utils import make_sampler
 
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.mlx import Options, Pair, load, spec_steps
+from sglang_dflash.mlx import Options, Pair, load, spec_steps, stream_generate
 from sglang_dflash.mlx.target import Target
 from tests.mlx.cases import ASSETS, CASES, FULL, MAX_NEW_TOKENS, ORACLE, SLIDING
 
@@ -70,6 +70,15 @@ def test_tokens_and_steps_are_plain_torchs(folders, name: str) -> None:
             max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]), draft_window=case.draft_window
         )
         assert [list(step) for step in spec_steps(pair, said["prompt"], options)] == said["steps"]
+
+
+def test_the_text_that_is_streamed_is_the_answers(folders) -> None:
+    pair, said = pair_of(folders, "hybrid"), SAID["hybrid"][0]
+    options = Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]))
+    parts = list(stream_generate(pair, said["prompt"], options))
+    wanted = [token for token in tokens_of(said) if token not in said["stop"]]
+    assert "".join(text for text, _ in parts) == pair.tokenizer.decode(wanted)
+    assert len([text for text, _ in parts if text]) > 2
 
 
 @pytest.mark.parametrize("width", [2, 5])

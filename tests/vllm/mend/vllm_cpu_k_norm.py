@@ -1,0 +1,15 @@
+"""vLLM 0.32 on a CPU normalises the context keys of every draft layer with the first layer's weights: its kernel reads
+one row of what `DFlashQwen3Model._normalize_context_k` hands it. Drafts get worse, answers stay right. Mended here, as
+a plugin that every process of vLLM loads."""
+
+import torch
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+
+def mend() -> None:
+    def normalize(self: DFlashQwen3Model, keys_LTGE: torch.Tensor) -> torch.Tensor:
+        keys = keys_LTGE.float()
+        keys = keys * torch.rsqrt(keys.pow(2).mean(-1, keepdim=True) + self._rms_norm_eps)
+        return keys.to(keys_LTGE.dtype) * self._k_norm_weights[:, None, None]
+
+    DFlashQwen3Model._normalize_context_k = normalize
