@@ -5,11 +5,12 @@
 #   make test         everything except the `full` battery
 #   make test-full    the `full` battery too
 #   make soak         the long-running battery alone
+#   make test-vllm    what vLLM makes of our drafts; installs its CPU build, about 6 GB, into .run/vllm
 #   make lint         ruff and mypy
 #   make clean        remove .venv and what runs left behind
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full soak lint clean
+.PHONY: help setup demo test test-full soak test-vllm lint clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -59,6 +60,9 @@ pytest = status=0; \
 
 soak: $(READY)
 	$(RUN) -m pytest -m soak tests/server
+
+test-vllm: $(READY)
+	$(RUN) -m pytest tests/engines/vllm_checks.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.mlx.cases import CASES, ORACLE
-from tests.mlx.write_oracle import said
+from tests.engines.cases import CASES, IN_FP32, ORACLE
+from tests.engines.write_oracle import said
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", IN_FP32)
 def test_the_oracle_is_as_it_was_written(name: str) -> None:
     wanted = json.loads(ORACLE.read_text())[name][:1]
     assert json.loads(json.dumps(list(said(CASES[name], 1)))) == wanted
@@ -23,13 +23,13 @@ def test_the_oracle_is_as_it_was_written(name: str) -> None:
 
 @pytest.mark.full
 def test_mlx_says_what_plain_torch_says(tmp_path: Path) -> None:
-    """`tests/mlx/checks.py`, with what the extra `mlx` installs."""
+    """`tests/engines/mlx_checks.py`, with what the extra `mlx` installs."""
     uv, python = [sys.executable, "-m", "uv"], tmp_path / "environment" / "bin" / "python"
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["mlx"]
     into = ["--python", str(python), "--constraint", str(ROOT / "env" / "constraints.txt")]
     subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, tmp_path / "environment"], check=True)
     subprocess.run([*uv, "pip", "install", "--quiet", *into, *extra, "pytest"], check=True)
-    checks = [python, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "tests/mlx/checks.py"]
+    checks = [python, "-m", "pytest", "--noconftest", "-p", "no:cacheprovider", "tests/engines/mlx_checks.py"]
     done = subprocess.run(
         checks, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
     )

@@ -1,6 +1,6 @@
-"""What Transformers and the plain-torch draft say of `cases.py`: `python -m tests.mlx.write_oracle` writes it anew.
+"""What Transformers and the plain-torch draft say of `cases.py`: `python -m tests.engines.write_oracle` writes it anew.
 
-Tokens and accepted drafts of every step, in fp32. The tests on MLX read the file, so that they need no torch.
+Tokens and accepted drafts of every step. The tests of other engines read the file, so that they need no torch.
 """
 
 import json
@@ -16,14 +16,16 @@ from sglang_dflash.bench.prompts import held_out, tokenize
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.target import stop_token_ids
-from tests.mlx.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
+from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def said(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
-    folder = ASSETS / case.target / "target"
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    folder, dtype = ASSETS / case.target / "target", DTYPES[case.dtype]
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with TemporaryDirectory() as parent:
-        draft = DraftModel.from_pretrained(case.draft_folder(Path(parent)), dtype=torch.float32)
+        draft = DraftModel.from_pretrained(case.draft_folder(Path(parent)), dtype=dtype)
     options = Options(
         max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=stop_token_ids(target), draft_window=case.draft_window
     )

@@ -1,4 +1,4 @@
-"""What both frameworks are asked: the tiny pairs as they are, and with drafts that see less. Imports no framework."""
+"""What every engine is asked: the tiny pairs as they are, and with drafts that see less. Imports no framework."""
 
 import json
 import shutil
@@ -12,13 +12,19 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class Case(NamedTuple):
-    """`changed`: fields of the draft's config.json."""
+    """`changed`: fields of the draft's config.json; `dtype`: of plain torch."""
 
     target: str
     draft: str = "draft"
     n_prompts: int = 16
     draft_window: int | None = None
+    dtype: str = "float32"
     changed: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def n_drafts(self) -> int:
+        """Drafts of a block."""
+        return json.loads((ASSETS / self.target / self.draft / "config.json").read_text())["block_size"] - 1
 
     def draft_folder(self, parent: Path) -> Path:
         """A copy of the draft with the changed config."""
@@ -31,6 +37,7 @@ class Case(NamedTuple):
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 BOTH_WAYS = WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": False}
 CASES = {
+    "hybrid-bf16": Case("tiny", dtype="bfloat16"),  # vLLM's Gated DeltaNet takes nothing else on a CPU
     "hybrid": Case("tiny"),
     "dense": Case("tiny_dense"),
     "hybrid-dflash2": Case("tiny", "draft2"),
@@ -41,3 +48,4 @@ CASES = {
         "tiny_dense", n_prompts=4, changed=WINDOW | {"layer_types": [SLIDING] * 2, "is_causal": False}
     ),
 }
+IN_FP32 = [name for name, case in CASES.items() if case.dtype == "float32"]  # whose steps hang on no rounding

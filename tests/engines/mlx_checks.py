@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx import Options, Pair, load, spec_steps, stream_generate
 from sglang_dflash.mlx.target import Target
-from tests.mlx.cases import ASSETS, CASES, FULL, MAX_NEW_TOKENS, ORACLE, SLIDING
+from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE, SLIDING
 
 SAID = json.loads(ORACLE.read_text())
 STANDARD_ERRORS = 5
@@ -61,7 +61,7 @@ def test_there_is_no_other_framework() -> None:
     assert not {"torch", "sglang", "transformers.modeling_utils"} & set(sys.modules)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", IN_FP32)
 def test_tokens_and_steps_are_plain_torchs(folders, name: str) -> None:
     pair, case = pair_of(folders, name), CASES[name]
     assert len(SAID[name]) == case.n_prompts

