@@ -19,8 +19,11 @@ from typing import Any
 import httpx
 import pytest
 
+from launch import tiny
 from sglang_dflash.bench.ports import free_port
-from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE
+from tests.engines import write_oracle
+from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
+from tests.fixtures import guide
 
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".run" / "vllm"
@@ -79,9 +82,9 @@ class Served:
 
 
 @contextmanager
-def served(name: str, folder: Path, *flags: str, mended: bool = True) -> Iterator[Served]:
-    """A case of `cases.py`, until the block ends; its log is `.run/vllm-NAME.log`."""
-    case, port = CASES[name], free_port(31950)
+def served(case: Case, folder: Path, *flags: str, mended: bool = True) -> Iterator[Served]:
+    """Until the block ends, with a draft in `folder`, where its log is too."""
+    port = free_port(31950)
     spec = {"method": "dflash", "model": str(case.draft_folder(folder)), "num_speculative_tokens": case.n_drafts}
     command = [
         PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", ASSETS / case.target / "target",
@@ -89,7 +92,7 @@ def served(name: str, folder: Path, *flags: str, mended: bool = True) -> Iterato
         "--max-num-seqs", "4", "--port", str(port), "--speculative-config", json.dumps(spec), *flags,
     ]  # fmt: skip
     env = os.environ | ENV | ({"PYTHONPATH": str(MEND)} if mended else {})
-    with (HOME.parent / f"vllm-{name}.log").open("w") as log:
+    with (folder / "vllm.log").open("w") as log:
         process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=log)
         try:
             url = f"http://127.0.0.1:{port}"
@@ -123,15 +126,30 @@ def steps_of(said: dict[str, Any]) -> dict[int, int]:
 
 @pytest.mark.parametrize("name", ["dense", "sliding-both-ways"])
 def test_tokens_and_steps_are_plain_torchs(name: str, tmp_path: Path) -> None:
-    with served(name, tmp_path) as server:
-        answers = [server.answer(said["prompt"]) for said in SAID[name]]
-    assert [tokens for tokens, _ in answers] == [tokens_of(said) for said in SAID[name]]
-    assert [steps for _, steps in answers] == [steps_of(said) for said in SAID[name]]
+    require_equal(CASES[name], SAID[name], tmp_path)
+
+
+def test_a_draft_that_was_trained_by_the_guide_is_served_too(tmp_path: Path) -> None:
+    """The first two commands of docs/training.md, three minutes; what they write is served as it lies there."""
+    (tmp_path / "sglang_dflash").symlink_to(ROOT / "sglang_dflash")  # the guide's paths begin here
+    for command in guide.commands(guide.DOCS / "training.md")[:2]:
+        subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, env=os.environ | tiny.ENV, check=True)
+    case = Case("tiny_dense", str(tmp_path / "my-draft"), n_prompts=4)
+    require_equal(case, list(write_oracle.said(case, 4)), tmp_path / "served")
+
+
+def require_equal(case: Case, wanted: list[dict[str, Any]], folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    with served(case, folder) as server:
+        answers = [server.answer(one["prompt"]) for one in wanted]
+    assert [tokens for tokens, _ in answers] == [tokens_of(one) for one in wanted]
+    assert [steps for _, steps in answers] == [steps_of(one) for one in wanted]
+    assert max(n for _, steps in answers for n in steps) > 1, "hardly a draft was accepted"
 
 
 def test_a_hybrid_in_bf16_is_plain_torchs_but_for_rounding(tmp_path: Path) -> None:
     """16 prompts; one text and three rows of steps differed when this was written."""
-    with served("hybrid-bf16", tmp_path, "--no-enable-prefix-caching") as server:
+    with served(CASES["hybrid-bf16"], tmp_path, "--no-enable-prefix-caching") as server:
         answers = [server.answer(said["prompt"]) for said in SAID["hybrid-bf16"]]
     pairs = list(zip(answers, SAID["hybrid-bf16"], strict=True))
     assert sum(tokens == tokens_of(said) for (tokens, _), said in pairs) >= 14
@@ -140,7 +158,7 @@ def test_a_hybrid_in_bf16_is_plain_torchs_but_for_rounding(tmp_path: Path) -> No
 
 def test_as_it_comes_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
     """Once this fails, `vllm_mend` has served its time."""
-    with served("dense", tmp_path, mended=False) as server:
+    with served(CASES["dense"], tmp_path, mended=False) as server:
         answers = [server.answer(said["prompt"]) for said in SAID["dense"]]
     assert [tokens for tokens, _ in answers] == [tokens_of(said) for said in SAID["dense"]]
     assert [steps for _, steps in answers] != [steps_of(said) for said in SAID["dense"]]
@@ -148,7 +166,7 @@ def test_as_it_comes_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
 
 def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
     """Both speak fp32 and have the same draft: what they commit per step is one number."""
-    with served("dense", tmp_path) as server, ours() as url:
+    with served(CASES["dense"], tmp_path) as server, ours() as url:
         arms = "--base-url", f"vllm={server.url}", f"ours={url}"
         asked = "--num-prompts", "4", "--max-new-tokens", "48", "--concurrency", "1", "--repeats", "1"
         command = [sys.executable, "-m", "sglang_dflash.bench", *arms, *asked, "--output", tmp_path / "out"]
