@@ -165,24 +165,27 @@ def test_as_it_comes_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
-    """Both speak fp32 and have the same draft: what they commit per step is one number."""
+    """Both speak fp32 and verify whole blocks of the same draft: its counters say the same."""
     with served(CASES["dense"], tmp_path) as server, ours() as url:
         arms = "--base-url", f"vllm={server.url}", f"ours={url}"
         asked = "--num-prompts", "4", "--max-new-tokens", "48", "--concurrency", "1", "--repeats", "1"
         command = [sys.executable, "-m", "sglang_dflash.bench", *arms, *asked, "--output", tmp_path / "out"]
         done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    print(done.stdout)
-    print((tmp_path / "out.json").read_text()[:6000])
+    rows = {row["arm"]: row for row in json.loads((tmp_path / "out.json").read_text())["summary"]}
+    assert rows["ours"]["n_equal"] == rows["ours"]["n_answers"] == 4
+    for number in ("committed_per_step", "acceptance_by_position"):
+        assert rows["vllm"][number] == rows["ours"][number]
+    assert rows["vllm"]["committed_per_step"] > 2
 
 
 @contextmanager
 def ours() -> Iterator[str]:
     """The dense pair on SGLang with this plugin; its log is `.run/tiny-dense.log`."""
-    port = free_port(31980)
+    port, env = free_port(31980), os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed"}
     with (HOME.parent / "tiny-dense.log").open("w") as log:
         process = subprocess.Popen(
-            ["launch/serve_tiny_dense_cpu.sh", "--port", str(port)], cwd=ROOT, stdout=log, stderr=log
+            ["launch/serve_tiny_dense_cpu.sh", "--port", str(port)], cwd=ROOT, env=env, stdout=log, stderr=log
         )
         try:
             wait_ready(process, f"http://127.0.0.1:{port}", log.name)
