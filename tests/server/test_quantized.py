@@ -21,6 +21,7 @@ from tests.server.lib.variants import TWO_NODES
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 ARMS = (Arm.OFF, Arm.PLUGIN, Arm.STOCK)
 FP8_DRAFT = ("--speculative-draft-model-quantization", "fp8")
+TWO_RANKS = {"flags": ("--tp", "2"), "env": dict(TWO_NODES)}
 REHEARSED = (*attention("fa3"), *GRAPHS)
 
 pytestmark = pytest.mark.full
@@ -45,33 +46,22 @@ def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
 
 
 @pytest.mark.parametrize(
-    ("target", "form"),
+    ("target", "form", "how"),
     [
-        ("hybrid", "fp8"),
-        ("dense", "fp8"),
-        ("hybrid", "int8"),
-        ("dense", "int8-head"),
-        ("dense", "awq"),
+        ("hybrid", "fp8", {}),
+        ("dense", "fp8", {}),
+        ("hybrid", "int8", {}),
+        ("dense", "int8-head", {}),
+        ("dense", "awq", {}),
+        # A rank scales what it has of a token's activations: two do not say what one says.
+        ("hybrid", "int8", TWO_RANKS),
+        ("dense", "int8-head", TWO_RANKS),
     ],
 )
 def test_answers_are_the_targets_and_steps_the_built_in_workers(
-    served: Callable, questions: Callable, target: str, form: str
+    served: Callable, questions: Callable, target: str, form: str, how: dict[str, Any]
 ) -> None:
-    off, ours, stock = (answers(served(arm, target, form), questions(N_PROMPTS, target)) for arm in ARMS)
-    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
-    assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
-    require_accepted(ours)
-
-
-@pytest.mark.parametrize(("target", "form"), [("hybrid", "int8"), ("dense", "int8-head")])
-def test_two_ranks_say_what_the_target_says_on_two(
-    served: Callable, questions: Callable, target: str, form: str
-) -> None:
-    """A rank scales what it has of a token's activations: two do not say what one says."""
-    prompts = questions(N_PROMPTS, target)
-    off, ours, stock = (
-        answers(served(arm, target, form, flags=("--tp", "2"), env=dict(TWO_NODES)), prompts) for arm in ARMS
-    )
+    off, ours, stock = (answers(served(arm, target, form, **how), questions(N_PROMPTS, target)) for arm in ARMS)
     assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
     assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
     require_accepted(ours)
