@@ -21,8 +21,10 @@ from mlx_lm.sample_utils import make_sampler
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx import Options, Pair, load, spec_steps, stream_generate
+from sglang_dflash.mlx.__main__ import arguments
 from sglang_dflash.mlx.target import Target
 from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE, SLIDING
+from tests.fixtures import guide
 
 SAID = json.loads(ORACLE.read_text())
 STANDARD_ERRORS = 5
@@ -265,6 +267,13 @@ def test_the_command_answers_and_tells_its_steps(folders) -> None:
     assert text.strip() == mlx_lm.generate(model, tokenizer, prompt, max_tokens=64).strip()
     assert "tokens/s" in summary
     assert "drafts accepted" in summary
+
+
+def test_the_pages_commands_are_taken() -> None:
+    ours = [words for words in guide.commands(guide.DOCS / "engines.md") if "sglang_dflash.mlx" in words]
+    assert ours
+    for _, _, _, *argv in ours:
+        arguments().parse_args(argv)
 
 
 def test_the_command_says_what_is_wrong(folders) -> None:

@@ -128,6 +128,8 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
         match words:
             case ("make", target, *_):
                 assert target in targets[1].split(), words
+            case ("vllm", "serve", *flags):
+                assert json.loads(flags[flags.index("--speculative-config") + 1])["method"] == "dflash"
             case ("python", script, *_):
                 assert (ROOT / script).is_file(), words
             case _:
@@ -140,6 +142,8 @@ def test_our_programs_take_their_commands(words: tuple[str, ...], monkeypatch: p
     if module == "pytest":
         assert all((ROOT / path).exists() for path in argv)
         return
+    if module == "sglang_dflash.mlx":
+        pytest.skip("tests/engines/mlx_checks.py reads it, where MLX is")
     spec = importlib.util.find_spec(module)
     assert spec is not None
     is_pattern = any(re.search(r"^\[|^\.\.\.$|^[A-Z]+$", word) for word in argv)
@@ -185,12 +189,13 @@ def test_variables_exist(page: Path) -> None:
 OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "launch").glob("*.py")]
 # Read without argparse, or of a program that is neither SGLang's nor ours.
 OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target"}
+OF_VLLM = {"--speculative-config", "--max-num-batched-tokens", "--no-enable-prefix-caching"}
 
 
 @of_pages
 def test_options_exist(page: Path) -> None:
     fields = re.findall(r"^    (\w+): A\[", source_of_sglang("srt/arg_groups/fields"), re.MULTILINE)
-    known = {"--" + field.replace("_", "-") for field in fields} | set(flags.OLD_NAMES) | OTHERS
+    known = {"--" + field.replace("_", "-") for field in fields} | set(flags.OLD_NAMES) | OTHERS | OF_VLLM
     for path in OURS:
         for names in re.findall(r"add(?:_argument)?\(\s*((?:\"--[a-z-]+\",?\s*)+)", path.read_text()):
             known |= set(re.findall(r"--[a-z-]+", names))
