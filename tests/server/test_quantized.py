@@ -15,8 +15,9 @@ from sglang_dflash.bench.server import Generation, Server
 from tests.server.conftest import KIND_FLAGS, PAIRS
 from tests.server.lib.quantized import quantized
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import post, steps
 from tests.server.lib.variants import TWO_NODES
+from tests.server.test_weight_update import changed_copy
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 ARMS = (Arm.OFF, Arm.PLUGIN, Arm.STOCK)
@@ -65,6 +66,20 @@ def test_answers_are_the_targets_and_steps_the_built_in_workers(
     assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
     assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
     require_accepted(ours)
+
+
+def test_new_weights_reach_a_target_in_fp8(served: Callable, questions: Callable, tmp_path: Path) -> None:
+    """Those of int8 do not: they end SGLang's scheduler, without speculation as well."""
+    prompts, pair = questions(N_PROMPTS, "dense"), PAIRS["dense"]
+    off, ours = (served(arm, "dense", "fp8") for arm in (Arm.OFF, Arm.PLUGIN))
+    before = answers(ours, prompts)
+    changed = pair._replace(target=changed_copy(pair.target, tmp_path / "changed"))
+    new = {"model_path": str(quantized(changed, "fp8", tmp_path / "new").target)}
+    assert [post(server, "/update_weights_from_disk", new).status_code for server in (off, ours)] == [200, 200]
+    said, after = answers(off, prompts), answers(ours, prompts)
+    assert [answer.token_ids for answer in after] == [answer.token_ids for answer in said]
+    assert [answer.token_ids for answer in after] != [answer.token_ids for answer in before]
+    require_accepted(after)
 
 
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
