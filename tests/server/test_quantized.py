@@ -56,7 +56,6 @@ def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
         ("dense", "awq", {}),
         # A rank scales what it has of a token's activations: two do not say what one says.
         ("hybrid", "int8", TWO_RANKS),
-        ("dense", "int8-head", TWO_RANKS),
     ],
 )
 def test_answers_are_the_targets_and_steps_the_built_in_workers(
@@ -65,6 +64,16 @@ def test_answers_are_the_targets_and_steps_the_built_in_workers(
     off, ours, stock = (answers(served(arm, target, form, **how), questions(N_PROMPTS, target)) for arm in ARMS)
     assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
     assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
+    require_accepted(ours)
+
+
+def test_a_quantized_head_is_scored_by_two_ranks(served: Callable, questions: Callable) -> None:
+    """SGLang's own worker ends when it is to score drafts with one."""
+    off, ours = (
+        answers(served(arm, "dense", "int8-head", **TWO_RANKS), questions(N_PROMPTS, "dense"))
+        for arm in (Arm.OFF, Arm.PLUGIN)
+    )
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
     require_accepted(ours)
 
 
