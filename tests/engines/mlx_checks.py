@@ -16,7 +16,7 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama, qwen3_5
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import make_sampler
 
 from sglang_dflash.errors import NotSupported
@@ -72,6 +72,28 @@ def test_tokens_and_steps_are_plain_torchs(folders, name: str) -> None:
             max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]), draft_window=case.draft_window
         )
         assert [list(step) for step in spec_steps(pair, said["prompt"], options)] == said["steps"]
+
+
+def test_a_sliding_layer_sees_its_window_and_no_more(folders) -> None:
+    """32 tokens, its own slot included: of 60 context tokens number 29 is seen by the first slot alone, 28 by none."""
+    mx.random.seed(3)
+    attention = pair_of(folders, "sliding-both-ways").draft.layers[0].self_attn
+    keys, values = (mx.random.normal((1, attention.n_kv_heads, 60, attention.head_dim)) for _ in range(2))
+    hidden_1NH = mx.random.normal((1, 16, attention.q_proj.weight.shape[1]))
+
+    def out_NH(token: int | None) -> mx.array:
+        context, changed = KVCache(), mx.array(values)
+        if token is not None:
+            changed[:, :, token] += 1
+        context.update_and_fetch(keys, changed)
+        return attention(hidden_1NH, context, None)[0]
+
+    def seen_by(token: int) -> list[int]:
+        differs_N = mx.abs(out_NH(token) - out_NH(None)).max(axis=1) > 1e-6
+        return [n for n, differs in enumerate(differs_N.tolist()) if differs]
+
+    assert [seen_by(token) for token in (28, 29, 30)] == [[], [0], [0, 1]]
+    assert seen_by(59) == list(range(16))
 
 
 def test_the_text_that_is_streamed_is_the_answers(folders) -> None:
