@@ -29,8 +29,8 @@ from launch import tiny
 from sglang_dflash.bench.prompts import held_out, tokenize
 from sglang_dflash.bench.rows import file_name, head, write
 from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import Options, draft_logits, spec_steps
-from sglang_dflash.model.target import TargetReader, stop_token_ids
+from sglang_dflash.model.generate import Options, draft_logits, hidden_of_blocks, spec_steps
+from sglang_dflash.model.target import stop_token_ids
 
 ANSWER, SHORTEST = 72, 4  # tokens of an answer
 EVERY = 4  # of an answer's tokens begins a block
@@ -47,11 +47,7 @@ class Places:
     def __init__(self, draft: DraftModel, target: PreTrainedModel, text: Sequence[int], first: int) -> None:
         self.draft, self.target, self.text = draft, target, torch.tensor(text)
         self.at_A = torch.arange(first, len(text) - 1, EVERY)
-        tokens_AN = torch.full((len(self.at_A), draft.config.block_size), draft.config.mask_token_id)
-        tokens_AN[:, 0] = self.text[self.at_A]
-        features_1SC = TargetReader(target, draft.config.target_layer_ids).read(self.text[None]).features_1SC
-        embeddings_1ANH = target.get_input_embeddings()(tokens_AN[None])
-        self.hidden_ADH = draft(embeddings_1ANH, draft.context_kv(features_1SC), self.at_A[None])[0, :, 1:]
+        self.hidden_ADH = hidden_of_blocks(draft, target, self.text, self.at_A, (draft.config.block_size, None))
         self.logits_ADV = draft_logits(self.hidden_ADH, target)
 
     def drafted(self, temperature: float | None) -> tuple[torch.Tensor, torch.Tensor]:

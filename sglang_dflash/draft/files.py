@@ -5,7 +5,7 @@ only `config.json` and the headers of the safetensors files are fetched. What th
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,6 +81,17 @@ def local_folder(source: str | Path) -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a DFlash checkpoint")
     return folder
+
+
+def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
+    """The tensors of a draft's directory by the names of `own_names`; `read` is a framework's, of a safetensors file.
+
+    Raises as `weight_files` does.
+    """
+    tensors: dict[str, Value] = {}
+    for file in weight_files(folder):
+        tensors |= read(file)
+    return own_names(tensors)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -7,8 +7,8 @@ Nothing of mlx-lm is copied or edited: its models run as they are, and are watch
 """
 
 try:
-    import mlx.core
-    import mlx_lm
+    import mlx.core  # noqa: F401
+    import mlx_lm  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f'sglang_dflash.mlx found no module named {error.name}; pip install "sglang-dflash[mlx]"', name=error.name
@@ -17,4 +17,4 @@ except ModuleNotFoundError as error:
 from sglang_dflash.mlx.generate import Options, Step, spec_steps, stream_generate
 from sglang_dflash.mlx.pair import Pair, load
 
-__all__ = ["Options", "Pair", "Step", "load", "mlx", "mlx_lm", "spec_steps", "stream_generate"]
+__all__ = ["Options", "Pair", "Step", "load", "spec_steps", "stream_generate"]

@@ -5,7 +5,6 @@ E head width, V vocabulary, K candidates; 1 is the batch.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -183,8 +182,3 @@ class Draft(nn.Module):
         if not self.config.selector_rank:
             return mx.argmax(logits_DV, axis=-1)
         return self.candidate_selector(hidden_DH, logits_DV, anchor_1)
-
-
-def state_of(context: list[KVCache]) -> list[Any]:
-    """What to evaluate, so that a long prompt does not pile up."""
-    return [kv.state for kv in context]

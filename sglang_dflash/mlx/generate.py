@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import mlx.core as mx
 
+from sglang_dflash.draft.generation import Step, ended
 from sglang_dflash.mlx.pair import Pair
 from sglang_dflash.mlx.target import PREFILL_CHUNK, Target
 
@@ -38,13 +38,6 @@ class Options:
     draft_window: int | None = None
 
 
-class Step(NamedTuple):
-    """One pass of the target. The first step is the prompt's: it has no drafts and commits one token."""
-
-    committed: list[int]  # accepted drafts, then the bonus; ends early at a stop token or at max_new_tokens
-    n_accepted: int  # drafts the target agreed with, before any early end
-
-
 def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[Step]:
     """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
 
@@ -56,7 +49,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
     context = pair.draft.make_context()
     logits_SV = read_prompt(pair, target, mx.array(prompt), context)
     anchor_1 = choose(logits_SV[-1:], options.sampler)
-    step = ended(Step(anchor_1.tolist(), 0), options, options.max_new_tokens)
+    step = ended(Step(anchor_1.tolist(), 0), options.stop_token_ids, options.max_new_tokens)
     yield step
     n_left = options.max_new_tokens
     while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
@@ -71,7 +64,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
         target.keep(n_committed)
         pair.draft.remember(features_NC[:n_committed], context)
         anchor_1 = target_N[n_accepted:n_committed]
-        step = ended(Step(target_N[:n_committed].tolist(), n_accepted), options, n_left)
+        step = ended(Step(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
         yield step
 
 
@@ -107,13 +100,6 @@ def choose(logits_NV: mx.array, sampler: Sampler) -> mx.array:
     """The target's token after each slot, [N]."""
     logits_NV = logits_NV.astype(mx.float32)
     return sampler(logits_NV - mx.logsumexp(logits_NV, axis=-1, keepdims=True))
-
-
-def ended(step: Step, options: Options, n_left: int) -> Step:
-    """The step as the caller sees it: nothing behind a stop token, and no more than `n_left` tokens."""
-    committed = step.committed[:n_left]
-    ends = [i for i, token in enumerate(committed) if token in options.stop_token_ids]
-    return Step(committed[: ends[0] + 1] if ends else committed, step.n_accepted)
 
 
 def checked_width(pair: Pair, prompt: Sequence[int], options: Options) -> int:

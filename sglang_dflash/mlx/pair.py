@@ -66,8 +66,5 @@ def load_draft(source: str) -> Draft:
     """The draft alone; errors as those of `sglang_dflash.model.DraftModel.from_pretrained`."""
     folder = files.local_folder(source)
     draft = Draft(checkpoint.read(str(folder)))
-    tensors: dict[str, mx.array] = {}
-    for file in files.weight_files(folder):
-        tensors |= mx.load(str(file))
-    draft.load_weights(list(files.own_names(tensors).items()))
+    draft.load_weights(list(files.read_tensors(folder, lambda file: mx.load(str(file))).items()))
     return draft

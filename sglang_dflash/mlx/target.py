@@ -31,11 +31,11 @@ class Call(NamedTuple):
 
 
 @contextmanager
-def recorded(layers: Sequence[nn.Module]) -> Iterator[dict[int, Call]]:
+def recorded(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, Call]]:
     """The calls of these layers, by place. Python looks `__call__` up in the class: classes are patched meanwhile."""
     calls: dict[int, Call] = {}
-    places = {id(layer): i for i, layer in enumerate(layers)}
-    plain: dict[Any, Any] = {kind: kind.__call__ for kind in map(type, layers)}
+    places = {id(layer): i for i, layer in layers.items()}
+    plain: dict[Any, Any] = {kind: kind.__call__ for kind in map(type, layers.values())}
 
     def watched(call: Any) -> Any:
         def __call__(layer: nn.Module, rows: mx.array, *args: Any, **kwargs: Any) -> mx.array:
@@ -76,6 +76,8 @@ class Target:
                 "only K and V, and arrays of recurrent layers, can be unread"
             )
         self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
+        # Of others nothing is held: the rows of a prompt's chunk are large.
+        self.watched = {i: model.layers[i] for i in {*layer_ids, *self.recurrent}}
         self.n_rows = 0  # of the block that was read last
         self.before: dict[int, list[Any]] = {}  # it, the recurrent layers' arrays
         self.calls: dict[int, Call] = {}
@@ -84,7 +86,7 @@ class Target:
         """Read S more tokens: what the target says after each, [S, V], and their features, [S, C]."""
         self.n_rows = tokens_S.shape[0]
         self.before = {i: list(self.caches[i].cache) for i in self.recurrent}
-        with recorded(self.model.layers) as self.calls:
+        with recorded(self.watched) as self.calls:
             logits_1SV = self.model(tokens_S[None], cache=self.caches)
         features_1SC = mx.concatenate([self.calls[i].out for i in self.layer_ids], axis=-1)
         return logits_1SV[0], features_1SC[0]
@@ -99,8 +101,4 @@ class Target:
         for i in self.recurrent:
             self.caches[i].cache = list(self.before[i])
             call = self.calls[i]
-            self.model.layers[i](call.rows[:, :n], *call.args, **call.kwargs)
-
-    def state(self) -> list[Any]:
-        """What to evaluate, so that a long prompt does not pile up."""
-        return [cache.state for cache in self.caches]
+            self.watched[i](call.rows[:, :n], *call.args, **call.kwargs)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from sglang_dflash.draft.generation import Step, ended
 from sglang_dflash.model.draft import ContextKV, Draft
 from sglang_dflash.model.target import TargetReader, check_pair
 
@@ -58,13 +58,6 @@ class Options:
         return prefix_len - first + first % self.page_size
 
 
-class Step(NamedTuple):
-    """One pass of the target. The first step is the prompt's: it has no drafts and commits one token."""
-
-    committed: list[int]  # accepted drafts, then the bonus; ends early at a stop token or at max_new_tokens
-    n_accepted: int  # drafts the target agreed with, before any early end
-
-
 @torch.inference_mode()
 def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[Step]:
     """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
@@ -79,7 +72,7 @@ def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, o
     anchor = choose(reading.logits_1SV[0, -1:], options)  # int64 [1], still on the device
     context = draft.context_kv(reading.features_1SC.to(draft.dtype))
     n_left = options.max_new_tokens
-    step = _ended(Step(anchor.tolist(), 0), options.stop_token_ids, n_left)
+    step = ended(Step(anchor.tolist(), 0), options.stop_token_ids, n_left)
     yield step
     while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
         tokens_N = draft_block(draft, target, anchor, context, (N, options.window(context.n_tokens)))[:width]
@@ -92,7 +85,7 @@ def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, o
         kept_1SC = reading.features_1SC[:, :n_committed].to(draft.dtype)
         context = context.append(draft.context_kv(kept_1SC, first_position=context.n_tokens))
         anchor = target_N[n_accepted : n_accepted + 1]
-        step = _ended(Step(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
+        step = ended(Step(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
         yield step
 
 
@@ -125,19 +118,29 @@ def accepted_at(
     Of the last block's tokens it is how many are known to be accepted.
     """
     text = torch.tensor([*prompt, *answer])
-    features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC
-    anchors_1A = torch.arange(len(prompt), len(text))[None]
-    N = block_size or draft.config.block_size
-    tokens_1AN = torch.full((1, len(answer), N), draft.config.mask_token_id)
-    tokens_1AN[0, :, 0] = text[anchors_1A[0]]
-    embeddings_1ANH = target.get_input_embeddings()(tokens_1AN)
-    hidden_1ANH = draft(embeddings_1ANH, draft.context_kv(features_1SC), anchors_1A, draft_window)
-    hidden_ADH = hidden_1ANH[0, :, 1:]
-    guesses_AD = draft.guesses(hidden_ADH, draft_logits(hidden_ADH, target), tokens_1AN[0, :, 0]).tolist()
+    at_A = torch.arange(len(prompt), len(text))
+    sizes = block_size or draft.config.block_size, draft_window
+    hidden_ADH = hidden_of_blocks(draft, target, text, at_A, sizes)
+    guesses_AD = draft.guesses(hidden_ADH, draft_logits(hidden_ADH, target), text[at_A]).tolist()
     return [
         len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, answer[i + 1 :], strict=False)))))
         for i, guesses in enumerate(guesses_AD)
     ]
+
+
+def hidden_of_blocks(
+    draft: Draft, target: PreTrainedModel, text: torch.Tensor, at_A: torch.Tensor, sizes: tuple[int, int | None]
+) -> torch.Tensor:
+    """What the draft makes of blocks whose anchors are the tokens of `text` at these places, [A, D, H].
+
+    Each sees the text before its anchor. `sizes` = (N, window, None for all).
+    """
+    N, draft_window = sizes
+    features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC
+    tokens_1AN = torch.full((1, len(at_A), N), draft.config.mask_token_id)
+    tokens_1AN[0, :, 0] = text[at_A]
+    embeddings_1ANH = target.get_input_embeddings()(tokens_1AN)
+    return draft(embeddings_1ANH, draft.context_kv(features_1SC), at_A[None], draft_window)[0, :, 1:]
 
 
 def draft_logits(hidden: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:
@@ -152,13 +155,6 @@ def choose(logits_NV: torch.Tensor, options: Options) -> torch.Tensor:
         return logits_NV.argmax(-1)
     probabilities_NV = F.softmax(logits_NV.float() / options.temperature, dim=-1)
     return torch.multinomial(probabilities_NV, 1, generator=options.generator)[:, 0]
-
-
-def _ended(step: Step, stop_token_ids: tuple[int, ...], n_left: int) -> Step:
-    """The step as the caller sees it: nothing behind a stop token, and no more than `n_left` tokens."""
-    committed = step.committed[:n_left]
-    ends = [i for i, token in enumerate(committed) if token in stop_token_ids]
-    return Step(committed[: ends[0] + 1] if ends else committed, step.n_accepted)
 
 
 def _checked_sizes(draft: Draft, input_ids: torch.Tensor, options: Options) -> tuple[int, int]:

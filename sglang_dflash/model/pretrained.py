@@ -49,10 +49,7 @@ class DraftModel(Draft):
         """
         folder = files.local_folder(source)
         draft = cls(checkpoint.read(str(folder)))
-        tensors: dict[str, torch.Tensor] = {}
-        for file in files.weight_files(folder):
-            tensors |= load_file(file)
-        draft.load_state_dict(files.own_names(tensors), assign=True)
+        draft.load_state_dict(files.read_tensors(folder, load_file), assign=True)
         draft.requires_grad_(False)
         return draft.to(device=device, dtype=dtype).eval()
 

@@ -31,8 +31,8 @@ def write(folder: Path, config: dict[str, Any]) -> str:
 # -- configs -------------------------------------------------------------------------------------------------------
 
 
-def draft_bytes(name: str, quantization: str | None = None) -> int:
-    draft = read_draft(name, quantization)
+def draft_bytes(name: str) -> int:
+    draft = read_draft(name)
     return draft.split_bytes + draft.whole_bytes
 
 
