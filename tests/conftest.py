@@ -1,23 +1,36 @@
 """Two processes share the tests: one runs the tests that share servers, the other the rest meanwhile, file by file.
 
 The exactness battery starts a server for each of its variants, which nothing else uses in `make test`, so it is a part
-of the rest; but its default variant's server is shared.
+of the rest; but its default variant's server is shared. Modules that are `full` as a whole have servers of their own,
+and whichever process is free takes the next one.
 """
 
 import re
+from functools import cache
+from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F401  (fixtures of many tests)
 
+ROOT = Path(__file__).parent.parent
+
 
 def uses_servers(nodeid: str) -> bool:
     return nodeid.startswith("tests/server/")
 
 
+@cache
+def is_full(file: str) -> bool:
+    return re.search(r"^pytestmark = .*mark\.full", (ROOT / file).read_text(), re.MULTILINE) is not None
+
+
 def has_its_own_server(nodeid: str) -> bool:
-    return nodeid.startswith("tests/server/test_exact.py") and not re.search(r"\[hybrid(-\d+)?\]$", nodeid)
+    file = nodeid.split("::")[0]
+    if file == "tests/server/test_exact.py":
+        return not re.search(r"\[hybrid(-\d+)?\]$", nodeid)
+    return is_full(file)
 
 
 class ByServers(LoadScopeScheduling):

@@ -29,7 +29,7 @@ from sglang_dflash.bench.server import Server
 from tests.server.lib.variants import VARIANTS
 
 FIRST_PORT = 31300
-MAX_LIVE = 5  # about 2.5 GiB each
+MAX_LIVE = 4  # about 2.5 GiB each, in each of two processes
 # Steps are compared with the plain-torch draft's, which verifies whole blocks.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
