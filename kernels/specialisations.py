@@ -12,7 +12,18 @@ from typing import NamedTuple
 import triton
 from sglang_dflash_kernels.gdn_verify import SMALLEST, geometry
 
-KERNELS = ("plan_block", "accept", "penalise", "append_context", "gdn_verify", "gdn_fold", "block_conv", "select_path")
+KERNELS = (
+    "plan_block",
+    "accept",
+    "penalise",
+    "append_context",
+    "gdn_verify",
+    "gdn_fold",
+    "block_conv",
+    "select_path",
+    "copy_draft",
+    "weigh_copies",
+)
 
 
 class Server(NamedTuple):
@@ -24,6 +35,7 @@ class Server(NamedTuple):
     tracks: bool  # whether steps say where states at multiples of the track interval go; then all of them do
     conv_taps: int = 0  # of a draft that convolves its blocks; 0 where it does not
     selector_top_k: int = 0  # candidates per slot of a draft that selects; 0 where it does not
+    copies: bool = False  # whether blocks are continued by copies
 
 
 def plan_block(n_tokens: int) -> Hashable:
@@ -63,6 +75,14 @@ def select_path(top_k: int) -> Hashable:
     return top_k
 
 
+def copy_draft(n_tokens: int) -> Hashable:
+    return triton.next_power_of_2(n_tokens)
+
+
+def weigh_copies(n_tokens: int) -> Hashable:
+    return triton.next_power_of_2(n_tokens)
+
+
 def of_server(server: Server) -> dict[str, set[Hashable]]:
     """By kernel: all that a server can meet. Blocks of one token are decoded, not verified and folded."""
     drafted = [width for width in server.widths if width > 1]
@@ -80,4 +100,7 @@ def of_server(server: Server) -> dict[str, set[Hashable]]:
         specialisations["block_conv"] = {block_conv(server.conv_taps)}
     if server.selector_top_k:
         specialisations["select_path"] = {select_path(server.selector_top_k)}
+    if server.copies:
+        specialisations["copy_draft"] = {copy_draft(n_tokens) for n_tokens in server.widths}
+        specialisations["weigh_copies"] = {weigh_copies(n_tokens) for n_tokens in drafted}
     return specialisations

@@ -29,12 +29,14 @@ from sglang_dflash_kernels import (
     accept,
     append_context,
     block_conv,
+    copy_draft,
     gdn_fold,
     gdn_verify,
     penalise,
     plan_block,
     select_path,
     specialisations,
+    weigh_copies,
 )
 from sglang_dflash_kernels.record import record_width
 from triton.backends.compiler import GPUTarget
@@ -61,6 +63,8 @@ KERNELS = {
     "gdn_fold": gdn_fold._gdn_fold_kernel,
     "block_conv": block_conv._block_conv_kernel,
     "select_path": select_path._select_path_kernel,
+    "copy_draft": copy_draft._copy_draft_kernel,
+    "weigh_copies": weigh_copies._weigh_copies_kernel,
 }
 REGISTERS = {
     "plan_block": 32,
@@ -71,6 +75,8 @@ REGISTERS = {
     "gdn_fold": 104,
     "block_conv": 80,
     "select_path": 80,
+    "copy_draft": 80,
+    "weigh_copies": 56,
 }
 
 
@@ -197,6 +203,19 @@ def step_launches(B: int, N: int) -> Iterator[Launch]:
     )
 
 
+def copy_launches(B: int, N: int) -> Iterator[Launch]:
+    tokens, prefix = empty(B, N, dtype=I64), empty(3, B, dtype=I64)[1]
+    text, counts = empty(TABLE_ROWS, CONTEXT, dtype=I32), empty(TABLE_ROWS, copy_draft.N_CLASSES, 2, dtype=I32)
+    texts = copy_draft.Texts(prefix, prefix, text, counts)
+    copied = copy_draft.Copied(tokens, empty(B, dtype=I32), *empty(2, B, N - 1, dtype=I32))
+    copy = functools.partial(copy_draft.copy_draft_triton, tokens, texts)
+    yield Launch("copy_draft", f"B={B} N={N}", specialisations.copy_draft(N), copy)
+    if N > 1:
+        step = tokens, copied, tokens, empty(B, dtype=I32), texts
+        weigh = functools.partial(weigh_copies.weigh_copies_triton, *step, totals_K2=counts[0])
+        yield Launch("weigh_copies", f"B={B} N={N}", specialisations.weigh_copies(N), weigh)
+
+
 def penalise_launches(P: int, N: int, E: int) -> Iterator[Launch]:
     for dtype in (F32, BF16):
         asked = penalise.Asked(
@@ -283,6 +302,7 @@ def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> It
     for B in BATCHES:
         for N in WIDTHS:
             yield from step_launches(B, N)
+            yield from copy_launches(B, N)
     for P, N, E in ((1, 1, 1), (3, 16, 2), (16, 8, 16)):
         yield from penalise_launches(P, N, E)
     for second in (QWEN_27B.second, *(OTHERS if len(names) > 1 else ())):

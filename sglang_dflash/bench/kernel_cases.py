@@ -14,6 +14,7 @@ from sglang_dflash_kernels.plan_block import plan_block, plan_block_ref
 from sglang_dflash_kernels.record import record_width
 
 from sglang_dflash.bench.case import ROUNDING, Case, Sizes, assert_close, assert_equal
+from sglang_dflash.bench.copy_cases import copy_cases
 from sglang_dflash.bench.second_cases import block_conv_case, select_path_case
 
 
@@ -181,4 +182,5 @@ def make_cases(sizes: Sizes, device: str) -> list[Case]:
         *(case for B, N in shapes for case in gdn_cases(B, N, states, sizes)),
         *(block_conv_case(B, N, sizes, device) for B, N in shapes),
         *(select_path_case(B, N, sizes, device) for B, N in shapes),
+        *(case for B, N in shapes for case in copy_cases(B, N, sizes, device)),
     ]

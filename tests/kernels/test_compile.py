@@ -22,6 +22,7 @@ SERVER = specialisations.Server(  # the one whose launches `--short` makes
     tracks=True,
 )
 SECOND = SERVER._replace(conv_taps=2, selector_top_k=16)  # with a DFlash 2 draft
+ALL = SECOND._replace(copies=True)
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -43,8 +44,8 @@ def test_no_kernel_spills_and_a_server_compiles_what_is_listed() -> None:
         kernel: {row["specialisation"] for row in compiled if row["kernel"] == kernel}
         for kernel in specialisations.KERNELS
     }
-    untracked = specialisations.of_server(SECOND._replace(tracks=False))
-    listed = {kernel: keys | untracked[kernel] for kernel, keys in specialisations.of_server(SECOND).items()}
+    untracked = specialisations.of_server(ALL._replace(tracks=False))
+    listed = {kernel: keys | untracked[kernel] for kernel, keys in specialisations.of_server(ALL).items()}
     assert met == {kernel: set(map(str, keys)) for kernel, keys in listed.items()}
     verify = [row for row in compiled if row["kernel"] == "gdn_verify"]
     assert all(row["tensor"] for row in verify)
@@ -104,7 +105,15 @@ def test_a_server_with_another_draft_meets_its_kernels_too() -> None:
         "block_conv": {2},
         "select_path": {16},
     }
-    assert tuple(specialisations.of_server(SECOND)) == specialisations.KERNELS
+
+
+def test_a_server_that_copies_meets_its_kernels_too() -> None:
+    met = specialisations.of_server(SECOND._replace(copies=True))
+    assert met == specialisations.of_server(SECOND) | {
+        "copy_draft": {1, 2, 4, 8, 16},
+        "weigh_copies": {2, 4, 8, 16},
+    }
+    assert tuple(met) == specialisations.KERNELS
 
 
 def line(op: str, rest: str = "", *, stall: int = 1, sets: int = 7, waits: int = 0) -> str:

@@ -8,6 +8,7 @@ import torch
 from sglang_dflash.bench import kernel_cases
 from sglang_dflash.bench.case import SMALL as SMALL_SIZES
 from sglang_dflash.bench.case import Recurrent
+from sglang_dflash.bench.copy_cases import copy_cases
 from sglang_dflash.bench.kernel_cases import gdn_cases, penalise_case
 from sglang_dflash.bench.second_cases import block_conv_case, select_path_case
 
@@ -47,6 +48,18 @@ def test_the_cases_of_a_second_draft_agree_with_the_definition_and_count_their_b
     assert conv.n_bytes == 2 * (2 * 15 * H + 15 * S * J + S * H)
     rows, tokens = 12 * (K + 1) * R + 12 * R, 12 * K + 12 + 3  # of tables and queries; candidates, drafts and anchors
     assert select.n_bytes == 2 * rows + 8 * tokens + 4 * 12 * K
+
+
+def test_the_cases_of_copies_agree_with_the_definition_and_count_their_bytes() -> None:
+    torch.manual_seed(0)
+    copy, weigh = copy_cases(3, 5, SIZES, "cpu")
+    for case in (copy, weigh):
+        case.check()
+        case.launch()
+    # The text, the block in and out and into the text, matches, counts; prefix lengths, rows and places.
+    assert copy.n_bytes == 3 * (4 * 96 + 5 * (8 + 8 + 4) + 4 * 8 + 5 * 8 + 20)
+    # Guesses and what was committed, matches and a token behind each, counts in and out; lengths, rows and a total.
+    assert weigh.n_bytes == 3 * (5 * 16 + 4 * 12 + 5 * 16 + 24 + 16)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

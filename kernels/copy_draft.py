@@ -1,0 +1,278 @@
+"""Draft what stood behind the last tokens when the text had them before: continue a block's guesses by a copy.
+
+Place d of a block is behind its slot d: behind the anchor (d = 0), or behind the first d of its guesses. There
+
+    tail      = the text, the anchor and those d guesses
+    length    = the longest run of tokens that ends both the tail and an earlier prefix of the text, LONGEST at most;
+                0 where it is less than SHORTEST
+    source    = where that prefix ends; of several the latest, and -1 where there is none
+    copy[i]   = tail[source + i mod (len(tail) - source)]          (a run that reaches the end goes round)
+
+The copy is taken from the first place whose matches, of such a length, this request may trust:
+
+    2 (W prior + gain) > W + n          W = 2 steps; prior is 2 from RELIABLE tokens on, -1 below
+
+`gain` and `n` are what `weigh_copies` counted: tokens that copies committed more than the block at places that were
+reached, and how often. So a copy must be worth half a token more than the block it replaces, on average over the
+request's own steps. A text without a run of SHORTEST tokens that comes again keeps its blocks.
+
+Shapes: B requests, N slots per block, D = N - 1 drafts and as many places; Q rows of M tokens of text, one per request
+the server can hold; K classes of length, two counts (2) for each: gain and n.
+Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup; splicing copies into a block is ours.
+Cost: reads the text once, 4M bytes per request, and writes 4N of it; 4.2 MB for 32 requests of 32k tokens. One launch.
+
+A token below 0 is not text (a picture's place): it matches nothing, and the block's own guess stands where it would be
+copied. Rows are written behind the prefix: what was verified is there when the next step asks.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from sglang_dflash_kernels.checks import Shapes
+from sglang_dflash_kernels.dispatch import Forms
+from torch.nn.functional import pad
+
+SHORTEST, RELIABLE, LONGEST = 3, 8, 16  # tokens of a match
+N_CLASSES = 5  # of lengths: powers of two, up to LONGEST
+PRIOR_STEPS, PRIOR_GAIN, PRIOR_LOSS = 2, 2, -1
+LENGTH_BIT = 26  # a length and a position in one int32: texts have fewer than 2^26 tokens
+
+_SHORTEST, _RELIABLE, _LONGEST = map(tl.constexpr, (SHORTEST, RELIABLE, LONGEST))
+_CLASSES, _LENGTH_BIT, _POSITION = map(tl.constexpr, (N_CLASSES, LENGTH_BIT, (1 << LENGTH_BIT) - 1))
+_STEPS = tl.constexpr(PRIOR_STEPS)
+_GAIN, _LOSS = tl.constexpr(PRIOR_GAIN * PRIOR_STEPS), tl.constexpr(PRIOR_LOSS * PRIOR_STEPS)
+
+
+class Texts(NamedTuple):
+    """Where the texts of B requests are, and what is known of copies in them."""
+
+    prefix_len_B: torch.Tensor  # int64, tokens of text before the anchor
+    rows_B: torch.Tensor  # int64 or int32, the requests' rows of the next two; all different
+    text_QM: torch.Tensor  # int32; [row, :prefix_len] is the text
+    counts_QK2: torch.Tensor  # int32; per class of length what copies were worth, and at how many places
+
+
+class Copied(NamedTuple):
+    tokens_BN: torch.Tensor  # int64, the anchor, guesses up to the place, then the copy
+    place_B: torch.Tensor  # int32, 0..D; D: nothing is copied
+    source_BD: torch.Tensor  # int32, by place
+    length_BD: torch.Tensor  # int32, by place
+
+
+def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
+    """The definition."""
+    B, N = tokens_BN.shape
+    drafted_BN, place_B = tokens_BN.clone(), torch.full((B,), N - 1, dtype=torch.int32)
+    source_BD, length_BD = (torch.full((B, N - 1), value, dtype=torch.int32) for value in (-1, 0))
+    for b in range(B):
+        row, n = int(texts.rows_B[b]), int(texts.prefix_len_B[b])
+        block, text = tokens_BN[b].tolist(), texts.text_QM[row, :n].tolist()
+        for d in reversed(range(N - 1)):
+            tail = text + block[: d + 1]
+            length, source = longest_match(text, tail)
+            source_BD[b, d], length_BD[b, d] = source, length
+            if length and is_trusted(length, *texts.counts_QK2[row, length_class(length)].tolist()):
+                copy = [tail[source + i % (len(tail) - source)] for i in range(N - 1 - d)]
+                place_B[b] = d
+                kept = block[: d + 1] + [c if c >= 0 else own for c, own in zip(copy, block[d + 1 :], strict=True)]
+                drafted_BN[b] = torch.tensor(kept)
+        end = min(n + N, texts.text_QM.shape[1])
+        texts.text_QM[row, n:end] = drafted_BN[b, : end - n].int()
+    return Copied(drafted_BN, place_B, source_BD, length_BD)
+
+
+def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
+    """Its length and where it ends in `text`, with which `tail` begins."""
+    best = 0, -1
+    for end in range(SHORTEST, len(text) + 1):
+        length = 0
+        while length < min(LONGEST, end) and text[end - 1 - length] == tail[-1 - length] >= 0:
+            length += 1
+        if length >= max(SHORTEST, best[0]):
+            best = length, end
+    return best
+
+
+def is_trusted(length: int, gain: int, n: int) -> bool:
+    prior = PRIOR_GAIN if length >= RELIABLE else PRIOR_LOSS
+    return 2 * (PRIOR_STEPS * prior + gain) > PRIOR_STEPS + n
+
+
+def length_class(length: int) -> int:
+    """1 for 2 and 3, 2 for 4 to 7, and so on."""
+    return length.bit_length() - 1
+
+
+def copy_draft_torch(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
+    """All requests at once."""
+    N, M = tokens_BN.shape[1], texts.text_QM.shape[1]
+    rows_B1 = texts.rows_B.long()[:, None]
+    best_BD = matches(tokens_BN, texts)
+    length_BD = best_BD >> LENGTH_BIT
+    source_BD = (best_BD & ((1 << LENGTH_BIT) - 1)).where(length_BD > 0, -1)
+    gain_BD, n_BD = texts.counts_QK2[rows_B1, class_of(length_BD)].unbind(-1)
+    prior_BD = torch.full_like(gain_BD, PRIOR_LOSS).masked_fill(length_BD >= RELIABLE, PRIOR_GAIN)
+    trusted_BD = (length_BD > 0) & (2 * (PRIOR_STEPS * prior_BD + gain_BD) > PRIOR_STEPS + n_BD)
+    # One place more, where nothing is copied, so that there is a first.
+    trusted_BN, source_BN = pad(trusted_BD, (0, 1), value=True), pad(source_BD, (0, 1), value=-1)
+    place_B1 = trusted_BN.int().argmax(1, keepdim=True)
+    copied_BN = copies_at(tokens_BN, texts, place_B1, source_BN.gather(1, place_B1))[:, 0]
+    slot_N = torch.arange(N)
+    drafted_BN = torch.where((slot_N > place_B1) & (copied_BN >= 0), copied_BN, tokens_BN)
+    at_BN = texts.prefix_len_B[:, None] + slot_N
+    inside_BN = at_BN < M
+    texts.text_QM[rows_B1.expand_as(at_BN)[inside_BN], at_BN[inside_BN]] = drafted_BN[inside_BN].int()
+    return Copied(drafted_BN, place_B1[:, 0].int(), source_BD, length_BD)
+
+
+def matches(tokens_BN: torch.Tensor, texts: Texts) -> torch.Tensor:
+    """int32 [B, D]: the length of each place's longest match, `LENGTH_BIT` bits up, and the latest source of one.
+
+    All of the text is compared with a tail's last tokens, and what is equal in SHORTEST of them with the others.
+    """
+    B, D = tokens_BN.shape[0], tokens_BN.shape[1] - 1
+    best_BD = torch.zeros(B, D, dtype=torch.int32)
+    if not best_BD.numel():
+        return best_BD
+    L, prefix_B1 = max(int(texts.prefix_len_B.max()), 1), texts.prefix_len_B[:, None]
+    text_BL = texts.text_QM[texts.rows_B.long(), :L]
+    text_BL = text_BL.where((torch.arange(L) < prefix_B1) & (text_BL >= 0), -1)
+    # Token o before each tail's last one: from the block, else from the text; -2 before that, which is in no text.
+    slot_DO = torch.arange(D)[:, None] - torch.arange(LONGEST)
+    at_BDO = prefix_B1[:, :, None] + slot_DO
+    from_text_BDO = text_BL.gather(1, at_BDO.clamp(0, L - 1).flatten(1)).view_as(at_BDO).where(at_BDO >= 0, -2)
+    tail_BDO = tokens_BN[:, slot_DO.clamp(min=0)].where(slot_DO >= 0, from_text_BDO)
+    equal_BDL = torch.ones(B, D, L, dtype=torch.bool)
+    for o in range(SHORTEST):
+        before_BL = pad(text_BL, (o, 0), value=-1)[:, :L]
+        equal_BDL &= (before_BL[:, None] == tail_BDO[..., o, None]) & (before_BL[:, None] >= 0)
+    b, d, last = equal_BDL.nonzero(as_tuple=True)
+    equal, length = torch.ones_like(b, dtype=torch.bool), torch.full_like(b, SHORTEST)
+    for o in range(SHORTEST, LONGEST):
+        token = text_BL[b, (last - o).clamp(min=0)]
+        equal &= (last >= o) & (token == tail_BDO[b, d, o]) & (token >= 0)
+        length += equal
+    found = ((length << LENGTH_BIT) + last + 1).int()
+    best_BD.view(-1).scatter_reduce_(0, b * D + d, found, "amax")
+    return best_BD
+
+
+def class_of(length_BD: torch.Tensor) -> torch.Tensor:
+    """`length_class` of each; 0 of none."""
+    bounds = torch.tensor([2**k for k in range(1, N_CLASSES)], device=length_BD.device)
+    return (length_BD[..., None] >= bounds).sum(-1)
+
+
+def copies_at(tokens_BN: torch.Tensor, texts: Texts, place_BP: torch.Tensor, source_BP: torch.Tensor) -> torch.Tensor:
+    """What is copied into the slots behind each of P places, int64 [B, P, N]; any token in the slots before, and where
+    there is no source. Shared with `weigh_copies`."""
+    N = tokens_BN.shape[1]
+    prefix_B11, place_BP1 = texts.prefix_len_B[:, None, None], place_BP[..., None]
+    source_BP1 = source_BP.clamp(min=0)[..., None]
+    ahead_BPN = (torch.arange(N) - place_BP1 - 1).clamp(min=0)
+    at_BPN = source_BP1 + ahead_BPN % (prefix_B11 + place_BP1 + 1 - source_BP1)
+    in_block_BPN = at_BPN - prefix_B11  # below 0: in the text
+    at = at_BPN.clamp(max=texts.text_QM.shape[1] - 1).flatten(1), in_block_BPN.clamp(0, N - 1).flatten(1)
+    from_text_BPN = texts.text_QM[texts.rows_B.long()[:, None], at[0]].view_as(at_BPN)
+    return torch.where(in_block_BPN >= 0, tokens_BN.gather(1, at[1]).view_as(at_BPN), from_text_BPN)
+
+
+@triton.jit(
+    do_not_specialize=["N", "M"],
+    do_not_specialize_on_alignment=["tokens", "prefix_len", "rows", "source_out", "length_out"],
+)
+def _copy_draft_kernel(
+    tokens, prefix_len, rows, text, counts, drafted, place_out, source_out, length_out, M, N,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK_N)  # [N]; a place and the slot it stands behind are one number
+    n = tl.load(prefix_len + b).to(tl.int32)
+    row = tl.load(rows + b).to(tl.int64)
+    line, block = text + row * M, tokens + b * N
+    own = tl.load(block + slot, mask=slot < N, other=-2)  # [N]
+    best = tl.zeros([BLOCK_N], tl.int32)
+    for start in range(0, tl.where(N > 1, n, 0), BLOCK_M):  # an anchor alone is only written down
+        last = start + tl.arange(0, BLOCK_M)  # [M], where a match ends
+        goes = (slot < N - 1)[:, None] & (last < n)[None]  # [N, M]
+        length = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+        for o in range(_SHORTEST):
+            token = tl.load(line + last - o, mask=(last >= o) & (last < n), other=-1)  # [M]
+            tail = _tail(block, line, slot, n, o, N)  # [N]
+            goes = goes & (token[None] == tail[:, None]) & (token >= 0)[None]
+            length += goes.to(tl.int32)
+        if tl.max(tl.max(length, axis=1), axis=0) == _SHORTEST:
+            for o in range(_SHORTEST, _LONGEST):
+                token = tl.load(line + last - o, mask=(last >= o) & (last < n), other=-1)
+                tail = _tail(block, line, slot, n, o, N)
+                goes = goes & (token[None] == tail[:, None]) & (token >= 0)[None]
+                length += goes.to(tl.int32)
+            found = tl.where(length >= _SHORTEST, (length << _LENGTH_BIT) + last[None] + 1, 0)
+            best = tl.maximum(best, tl.max(found, axis=1))
+    length = best >> _LENGTH_BIT  # [N]
+    source = tl.where(length > 0, best & _POSITION, -1)
+    kind = (length >= 2).to(tl.int32) + (length >= 4) + (length >= 8) + (length >= 16)
+    count = counts + (row * _CLASSES + kind) * 2
+    gain, n_seen = tl.load(count), tl.load(count + 1)
+    prior = tl.where(length >= _RELIABLE, _GAIN, _LOSS)
+    trusted = (length > 0) & (2 * (prior + gain) > n_seen + _STEPS)
+    place = tl.min(tl.where(trusted, slot, N - 1), axis=0)
+    first = tl.maximum(tl.sum(tl.where(slot == place, source, 0), axis=0), 0)
+    at = first + tl.maximum(slot - place - 1, 0) % (n + place + 1 - first)  # [N]
+    from_text = tl.load(line + at, mask=at < n, other=-1).to(tl.int64)
+    from_block = tl.load(block + at - n, mask=(at >= n) & (at - n < N), other=-1)
+    copied = tl.where(at < n, from_text, from_block)
+    drafts = tl.where((slot > place) & (copied >= 0), copied, own)
+    tl.store(drafted + b * N + slot, drafts, mask=slot < N)
+    tl.store(line + n + slot, drafts.to(tl.int32), mask=(slot < N) & (n + slot < M))
+    tl.store(place_out + b, place)
+    tl.store(source_out + b * (N - 1) + slot, source, mask=slot < N - 1)
+    tl.store(length_out + b * (N - 1) + slot, length, mask=slot < N - 1)
+
+
+@triton.jit
+def _tail(block, line, slot, n, o, N):
+    """Token o before the last of each place's tail; nothing's, where there is none."""
+    from_block = tl.load(block + slot - o, mask=(slot >= o) & (slot < N), other=-2).to(tl.int32)
+    from_text = tl.load(line + n + slot - o, mask=(slot < o) & (n + slot >= o), other=-2)
+    return tl.where(slot >= o, from_block, from_text)
+
+
+def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
+    """The kernel: one program per request, over its text."""
+    B, N = tokens_BN.shape
+    int32_2BD = tokens_BN.new_empty(2, B, N - 1, dtype=torch.int32)
+    out = Copied(torch.empty_like(tokens_BN), tokens_BN.new_empty(B, dtype=torch.int32), *int32_2BD)
+    if B:
+        blocks = {"BLOCK_N": triton.next_power_of_2(N), "BLOCK_M": 512}
+        _copy_draft_kernel[(B,)](tokens_BN, *texts, *out, texts.text_QM.shape[1], N, **blocks, num_warps=16)
+    return out
+
+
+COPY_DRAFT = Forms(on_cpu=copy_draft_torch, on_gpu=copy_draft_triton)
+
+
+def copy_draft(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
+    """Continue the guesses of blocks by copies where these are trusted, and write what is verified behind the prefix.
+
+    Args:
+        tokens_BN: int64, the anchor and the block's guesses; N >= 1, B may be 0.
+        texts: the rows are different, which is not checked.
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit.
+    """
+    shapes = Shapes()
+    shapes.check(torch.int64, tokens_BN=tokens_BN)
+    check_texts(shapes, texts)
+    return COPY_DRAFT.form_for(tokens_BN)(tokens_BN, texts)
+
+
+def check_texts(shapes: Shapes, texts: Texts) -> None:
+    """Shared with `weigh_copies`."""
+    shapes.check(torch.int64, prefix_len_B=texts.prefix_len_B)
+    shapes.check(torch.int64, torch.int32, rows_B=texts.rows_B)
+    shapes.check(torch.int32, text_QM=texts.text_QM, counts_QK2=texts.counts_QK2)
+    if shapes["K"] != N_CLASSES or shapes["M"] >= 1 << LENGTH_BIT:
+        raise ValueError(f"{shapes['K']} classes and texts of {shapes['M']}; make it {N_CLASSES}, below 2^{LENGTH_BIT}")

@@ -1,0 +1,208 @@
+"""Count what copies were worth: at every place of a block that the target reached, against the block's own guesses.
+
+Once the target has spoken, what it committed judges every draft there could have been, as far as that goes. With the
+places, sources and lengths of `copy_draft`, for each request:
+
+    own      = guesses of the block that are what was committed, up to the first that is not
+    worth[d] = d + tokens of the copy behind place d that are what was committed there, likewise
+    gain    += worth[d] - own,   n += 1            in the class of length[d], for every place d that was reached
+
+Reached are places with a match, no wrong guess before them, and something committed behind them: of others what would
+be copied there says nothing. Both own and worth are at most what was committed, bonus included, and at most N - 1. When
+n exceeds MEMORY both counts are halved, gain downwards, so that a text that changes is learned anew.
+
+`totals` counts over all requests, for people: by class, blocks that were continued by a copy, and copied drafts that
+were accepted.
+
+Shapes: as `copy_draft`.
+Cost: reads up to D tokens of text for each of D places, 1 kB per request; launch-bound and one launch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from sglang_dflash_kernels.checks import Shapes
+from sglang_dflash_kernels.copy_draft import (
+    N_CLASSES,
+    Copied,
+    Texts,
+    check_texts,
+    class_of,
+    copies_at,
+    length_class,
+)
+from sglang_dflash_kernels.dispatch import Forms
+from torch.nn.functional import pad
+
+MEMORY = 64  # steps a class remembers
+
+_CLASSES, _MEMORY = tl.constexpr(N_CLASSES), tl.constexpr(MEMORY)
+
+
+def weigh_copies_ref(
+    tokens_BN: torch.Tensor,
+    copied: Copied,
+    committed_BN: torch.Tensor,
+    n_committed_B: torch.Tensor,
+    texts: Texts,
+    *,
+    totals_K2: torch.Tensor,
+) -> None:
+    """The definition."""
+    B, N = tokens_BN.shape
+    for b in range(B):
+        row, n = int(texts.rows_B[b]), int(texts.prefix_len_B[b])
+        block, counts_K2 = tokens_BN[b].tolist(), texts.counts_QK2[row]
+        committed = committed_BN[b, : int(n_committed_B[b])].tolist()
+        own = n_agreed(block[1:], committed)
+        for d in range(min(own + 1, N - 1, len(committed))):
+            length, source = int(copied.length_BD[b, d]), int(copied.source_BD[b, d])
+            if length:
+                tail = texts.text_QM[row, :n].tolist() + block[: d + 1]
+                copy = [tail[source + i % (len(tail) - source)] for i in range(N - 1 - d)]
+                counts_K2[length_class(length)] += torch.tensor([d + n_agreed(copy, committed[d:]) - own, 1])
+        counts_K2[counts_K2[:, 1] > MEMORY] >>= 1
+        place = int(copied.place_B[b])
+        if place < N - 1:
+            n_accepted = max(len(committed) - 1 - place, 0)
+            totals_K2[length_class(int(copied.length_BD[b, place]))] += torch.tensor([1, n_accepted])
+
+
+def n_agreed(drafts: list[int], committed: list[int]) -> int:
+    for i, (draft, token) in enumerate(zip(drafts, committed, strict=False)):
+        if draft != token:
+            return i
+    return min(len(drafts), len(committed))
+
+
+def weigh_copies_torch(
+    tokens_BN: torch.Tensor,
+    copied: Copied,
+    committed_BN: torch.Tensor,
+    n_committed_B: torch.Tensor,
+    texts: Texts,
+    *,
+    totals_K2: torch.Tensor,
+) -> None:
+    """All requests and places at once."""
+    D = tokens_BN.shape[1] - 1
+    draft_D = torch.arange(D)
+    is_committed_BD = draft_D < n_committed_B[:, None]
+    said_BD = committed_BN[:, :D]
+    own_B1 = ((tokens_BN[:, 1:] == said_BD) & is_committed_BD).int().cumprod(1).sum(1, keepdim=True)
+    reached_BP = (copied.length_BD > 0) & (draft_D <= own_B1) & is_committed_BD
+    place_BP = draft_D.expand_as(reached_BP)
+    copy_BPD = copies_at(tokens_BN, texts, place_BP, copied.source_BD)[..., 1:]
+    agrees_BPD = ((copy_BPD == said_BD[:, None]) & is_committed_BD[:, None]) | (draft_D < draft_D[:, None])
+    gain_BP = agrees_BPD.int().cumprod(2).sum(2) - own_B1
+    rows_B, counts_QK2 = texts.rows_B.long(), texts.counts_QK2
+    change_BP2 = (torch.stack([gain_BP, torch.ones_like(gain_BP)], 2) * reached_BP[..., None]).int()
+    counts_QK2.index_put_((rows_B[:, None], class_of(copied.length_BD)), change_BP2, accumulate=True)
+    is_copied_B1 = copied.place_B[:, None] < D
+    class_B1 = pad(class_of(copied.length_BD), (0, 1)).gather(1, copied.place_B[:, None].long())
+    accepted_B1 = (n_committed_B - 1 - copied.place_B).clamp(min=0)[:, None]
+    copies_B12 = torch.stack([torch.ones_like(accepted_B1), accepted_B1], 2) * is_copied_B1[..., None]
+    totals_K2.index_put_((class_B1,), copies_B12.to(totals_K2.dtype), accumulate=True)
+    mine_BK2 = counts_QK2[rows_B]
+    counts_QK2[rows_B] = mine_BK2 >> (mine_BK2[..., 1:] > MEMORY).int()
+
+
+@triton.jit(
+    do_not_specialize=["N", "M"],
+    do_not_specialize_on_alignment=["tokens", "committed", "n_committed", "prefix_len", "rows", "source", "length"],
+)
+def _weigh_copies_kernel(
+    tokens, committed, n_committed, places, source, length, prefix_len, rows, text, counts, totals, M, N,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK_N)  # [N], drafts, and places
+    D = N - 1
+    n = tl.load(prefix_len + b).to(tl.int32)
+    row = tl.load(rows + b).to(tl.int64)
+    block = tokens + b * N
+    n_said = tl.minimum(tl.load(n_committed + b), D)
+    counted = i < n_said
+    said = tl.load(committed + b * N + i, mask=counted, other=-1)
+    own = _n_agreed(tl.load(block + 1 + i, mask=i < D, other=-2), said, i, D)
+    kind = tl.arange(0, BLOCK_K)
+    gain, steps = tl.zeros([BLOCK_K], tl.int32), tl.zeros([BLOCK_K], tl.int32)
+    for d in range(tl.minimum(own + 1, n_said)):
+        matched = tl.load(length + b * D + d)
+        first = tl.maximum(tl.load(source + b * D + d), 0)
+        at = first + tl.maximum(i - d, 0) % (n + d + 1 - first)
+        from_text = tl.load(text + row * M + at, mask=at < n, other=-1).to(tl.int64)
+        from_block = tl.load(block + at - n, mask=(at >= n) & (at - n < N), other=-1)
+        copy = tl.where(i < d, said, tl.where(at < n, from_text, from_block))
+        worth = _n_agreed(tl.where(counted, copy, -2), said, i, D)
+        mine = (kind == (matched >= 4).to(tl.int32) + (matched >= 8) + (matched >= 16) + 1) & (matched > 0)
+        gain += tl.where(mine, worth - own, 0)
+        steps += mine.to(tl.int32)
+    count = counts + (row * _CLASSES + kind) * 2
+    inside = kind < _CLASSES
+    gain += tl.load(count, mask=inside, other=0)
+    steps += tl.load(count + 1, mask=inside, other=0)
+    half = (steps > _MEMORY).to(tl.int32)
+    tl.store(count, gain >> half, mask=inside)
+    tl.store(count + 1, steps >> half, mask=inside)
+    place = tl.load(places + b)
+    matched = tl.load(length + b * D + place, mask=place < D, other=0)
+    total = totals + ((matched >= 4).to(tl.int32) + (matched >= 8) + (matched >= 16) + 1) * 2
+    tl.atomic_add(total, 1, mask=place < D)
+    tl.atomic_add(total + 1, tl.maximum(tl.load(n_committed + b) - 1 - place, 0), mask=place < D)
+
+
+@triton.jit
+def _n_agreed(draft, said, i, D):
+    """How many of the first drafts are what was said; behind that something is said to be -1, and drafted as -2."""
+    return tl.min(tl.where((draft == said) & (i < D), D, tl.minimum(i, D)), axis=0)
+
+
+def weigh_copies_triton(
+    tokens_BN: torch.Tensor,
+    copied: Copied,
+    committed_BN: torch.Tensor,
+    n_committed_B: torch.Tensor,
+    texts: Texts,
+    *,
+    totals_K2: torch.Tensor,
+) -> None:
+    """The kernel: one program per request."""
+    B, N = tokens_BN.shape
+    if not B or N == 1:
+        return
+    step = tokens_BN, committed_BN, n_committed_B, copied.place_B, copied.source_BD, copied.length_BD
+    blocks = {"BLOCK_N": triton.next_power_of_2(N), "BLOCK_K": triton.next_power_of_2(N_CLASSES)}
+    _weigh_copies_kernel[(B,)](*step, *texts, totals_K2, texts.text_QM.shape[1], N, **blocks, num_warps=1)
+
+
+WEIGH_COPIES = Forms(on_cpu=weigh_copies_torch, on_gpu=weigh_copies_triton)
+
+
+def weigh_copies(
+    tokens_BN: torch.Tensor,
+    copied: Copied,
+    committed_BN: torch.Tensor,
+    n_committed_B: torch.Tensor,
+    texts: Texts,
+    *,
+    totals_K2: torch.Tensor,
+) -> None:
+    """Add to `texts.counts_QK2`, and to `totals_K2`, what a step showed. B may be 0.
+
+    Args:
+        tokens_BN: int64, the block's own guesses, which `copied` was made of.
+        committed_BN, n_committed_B: int64 and int32, as `accept` has them.
+        texts: as `copy_draft` was given them.
+        totals_K2: int32, added to; it goes round after 2^31.
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit.
+    """
+    shapes = Shapes()
+    shapes.check(torch.int64, tokens_BN=tokens_BN, committed_BN=committed_BN)
+    shapes.check(torch.int32, n_committed_B=n_committed_B, place_B=copied.place_B, totals_K2=totals_K2)
+    shapes.check(torch.int32, source_BD=copied.source_BD, length_BD=copied.length_BD)
+    check_texts(shapes, texts)
+    if shapes["D"] != shapes["N"] - 1:
+        raise ValueError(f"{shapes['D']} places in blocks of {shapes['N']}; pass what copy_draft made of them")
+    WEIGH_COPIES.form_for(tokens_BN)(tokens_BN, copied, committed_BN, n_committed_B, texts, totals_K2=totals_K2)

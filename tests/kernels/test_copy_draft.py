@@ -1,0 +1,178 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sglang_dflash_kernels.copy_draft import (
+    LONGEST,
+    N_CLASSES,
+    Copied,
+    Texts,
+    copy_draft,
+    copy_draft_ref,
+    copy_draft_torch,
+    copy_draft_triton,
+    length_class,
+)
+
+FORMS = pytest.mark.parametrize(
+    "form", [copy_draft_ref, copy_draft_torch, copy_draft_triton], ids=["definition", "torch", "kernel"]
+)
+ALWAYS, NEVER = 100, -100  # gains that leave no doubt
+
+
+def counts(n_rows: int, gain: int = 0) -> torch.Tensor:
+    counts_QK2 = torch.zeros(n_rows, N_CLASSES, 2, dtype=torch.int32)
+    counts_QK2[..., 0] = gain
+    return counts_QK2
+
+
+def one(form, text: list[int], block: list[int], gain: int = 0, room: int = 64) -> tuple[Copied, list[int]]:
+    """One request in row 1 of a table, and what its row says afterwards."""
+    text_QM = torch.full((3, room), 77, dtype=torch.int32)
+    text_QM[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
+    got = form(torch.tensor([block]), Texts(torch.tensor([len(text)]), torch.tensor([1]), text_QM, counts(3, gain)))
+    assert (text_QM[[0, 2]] == 77).all()
+    return got, text_QM[1].tolist()
+
+
+@FORMS
+def test_hand_worked_copies(form) -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+    # Anchor 3 ends a run of 1 2 3: 4 5 6 7 came after it.
+    got, row = one(form, text, [3, 0, 0, 0, 0], ALWAYS)
+    assert got.tokens_BN.tolist() == [[3, 4, 5, 6, 7]]
+    assert (got.place_B.tolist(), got.source_BD.tolist(), got.length_BD.tolist()) == (
+        [0], [[3, -1, -1, -1]], [[3, 0, 0, 0]],
+    )  # fmt: skip
+    assert row[:17] == [*text, 3, 4, 5, 6, 7, 77]
+    # A run of three is not trusted before it has shown anything: the block stays as it is.
+    got, row = one(form, text, [3, 0, 0, 0, 0])
+    assert (got.tokens_BN.tolist(), got.place_B.tolist()) == ([[3, 0, 0, 0, 0]], [4])
+    assert row[11:16] == [3, 0, 0, 0, 0]
+
+
+@FORMS
+def test_a_copy_goes_on_behind_the_blocks_own_guesses(form) -> None:
+    """The anchor is new; the guesses 4 5 6 lead back into the text."""
+    got, _ = one(form, [3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], ALWAYS)
+    assert got.tokens_BN.tolist() == [[2, 4, 5, 6, 7, 8, 9]]
+    assert (got.place_B.tolist(), got.source_BD.tolist()) == ([3], [[-1, -1, -1, 4, -1, -1]])
+
+
+@FORMS
+def test_a_copy_that_reaches_the_end_goes_round(form) -> None:
+    got, _ = one(form, [9, 1, 2, 1, 2, 1], [2, 0, 0, 0, 0, 0], ALWAYS)
+    assert got.tokens_BN.tolist() == [[2, 1, 2, 1, 2, 1]]
+    assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (5, 4)
+
+
+@FORMS
+def test_the_longest_match_wins_and_of_equal_ones_the_latest(form) -> None:
+    longer_first = [8, 1, 2, 3, 40, 1, 2, 3, 50, 9, 8, 1, 2]
+    assert one(form, longer_first, [3, 0], ALWAYS)[0].tokens_BN.tolist() == [[3, 40]]
+    equal = [7, 1, 2, 3, 40, 6, 1, 2, 3, 50, 9, 8, 1, 2]
+    assert one(form, equal, [3, 0], ALWAYS)[0].tokens_BN.tolist() == [[3, 50]]
+
+
+@FORMS
+def test_lengths_are_counted_up_to_the_longest_and_the_texts_start(form) -> None:
+    run = list(range(30))
+    got, _ = one(form, [*run, 99, *run[:-1]], [29, 0])
+    assert got.length_BD.tolist() == [[LONGEST]]
+    assert got.tokens_BN.tolist() == [[29, 99]]  # long enough to be trusted at once
+    got, _ = one(form, [5, 6, 7, 8, 5, 6, 7], [8, 0])  # before 5 there is nothing, which matches nothing
+    assert (got.length_BD.tolist(), got.source_BD.tolist()) == ([[4]], [[4]])
+
+
+@FORMS
+@pytest.mark.parametrize("length", [3, 4, 7, 8, 15, 16])
+def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
+    """Worth more than half a token a step, the two steps that are assumed included."""
+    run = list(range(100, 100 + length))
+    text, block = [1, *run, 2, 3, *run[:-1]], [run[-1], 0]
+    prior = 2 if length >= 8 else -1
+
+    def takes(gain: int, n: int, other: int) -> bool:
+        counts_QK2 = counts(2, other)
+        counts_QK2[1, length_class(length)] = torch.tensor([gain, n])
+        text_QM = torch.zeros(2, 64, dtype=torch.int32)
+        text_QM[1, : len(text)] = torch.tensor(text)
+        texts = Texts(torch.tensor([len(text)]), torch.tensor([1]), text_QM, counts_QK2)
+        return form(torch.tensor([block]), texts).place_B.tolist() == [0]
+
+    for n in (0, 10):
+        enough = (2 + n) // 2 - 2 * prior + 1
+        assert takes(enough, n, NEVER)
+        assert not takes(enough - 1, n, ALWAYS)
+
+
+@FORMS
+def test_what_is_no_text_is_neither_matched_nor_copied(form) -> None:
+    got, _ = one(form, [1, -1, -1, -1, 5, 1, -1, -1], [-1, 0], ALWAYS)
+    assert got.place_B.tolist() == [1]
+    got, _ = one(form, [1, 2, 3, 4, -1, 6, 9, 1, 2], [3, 60, 61, 62], ALWAYS)
+    assert got.tokens_BN.tolist() == [[3, 4, 61, 6]]
+
+
+@FORMS
+def test_nothing_is_written_behind_a_row(form) -> None:
+    got, row = one(form, [1, 2, 3, 1, 2], [3, 0, 0, 0], ALWAYS, room=7)
+    assert row == [1, 2, 3, 1, 2, 3, 1]
+    assert got.tokens_BN.tolist() == [[3, 1, 2, 3]]
+
+
+@FORMS
+def test_a_block_of_the_anchor_alone_is_noted(form) -> None:
+    got, row = one(form, [1, 2, 3], [4], room=8)
+    assert (got.tokens_BN.tolist(), got.place_B.tolist(), got.source_BD.shape) == ([[4]], [0], (1, 0))
+    assert row == [1, 2, 3, 4, 77, 77, 77, 77]
+
+
+def drawn(B: int, N: int, n_text: int, n_words: int, device: str = "cpu") -> tuple[torch.Tensor, Texts]:
+    """Texts of few words, some of which are none; rows in no order, longer than the text."""
+    Q = 2 * B + 1
+    text_QM = torch.randint(-1, n_words, (Q, n_text + N // 2 + 1), device=device, dtype=torch.int32)
+    counts_QK2 = torch.randint(-12, 13, (Q, N_CLASSES, 2), device=device, dtype=torch.int32)
+    prefix_len_B, rows_B = torch.randint(0, n_text + 1, (B,), device=device), torch.randperm(Q, device=device)[:B]
+    tokens_BN = torch.randint(0, n_words, (B, N), device=device)
+    return tokens_BN, Texts(prefix_len_B, rows_B, text_QM, counts_QK2)
+
+
+def assert_same(form, tokens_BN: torch.Tensor, texts: Texts) -> None:
+    both = texts._replace(text_QM=texts.text_QM.clone()), texts._replace(text_QM=texts.text_QM.clone())
+    got, want = (f(tokens_BN, its) for f, its in zip((form, copy_draft_ref), both, strict=True))
+    for name, got_field, want_field in zip(Copied._fields, got, want, strict=True):
+        assert got_field.dtype == want_field.dtype, name
+        assert torch.equal(got_field, want_field), name
+    assert torch.equal(*(its.text_QM for its in both))
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_torch_form_is_the_definition(data) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 1 << 30)))
+    sizes = [data.draw(st.integers(*bounds)) for bounds in ((0, 3), (1, 8), (0, 40), (1, 3))]
+    assert_same(copy_draft_torch, *drawn(*sizes))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(0, 4, 10, 2), (1, 1, 5, 2), (2, 16, 700, 3), (3, 12, 513, 2), (5, 8, 60, 2), (4, 5, 1, 2), (2, 2, 0, 1)]
+)
+def test_the_kernel_is_the_definition(sizes, device) -> None:
+    torch.manual_seed(sum(sizes))
+    for _ in range(3):
+        assert_same(copy_draft_triton, *drawn(*sizes, device=device))
+
+
+def test_int32_rows_and_what_does_not_fit() -> None:
+    tokens_BN, texts = drawn(2, 4, 20, 2)
+    copy_draft(tokens_BN, texts._replace(rows_B=texts.rows_B.int()))
+    with pytest.raises(ValueError, match=r"tokens_BN is torch\.int32"):
+        copy_draft(tokens_BN.int(), texts)
+    for said, wrong in {
+        "text_QM is torch.int64": texts._replace(text_QM=texts.text_QM.long()),
+        "prefix_len_B has shape": texts._replace(prefix_len_B=texts.prefix_len_B[:1]),
+        "3 classes": texts._replace(counts_QK2=texts.counts_QK2[:, :3].contiguous()),
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            copy_draft(tokens_BN, wrong)
