@@ -30,6 +30,7 @@ class DFlashConfig:
         draft_window: context tokens a request's draft keeps, and sees; None: all. The smaller of
             `--speculative-draft-window-size` and, where every draft layer slides, the checkpoint's sliding window.
         draft_attention_backend: resolved by `backends`.
+        disaggregation: `--disaggregation-mode`.
         draft: what the checkpoint says.
     """
 
@@ -38,6 +39,7 @@ class DFlashConfig:
     dtype: str
     draft_window: int | None
     draft_attention_backend: str
+    disaggregation: str
     draft: Checkpoint
 
     @classmethod
@@ -78,6 +80,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> DFl
         draft_quantization=None if arguments.draft_quantization == "unquant" else arguments.draft_quantization,
         dtype=_dtype(arguments, target, draft),
         draft_window=draft_window,
+        disaggregation=arguments.disaggregation,
         draft_attention_backend=backends.resolve(
             asked=arguments.draft_backend,
             target=arguments.target_backend,

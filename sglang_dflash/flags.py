@@ -47,6 +47,12 @@ class WidthPolicy(StrEnum):
     RANDOM = "random"
 
 
+class Copy(StrEnum):
+    AUTO = "auto"
+    OFF = "off"
+    ON = "on"
+
+
 @dataclass(frozen=True)
 class Flags:
     """The values in effect.
@@ -57,6 +63,7 @@ class Flags:
         width_policy: who decides how many tokens of a block are verified.
         widths: those it may choose from, ascending; empty: its own.
         width_trace: the directory every step's width is written to; None: nothing is written.
+        copy: whether blocks are continued by copies of the request's own text.
         rehearse: see `Rehearse`.
         probe: our worker tells what it looks like inside, see `prove/probe.py`.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
@@ -67,6 +74,7 @@ class Flags:
     width_policy: WidthPolicy
     widths: tuple[int, ...]
     width_trace: Path | None
+    copy: Copy
     rehearse: Rehearse
     probe: bool
     overlap: bool
@@ -121,6 +129,13 @@ FLAGS = (
         "directory.",
         pattern="/.+",
         example="/a/directory",
+    ),
+    Flag(
+        "SGLANG_DFLASH_COPY",
+        "off",
+        tuple(Copy),
+        "Continue a block's guesses by what stood behind the same tokens earlier in the request's own text, where that "
+        "has been worth more: `auto` wherever it can be, `on` likewise, and a server that cannot is refused.",
     ),
     Flag(
         "SGLANG_DFLASH_REHEARSE",
@@ -186,6 +201,7 @@ def read(environ: Mapping[str, str]) -> Flags:
         gdn_state=GdnState(raw["SGLANG_DFLASH_GDN_STATE"]),
         **_widths(raw["SGLANG_DFLASH_WIDTHS"]),
         width_trace=None if trace == "off" else Path(trace),
+        copy=Copy(raw["SGLANG_DFLASH_COPY"]),
         rehearse=_rehearse(raw["SGLANG_DFLASH_REHEARSE"], worker),
         probe=Probe(raw["SGLANG_DFLASH_PROBE"]) is Probe.ON,
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),

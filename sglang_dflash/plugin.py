@@ -94,6 +94,7 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
     from sglang_dflash.host.target_models import complete
     from sglang_dflash.memory.draft_kv import draft_kv
     from sglang_dflash.memory.records import count_records
+    from sglang_dflash.memory.texts import are_kept, beside_texts
 
     hooks: Hooks = {
         HOOKS["validate_request"]: (admit, HookType.AROUND),
@@ -116,6 +117,8 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
         hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
     kv = draft_kv(config.draft_window, config.block_size)
     set_hooks(hooks | {HOOKS[name]: hook for name, hook in kv.hooks(recurrent=target.recurrent).items()})
+    if are_kept(flags.read(os.environ).copy, config.disaggregation):
+        set_hooks({HOOKS["kv_bytes"]: (beside_texts, HookType.AROUND)})
     complete(target.architecture)
 
 
@@ -169,11 +172,14 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     from sglang_dflash.config import DFlashConfig
+    from sglang_dflash.memory.texts import check_copy
     from sglang_dflash.width.chooser import candidates
 
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
-    candidates(flags.read(os.environ), config.block_size)  # raises when one is not within the block
+    ours = flags.read(os.environ)
+    candidates(ours, config.block_size)  # raises when one is not within the block
+    check_copy(ours.copy, config.disaggregation)
     # Written out, so that SGLang's own resolution finds them decided and does not fall back to others.
     declare_resolution(
         server_args,

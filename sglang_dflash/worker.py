@@ -3,6 +3,7 @@
     width      how much of the block to verify   width/chooser.py
     plan       where the block goes              stages/planner.py
     draft      guess the block                   stages/drafter.py, draft/sglang_model.py
+    copy       go on as the text did before      stages/copier.py
     verify     the target scores it              stages/verifier.py
     choose     the target's own tokens           stages/choice.py
     accept     the agreed prefix, one more       kernels/accept.py
@@ -161,6 +162,7 @@ class DFlashWorker(BaseSpecWorker):
             self.draft_kv.slots(target, draft),
             (self.state, self.state_for),
             widths=widths_of(self.flags, target, config.block_size),
+            copy=self.flags.copy,
             block_size=config.block_size,
             mask_token_id=config.draft.mask_token_id,
             on_host=on_host,
@@ -171,13 +173,8 @@ class DFlashWorker(BaseSpecWorker):
         n_requests, widths = target.max_running_requests, sorted(self.stages.verifier.engines)
         with own_states(target.req_to_token_pool, n_requests):
             dry_run.warm_up(widths, n_requests)
-            policy = make_policy(
-                self.flags.width_policy,
-                widths,
-                n_requests=n_requests,
-                seconds=dry_run.seconds,
-                agree=from_first_rank(get_dp_tp_group()),
-            )
+            agree, kind = from_first_rank(get_dp_tp_group()), self.flags.width_policy
+            policy = make_policy(kind, widths, n_requests=n_requests, seconds=dry_run.seconds, agree=agree)
         dry_run.end()
         self.width = Chooser(policy, Trace(self.flags.width_trace).add if self.flags.width_trace else None)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
@@ -235,6 +232,7 @@ class DFlashWorker(BaseSpecWorker):
         # At once, so that a prefix the scheduler now puts into the radix cache has its draft K/V.
         output = result.logits_output
         self.stages.context_kv.append_prompt(batch, output.hidden_states)
+        self.stages.copier.read(batch)
         output.hidden_states = hidden_states_of_prompts(batch, output)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = DraftInput(bonus_tokens=anchor_B, new_seq_lens=batch.seq_lens)
@@ -248,11 +246,12 @@ class DFlashWorker(BaseSpecWorker):
         width = self.width.decide(rids)
         plan = calls.plan(batch, width)
         self.stages.context_kv.before_draft(plan)
-        tokens_BN = calls.draft(plan, graphs=batch.can_run_decode_cuda_graph)
+        tokens_BN = calls.copy(plan, calls.draft(plan, graphs=batch.can_run_decode_cuda_graph))
         target = calls.verify(batch, plan, tokens_BN)
         target_BN = calls.choose(batch, plan, tokens_BN, target, grammar_barrier)
         accepted = calls.accept(tokens_BN, target_BN, plan.prefix_len_B)
         self.stages.choice.remember(batch, accepted)
+        calls.weigh(accepted)
         calls.commit(batch, plan, accepted.n_committed_B)
         publish(accepted.next_prefix_len_B)
         calls.append(rids, plan, target.features_TC, accepted.n_committed_B)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from sglang_dflash.draft.generation import Step, ended
+from sglang_dflash.model.copies import Copies, NoCopies
 from sglang_dflash.model.draft import ContextKV, Draft
 from sglang_dflash.model.target import TargetReader, check_pair
 
@@ -30,6 +31,7 @@ class Options:
     draft_window: context tokens the draft sees, as `--speculative-draft-window-size`; None for all.
     page_size: the window begins where a page does, as SGLang's paged backends need it, and may be longer by page - 1.
     n_unseen: tokens at the start that the draft never sees, as those of a cached prefix when it keeps a window's ring.
+    copies: continue the block's guesses by copies of the text, see `kernels/copy_draft.py`.
     generator: of the samples at temperature > 0, on the target's device; None takes torch's own.
     """
 
@@ -41,6 +43,7 @@ class Options:
     draft_window: int | None = None
     page_size: int = 1
     n_unseen: int = 0
+    copies: bool = False
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
@@ -71,11 +74,13 @@ def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, o
     reading = reader.read(input_ids)
     anchor = choose(reading.logits_1SV[0, -1:], options)  # int64 [1], still on the device
     context = draft.context_kv(reading.features_1SC.to(draft.dtype))
+    copies = Copies(input_ids[0].tolist()) if options.copies else NoCopies()
     n_left = options.max_new_tokens
     step = ended(Step(anchor.tolist(), 0), options.stop_token_ids, n_left)
     yield step
     while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
-        tokens_N = draft_block(draft, target, anchor, context, (N, options.window(context.n_tokens)))[:width]
+        block_N = draft_block(draft, target, anchor, context, (N, options.window(context.n_tokens)))
+        tokens_N = copies.copy(block_N[:width])
         reading, undo = reader.read_block(tokens_N[None])
         target_N = choose(reading.logits_1SV[0], options)
         n_accepted = int((tokens_N[1:] == target_N[:-1]).long().cumprod(0).sum())
@@ -85,8 +90,9 @@ def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, o
         kept_1SC = reading.features_1SC[:, :n_committed].to(draft.dtype)
         context = context.append(draft.context_kv(kept_1SC, first_position=context.n_tokens))
         anchor = target_N[n_accepted : n_accepted + 1]
-        step = ended(Step(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
-        yield step
+        step = Step(target_N[:n_committed].tolist(), n_accepted)
+        copies.weigh(step)
+        yield (step := ended(step, options.stop_token_ids, n_left))
 
 
 def draft_block(

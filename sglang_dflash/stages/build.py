@@ -9,11 +9,12 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_disagg, get_memory
 from sglang_dflash_kernels.accept import ACCEPT
 
-from sglang_dflash.flags import Flags
+from sglang_dflash.flags import Copy, Flags
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.stages.calls import Stages
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.context_kv import ContextKV
+from sglang_dflash.stages.copier import make_copier
 from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.stages.dry_run import reserve_bytes
 from sglang_dflash.stages.engines import build_engines
@@ -43,6 +44,7 @@ def build_stages(
     states: tuple[State, Callable[[int], State]],
     *,
     widths: Sequence[int],
+    copy: Copy,
     block_size: int,
     mask_token_id: int,
     on_host: bool,
@@ -77,5 +79,8 @@ def build_stages(
             n_requests=target.max_running_requests,
             block_size=block_size,
             may_wait=slots_are_ours(),
+        ),
+        copier=make_copier(
+            copy, get_disagg().disaggregation_mode, planner.req_to_token, target.model_config.vocab_size
         ),
     )

@@ -10,6 +10,7 @@ from sglang_dflash_kernels.accept import Accepted
 
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.context_kv import ContextKV
+from sglang_dflash.stages.copier import Copier
 from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.stages.planner import Planner
 from sglang_dflash.stages.verifier import Verifier
@@ -25,14 +26,17 @@ class Stages(NamedTuple):
     choice: Choice
     accept: Accept
     context_kv: ContextKV
+    copier: Copier
 
     def calls(self) -> Calls:
         return Calls(
             plan=self.planner.plan,
             draft=self.drafter.draft,
+            copy=self.copier.copy,
             verify=self.verifier.verify,
             choose=self.choice.choose,
             accept=self.accept,
+            weigh=self.copier.weigh,
             commit=self.verifier.commit,
             append=self.context_kv.append,
         )
@@ -44,8 +48,10 @@ class Calls(NamedTuple):
 
     plan: Callable[..., Plan]
     draft: Callable[..., torch.Tensor]
+    copy: Callable[[Plan, torch.Tensor], torch.Tensor]
     verify: Callable[..., Target]
     choose: Callable[..., torch.Tensor]
     accept: Accept
+    weigh: Callable[[Accepted], None]
     commit: Callable[..., None]
     append: Callable[..., None]

@@ -113,8 +113,9 @@ class DryRun:
             seen.kv.bind(forward_batch, self.runner.kv_index_translator)
             output = stages.verifier.forward(forward_batch).logits_output
             logits_TV, features_TC = output.next_token_logits, output.hidden_states
-            tokens_BN = plan.verified.tokens_BN
+            tokens_BN = stages.copier.copy(plan, plan.verified.tokens_BN)
             accepted = stages.accept(tokens_BN, logits_TV.argmax(dim=-1).view(tokens_BN.shape), plan.prefix_len_B)
+            stages.copier.weigh(accepted)
             stages.verifier.commit(batch, plan, accepted.n_committed_B)
             stages.context_kv.append(DUMMY * n_requests, plan, features_TC, accepted.n_committed_B)
             return logits_TV, features_TC

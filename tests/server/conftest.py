@@ -30,8 +30,8 @@ from tests.server.lib.variants import VARIANTS
 
 FIRST_PORT = 31300
 MAX_LIVE = 4  # about 2.5 GiB each, in each of two processes
-# Steps are compared with the plain-torch draft's, which verifies whole blocks.
-WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed"}
+# Steps are compared with the plain-torch draft's, which verifies whole blocks and copies nothing.
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
 SECOND = {"hybrid": tiny.HYBRID_2, "dense": tiny.DENSE_2}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash import flags
-from sglang_dflash.flags import Flags, GdnState, Rehearse, WidthPolicy, Worker
+from sglang_dflash.flags import Copy, Flags, GdnState, Rehearse, WidthPolicy, Worker
 
 README = Path(__file__).parents[2] / "env" / "README.md"
 
@@ -17,6 +17,7 @@ def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
         width_policy=WidthPolicy.AUTO,
         widths=(),
         width_trace=None,
+        copy=Copy.OFF,
         rehearse=Rehearse(),
         probe=False,
         overlap=True,

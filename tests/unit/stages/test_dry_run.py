@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang_dflash_kernels.accept import accept_ref
+from sglang_dflash_kernels.accept import Accepted, accept_ref
 from sglang_dflash_kernels.penalise import Asked, penalise_ref
 
 from sglang_dflash.stages import dry_run
@@ -65,6 +65,13 @@ class Recorded:
         assert len(features_TC) == plan.n_requests * plan.width
         self.calls.add(("append", plan.n_requests, plan.width))
 
+    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
+        self.calls.add(("copy", *tokens_BN.shape))
+        return tokens_BN
+
+    def weigh(self, accepted: Accepted) -> None:
+        self.calls.add(("weigh", *accepted.committed_BN.shape))
+
     def before_draft(self, plan: Plan) -> None:
         assert plan.drafted is not None
         self.calls.add(("catch up", plan.n_requests))
@@ -92,7 +99,7 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple
     recorded = Recorded()
     recorded.block_size, recorded.penalties = BLOCK, recorded  # type: ignore[attr-defined]
     recorded.worker = SimpleNamespace(model_runner=runner)  # type: ignore[attr-defined]
-    stages = Stages(recorded, recorded, recorded, recorded, accept_ref, recorded)  # type: ignore[arg-type]
+    stages = Stages(recorded, recorded, recorded, recorded, accept_ref, recorded, recorded)  # type: ignore[arg-type]
     return DryRun(stages, on_host=device == "cpu"), recorded
 
 
@@ -107,7 +114,9 @@ def test_every_kind_of_step_runs_dry(
     dry.on_host = device == "cpu"  # tensors are made there all the same
     dry.warm_up(widths, n_requests=3)
     want = {("commit", size, width, tracks) for size in sizes for width in widths}
-    want |= {(stage, size, width) for stage in ("append", "penalise") for size in sizes for width in widths}
+    want |= {
+        (stage, size, width) for stage in ("append", "penalise", "copy", "weigh") for size in sizes for width in widths
+    }
     want |= {(stage, size) for stage in ("draft", "catch up") for size in sizes}
     assert want <= recorded.calls
     assert recorded.calls - want <= {("append", size, 1) for size in sizes}  # those that are caught up

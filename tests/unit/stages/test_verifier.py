@@ -11,6 +11,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash_kernels.accept import accept_ref
 
 from sglang_dflash import worker as worker_module
+from sglang_dflash.stages.copier import NoCopies
 from sglang_dflash.stages.state import NoState
 from sglang_dflash.stages.verifier import Verifier, WidthEngine
 from sglang_dflash.step import Block, Plan, Target
@@ -51,6 +52,7 @@ def test_prompts_are_read_with_sglangs_own_backend() -> None:
         verifier=verifier,
         choice=SimpleNamespace(begin=lambda batch: None, anchors=lambda batch, drawn: drawn),
         context_kv=SimpleNamespace(append_prompt=lambda batch, features: None),
+        copier=NoCopies(),
     )
     batch = SimpleNamespace(seq_lens=torch.ones(1, dtype=torch.int64), return_hidden_states=False)
     for width in (4, 1):

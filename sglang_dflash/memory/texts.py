@@ -1,0 +1,47 @@
+"""The texts that copies are taken from: which servers keep them, and how many bytes they take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import Copy
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 4  # int32
+
+
+def why_no_copies(disaggregation: str) -> str:
+    """Why a server of that `--disaggregation-mode` cannot copy; empty: it can."""
+    if disaggregation == "decode":
+        return "another server reads the prompts, and their text does not come along"
+    if disaggregation == "prefill":
+        return "it reads prompts and decodes nothing"
+    return ""
+
+
+def check_copy(copy: Copy, disaggregation: str) -> None:
+    """Raises NotSupported: copies are asked for, and cannot be."""
+    if copy is Copy.ON and (reason := why_no_copies(disaggregation)):
+        raise NotSupported(f"SGLANG_DFLASH_COPY=on: {reason}; set it to auto or off")
+
+
+def are_kept(copy: Copy, disaggregation: str) -> bool:
+    return copy is not Copy.OFF and not why_no_copies(disaggregation)
+
+
+def text_bytes(n_requests: int, context: int) -> int:
+    """Of a row for each request, and SGLang's row of padding."""
+    return (n_requests + 1) * context * TOKEN_BYTES
+
+
+def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:
+    """AROUND `KVCacheConfigurator._profile_available_bytes`: bytes that are left beside the texts, on this rank."""
+    from sglang.srt.runtime_context import get_schedule
+
+    n_bytes = text_bytes(get_schedule().max_running_requests, configurator.model_config.context_len)
+    logger.info("copies: texts of all requests take %.2f MiB", n_bytes / 2**20)
+    return stock(configurator, pre_model_load_memory) - n_bytes

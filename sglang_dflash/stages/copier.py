@@ -1,0 +1,100 @@
+"""Copy: continue the block's guesses by what stood behind the same tokens earlier in the request's own text.
+
+Texts are kept where they are searched, on the device: a row of the request table has a row of text. A prompt is written
+when it has been read, whatever of it was found in a cache; a step writes what it verifies, of which the next step's
+prefix says how much was kept.
+
+Whether a copy is taken, and from which place of the block on, each request decides by what copies were worth in its
+own steps (`kernels/copy_draft.py`, `kernels/weigh_copies.py`). The target verifies one chain as before, so nothing else
+of a step knows of copies.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.utils import async_h2d
+from sglang_dflash_kernels.accept import Accepted
+from sglang_dflash_kernels.copy_draft import COPY_DRAFT, N_CLASSES, Copied, Texts
+from sglang_dflash_kernels.weigh_copies import WEIGH_COPIES
+
+from sglang_dflash.flags import Copy
+from sglang_dflash.memory.texts import are_kept
+from sglang_dflash.step import Plan
+
+NO_TEXT = -1  # where a picture stands SGLang has a number that is no token
+
+
+class Copier(Protocol):
+    def read(self, batch: ScheduleBatch) -> None:
+        """After a prompt, or a part of one, has been read."""
+
+    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
+        """What is verified: the block's guesses (int64 [B, width], slot 0 the anchor) up to a place, then a copy."""
+
+    def weigh(self, accepted: Accepted) -> None:
+        """What became of the last copy."""
+
+
+class NoCopies:
+    def read(self, batch: ScheduleBatch) -> None:
+        return
+
+    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
+        return tokens_BN
+
+    def weigh(self, accepted: Accepted) -> None:
+        return
+
+
+class Step(NamedTuple):
+    """A step between `copy` and `weigh`."""
+
+    tokens_BN: torch.Tensor  # the block's own guesses
+    copied: Copied
+    texts: Texts
+
+
+class TextCopies:
+    """Invariant, where a step begins: of the request in row r, text_QM[r, :prefix_len] is the text."""
+
+    def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
+        """`req_to_token`: SGLang's request table [Q, M]."""
+        self.vocab_size, self.device = vocab_size, req_to_token.device
+        self.text_QM = torch.zeros_like(req_to_token, dtype=torch.int32)
+        self.counts_QK2 = torch.zeros(len(req_to_token), N_CLASSES, 2, dtype=torch.int32, device=self.device)
+        self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # of all requests
+        self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
+        self.step: Step | None = None  # None: nothing was drafted
+
+    def read(self, batch: ScheduleBatch) -> None:
+        rows = [req.kv.req_pool_idx for req in batch.reqs]
+        texts = [np.asarray(req.get_fill_ids()) for req in batch.reqs]
+        text_T = async_h2d(
+            np.concatenate([np.where(text < self.vocab_size, text, NO_TEXT) for text in texts]),
+            dtype=torch.int32,
+            device=self.device,
+        )
+        for row, text in zip(rows, text_T.split([len(text) for text in texts]), strict=True):
+            self.text_QM[row, : len(text)] = text
+        self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
+
+    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
+        texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
+        copied = self.copy_draft(tokens_BN, texts)
+        self.step = Step(tokens_BN, copied, texts) if plan.width > 1 else None
+        return copied.tokens_BN
+
+    def weigh(self, accepted: Accepted) -> None:
+        if self.step is not None:
+            tokens_BN, copied, texts = self.step
+            said = accepted.committed_BN, accepted.n_committed_B
+            self.weigh_copies(tokens_BN, copied, *said, texts, totals_K2=self.totals_K2)
+
+
+def make_copier(copy: Copy, disaggregation: str, req_to_token: torch.Tensor, vocab_size: int) -> Copier:
+    """Of a server with that `--disaggregation-mode`."""
+    return TextCopies(req_to_token, vocab_size) if are_kept(copy, disaggregation) else NoCopies()

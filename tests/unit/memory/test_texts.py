@@ -1,0 +1,38 @@
+"""Which servers keep texts, and what is left beside them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import Copy
+from sglang_dflash.memory import texts
+
+
+@pytest.mark.parametrize(
+    ("copy", "disaggregation", "kept"),
+    [
+        (Copy.OFF, "null", False),
+        (Copy.AUTO, "null", True),
+        (Copy.ON, "null", True),
+        (Copy.AUTO, "prefill", False),
+        (Copy.AUTO, "decode", False),
+    ],
+)
+def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -> None:
+    texts.check_copy(copy, disaggregation)
+    assert texts.are_kept(copy, disaggregation) is kept
+
+
+@pytest.mark.parametrize("disaggregation", ["prefill", "decode"])
+def test_a_server_that_cannot_copy_is_refused_where_it_is_told_to(disaggregation: str) -> None:
+    with pytest.raises(NotSupported, match=r"SGLANG_DFLASH_COPY=on: .* prompts.*; set it to auto or off"):
+        texts.check_copy(Copy.ON, disaggregation)
+
+
+def test_what_is_left_beside_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = SimpleNamespace(max_running_requests=48)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
+    configurator = SimpleNamespace(model_config=SimpleNamespace(context_len=262144))
+    left = texts.beside_texts(lambda configurator, before: 10**9, configurator, 1.0)
+    assert left == 10**9 - 49 * 262144 * 4
