@@ -51,6 +51,7 @@ class Copy(StrEnum):
     AUTO = "auto"
     OFF = "off"
     ON = "on"
+    RANDOM = "random"
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ FLAGS = (
         "off",
         tuple(Copy),
         "Continue a block's guesses by what stood behind the same tokens earlier in the request's own text, where that "
-        "has been worth more: `auto` wherever it can be, `on` likewise, and a server that cannot is refused.",
+        "has been worth more: `auto` wherever it can be, `on` likewise, and a server that cannot is refused; `random` "
+        "trusts any copies, for tests.",
     ),
     Flag(
         "SGLANG_DFLASH_REHEARSE",

@@ -25,8 +25,8 @@ def why_no_copies(disaggregation: str) -> str:
 
 def check_copy(copy: Copy, disaggregation: str) -> None:
     """Raises NotSupported: copies are asked for, and cannot be."""
-    if copy is Copy.ON and (reason := why_no_copies(disaggregation)):
-        raise NotSupported(f"SGLANG_DFLASH_COPY=on: {reason}; set it to auto or off")
+    if copy in (Copy.ON, Copy.RANDOM) and (reason := why_no_copies(disaggregation)):
+        raise NotSupported(f"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off")
 
 
 def are_kept(copy: Copy, disaggregation: str) -> bool:

@@ -95,6 +95,20 @@ class TextCopies:
             self.weigh_copies(tokens_BN, copied, *said, texts, totals_K2=self.totals_K2)
 
 
+class RandomCopies(TextCopies):
+    """Trusts any class of matches, at each step anew; all ranks the same ones."""
+
+    def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
+        super().__init__(req_to_token, vocab_size)
+        self.generator = torch.Generator(self.device).manual_seed(0)
+
+    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
+        self.counts_QK2.random_(-8, 9, generator=self.generator)
+        return super().copy(plan, tokens_BN)
+
+
 def make_copier(copy: Copy, disaggregation: str, req_to_token: torch.Tensor, vocab_size: int) -> Copier:
     """Of a server with that `--disaggregation-mode`."""
-    return TextCopies(req_to_token, vocab_size) if are_kept(copy, disaggregation) else NoCopies()
+    if not are_kept(copy, disaggregation):
+        return NoCopies()
+    return (RandomCopies if copy is Copy.RANDOM else TextCopies)(req_to_token, vocab_size)

@@ -33,7 +33,9 @@ class Oracle:
             )
         return out[0, len(prompt) :].tolist()
 
-    def accepted_histogram(self, prompt: Sequence[int], max_new_tokens: int, n_unseen: int = 0) -> dict[int, int]:
+    def accepted_histogram(
+        self, prompt: Sequence[int], max_new_tokens: int, n_unseen: int = 0, *, copies: bool = False
+    ) -> dict[int, int]:
         """How many decode steps accepted 0, 1, 2, ... drafts; the prompt's own step is not one of them."""
         options = Options(
             max_new_tokens=max_new_tokens,
@@ -42,6 +44,7 @@ class Oracle:
             draft_window=self.draft_window,
             page_size=self.page_size,
             n_unseen=n_unseen,
+            copies=copies,
         )
         _, *steps = spec_steps(self.draft, self.target, torch.tensor([prompt]), options)
         return dict(Counter(step.n_accepted for step in steps))

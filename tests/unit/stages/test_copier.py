@@ -9,7 +9,7 @@ import torch
 from sglang_dflash_kernels.accept import accept_ref
 
 from sglang_dflash.flags import Copy
-from sglang_dflash.stages.copier import NoCopies, TextCopies, make_copier
+from sglang_dflash.stages.copier import NoCopies, RandomCopies, TextCopies, make_copier
 
 VOCABULARY, M = 100, 40
 TABLE = torch.zeros(4, M, dtype=torch.int32)
@@ -96,9 +96,20 @@ def test_totals_say_what_was_copied_and_kept() -> None:
     assert copies.totals_K2.tolist() == [[0, 0], [0, 0], [0, 0], [1, 2], [0, 0]]
 
 
-@pytest.mark.parametrize(("copy", "kind"), [(Copy.OFF, NoCopies), (Copy.AUTO, TextCopies)])
+@pytest.mark.parametrize(("copy", "kind"), [(Copy.OFF, NoCopies), (Copy.AUTO, TextCopies), (Copy.RANDOM, RandomCopies)])
 def test_which_servers_copy(copy: Copy, kind: type) -> None:
-    assert isinstance(make_copier(copy, "null", TABLE, VOCABULARY), kind)
+    assert type(make_copier(copy, "null", TABLE, VOCABULARY)) is kind
+
+
+def test_random_copies_are_sometimes_taken_and_the_same_on_every_rank() -> None:
+    ranks = [RandomCopies(TABLE, VOCABULARY) for _ in range(2)]
+    said = []
+    for copies in ranks:
+        copies.read(batch_of(TEXT, rows=[3]))
+        said.append([step(copies, len(TEXT), 3, [8, 60, 61], [60, 61, 62]) for _ in range(20)])
+    assert said[0] == said[1]
+    assert [8, 60, 61] in said[0]
+    assert [8, 9, 10] in said[0]
 
 
 def test_without_copies_a_block_stays_as_it_is() -> None:

@@ -1,0 +1,133 @@
+"""Blocks continued by copies: answers stay the target's, and each step accepts what the definitions say.
+
+What is asked repeats itself: a question that the conversation has answered already, or one of its kind.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglang_dflash.bench.server import Generation, Server
+from tests.server.conftest import PAIRS
+from tests.server.lib.oracle import oracle
+from tests.server.lib.rehearsals import GRAPHS, INTERPRETED, SM90, STREAMS, attention
+from tests.server.lib.talk import as_prompt, as_text, conversation, steps
+from tests.server.lib.variants import CHUNKED, PAGES, TRACK, TWO_NODES, window
+
+N_ASKED, MAX_NEW_TOKENS = 8, 96
+COPY = (("SGLANG_DFLASH_COPY", "on"),)
+CHOSEN = (("SGLANG_DFLASH_WIDTHS", "auto"),)
+
+
+class Kind(NamedTuple):
+    flags: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    target: str = "hybrid"
+    draft_window: int | None = None
+    page_size: int = 1
+    full: bool = True
+    knows_steps: bool = True  # not where widths change
+
+
+KINDS = {
+    "hybrid": Kind(TRACK, full=False),
+    "dense": Kind(target="dense", full=False),
+    "hybrid-window-pages": Kind((*TRACK, *window(64), *PAGES), draft_window=64, page_size=16),
+    "hybrid-chunked": Kind((*TRACK, *CHUNKED)),
+    "hybrid-widths": Kind(TRACK, CHOSEN, knows_steps=False),
+    "hybrid-two-ranks": Kind(TRACK, TWO_NODES),
+    "dense-no-overlap": Kind(("--disable-overlap-schedule",), target="dense"),
+    "fa3-graphs": Kind((*attention("fa3"), *GRAPHS, *TRACK), SM90),
+    "fa3-graphs-kernels": Kind((*attention("fa3"), *GRAPHS, *TRACK), INTERPRETED),
+    "fa3-graphs-streams": Kind((*attention("fa3"), *GRAPHS, *TRACK), STREAMS),
+    "trtllm-graphs-dense": Kind((*attention("trtllm_mha"), *GRAPHS, "--page-size", "16"), SM90, "dense", page_size=16),
+}
+
+
+class Serving(NamedTuple):
+    server: Server
+    kind: Kind
+    prompts: list[list[int]]
+    expected: list[list[int]]  # Transformers' continuations
+
+    def generate(self, concurrency: int, **sampling: Any) -> list[Generation]:
+        return self.server.generate_many(
+            self.prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS, **sampling
+        )
+
+
+def asked_again(target: str, reference: Callable) -> list[list[int]]:
+    """Conversations whose last question was answered before, word for word or as another of its kind was."""
+    prompts = []
+    for seed in range(N_ASKED):
+        question, *_ = conversation(seed, 1)
+        answer = reference(as_prompt([question], target), 2 * MAX_NEW_TOKENS, target)
+        said = {"role": "assistant", "content": as_text(answer, target)}
+        again = question if seed % 2 else conversation(seed + N_ASKED, 1)[0]
+        prompts.append(as_prompt([question, said, again], target))
+    return prompts
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(kind, id=name, marks=pytest.mark.full if kind.full else ()) for name, kind in KINDS.items()],
+)
+def serving(request: pytest.FixtureRequest, pool: Any, reference: Callable) -> Iterator[Serving]:
+    kind: Kind = request.param
+    prompts = asked_again(kind.target, reference)
+    expected = [reference(prompt, MAX_NEW_TOKENS, kind.target) for prompt in prompts]
+    running = pool.get(target=kind.target, flags=kind.flags, env=dict(COPY + kind.env))
+    yield Serving(running, kind, prompts, expected)
+    pool.drop(running)
+
+
+@pytest.mark.parametrize("concurrency", [1, N_ASKED])
+def test_answers_and_steps_are_the_definitions(serving: Serving, concurrency: int) -> None:
+    """The second time prompts are found in the cache: their text is not read, and copied from all the same."""
+    for _ in range(2):
+        answers = serving.generate(concurrency)
+        assert [answer.token_ids for answer in answers] == serving.expected
+        if serving.kind.knows_steps and serving.kind.draft_window is None:
+            assert list(map(steps, answers)) == steps_of(serving, copies=True)
+
+
+def test_copies_take_fewer_steps(serving: Serving) -> None:
+    if serving.kind.draft_window is not None or not serving.kind.knows_steps:
+        pytest.skip("steps are not known here")
+    taken = sum((Counter(one) for one in map(steps, serving.generate(1))), Counter()).total()
+    without = sum((Counter(one) for one in steps_of(serving, copies=False)), Counter()).total()
+    assert taken * 1.3 < without
+
+
+def steps_of(serving: Serving, *, copies: bool) -> list[dict[int, int]]:
+    kind = serving.kind
+    expert = oracle(PAIRS[kind.target], None, kind.draft_window, kind.page_size)
+    return [expert.accepted_histogram(prompt, MAX_NEW_TOKENS, copies=copies) for prompt in serving.prompts]
+
+
+def test_tokens_that_are_drawn_are_those_of_their_seed(serving: Serving, server: Callable) -> None:
+    """As without speculation; drafts that are copied change no law."""
+    if serving.kind.env or serving.kind.target == "dense":
+        pytest.skip("compared on one kind of server")
+    drawn = {"temperature": 0.7, "sampling_seed": 5}
+    answers = serving.generate(4, **drawn)
+    off = server("off", target=serving.kind.target)
+    want = off.generate_many(serving.prompts, concurrency=4, max_new_tokens=MAX_NEW_TOKENS, **drawn)
+    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in want]
+    assert len({tuple(answer.token_ids) for answer in answers} - set(map(tuple, serving.expected))) > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["hybrid", "dense"])
+def test_whatever_is_copied_the_answer_is_the_same(target: str, server: Callable, reference: Callable) -> None:
+    """Copies of any length from any place of the block, at widths of any size, and few slots: some are retracted."""
+    env = {"SGLANG_DFLASH_COPY": "random", "SGLANG_DFLASH_WIDTHS": "random"}
+    flags = ("--max-total-tokens", "1400", *(TRACK if target == "hybrid" else ()))
+    prompts = asked_again(target, reference)
+    expected = [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
+    ours = server(target=target, flags=flags, env=env)
+    for _ in range(2):
+        answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
+        assert [answer.token_ids for answer in answers] == expected
