@@ -107,16 +107,17 @@ def steps_of(serving: Serving, *, copies: bool) -> list[dict[int, int]]:
     return [expert.accepted_histogram(prompt, MAX_NEW_TOKENS, copies=copies) for prompt in serving.prompts]
 
 
-def test_tokens_that_are_drawn_are_those_of_their_seed(serving: Serving, server: Callable) -> None:
+@pytest.mark.full
+def test_tokens_that_are_drawn_are_those_of_their_seed(server: Callable, reference: Callable) -> None:
     """As without speculation; drafts that are copied change no law."""
-    if serving.kind.env or serving.kind.target == "dense":
-        pytest.skip("compared on one kind of server")
-    drawn = {"temperature": 0.7, "sampling_seed": 5}
-    answers = serving.generate(4, **drawn)
-    off = server("off", target=serving.kind.target)
-    want = off.generate_many(serving.prompts, concurrency=4, max_new_tokens=MAX_NEW_TOKENS, **drawn)
-    assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in want]
-    assert len({tuple(answer.token_ids) for answer in answers} - set(map(tuple, serving.expected))) > 0
+    prompts, seeded = asked_again("dense", reference), ("--enable-deterministic-inference",)
+    drawn = {"temperature": 0.7, "sampling_seed": 5, "max_new_tokens": MAX_NEW_TOKENS}
+    answers, want = (
+        [answer.token_ids for answer in one.generate_many(prompts, concurrency=4, **drawn)]
+        for one in (server(target="dense", flags=seeded, env=dict(COPY)), server("off", target="dense", flags=seeded))
+    )
+    assert answers == want
+    assert answers != [reference(prompt, MAX_NEW_TOKENS, "dense") for prompt in prompts]
 
 
 @pytest.mark.full
