@@ -173,6 +173,9 @@ def render(dflash: dict[str, Any]) -> str:
         lines.append(table(costs))
     if width["n_steps"]:
         lines.append(width["account"])
+    if dflash["copies"]:
+        n_blocks, n_drafts = (sum(counts) for counts in zip(*dflash["copies"], strict=True))
+        lines.append(f"copies: {n_blocks} blocks continued by one, {n_drafts} copied drafts accepted")
     return "\n".join(lines)
 
 

@@ -213,6 +213,7 @@ class DFlashWorker(BaseSpecWorker):
             "block_size": self.config.block_size,
             "draft_kv_bytes": int(sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes())),  # numpy's, for JSON
             "width": self.width.describe(),
+            "copies": self.stages.copier.totals(),
         }
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:

@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 from prometheus_client import Counter, Gauge, Histogram
 
+from sglang_dflash.metrics.late_counts import LateCounts
 from sglang_dflash.metrics.stage_times import STAGES, StageTimes, time_stages
 from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
+from sglang_dflash.stages.copier import TextCopies
 from sglang_dflash.width.tally import Tally
 
 WRITE_EVERY = 64  # blocks; a scheduler that runs out of work writes at once
+MATCHES = ("", "3", "4-7", "8-15", "16")  # tokens, by class; the first has none
 SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -64,7 +67,17 @@ class Exports:
         self.steps = {width: series("steps_total", width=width) for width in widths}
         self.seconds = {stage: series("stage_seconds", stage=stage) for stage in STAGES}
         self.cut_blocks, self.cut_committed = series("cut_blocks_total"), series("cut_committed_tokens_total")
+        self.copied = [
+            [series(name, match=match) for name in ("copied_blocks_total", "copied_drafts_total")]
+            for match in MATCHES[1:]
+        ]
         self.series = series
+
+    def write_copies(self, added_K2: Sequence[Sequence[int]]) -> None:
+        """Add what was counted, by class of matches."""
+        for series_2, added_2 in zip(self.copied, added_K2[1:], strict=True):
+            for series, n in zip(series_2, added_2, strict=True):
+                series.inc(n)
 
     def write(self, tally: Tally, cut: Tally) -> None:
         """Add what was counted; `cut`: of blocks drafted with less context than their window."""
@@ -101,9 +114,10 @@ class Meter:
         times: StageTimes,
         is_cut: Callable[[int, int], bool],
         pools: Mapping[str, Pool],
+        copies: LateCounts | None = None,
     ) -> None:
         """`is_cut`: of a request's row and prefix length, see `RingSlots.is_cut`."""
-        self.exports, self.times, self.is_cut, self.pools = exports, times, is_cut, pools
+        self.exports, self.times, self.is_cut, self.pools, self.copies = exports, times, is_cut, pools, copies
         self.tally, self.cut = Tally(), Tally()  # of all blocks; of blocks drafted with less context than their window
         self.is_written = False
 
@@ -113,7 +127,7 @@ class Meter:
         scheduler = reporter.scheduler
         worker = scheduler.draft_worker
         worker.calls, times = time_stages(worker.calls, worker.device)
-        slots = worker.stages.context_kv.slots
+        slots, copier = worker.stages.context_kv.slots, worker.stages.copier
         rows = scheduler.req_to_token_pool
         pools = {name: Pool(*gauge) for name, gauge in worker.draft_kv.gauges(rows).items()}
         if scheduler.is_hybrid_ssm:
@@ -130,6 +144,7 @@ class Meter:
             times,
             slots.is_cut,
             pools,
+            LateCounts(copier.totals_K2) if isinstance(copier, TextCopies) else None,
         )
 
     def add(self, tokens_B: list[list[int]], processor: Any, result: Any, batch: Any) -> list[list[int]]:
@@ -156,4 +171,6 @@ class Meter:
         for stage, seconds in self.times.read():
             self.exports.seconds[stage].observe(seconds)
         self.exports.write_pools(self.pools)
+        if self.copies is not None:
+            self.exports.write_copies(self.copies.more().tolist())
         self.tally, self.cut, self.is_written = Tally(), Tally(), True

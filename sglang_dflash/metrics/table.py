@@ -78,6 +78,23 @@ METRICS = (
         "at low load see `committed_tokens`, and `check --server` for what steps were timed at.",
     ),
     Metric(
+        "copied_blocks_total",
+        Kind.COUNTER,
+        "blocks",
+        ("match",),
+        "Blocks that were continued by a copy of the request's own text, by how many tokens matched before it "
+        "(`SGLANG_DFLASH_COPY`).",
+        "At rest: texts do not repeat themselves, or copies are off.",
+    ),
+    Metric(
+        "copied_drafts_total",
+        Kind.COUNTER,
+        "drafts",
+        ("match",),
+        "Copied drafts that were accepted. Divided by `copied_blocks_total`: what a copy is worth.",
+        "Few for a block: copies are tried and fail; each request gives them up after some steps.",
+    ),
+    Metric(
         "stage_seconds",
         Kind.HISTOGRAM,
         "seconds",

@@ -38,6 +38,10 @@ class Copier(Protocol):
     def weigh(self, accepted: Accepted) -> None:
         """What became of the last copy."""
 
+    def totals(self) -> list[list[int]]:
+        """By class of matches the blocks that were continued by a copy and the copied drafts that were accepted, since
+        the start; nothing where nothing is copied. Waits for the device."""
+
 
 class NoCopies:
     def read(self, batch: ScheduleBatch) -> None:
@@ -48,6 +52,9 @@ class NoCopies:
 
     def weigh(self, accepted: Accepted) -> None:
         return
+
+    def totals(self) -> list[list[int]]:
+        return []
 
 
 class Step(NamedTuple):
@@ -93,6 +100,9 @@ class TextCopies:
             tokens_BN, copied, texts = self.step
             said = accepted.committed_BN, accepted.n_committed_B
             self.weigh_copies(tokens_BN, copied, *said, texts, totals_K2=self.totals_K2)
+
+    def totals(self) -> list[list[int]]:
+        return self.totals_K2.tolist()
 
 
 class RandomCopies(TextCopies):

@@ -15,6 +15,7 @@ from sglang_dflash.bench.ports import free_port
 DFLASH = {
     "version": "0.1.0",
     "block_size": 8,
+    "copies": [],
     "width": {
         "policy": "auto",
         "seconds": {"1": {"1": 0.001, "8": 0.0025}, "16": {"1": 0.002, "8": 0.01}},
@@ -109,3 +110,9 @@ def test_one_url_is_asked_for(
 ) -> None:
     assert shown(monkeypatch, "--server", *urls) == 1
     assert capsys.readouterr().err == "--server takes one URL, such as http://127.0.0.1:30000\n"
+
+
+def test_copies_are_counted_where_there_are_any() -> None:
+    width = DFLASH["width"] | {"policy": "always 8", "seconds": {}, "n_steps": {}}
+    dflash = DFLASH | {"width": width, "copies": [[0, 0], [2, 3], [0, 0], [4, 20], [5, 60]]}
+    assert check.render(dflash).splitlines()[1:] == ["copies: 11 blocks continued by one, 83 copied drafts accepted"]

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from sglang_dflash_kernels.copy_draft import N_CLASSES
 
+from sglang_dflash.metrics import late_counts
+from sglang_dflash.metrics.late_counts import LateCounts
 from sglang_dflash.metrics.meter import WRITE_EVERY, Exports, Meter, Pool
 from sglang_dflash.metrics.stage_times import STAGES, StageTimes
 from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
@@ -101,6 +105,39 @@ def test_a_context_is_cut_or_not_by_where_the_block_began(meter: Meter, scraped:
     meter.idle(None, None)
     assert scraped.value("cut_blocks_total") == 1
     assert scraped.value("cut_committed_tokens_total") == 4
+
+
+def test_copies_are_written_by_class(scraped: Scraped) -> None:
+    counts_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
+    exports = Exports(scraped.collector, block_size=BLOCK, widths=[1, BLOCK])
+    meter = Meter(exports, StageTimes(Clock()), lambda row, prefix_len: False, {}, LateCounts(counts_K2))
+    counts_K2[1:] = torch.tensor([[1, 0], [2, 3], [4, 20], [5, 60]])
+    meter.write()
+    counts_K2[4] += torch.tensor([1, 15])
+    meter.write()
+    assert scraped.by("match", "copied_blocks_total") == {"3": 1, "4-7": 2, "8-15": 4, "16": 6}
+    assert scraped.by("match", "copied_drafts_total") == {"4-7": 3, "8-15": 20, "16": 75}
+
+
+def test_counts_that_went_round_have_grown() -> None:
+    counts = torch.tensor([2**31 - 1, 7], dtype=torch.int32)
+    late = LateCounts(counts)
+    assert late.more().tolist() == [2**31 - 1, 7]
+    counts[0] += 3
+    assert late.more().tolist() == [3, 0]
+
+
+def test_counts_of_a_device_come_when_it_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed, asked = [False], list[int]()
+    event = SimpleNamespace(record=lambda: None, query=lambda: passed[0])
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=lambda: event))
+    monkeypatch.setattr(late_counts, "async_d2h", lambda counts: asked.append(1) or torch.tensor([4, 5]))
+    late = LateCounts(torch.zeros(2, dtype=torch.int32, device="meta"))
+    assert late.more().tolist() == [0, 0]
+    assert late.more().tolist() == [0, 0]
+    passed[0] = True
+    assert late.more().tolist() == [4, 5]
+    assert len(asked) == 1, "one copy is on its way at a time"
 
 
 def test_counts_are_written_once_after_so_many_blocks_or_at_rest(meter: Meter, scraped: Scraped) -> None:

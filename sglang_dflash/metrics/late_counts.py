@@ -1,0 +1,37 @@
+"""Counts that are kept on a device, on the host a little later: no reader waits for the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.utils import async_d2h
+
+
+class LateCounts:
+    """Invariant: `known` has been handed out; `asked` is on its way, None where nothing is."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        """`counts`: int32, which only grow and go round after 2^31."""
+        self.counts = counts
+        self.known = torch.zeros(counts.shape, dtype=torch.int64)
+        self.asked: tuple[torch.Tensor, Any] | None = None
+
+    def more(self) -> torch.Tensor:
+        """What was added since the last call, as far as it is known: int64, on the host."""
+        if self.counts.is_cpu:
+            return self._told(self.counts)
+        if self.asked is None:
+            event = torch.get_device_module(self.counts.device).Event()
+            self.asked = async_d2h(self.counts), event
+            event.record()
+        on_host, event = self.asked
+        if not event.query():
+            return torch.zeros_like(self.known)
+        self.asked = None
+        return self._told(on_host)
+
+    def _told(self, counts: torch.Tensor) -> torch.Tensor:
+        added = (counts - self.known) % 2**32
+        self.known = self.known + added
+        return added
