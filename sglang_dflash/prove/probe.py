@@ -24,7 +24,6 @@ from sglang_dflash.host import contract as host
 from sglang_dflash.host.names import SECTIONS
 from sglang_dflash.memory.records import RecordPool
 from sglang_dflash.metrics.stage_times import STAGES, DeviceClock, HostClock, Interval
-from sglang_dflash.stages.calls import Calls
 from sglang_dflash.stages.dry_run import DryRun, own_states
 from sglang_dflash.worker import DFlashWorker
 
@@ -121,7 +120,7 @@ class Probe:
             self.end()
             return target
 
-        worker.calls = Calls(
+        worker.calls = calls._replace(
             plan=timed("plan", planned),
             draft=drafted,
             verify=verified,
