@@ -48,3 +48,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if uses_servers(item.nodeid):
             item.add_marker(pytest.mark.server)
+
+
+class FailuresAtOnce:
+    """Says each failure when it happens: a battery of hours that is cut off has no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            terminal = self.config.get_terminal_writer()
+            terminal.line(f"\nFAILED at {report.when}: {report.nodeid}\n{report.longreprtext}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FailuresAtOnce(config))
