@@ -246,7 +246,8 @@ def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
     int32_2BD = tokens_BN.new_empty(2, B, N - 1, dtype=torch.int32)
     out = Copied(torch.empty_like(tokens_BN), tokens_BN.new_empty(B, dtype=torch.int32), *int32_2BD)
     if B:
-        blocks = {"BLOCK_N": triton.next_power_of_2(N), "BLOCK_M": 512}
+        block_n = triton.next_power_of_2(N)
+        blocks = {"BLOCK_N": block_n, "BLOCK_M": 512 if block_n <= 16 else 128}  # what fits into registers
         _copy_draft_kernel[(B,)](tokens_BN, *texts, *out, texts.text_QM.shape[1], N, **blocks, num_warps=16)
     return out
 

@@ -94,7 +94,8 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
     from sglang_dflash.host.target_models import complete
     from sglang_dflash.memory.draft_kv import draft_kv
     from sglang_dflash.memory.records import count_records
-    from sglang_dflash.memory.texts import are_kept, beside_texts
+    from sglang_dflash.memory.texts import beside_texts, why_none_are_kept
+    from sglang_dflash.width.chooser import candidates, widest
 
     hooks: Hooks = {
         HOOKS["validate_request"]: (admit, HookType.AROUND),
@@ -115,9 +116,11 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
         }
     if target.recurrent and get_disagg().disaggregation_mode == "decode":
         hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
-    kv = draft_kv(config.draft_window, config.block_size)
+    ours = flags.read(os.environ)
+    no_copies = why_none_are_kept(ours.copy, config.disaggregation)
+    kv = draft_kv(config.draft_window, widest(config.block_size, candidates(ours, config.block_size, no_copies)))
     set_hooks(hooks | {HOOKS[name]: hook for name, hook in kv.hooks(recurrent=target.recurrent).items()})
-    if are_kept(flags.read(os.environ).copy, config.disaggregation):
+    if not no_copies:
         set_hooks({HOOKS["kv_bytes"]: (beside_texts, HookType.AROUND)})
     complete(target.architecture)
 
@@ -172,14 +175,14 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     from sglang_dflash.config import DFlashConfig
-    from sglang_dflash.memory.texts import check_copy
-    from sglang_dflash.width.chooser import candidates
+    from sglang_dflash.memory.texts import check_copy, why_none_are_kept
+    from sglang_dflash.width.chooser import candidates, widest
 
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
     ours = flags.read(os.environ)
-    candidates(ours, config.block_size)  # raises when one is not within the block
     check_copy(ours.copy, config.disaggregation)
+    widths = candidates(ours, config.block_size, why_none_are_kept(ours.copy, config.disaggregation))
     # Written out, so that SGLang's own resolution finds them decided and does not fall back to others.
     declare_resolution(
         server_args,
@@ -190,6 +193,14 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     )
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)
+    if (most := widest(config.block_size, widths)) > config.block_size:
+        # SGLang reserves and captures for as many tokens as are verified; what is drafted stays in the other one.
+        declare_resolution(
+            server_args,
+            "sglang_dflash.width",
+            speculative_num_draft_tokens=most,
+            speculative_dflash_block_size=config.block_size,
+        )
 
 
 def keep_backend(server_args: Any, name: str) -> None:

@@ -61,7 +61,7 @@ from sglang_dflash.stages.engines import from_first_rank
 from sglang_dflash.stages.outputs import hidden_states_of_prompts, keep_hidden_states, sampling_masks_by_block
 from sglang_dflash.stages.state import folds, make_state
 from sglang_dflash.step import Plan, Target
-from sglang_dflash.width.chooser import Chooser, make_policy
+from sglang_dflash.width.chooser import Chooser, make_policy, widest
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,7 @@ class DFlashWorker(BaseSpecWorker):
     def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
         super().__init__()
         if SIMULATE_ACC_LEN > 0:
-            raise NotSupported(
-                f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: acceptance here is never simulated; unset it"
-            )
+            raise NotSupported(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: acceptance is never simulated; unset it")
         self._target_worker = target_worker
         self.target_runner = target_worker.model_runner
         self.device = target_worker.device
@@ -82,10 +80,12 @@ class DFlashWorker(BaseSpecWorker):
             contract.check(SECTIONS["lora"])
         self.config = DFlashConfig.from_server_args(server_args)
         self.flags = flags.read(os.environ)
-        self.draft_kv = draft_kv(self.config.draft_window, self.config.block_size)
+        self.widths = widths_of(self.flags, self.target_runner, self.config.block_size)
+        self.widest = widest(self.config.block_size, self.widths)
+        self.draft_kv = draft_kv(self.config.draft_window, self.widest)
         ends = target_ends(self.target_runner.model)
-        self.draft_scope = ranks.draft_scope(self.target_runner)
-        with self.draft_scope():
+        self.making_draft = partial(ranks.making_draft, self.target_runner, self.config.block_size)
+        with self.making_draft():
             self._draft_worker = build_draft_tp_worker(
                 server_args=server_args,
                 gpu_id=gpu_id,
@@ -98,8 +98,8 @@ class DFlashWorker(BaseSpecWorker):
         if folds(self.target_runner.model_config, self.flags.gdn_state):
             use_records()
         keep_hidden_states(self.target_runner.model)
-        # A block may end 2 N past the longest prefix: one in flight, one being planned.
-        longest = self.target_runner.model_config.context_len + 2 * self.config.block_size
+        # What is verified may end so far past the longest prefix: one in flight, one being planned.
+        longest = self.target_runner.model_config.context_len + 2 * self.widest
         self.draft_runner.model.attach(ends, max_position=longest)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
@@ -112,7 +112,7 @@ class DFlashWorker(BaseSpecWorker):
     ) -> None:
         """The draft's KV pool has the target's slots. With a window it has rings, and a request table of its own."""
         pool, table = self.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
-        with self.draft_scope():
+        with self.making_draft():
             self._draft_worker.alloc_memory_pool(
                 memory_pool_config=pool,
                 req_to_token_pool=table,
@@ -128,16 +128,16 @@ class DFlashWorker(BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         fit_page_tables(self.draft_runner)
-        with self.draft_scope():
+        with self.making_draft():
             super().init_attention_backends()
         self.state_for = partial(make_state, self._target_worker, self.flags.gdn_state)
-        self.state = self.state_for(self.config.block_size)
+        self.state = self.state_for(self.widest)
         self.state.attach(self.target_runner.attn_backend)
 
     def init_cuda_graphs(self) -> None:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         possible = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
-        with self.draft_scope():
+        with self.making_draft():
             self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
 
     @torch.no_grad()
@@ -161,12 +161,11 @@ class DFlashWorker(BaseSpecWorker):
             draft,
             self.draft_kv.slots(target, draft),
             (self.state, self.state_for),
-            widths=widths_of(self.flags, target, config.block_size),
+            widths=self.widths,
             copy=self.flags.copy,
             block_size=config.block_size,
             mask_token_id=config.draft.mask_token_id,
             on_host=on_host,
-            draft_scope=self.draft_scope,
         )
         self.calls = self.stages.calls()
         dry_run = DryRun(self.stages, on_host=on_host)

@@ -95,7 +95,8 @@ def arguments_of(server_args: Any) -> Arguments:
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
         config_overrides=json.loads(args.json_model_override_args),
-        block_size=first_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
+        # The first is that of the widest verify once it is resolved, and never less than the block.
+        block_size=least_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
         draft_window=args.speculative_draft_window_size,
         draft_backend=args.speculative_draft_attention_backend,
         target_backend=target_backend,
@@ -131,8 +132,8 @@ def is_given(value: object) -> bool:
     return not (value is None or value is False or value == [])
 
 
-def first_given(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)
+def least_given(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)
 
 
 def target_of(server_args: Any) -> TargetFacts:

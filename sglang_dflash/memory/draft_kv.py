@@ -46,8 +46,9 @@ class DraftKV(Protocol):
         """For metrics."""
 
 
-def draft_kv(window: int | None, block_size: int) -> DraftKV:
-    return Shared() if window is None else Rings(window, block_size)
+def draft_kv(window: int | None, widest: int) -> DraftKV:
+    """`widest`: tokens of a request that a step writes at most."""
+    return Shared() if window is None else Rings(window, widest)
 
 
 class Shared:
@@ -81,13 +82,13 @@ def copy_along(allocator: Any, pool: KVCache) -> None:
 
 
 class Rings:
-    def __init__(self, window: int, block_size: int) -> None:
-        self.window, self.block_size = window, block_size
+    def __init__(self, window: int, widest: int) -> None:
+        self.window, self.widest = window, widest
 
     @property
     def size(self) -> int:
         """Slots of a request's ring, on a server whose arguments are resolved."""
-        return ring_slots(self.window, self.block_size, get_schedule().page_size)
+        return ring_slots(self.window, self.widest, get_schedule().page_size)
 
     def hooks(self, *, recurrent: bool) -> Hooks:
         hooks: Hooks = {
@@ -111,7 +112,7 @@ class Rings:
         return pool, table
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> RingSlots:
-        return rings_for(draft)(target, draft, size=self.size, window=self.window, block_size=self.block_size)
+        return rings_for(draft)(target, draft, size=self.size, window=self.window, widest=self.widest)
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
         return {"rings": (requests.size, lambda: requests.size - requests.available_size())}

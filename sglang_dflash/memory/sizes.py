@@ -21,13 +21,13 @@ def kept_window(asked: int | None, layers: int | None) -> int | None:
     return min((window for window in (asked, layers) if window is not None), default=None)
 
 
-def ring_slots(window: int, block_size: int, page_size: int) -> int:
+def ring_slots(window: int, widest: int, page_size: int) -> int:
     """KV slots of a request's ring, when its draft looks back `window` tokens.
 
-    Besides the window the ring holds the block that is being drafted, and the start of the page in which the window
-    begins.
+    Besides the window the ring holds what a step writes at most (the block that is being drafted, or the tokens that
+    were verified), and the start of the page in which the window begins.
     """
-    return round_up(window + page_size - 1 + block_size, page_size)
+    return round_up(window + page_size - 1 + widest, page_size)
 
 
 def block_bytes(

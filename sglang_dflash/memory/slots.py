@@ -81,15 +81,15 @@ class RingSlots:
     With pages larger than one token the window starts at a page boundary (backends derive pages from positions in a
     row) and may be up to page - 1 tokens longer.
 
-    Invariant: of the request in row r, positions [first_R[r], committed) that are not `size - N` or more back are in
-    their slots.
+    Invariant: of the request in row r, positions [first_R[r], committed) that are not `size - widest` or more back are
+    in their slots.
     """
 
     def __init__(
-        self, target_runner: ModelRunner, draft_runner: ModelRunner, *, size: int, window: int, block_size: int
+        self, target_runner: ModelRunner, draft_runner: ModelRunner, *, size: int, window: int, widest: int
     ) -> None:
         """`size`: slots of a ring, see `sizes.ring_slots`."""
-        self.size, self.window, self.block_size = size, window, block_size
+        self.size, self.window, self.widest = size, window, widest
         self.page = target_runner.page_size
         self.requests = target_runner.req_to_token_pool
         self.table = draft_runner.req_to_token_pool.req_to_token
@@ -101,7 +101,7 @@ class RingSlots:
         # Host copies: `first_R`, the generation of the row's current request (SGLang's counter), its prompt's end.
         self.first_R_cpu = np.zeros(n_rows, np.int64)
         self.generation_R, self.end_R = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
-        self.columns = torch.arange(window + self.page - 1 + block_size, device=device)
+        self.columns = torch.arange(window + self.page - 1 + widest, device=device)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return rows * self.size + positions % self.size
@@ -136,7 +136,7 @@ class RingSlots:
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         self._begin(rows_B, prefix_B, prefix_B + new_B)
-        kept_B = np.minimum(new_B, self.size - self.block_size)  # further back nothing is seen
+        kept_B = np.minimum(new_B, self.size - self.widest)  # further back nothing is seen
         last_B = np.cumsum(new_B)
         rows_T = np.concatenate([np.arange(last - kept, last) for last, kept in zip(last_B, kept_B, strict=True)])
         positions_T = rows_T + np.repeat(prefix_B + new_B - last_B, kept_B)

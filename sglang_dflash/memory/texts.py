@@ -29,8 +29,9 @@ def check_copy(copy: Copy, disaggregation: str) -> None:
         raise NotSupported(f"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off")
 
 
-def are_kept(copy: Copy, disaggregation: str) -> bool:
-    return copy is not Copy.OFF and not why_no_copies(disaggregation)
+def why_none_are_kept(copy: Copy, disaggregation: str) -> str:
+    """Empty: texts are kept, and copied from."""
+    return f"SGLANG_DFLASH_COPY={copy}" if copy is Copy.OFF else why_no_copies(disaggregation)
 
 
 def text_bytes(n_requests: int, context: int) -> int:

@@ -33,7 +33,7 @@ class Pool(NamedTuple):
 class Exports:
     """The metrics of `METRICS` in Prometheus, under their names."""
 
-    def __init__(self, collector: Any, *, block_size: int, widths: Sequence[int]) -> None:
+    def __init__(self, collector: Any, *, widest: int, widths: Sequence[int]) -> None:
         """`collector`: SGLang's, whose labels they get, and whose kind of metric where it brings its own (Ray)."""
         kinds = {
             Kind.COUNTER: collector._counter_cls or Counter,
@@ -41,7 +41,7 @@ class Exports:
             Kind.HISTOGRAM: collector._histogram_cls or Histogram,
         }
         options: dict[str, dict[str, Any]] = {
-            "committed_tokens": {"buckets": list(range(1, block_size + 1))},
+            "committed_tokens": {"buckets": list(range(1, widest + 1))},
             "stage_seconds": {"buckets": SECONDS},
             "pool_size": {"multiprocess_mode": "mostrecent"},
             "pool_in_use": {"multiprocess_mode": "mostrecent"},
@@ -59,7 +59,7 @@ class Exports:
         def series(name: str, **labels: object) -> Any:
             return made[name].labels(**collector.labels, **labels)
 
-        positions = range(1, block_size)
+        positions = range(1, widest)
         # Made at once, so that a series begins with 0 and not with its first count.
         self.committed = series("committed_tokens")
         self.verified = {p: series("verified_drafts_total", position=p) for p in positions}
@@ -138,7 +138,7 @@ class Meter:
         return cls(
             Exports(
                 reporter.metrics_collector,
-                block_size=worker.config.block_size,
+                widest=worker.widest,
                 widths=sorted(worker.stages.verifier.engines),
             ),
             times,

@@ -27,7 +27,7 @@ class Options:
     """How to generate.
 
     block_size: slots drafted per step; None takes the checkpoint's.
-    width: slots verified per step, a prefix of the block; None verifies all.
+    width: slots verified per step, a prefix of the block, or with `copies` more than it; None verifies the block.
     draft_window: context tokens the draft sees, as `--speculative-draft-window-size`; None for all.
     page_size: the window begins where a page does, as SGLang's paged backends need it, and may be longer by page - 1.
     n_unseen: tokens at the start that the draft never sees, as those of a cached prefix when it keeps a window's ring.
@@ -80,7 +80,7 @@ def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, o
     yield step
     while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
         block_N = draft_block(draft, target, anchor, context, (N, options.window(context.n_tokens)))
-        tokens_N = copies.copy(block_N[:width])
+        tokens_N = copies.copy(F.pad(block_N[:width], (0, max(width - N, 0)), value=draft.config.mask_token_id))
         reading, undo = reader.read_block(tokens_N[None])
         target_N = choose(reading.logits_1SV[0], options)
         n_accepted = int((tokens_N[1:] == target_N[:-1]).long().cumprod(0).sum())
@@ -168,8 +168,10 @@ def _checked_sizes(draft: Draft, input_ids: torch.Tensor, options: Options) -> t
         raise ValueError(f"input_ids has shape {list(input_ids.shape)}; give one prompt, [1, at least one token]")
     N = options.block_size or draft.config.block_size
     width = options.width or N
-    if width > N:
-        raise ValueError(f"width {width} exceeds the block of {N} tokens; verify at most the block that is drafted")
+    if width > N and not options.copies:
+        raise ValueError(
+            f"width {width} exceeds the block of {N} tokens, and only copies go on behind it; ask for them"
+        )
     if options.draft_window is not None and options.draft_window < N:
         raise ValueError(
             f"draft_window {options.draft_window} is smaller than the block of {N} tokens; make it at least {N}"

@@ -11,6 +11,7 @@ from sglang_dflash_kernels.accept import ACCEPT
 
 from sglang_dflash.flags import Copy, Flags
 from sglang_dflash.memory.slots import DraftSlots
+from sglang_dflash.memory.texts import why_none_are_kept
 from sglang_dflash.stages.calls import Stages
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.context_kv import ContextKV
@@ -19,17 +20,18 @@ from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.stages.dry_run import reserve_bytes
 from sglang_dflash.stages.engines import build_engines
 from sglang_dflash.stages.planner import Planner
-from sglang_dflash.stages.ranks import Scope, why_whole_blocks
+from sglang_dflash.stages.ranks import draft_scope, why_whole_blocks
 from sglang_dflash.stages.state import State, prompts_only
 from sglang_dflash.stages.verifier import Verifier
-from sglang_dflash.width.chooser import candidates
+from sglang_dflash.width.chooser import candidates, widest
 
 
 def widths_of(flags: Flags, target: ModelRunner, block_size: int) -> Sequence[int]:
     """What this server verifies; nothing where it reads prompts and another goes on."""
     if prompts_only():
         return ()
-    return candidates(flags, block_size, why_whole_blocks(target.model_config))
+    no_copies = why_none_are_kept(flags.copy, get_disagg().disaggregation_mode)
+    return candidates(flags, block_size, no_copies, why_whole_blocks(target.model_config))
 
 
 def slots_are_ours() -> bool:
@@ -48,27 +50,26 @@ def build_stages(
     block_size: int,
     mask_token_id: int,
     on_host: bool,
-    draft_scope: Scope,
 ) -> Stages:
     """
     Args:
         worker: the target's.
-        states: the whole block's recurrent state, which is attached already, and what makes a narrower width's.
+        states: the widest's recurrent state, which is attached already, and what makes another width's.
         on_host: the target runs on the host's processor.
-        draft_scope: see `ranks.draft_scope`.
     """
     target = worker.model_runner
-    planner, choice = Planner(target, block_size, mask_token_id), Choice(target)
+    most = widest(block_size, widths)
+    planner, choice = Planner(target, block_size, most, mask_token_id), Choice(target)
     engines = build_engines(
         worker,
         *states,
         widths,
-        block_size=block_size,
-        reserve_bytes=reserve_bytes(target, draft, choice, block_size),
+        widest=most,
+        reserve_bytes=reserve_bytes(target, draft, choice, most),
     )
     return Stages(
         planner=planner,
-        drafter=Drafter(draft, slots, block_size, draft_scope),
+        drafter=Drafter(draft, slots, block_size, draft_scope(target)),
         verifier=Verifier(worker, engines, on_host=on_host),
         choice=choice,
         accept=ACCEPT.form_for(planner.req_to_token),

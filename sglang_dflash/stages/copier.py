@@ -22,7 +22,7 @@ from sglang_dflash_kernels.copy_draft import COPY_DRAFT, N_CLASSES, Copied, Text
 from sglang_dflash_kernels.weigh_copies import WEIGH_COPIES
 
 from sglang_dflash.flags import Copy
-from sglang_dflash.memory.texts import are_kept
+from sglang_dflash.memory.texts import why_none_are_kept
 from sglang_dflash.step import Plan
 
 NO_TEXT = -1  # where a picture stands SGLang has a number that is no token
@@ -33,7 +33,10 @@ class Copier(Protocol):
         """After a prompt, or a part of one, has been read."""
 
     def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
-        """What is verified: the block's guesses (int64 [B, width], slot 0 the anchor) up to a place, then a copy."""
+        """What is verified: the block's guesses (int64 [B, width], slot 0 the anchor) up to a place, then a copy.
+
+        Behind the block there are mask tokens, where nothing is copied.
+        """
 
     def weigh(self, accepted: Accepted) -> None:
         """What became of the last copy."""
@@ -119,6 +122,6 @@ class RandomCopies(TextCopies):
 
 def make_copier(copy: Copy, disaggregation: str, req_to_token: torch.Tensor, vocab_size: int) -> Copier:
     """Of a server with that `--disaggregation-mode`."""
-    if not are_kept(copy, disaggregation):
+    if why_none_are_kept(copy, disaggregation):
         return NoCopies()
     return (RandomCopies if copy is Copy.RANDOM else TextCopies)(req_to_token, vocab_size)

@@ -34,7 +34,8 @@ class Drafter:
         self.forward = within(scope, through_runner(runner) if captured else directly(runner))
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
-        """What of the filled blocks is to be verified, int64 [B, width]: slot 0 the anchor, then drafts.
+        """What of the filled blocks is to be verified, int64 [B, width]: slot 0 the anchor, then drafts, and behind the
+        block mask tokens, which copies may replace.
 
         The draft always fills the whole block, as it was trained to; when only the anchor is verified it does not run.
         The result is a copy: a captured forward's output lies in the memory that all graphs share, and the target's
@@ -47,7 +48,8 @@ class Drafter:
         batch = block_forward(plan, block, seen, self.block_info, graphs=graphs)
         seen.kv.bind(batch, self.runner.kv_index_translator)
         tokens_T = self.forward(batch).logits_output.hidden_states
-        return tokens_T.view(block.tokens_BN.shape)[:, : plan.width].clone(memory_format=torch.contiguous_format)
+        tokens_BN = tokens_T.view(block.tokens_BN.shape)[:, : plan.width]
+        return torch.cat([tokens_BN, plan.verified.tokens_BN[:, block.tokens_BN.shape[1] :]], dim=1)
 
 
 def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:

@@ -168,13 +168,13 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
     return memory.max_memory_allocated() - before
 
 
-def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, block_size: int) -> int:
+def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, widest: int) -> int:
     """What steps and prompts need of the memory that is free now: for sampling, which runs dry here, and for a
     prompt's features, which the layers hand out one by one and which are then joined."""
     n_requests, n_vocab = target.max_running_requests, target.model_config.vocab_size
-    sampling = peak_bytes(lambda: choice.dry_run(n_requests, block_size), target.device)
+    sampling = peak_bytes(lambda: choice.dry_run(n_requests, widest), target.device)
     target.sampling_prewarm_result = SamplingPrewarmResult(
-        sampling_input_bytes=4 * n_requests * block_size * n_vocab, sampling_headroom_bytes=sampling
+        sampling_input_bytes=4 * n_requests * widest * n_vocab, sampling_headroom_bytes=sampling
     )
     schedule = get_schedule()
     n_tokens = max(schedule.chunked_prefill_size or 0, 0) or schedule.max_prefill_tokens  # None, 0 and less: no chunks

@@ -37,23 +37,23 @@ def build_engines(
     state_for: Callable[[int], State],
     widths: Sequence[int],
     *,
-    block_size: int,
+    widest: int,
     reserve_bytes: int,
 ) -> dict[int, WidthEngine]:
-    """An engine for each width, that of the whole block being what SGLang has made, with `state` attached.
+    """An engine for each width, that of the widest being what SGLang has made, with `state` attached.
 
     Captured graphs take memory that SGLang has not counted. Half of what it left free stays free, for the activations
     of prompts, and at least `reserve_bytes`; widths whose graphs would not fit beside that are not chosen from.
     """
     runner, tp_group = worker.model_runner, get_parallel().tp_group
-    whole = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state, routing_of(runner))
+    own = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state, routing_of(runner))
     keep_buffers(runner)
 
     def build(width: int) -> WidthEngine:
-        return whole if width == block_size else _build_engine(runner, state_for(width), width, captured=whole.graphs)
+        return own if width == widest else _build_engine(runner, state_for(width), width, captured=own.graphs)
 
     def free_gib() -> float:
-        if whole.graphs is None:
+        if own.graphs is None:
             return math.inf
         return get_available_gpu_memory(  # the least of all ranks, so that they leave out the same widths
             runner.device, runner.gpu_id, distributed=tp_group.world_size > 1, cpu_group=tp_group.cpu_group

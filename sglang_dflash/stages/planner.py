@@ -11,20 +11,21 @@ from sglang_dflash.step import Block, Plan
 
 
 class Planner:
-    def __init__(self, target_runner: ModelRunner, block_size: int, mask_token_id: int) -> None:
+    def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
+        """A step drafts `block_size` tokens of a request, and verifies up to `widest`."""
         self.req_to_token = target_runner.req_to_token_pool.req_to_token
         self.translator = target_runner.kv_index_translator
-        self.block_size = block_size
+        self.block_size, self.widest = block_size, widest
         self.mask_token_id = mask_token_id
         # The form is chosen here, and tensors that are always of the same kind are not checked at every step.
         self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
-        """`width`: how many tokens of the block will be verified; with 1 nothing is drafted."""
+        """`width`: how many tokens will be verified; with 1 nothing is drafted."""
         state = batch.spec_info
         anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices, batch.req_pool_indices_cpu
         if batch.seq_lens_cpu is None:  # no backend asked for exact lengths on the host
-            return self.place(*anchors, state.allocated_B_cpu, width=width, n_bounded=self.block_size)
+            return self.place(*anchors, state.allocated_B_cpu, width=width, n_bounded=self.widest)
         return self.place(*anchors, batch.seq_lens_cpu, width=width)
 
     def place(

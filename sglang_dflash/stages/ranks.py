@@ -17,7 +17,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner, ModelRunnerOutput
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.draft_parallel import model_draft_parallel_spec, resolve_draft_parallel_layout
 from sglang.srt.speculative.spec_utils import draft_tp_context
@@ -47,6 +47,13 @@ def draft_scope(target: ModelRunner) -> Scope:
             yield
 
     return scope
+
+
+@contextmanager
+def making_draft(target: ModelRunner, block_size: int) -> Iterator[None]:
+    """The draft's scope, where SGLang makes what runs it: with the block it fills, whatever is verified."""
+    with draft_scope(target)(), get_spec().override(speculative_num_draft_tokens=block_size):
+        yield
 
 
 def why_whole_blocks(target: ModelConfig) -> str:

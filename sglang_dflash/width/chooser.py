@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 REPORT = 1000  # steps between two lines in the log
 DEFAULT = (1, 4, 8, 12)  # and the whole block
+WIDEST = 32  # of what copies may continue behind a block
 
 Measure = Callable[[int, Sequence[int]], Sequence[float]]  # seconds of a step of so many requests, at each width
 Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # of a step: requests, width, accepted, when
@@ -78,25 +79,36 @@ class Chooser:
         }
 
 
-def candidates(flags: Flags, block_size: int, whole_blocks: str = "") -> tuple[int, ...]:
-    """The widths to choose from, ascending; `whole_blocks`: why nothing less than the block is verified, if it is so.
+def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str = "") -> tuple[int, ...]:
+    """The widths to choose from, ascending.
 
+    Args:
+        no_copies: why copies do not continue a block, if it is so; then nothing more than it is verified.
+        whole_blocks: why nothing but the block is verified, if it is so.
     Raises:
-        ValueError: one is not within the block.
-        NotSupported: one is narrower than the block, and there is a reason against it.
+        ValueError: one is none that can be verified.
+        NotSupported: one is narrower or wider than the block, and there is a reason against it.
     """
     if flags.width_policy is WidthPolicy.FIXED or (whole_blocks and flags.widths in ((), (block_size,))):
         return (block_size,)
     for width in flags.widths:
-        if not 1 <= width <= block_size:
-            raise ValueError(
-                f"SGLANG_DFLASH_WIDTHS: {width} is not within 1..{block_size}, the block that is drafted; drop it"
+        if not 1 <= width <= max(block_size, WIDEST):
+            raise ValueError(f"SGLANG_DFLASH_WIDTHS: {width} is not within 1..{max(block_size, WIDEST)}; drop it")
+        if width > block_size and no_copies:
+            raise NotSupported(
+                f"SGLANG_DFLASH_WIDTHS: {width} is wider than the block of {block_size}, behind which there are "
+                f"only copies, and nothing is copied ({no_copies}); drop it"
             )
     if whole_blocks:
         raise NotSupported(
             f"SGLANG_DFLASH_WIDTHS: whole blocks are verified ({whole_blocks}); set it to {block_size}, or drop it"
         )
     return flags.widths or (*(width for width in DEFAULT if width < block_size), block_size)
+
+
+def widest(block_size: int, widths: Sequence[int]) -> int:
+    """Tokens of a request that a step writes at most, and memory is made for."""
+    return max((block_size, *widths))
 
 
 def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, seconds: Measure, agree: Agree) -> Policy:

@@ -14,7 +14,7 @@ from launch import sass
 
 ROOT = Path(__file__).parents[2]
 SERVER = specialisations.Server(  # the one whose launches `--short` makes
-    widths=(1, 2, 4, 6, 8, 12, 16),
+    widths=(1, 2, 4, 6, 8, 12, 16, 24, 32),
     block_size=16,
     batch_sizes=(1, 2, 3, 8, 16, 64),
     n_value_heads=48,
@@ -49,7 +49,7 @@ def test_no_kernel_spills_and_a_server_compiles_what_is_listed() -> None:
     assert met == {kernel: set(map(str, keys)) for kernel, keys in listed.items()}
     verify = [row for row in compiled if row["kernel"] == "gdn_verify"]
     assert all(row["tensor"] for row in verify)
-    assert all(row["resident"] >= 2 for row in compiled)
+    assert all(row["resident"] >= 2 for row in compiled if not row["wide"])
 
 
 @pytest.mark.full
@@ -110,8 +110,8 @@ def test_a_server_with_another_draft_meets_its_kernels_too() -> None:
 def test_a_server_that_copies_meets_its_kernels_too() -> None:
     met = specialisations.of_server(SECOND._replace(copies=True))
     assert met == specialisations.of_server(SECOND) | {
-        "copy_draft": {1, 2, 4, 8, 16},
-        "weigh_copies": {2, 4, 8, 16},
+        "copy_draft": {1, 2, 4, 8, 16, 32},
+        "weigh_copies": {2, 4, 8, 16, 32},
     }
     assert tuple(met) == specialisations.KERNELS
 

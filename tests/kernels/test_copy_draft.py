@@ -156,7 +156,17 @@ def test_the_torch_form_is_the_definition(data) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [(0, 4, 10, 2), (1, 1, 5, 2), (2, 16, 700, 3), (3, 12, 513, 2), (5, 8, 60, 2), (4, 5, 1, 2), (2, 2, 0, 1)]
+    "sizes",
+    [
+        (0, 4, 10, 2),
+        (1, 1, 5, 2),
+        (2, 16, 700, 3),
+        (3, 12, 513, 2),
+        (5, 8, 60, 2),
+        (4, 5, 1, 2),
+        (2, 2, 0, 1),
+        (2, 24, 300, 2),
+    ],
 )
 def test_the_kernel_is_the_definition(sizes, device) -> None:
     torch.manual_seed(sum(sizes))

@@ -101,7 +101,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("verify", "fold"), FORMS)
-@pytest.mark.parametrize("N", [1, 5, 16])
+@pytest.mark.parametrize("N", [1, 5, 16, 24])
 @pytest.mark.parametrize(("B", "G", "H", "K", "V"), SIZES)
 def test_outputs_and_every_kept_prefix_follow_the_definition(verify, fold, N, B, G, H, K, V, device):
     x = inputs(B, N, G, H, K, V, device)
@@ -227,7 +227,7 @@ def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
 
 @pytest.mark.parametrize("many_heads", [1, 1000], ids=["whole-heads", "quarters"])
 @pytest.mark.parametrize("alike", [0.0, 0.95], ids=["any-keys", "keys-alike"])
-@pytest.mark.parametrize("N", range(1, 17))
+@pytest.mark.parametrize("N", [*range(1, 17), 32])
 def test_the_kernel_is_as_right_as_the_other_form(N, alike, many_heads, device, monkeypatch):
     """Keys that are nearly the same make the triangular system as hard to solve as it gets."""
     monkeypatch.setattr(gdn_verify_module, "MANY_HEADS", many_heads)

@@ -119,7 +119,17 @@ def test_the_torch_form_is_the_definition(data) -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [(0, 4, 10, 2), (1, 1, 5, 2), (4, 16, 90, 2), (3, 12, 60, 2), (8, 8, 60, 2), (4, 5, 1, 2), (2, 2, 9, 1)]
+    "sizes",
+    [
+        (0, 4, 10, 2),
+        (1, 1, 5, 2),
+        (4, 16, 90, 2),
+        (3, 12, 60, 2),
+        (8, 8, 60, 2),
+        (4, 5, 1, 2),
+        (2, 2, 9, 1),
+        (2, 32, 90, 2),
+    ],
 )
 def test_the_kernel_is_the_definition(sizes, device) -> None:
     torch.manual_seed(sum(sizes))

@@ -19,6 +19,7 @@ from tests.server.lib.variants import CHUNKED, PAGES, TRACK, TWO_NODES, window
 N_ASKED, MAX_NEW_TOKENS = 8, 96
 COPY = (("SGLANG_DFLASH_COPY", "on"),)
 CHOSEN = (("SGLANG_DFLASH_WIDTHS", "auto"),)
+WIDE = (("SGLANG_DFLASH_WIDTHS", "32"),)  # two blocks of either pair
 
 
 class Kind(NamedTuple):
@@ -29,6 +30,7 @@ class Kind(NamedTuple):
     page_size: int = 1
     full: bool = True
     knows_steps: bool = True  # not where widths change
+    width: int | None = None  # None: the block
 
 
 KINDS = {
@@ -37,10 +39,18 @@ KINDS = {
     "hybrid-window-pages": Kind((*TRACK, *window(64), *PAGES), draft_window=64, page_size=16),
     "hybrid-chunked": Kind((*TRACK, *CHUNKED)),
     "hybrid-widths": Kind(TRACK, CHOSEN, knows_steps=False),
+    "hybrid-wide": Kind(TRACK, WIDE, width=32),
+    "hybrid-wide-window-pages": Kind((*TRACK, *window(64), *PAGES), WIDE, draft_window=64, page_size=16, width=32),
+    "hybrid-wide-snapshots": Kind(TRACK, (*WIDE, ("SGLANG_DFLASH_GDN_STATE", "snapshot")), width=32),
+    "dense-wide": Kind(("--disable-overlap-schedule",), WIDE, target="dense", width=32),
+    "hybrid-wide-widths": Kind(TRACK, (("SGLANG_DFLASH_WIDTHS", "1,4,8,16,24,32"),), knows_steps=False),
     "hybrid-two-ranks": Kind(TRACK, TWO_NODES),
     "dense-no-overlap": Kind(("--disable-overlap-schedule",), target="dense"),
     "fa3-graphs": Kind((*attention("fa3"), *GRAPHS, *TRACK), SM90),
     "fa3-graphs-kernels": Kind((*attention("fa3"), *GRAPHS, *TRACK), INTERPRETED),
+    "fa3-graphs-wide": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*SM90, *WIDE), width=32),
+    "fa3-graphs-wide-kernels": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*INTERPRETED, *WIDE), width=32),
+    "fa3-graphs-wide-streams": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*STREAMS, *WIDE), width=32),
     "fa3-graphs-streams": Kind((*attention("fa3"), *GRAPHS, *TRACK), STREAMS),
     "trtllm-graphs-dense": Kind((*attention("trtllm_mha"), *GRAPHS, "--page-size", "16"), SM90, "dense", page_size=16),
 }
@@ -104,7 +114,8 @@ def test_copies_take_fewer_steps(serving: Serving) -> None:
 def steps_of(serving: Serving, *, copies: bool) -> list[dict[int, int]]:
     kind = serving.kind
     expert = oracle(PAIRS[kind.target], None, kind.draft_window, kind.page_size)
-    return [expert.accepted_histogram(prompt, MAX_NEW_TOKENS, copies=copies) for prompt in serving.prompts]
+    width = kind.width if copies else None
+    return [expert.accepted_histogram(prompt, MAX_NEW_TOKENS, copies=copies, width=width) for prompt in serving.prompts]
 
 
 @pytest.mark.full

@@ -58,8 +58,12 @@ BAD = {
     ),
     "several steps": Bad("ValueError: --speculative-num-steps 3: DFLASH drafts a block", "--speculative-num-steps 3"),
     "a tree": Bad("ValueError: --speculative-eagle-topk 4: DFLASH drafts one chain", "--speculative-eagle-topk 4"),
+    "width beyond all": Bad(
+        "ValueError: SGLANG_DFLASH_WIDTHS: 33 is not within 1..32", env={"SGLANG_DFLASH_WIDTHS": "4,33"}
+    ),
     "width beyond the block": Bad(
-        "ValueError: SGLANG_DFLASH_WIDTHS: 17 is not within 1..8", env={"SGLANG_DFLASH_WIDTHS": "4,17"}
+        "NotSupported: SGLANG_DFLASH_WIDTHS: 17 is wider than the block of 8, behind which there are only copies",
+        env={"SGLANG_DFLASH_WIDTHS": "4,17"},
     ),
     "lossy acceptance": Bad(
         "NotSupported: --speculative-accept-threshold-single 0.9 would change the output distribution; drop the flag",

@@ -34,7 +34,13 @@ class Oracle:
         return out[0, len(prompt) :].tolist()
 
     def accepted_histogram(
-        self, prompt: Sequence[int], max_new_tokens: int, n_unseen: int = 0, *, copies: bool = False
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        n_unseen: int = 0,
+        *,
+        copies: bool = False,
+        width: int | None = None,
     ) -> dict[int, int]:
         """How many decode steps accepted 0, 1, 2, ... drafts; the prompt's own step is not one of them."""
         options = Options(
@@ -45,6 +51,7 @@ class Oracle:
             page_size=self.page_size,
             n_unseen=n_unseen,
             copies=copies,
+            width=width,
         )
         _, *steps = spec_steps(self.draft, self.target, torch.tensor([prompt]), options)
         return dict(Counter(step.n_accepted for step in steps))

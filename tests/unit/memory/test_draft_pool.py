@@ -71,7 +71,7 @@ def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row: int) -> None:
     seen: list[int] = []
     worker: Any = object.__new__(DFlashWorker)
     worker.draft_runner = runner
-    worker.draft_scope = nullcontext
+    worker.making_draft = nullcontext
 
     class Made(Exception):
         """The draft's attention backends."""

@@ -33,7 +33,7 @@ class World:
                 req_to_token_pool=SimpleNamespace(req_to_token=table), kv_index_translator=translator,
                 max_total_num_tokens=N_ROWS * size,
             ),
-            size=size, window=window, block_size=block,
+            size=size, window=window, widest=block,
         )  # fmt: skip
         self.table, self.exact = table, kind is ExactRingSlots
         self.written: list[Any] = [None] * (N_ROWS * size)  # slot -> (request, position)

@@ -21,7 +21,7 @@ from sglang_dflash.memory import texts
 )
 def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -> None:
     texts.check_copy(copy, disaggregation)
-    assert texts.are_kept(copy, disaggregation) is kept
+    assert (not texts.why_none_are_kept(copy, disaggregation)) is kept
 
 
 @pytest.mark.parametrize("disaggregation", ["prefill", "decode"])

@@ -58,7 +58,7 @@ def scraped() -> Scraped:
 def meter(scraped: Scraped) -> Meter:
     """Of a server with rings of which two are held. A context is cut up to position 100, in row 7."""
     return Meter(
-        Exports(scraped.collector, block_size=BLOCK, widths=[1, 2, BLOCK]),
+        Exports(scraped.collector, widest=BLOCK, widths=[1, 2, BLOCK]),
         StageTimes(Clock(), every=1),
         lambda row, prefix_len: row == 7 and prefix_len < 100,
         {"rings": Pool(8, lambda: 2)},
@@ -109,7 +109,7 @@ def test_a_context_is_cut_or_not_by_where_the_block_began(meter: Meter, scraped:
 
 def test_copies_are_written_by_class(scraped: Scraped) -> None:
     counts_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
-    exports = Exports(scraped.collector, block_size=BLOCK, widths=[1, BLOCK])
+    exports = Exports(scraped.collector, widest=BLOCK, widths=[1, BLOCK])
     meter = Meter(exports, StageTimes(Clock()), lambda row, prefix_len: False, {}, LateCounts(counts_K2))
     counts_K2[1:] = torch.tensor([[1, 0], [2, 3], [4, 20], [5, 60]])
     meter.write()
@@ -206,6 +206,6 @@ def test_kinds_of_metric_that_sglang_was_given_are_used() -> None:
             labels=LABELS, _counter_cls=kind(Kind.COUNTER), _gauge_cls=kind(Kind.GAUGE),
             _histogram_cls=kind(Kind.HISTOGRAM),
         ),
-        block_size=BLOCK, widths=[BLOCK],
+        widest=BLOCK, widths=[BLOCK],
     )  # fmt: skip
     assert made == [(metric.kind, f"{PREFIX}{metric.name}") for metric in METRICS]

@@ -11,6 +11,7 @@ from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.step import Block, Plan
 
 EAGER, GRAPHS = object(), object()
+MASK = -7
 
 
 class Runner:
@@ -44,9 +45,10 @@ def test_directly_without_graphs(decode_runner: object, way: str) -> None:
     assert drafter.forward(batch).logits_output == way
 
 
-@pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16)])
+@pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16), (1, 24), (2, 32)])
 def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured forward returns the same cells every time, and another graph's replay may write there."""
+    """A captured forward returns the same cells every time, and another graph's replay may write there. Behind what is
+    drafted mask tokens are verified."""
     monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     N = 16
     of_the_graph_T = torch.arange(n_requests * N)
@@ -61,7 +63,7 @@ def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, m
         bound_sum=n_requests * N,
         kv=SimpleNamespace(bind=lambda batch, translator: None),
     )
-    verified = block._replace(tokens_BN=block.tokens_BN[:, :width])
+    verified = block._replace(tokens_BN=torch.full((n_requests, width), MASK))
     plan = Plan(
         block,
         verified,
@@ -72,7 +74,8 @@ def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, m
     tokens_BN = Drafter(runner, SharedSlots(), block_size=N, scope=nullcontext).draft(plan, graphs=True)
 
     assert tokens_BN.untyped_storage().data_ptr() != of_the_graph_T.untyped_storage().data_ptr()
-    drafted_BN = of_the_graph_T.view(n_requests, N)[:, :width].clone()
+    drafted_BN = torch.full((n_requests, width), MASK)
+    drafted_BN[:, :N] = of_the_graph_T.view(n_requests, N)[:, :width]
     of_the_graph_T.fill_(-1)  # the target's replay
     assert torch.equal(tokens_BN, drafted_BN)
     assert tokens_BN.is_contiguous()

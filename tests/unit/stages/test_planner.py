@@ -12,6 +12,7 @@ from sglang_dflash.stages.planner import Planner
 from sglang_dflash.step import Plan
 
 N = 8  # tokens of a whole block
+WIDEST = 12  # of what is verified
 MASK = 99
 
 
@@ -21,7 +22,7 @@ def planner() -> Planner:
         req_to_token_pool=SimpleNamespace(req_to_token=rows),
         kv_index_translator=SimpleNamespace(plan=lambda **asked: asked),
     )
-    return Planner(runner, N, MASK)
+    return Planner(runner, N, WIDEST, MASK)
 
 
 def plan(width: int, *, prefix: list[int], on_host: list[int] | None, allocated: list[int] | None) -> Plan:
@@ -47,30 +48,30 @@ def test_a_block_is_the_anchor_and_masks_behind_the_prefix() -> None:
     assert made.verified.slots_BN.tolist() == [list(range(64 + 5, 64 + 5 + N)), list(range(128 + 20, 128 + 20 + N))]
 
 
-@pytest.mark.parametrize(("width", "n_drafted"), [(1, None), (3, N), (N, N)])
-def test_a_narrow_step_drafts_the_whole_block_and_width_one_nothing(width: int, n_drafted: int | None) -> None:
+@pytest.mark.parametrize(("width", "n_drafted"), [(1, None), (3, N), (N, N), (WIDEST, N)])
+def test_a_step_of_any_width_drafts_the_whole_block_and_width_one_nothing(width: int, n_drafted: int | None) -> None:
     made = plan(width, prefix=[5], on_host=[5], allocated=None)
     assert made.verified.tokens_BN.shape == (1, width)
     assert (made.drafted and made.drafted.tokens_BN.shape[1]) == n_drafted
 
 
 @given(
-    width=st.integers(1, N),
-    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(0, N)), min_size=1, max_size=3),
+    width=st.integers(1, WIDEST),
+    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(0, WIDEST)), min_size=1, max_size=3),
     exact=st.booleans(),
 )
 def test_no_block_ends_past_its_bound(width: int, requests: list[tuple[int, int]], exact: bool) -> None:
-    """Under the overlap schedule the host knows a request's length before the step in flight, which commits up to N.
-    What it has reserved is two blocks past that."""
+    """Under the overlap schedule the host knows a request's length before the step in flight, which commits up to
+    `WIDEST`. What it has reserved is twice that."""
     known = [n for n, _ in requests]
     prefix = [n + more for n, more in requests]
-    reserved = [n + 2 * N for n in known]
+    reserved = [n + 2 * WIDEST for n in known]
     made = plan(width, prefix=prefix, on_host=prefix if exact else None, allocated=reserved)
     for block in (made.verified, made.drafted or made.verified):
         n_tokens = block.tokens_BN.shape[1]
         ends = [n + n_tokens for n in prefix]
         bounds = block.bound_B_cpu.tolist()
         assert all(end <= bound for end, bound in zip(ends, bounds, strict=True))
-        assert bounds == (ends if exact else [n + N + n_tokens for n in known])
+        assert bounds == (ends if exact else [n + WIDEST + n_tokens for n in known])
         assert block.bound_sum == sum(bounds)
         assert block.kv["read_extent"] == n_tokens  # type: ignore[index]

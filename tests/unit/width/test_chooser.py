@@ -12,7 +12,7 @@ from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.metrics.trace import Trace
-from sglang_dflash.width.chooser import REPORT, Chooser, candidates, make_policy
+from sglang_dflash.width.chooser import REPORT, Chooser, candidates, make_policy, widest
 from sglang_dflash.width.policy import Adaptive, Decision, Policy
 
 
@@ -207,26 +207,42 @@ def test_before_the_first_step_there_is_nothing_to_tell() -> None:
 
 @pytest.mark.parametrize(
     ("value", "widths"),
-    [("auto", (1, 4, 8, 12, 16)), ("random", (1, 4, 8, 12, 16)), ("fixed", (16,)), ("8,1", (1, 8))],
+    [
+        ("auto", (1, 4, 8, 12, 16)),
+        ("random", (1, 4, 8, 12, 16)),
+        ("fixed", (16,)),
+        ("8,1", (1, 8)),
+        ("8,32", (8, 32)),
+    ],
 )
 def test_widths_to_choose_from(value: str, widths: tuple[int, ...]) -> None:
-    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16) == widths
+    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, no_copies="") == widths
+
+
+def test_a_step_writes_a_block_or_more() -> None:
+    assert widest(16, (1, 8)) == widest(16, ()) == 16
+    assert widest(16, (8, 24)) == 24
 
 
 @pytest.mark.parametrize("value", ["auto", "random", "fixed", "16"])
 def test_a_target_that_cannot_narrow_verifies_whole_blocks(value: str) -> None:
-    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, "it cannot") == (16,)
+    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, "off", "it cannot") == (16,)
 
 
 def test_narrower_widths_are_refused_where_the_target_cannot() -> None:
     with pytest.raises(NotSupported, match=r"it cannot\); set it to 16, or drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "1,16"}), 16, "it cannot")
+        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "1,16"}), 16, "off", "it cannot")
 
 
-@pytest.mark.parametrize("value", ["0,4", "17"])
-def test_a_width_outside_the_block_is_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WIDTHS: (0|17) is not within 1\.\.16, .* drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16)
+@pytest.mark.parametrize("value", ["0,4", "33"])
+def test_a_width_that_nothing_fills_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WIDTHS: (0|33) is not within 1\.\.32; drop it"):
+        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, no_copies="")
+
+
+def test_a_width_behind_the_block_is_refused_where_nothing_is_copied() -> None:
+    with pytest.raises(NotSupported, match=r"17 is wider than the block of 16, .*\(SGLANG_DFLASH_COPY=off\); drop it"):
+        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "17"}), 16, no_copies="SGLANG_DFLASH_COPY=off")
 
 
 def test_a_policy_for_each_kind() -> None:
