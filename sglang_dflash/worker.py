@@ -210,6 +210,7 @@ class DFlashWorker(BaseSpecWorker):
         return {
             "version": __version__,
             "block_size": self.config.block_size,
+            "widest": self.widest,
             "draft_kv_bytes": int(sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes())),  # numpy's, for JSON
             "width": self.width.describe(),
             "copies": self.stages.copier.totals(),

@@ -18,7 +18,7 @@ from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from sglang_dflash.flags import Worker
-from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, kept_window, ring_slots, round_up
+from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, kept_window, ring_slots, round_up, text_bytes
 
 MIB, GIB = 2**20, 2**30
 
@@ -48,7 +48,8 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """`weight_bytes` is of all ranks; `image_width` the hidden size of its image encoder, 0 without one."""
+    """`weight_bytes` is of all ranks; `image_width` the hidden size of its image encoder, 0 without one;
+    `context_length` the longest text it was made for."""
 
     name: str
     attention: AttentionSizes
@@ -57,6 +58,7 @@ class TargetSizes:
     weight_bytes: int
     weights_from: str
     image_width: int
+    context_length: int
     source: str
 
 
@@ -80,7 +82,8 @@ class DraftSizes:
 
 @dataclass(frozen=True)
 class Serving:
-    """A launch. `context` is a request's tokens, prompt and answer; `window` is `--speculative-draft-window-size`."""
+    """A launch. `context` is a request's tokens, prompt and answer; `window` is `--speculative-draft-window-size`;
+    `copies`: our worker keeps texts; `wider`: it verifies as many tokens where that is more than a block."""
 
     mem_fraction: float
     block_size: int
@@ -91,6 +94,12 @@ class Serving:
     mamba_ratio: float = MAMBA_RATIO
     page_size: int = 1
     radix: RadixStates = RadixStates.EXTRA_BUFFER
+    copies: bool = False
+    wider: int = 0
+
+    def widest(self, worker: Worker) -> int:
+        """Tokens of a request that a step writes at most."""
+        return max(self.block_size, self.wider) if worker is Worker.PLUGIN else self.block_size
 
 
 class States(NamedTuple):
@@ -122,6 +131,7 @@ class Capacity:
     request_block_bytes: int
     block_bytes: float
     ring_bytes: float
+    text_bytes: float
     n_tokens: int
     target_bytes_per_token: int
     draft_bytes_per_token: int
@@ -153,17 +163,19 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     n_requests = min(serving.max_requests, states.n_requests)
     per_token = target.attention.bytes_per_token(tp_size)
     draft_per_token = draft.attention.bytes_per_token(tp_size)
-    ring_bytes = 0
+    ring_bytes = texts = 0
     window = kept_window(serving.window, draft.window)
     if window is not None and worker is Worker.PLUGIN:
         # SGLang's pools have a row for padding, and so do rings.
-        ring_bytes = (n_requests + 1) * ring_slots(window, serving.block_size, serving.page_size) * draft_per_token
+        ring_bytes = (n_requests + 1) * ring_slots(window, serving.widest(worker), serving.page_size) * draft_per_token
         draft_per_token = 0
-    left = rest - states.persistent_bytes - states.block_bytes - ring_bytes
+    if serving.copies and worker is Worker.PLUGIN:
+        texts = text_bytes(serving.max_requests, target.context_length)
+    left = rest - states.persistent_bytes - states.block_bytes - ring_bytes - texts
     n_tokens = max(0, int(left)) // (per_token + draft_per_token) // serving.page_size * serving.page_size
     limits = {
-        # A step reserves room for the block it will verify and the block in flight.
-        Bound.TOKENS: n_tokens // round_up(serving.context + 2 * serving.block_size, serving.page_size),
+        # A step reserves room for what it will verify and what is in flight.
+        Bound.TOKENS: n_tokens // round_up(serving.context + 2 * serving.widest(worker), serving.page_size),
         Bound.FLAG: serving.max_requests,
     }
     if target.recurrent:
@@ -180,6 +192,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
         request_block_bytes=_request_block_bytes(target.recurrent, serving, worker),
         block_bytes=states.block_bytes,
         ring_bytes=ring_bytes,
+        text_bytes=texts,
         n_tokens=n_tokens,
         target_bytes_per_token=per_token,
         draft_bytes_per_token=draft_per_token,
@@ -210,7 +223,8 @@ def _request_block_bytes(recurrent: RecurrentSizes | None, serving: Serving, wor
     if recurrent is None:
         return 0
     rank = recurrent.shard(serving.tp_size)
-    return rank.record_bytes(serving.block_size) if worker is Worker.PLUGIN else rank.snapshot_bytes(serving.block_size)
+    n_tokens = serving.widest(worker)
+    return rank.record_bytes(n_tokens) if worker is Worker.PLUGIN else rank.snapshot_bytes(n_tokens)
 
 
 def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, worker: Worker) -> States:

@@ -20,6 +20,7 @@ from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # of a draft's linear layers, when they load
 CONV_ITEMSIZE = 2  # SGLANG_MAMBA_CONV_DTYPE is bfloat16 unless set
+LONGEST = 262144  # tokens of context, where a config does not say
 MTP = "mtp."  # tensors of a checkpoint's own drafter, which SGLang does not load under DFLASH
 
 
@@ -102,6 +103,7 @@ def read_target(model: str) -> TargetSizes:
         n_heads=config.count("num_attention_heads"),
         weight_bytes=weights,
         weights_from=weights_from,
+        context_length=config.count("max_position_embeddings", LONGEST),
         image_width=Config(whole["vision_config"], model).count("hidden_size") if whole.get("vision_config") else 0,
         source=source,
     )

@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from sglang_dflash import flags
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import (
@@ -71,6 +72,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--mamba-ssm-dtype", choices=geometry.ITEMSIZES, help="left out, what config.json says, else float32")
     add("--mamba-radix-cache-strategy", choices=STRATEGIES, default="extra_buffer", help="off: --disable-radix-cache")
     add("--page-size", type=int, default=1, help="(%(default)s)")
+    add("--copy", choices=("auto", "off"), default=flags.read({}).copy, help="SGLANG_DFLASH_COPY (%(default)s)")
+    add("--context-length", type=int, help="of the server, for its texts; left out, what the target was made for")
+    add("--widest", type=int, default=0, help="of SGLANG_DFLASH_WIDTHS, where it is more than the block")
     add("--json", action="store_true", help="one JSON document instead of tables")
     return parser
 
@@ -102,6 +106,8 @@ def answer(options: argparse.Namespace) -> Report:
     if target.recurrent and options.mamba_ssm_dtype:
         recurrent = dataclasses.replace(target.recurrent, state_itemsize=geometry.ITEMSIZES[options.mamba_ssm_dtype])
         target = dataclasses.replace(target, recurrent=recurrent)
+    if options.context_length:
+        target = dataclasses.replace(target, context_length=options.context_length)
     draft = geometry.read_draft(options.draft or models.draft_of(options.model), options.draft_quantization)
     fraction = options.mem_fraction
     if fraction is None:
@@ -116,6 +122,8 @@ def answer(options: argparse.Namespace) -> Report:
         mamba_ratio=options.mamba_full_memory_ratio,
         page_size=options.page_size,
         radix=STRATEGIES[options.mamba_radix_cache_strategy],
+        copies=options.copy != "off",
+        wider=options.widest,
     )
     return report_of(target, draft, serving, options.gpu_memory)
 
@@ -169,6 +177,7 @@ def table(report: Report) -> Table:
         "target K and V per token": [f"{c.target_bytes_per_token:,} B" for c in results],
         "draft K and V per token": [f"{c.draft_bytes_per_token:,} B" for c in results],
         "draft rings": [size(c.ring_bytes) for c in results],
+        "texts, for copies": [size(c.text_bytes) for c in results],
         "recurrent states": [f"{c.n_states} = {size(c.state_bytes)}" for c in results],
         "per request for its block": [size(c.request_block_bytes) for c in results],
         "for all blocks": [size(c.block_bytes) for c in results],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from sglang_dflash_kernels.record import record_width
 
 FP32 = 4  # bytes; what records are kept in, whatever the states are
+INT32 = 4  # of a token of text
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -28,6 +29,11 @@ def ring_slots(window: int, widest: int, page_size: int) -> int:
     were verified), and the start of the page in which the window begins.
     """
     return round_up(window + page_size - 1 + widest, page_size)
+
+
+def text_bytes(n_requests: int, context: int) -> int:
+    """Of the texts that copies are taken from: a row for each request, and SGLang's row of padding."""
+    return (n_requests + 1) * context * INT32
 
 
 def block_bytes(

@@ -8,10 +8,9 @@ from typing import Any
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Copy
+from sglang_dflash.memory.sizes import text_bytes
 
 logger = logging.getLogger(__name__)
-
-TOKEN_BYTES = 4  # int32
 
 
 def why_no_copies(disaggregation: str) -> str:
@@ -32,11 +31,6 @@ def check_copy(copy: Copy, disaggregation: str) -> None:
 def why_none_are_kept(copy: Copy, disaggregation: str) -> str:
     """Empty: texts are kept, and copied from."""
     return f"SGLANG_DFLASH_COPY={copy}" if copy is Copy.OFF else why_no_copies(disaggregation)
-
-
-def text_bytes(n_requests: int, context: int) -> int:
-    """Of a row for each request, and SGLang's row of padding."""
-    return (n_requests + 1) * context * TOKEN_BYTES
 
 
 def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:

@@ -169,6 +169,9 @@ def counted_tokens(gpu: Gpu, watched: Watched, place: Place) -> int:
         "--draft": models.draft,
         "--gpu-memory": gpu.memory / 2**30,
         "--block": watched.dflash["block_size"],
+        "--widest": watched.dflash["widest"],
+        "--copy": "auto" if watched.dflash["copies"] else "off",
+        "--context-length": info.get("context_length"),
         "--tp": info["tp_size"],
         "--mem-fraction": info["mem_fraction_static"],
         "--max-running-requests": watched.dflash["probe"]["bytes"]["requests"],
@@ -185,14 +188,14 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
     if not Path(models.target).is_dir():
         raise Skipped(f"{models.target} is no directory, so its config.json is not here to be counted")
     target, draft = geometry.read_target(str(models.target)), geometry.read_draft(str(models.draft))
-    ranks, block = info["tp_size"], watched.dflash["block_size"]
+    ranks, widest = info["tp_size"], watched.dflash["widest"]
     wide = place.exact(watched.launch.attention) and watched.launch.pair != OWN  # served in fp32
     attention = [replace(one.attention, itemsize=FP32) if wide else one.attention for one in (target, draft)]
     per_token, draft_per_token = (one.bytes_per_token(ranks) for one in attention)
     page, window = found["page_size"], info.get("speculative_draft_window_size") or draft.window
     draft_tokens = found["target_tokens"]
     if window:
-        draft_tokens = (found["requests"] + 1) * ring_slots(window, block, page)
+        draft_tokens = (found["requests"] + 1) * ring_slots(window, widest, page)
     counted = {
         "target_kv": (found["target_tokens"] + page) * per_token,
         "draft_kv": (draft_tokens + page) * draft_per_token,
@@ -201,5 +204,5 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
         rank = target.recurrent.shard(ranks)
         rank = replace(rank, conv_itemsize=FP32) if wide else rank
         counted["state_bytes"] = found["states"] * rank.state_bytes
-        counted["block_bytes"] = found["block_rows"] * rank.record_bytes(block)
+        counted["block_bytes"] = found["block_rows"] * rank.record_bytes(widest)
     return counted

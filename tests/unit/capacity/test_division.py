@@ -257,6 +257,22 @@ def test_a_dense_target_differs_only_by_its_rings() -> None:
     assert ring.n_tokens == int(rest - ring.ring_bytes) // (36 * 8 * 128 * 2 * 2)
 
 
+def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks() -> None:
+    """Of our worker alone."""
+    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, window=2048)
+    stock, ours = (capacity(QWEN_27B, DRAFT_27B, serving, 141, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
+    copying = replace(serving, copies=True)
+    texts = capacity(QWEN_27B, DRAFT_27B, copying, 141, Worker.PLUGIN)
+    assert texts.text_bytes == 49 * 262144 * 4
+    assert ours.n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
+    wide = capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.PLUGIN)
+    assert wide.ring_bytes == (wide.limits[Bound.STATE] + 1) * (2048 + 32) * 20480
+    assert QWEN_27B.recurrent is not None
+    assert wide.request_block_bytes == QWEN_27B.recurrent.record_bytes(32)
+    assert wide.limits[Bound.TOKENS] == wide.n_tokens // (8192 + 64)
+    assert capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.STOCK) == stock
+
+
 def test_a_draft_of_sliding_layers_has_rings_without_a_flag() -> None:
     sliding = replace(DRAFT_8B, window=4096)
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192)

@@ -123,7 +123,7 @@ def watched_bytes(kv_itemsize: int) -> served.Watched:
         "block_rows": 3,
         "block_bytes": 3 * recurrent.record_bytes(16),
     }
-    dflash = {"block_size": 16, "probe": {"bytes": pools}}
+    dflash = {"block_size": 16, "widest": 16, "copies": [], "probe": {"bytes": pools}}
     info = {"tp_size": 1, "mem_fraction_static": 0.8, "page_size": 1, "speculative_draft_window_size": None}
     return served.Watched(Launch("hybrid", "fa3"), PROMPTS, {}, dflash, info)
 
