@@ -10,11 +10,11 @@ Place d of a block is behind its slot d: behind the anchor (d = 0), or behind th
 
 The copy is taken from the first place whose matches, of such a length, this request may trust:
 
-    2 (W prior + gain) > W + n          W = 2 steps; prior is 2 from RELIABLE tokens on, -1 below
+    2 (prior + gain) > 1 + n            prior is 1 for LONGEST tokens, -1 for fewer
 
 `gain` and `n` are what `weigh_copies` counted: tokens that copies committed more than the block at places that were
 reached, and how often. So a copy must be worth half a token more than the block it replaces, on average over the
-request's own steps. A text without a run of SHORTEST tokens that comes again keeps its blocks.
+request's own steps and one that is imagined. A text without a run of SHORTEST tokens that comes again keeps its blocks.
 
 Shapes: B requests, N slots per block, D = N - 1 drafts and as many places; Q rows of M tokens of text, one per request
 the server can hold; K classes of length, two counts (2) for each: gain and n.
@@ -34,15 +34,12 @@ from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 from torch.nn.functional import pad
 
-SHORTEST, RELIABLE, LONGEST = 3, 8, 16  # tokens of a match
+SHORTEST, LONGEST = 3, 16  # tokens of a match
 N_CLASSES = 5  # of lengths: powers of two, up to LONGEST
-PRIOR_STEPS, PRIOR_GAIN, PRIOR_LOSS = 2, 2, -1
 LENGTH_BIT = 26  # a length and a position in one int32: texts have fewer than 2^26 tokens
 
-_SHORTEST, _RELIABLE, _LONGEST = map(tl.constexpr, (SHORTEST, RELIABLE, LONGEST))
+_SHORTEST, _LONGEST = map(tl.constexpr, (SHORTEST, LONGEST))
 _CLASSES, _LENGTH_BIT, _POSITION = map(tl.constexpr, (N_CLASSES, LENGTH_BIT, (1 << LENGTH_BIT) - 1))
-_STEPS = tl.constexpr(PRIOR_STEPS)
-_GAIN, _LOSS = tl.constexpr(PRIOR_GAIN * PRIOR_STEPS), tl.constexpr(PRIOR_LOSS * PRIOR_STEPS)
 
 
 class Texts(NamedTuple):
@@ -96,8 +93,8 @@ def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
 
 
 def is_trusted(length: int, gain: int, n: int) -> bool:
-    prior = PRIOR_GAIN if length >= RELIABLE else PRIOR_LOSS
-    return 2 * (PRIOR_STEPS * prior + gain) > PRIOR_STEPS + n
+    prior = 1 if length == LONGEST else -1
+    return 2 * (prior + gain) > 1 + n
 
 
 def length_class(length: int) -> int:
@@ -113,8 +110,8 @@ def copy_draft_torch(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
     length_BD = best_BD >> LENGTH_BIT
     source_BD = (best_BD & ((1 << LENGTH_BIT) - 1)).where(length_BD > 0, -1)
     gain_BD, n_BD = texts.counts_QK2[rows_B1, class_of(length_BD)].unbind(-1)
-    prior_BD = torch.full_like(gain_BD, PRIOR_LOSS).masked_fill(length_BD >= RELIABLE, PRIOR_GAIN)
-    trusted_BD = (length_BD > 0) & (2 * (PRIOR_STEPS * prior_BD + gain_BD) > PRIOR_STEPS + n_BD)
+    prior_BD = torch.where(length_BD == LONGEST, 1, -1)
+    trusted_BD = (length_BD > 0) & (2 * (prior_BD + gain_BD) > 1 + n_BD)
     # One place more, where nothing is copied, so that there is a first.
     trusted_BN, source_BN = pad(trusted_BD, (0, 1), value=True), pad(source_BD, (0, 1), value=-1)
     place_B1 = trusted_BN.int().argmax(1, keepdim=True)
@@ -216,8 +213,8 @@ def _copy_draft_kernel(
     kind = (length >= 2).to(tl.int32) + (length >= 4) + (length >= 8) + (length >= 16)
     count = counts + (row * _CLASSES + kind) * 2
     gain, n_seen = tl.load(count), tl.load(count + 1)
-    prior = tl.where(length >= _RELIABLE, _GAIN, _LOSS)
-    trusted = (length > 0) & (2 * (prior + gain) > n_seen + _STEPS)
+    prior = tl.where(length == _LONGEST, 1, -1)
+    trusted = (length > 0) & (2 * (prior + gain) > n_seen + 1)
     place = tl.min(tl.where(trusted, slot, N - 1), axis=0)
     first = tl.maximum(tl.sum(tl.where(slot == place, source, 0), axis=0), 0)
     at = first + tl.maximum(slot - place - 1, 0) % (n + place + 1 - first)  # [N]

@@ -117,8 +117,9 @@ FLAGS = (
         "auto",
         tuple(WidthPolicy),
         "How many tokens of the drafted block a step verifies: `auto` what commits most per second, from no draft at "
-        "all to the whole block; a list is what `auto` may choose from, and one number is always that width; `fixed` "
-        "the whole block, as the built-in worker does; `random` any, for tests.",
+        "all to the whole block; a list is what `auto` may choose from, up to 32 where copies continue the block, and "
+        "one number is always that width; `fixed` the whole block, as the built-in worker does; `random` any, for "
+        "tests.",
         pattern=r"[0-9]+(,[0-9]+)*",
         example="1,4,8,16",
     ),

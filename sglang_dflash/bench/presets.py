@@ -33,6 +33,19 @@ PRESETS = {
         SERVER_FLAGS,
         "the README's first table",
     ),
+    "copies": Preset(
+        {
+            **SHARED,
+            "--arms": "off stock ours:SGLANG_DFLASH_COPY=off ours:SGLANG_DFLASH_COPY=on "
+            "ours:SGLANG_DFLASH_COPY=on,SGLANG_DFLASH_WIDTHS=1,4,8,16,24,32",
+            "--dataset": "synthetic repeating hard",
+            "--num-prompts": "16",
+            "--concurrency": "1 8",
+            "--repeats": "3",
+        },
+        SERVER_FLAGS,
+        "blocks continued by copies beside blocks alone",
+    ),
     "widths": Preset(
         {
             **SHARED,

@@ -21,7 +21,7 @@ from sglang_dflash.train.corpus import draw
 Conversation = list[Message]
 SEED = 42
 N_PROMPTS = 128  # as many as the model cards ask
-SYNTHETIC, HARD, HOPELESS = BUNDLED_SETS = "synthetic", "hard", "hopeless"
+SYNTHETIC, HARD, HOPELESS, REPEATING = BUNDLED_SETS = "synthetic", "hard", "hopeless", "repeating"
 BUNDLED = "held-out questions of the tiny corpus"
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 COMPLETE = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
@@ -88,6 +88,8 @@ def load(name: str, n: int) -> Task:
         return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", held_out(n))
     if name == HARD:
         return Task(HARD, workloads.HARD, [asked(question) for question in workloads.hard_questions(n)])
+    if name == REPEATING:
+        return Task(REPEATING, workloads.REPEATING, workloads.repeating_conversations(n))
     if name == HOPELESS:
         prompts = [TokenIds(ids) for ids in workloads.hopeless_prompts(n)]
         return Task(HOPELESS, workloads.HOPELESS, prompts, n_answer=workloads.HOPELESS_ANSWER)

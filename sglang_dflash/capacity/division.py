@@ -163,14 +163,13 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     n_requests = min(serving.max_requests, states.n_requests)
     per_token = target.attention.bytes_per_token(tp_size)
     draft_per_token = draft.attention.bytes_per_token(tp_size)
-    ring_bytes = texts = 0
+    ring_bytes = 0
     window = kept_window(serving.window, draft.window)
     if window is not None and worker is Worker.PLUGIN:
         # SGLang's pools have a row for padding, and so do rings.
         ring_bytes = (n_requests + 1) * ring_slots(window, serving.widest(worker), serving.page_size) * draft_per_token
         draft_per_token = 0
-    if serving.copies and worker is Worker.PLUGIN:
-        texts = text_bytes(serving.max_requests, target.context_length)
+    texts = _text_bytes(target, serving, worker)
     left = rest - states.persistent_bytes - states.block_bytes - ring_bytes - texts
     n_tokens = max(0, int(left)) // (per_token + draft_per_token) // serving.page_size * serving.page_size
     limits = {
@@ -217,6 +216,11 @@ def _check(target: TargetSizes, draft: DraftSizes, serving: Serving) -> None:
             f"--window {serving.window} is smaller than the block of {serving.block_size}; "
             f"give at least {serving.block_size}"
         )
+
+
+def _text_bytes(target: TargetSizes, serving: Serving, worker: Worker) -> int:
+    kept = serving.copies and worker is Worker.PLUGIN
+    return text_bytes(serving.max_requests, target.context_length) if kept else 0
 
 
 def _request_block_bytes(recurrent: RecurrentSizes | None, serving: Serving, worker: Worker) -> int:

@@ -87,10 +87,10 @@ def test_lengths_are_counted_up_to_the_longest_and_the_texts_start(form) -> None
 @FORMS
 @pytest.mark.parametrize("length", [3, 4, 7, 8, 15, 16])
 def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
-    """Worth more than half a token a step, the two steps that are assumed included."""
+    """Worth more than half a token a step, one that is imagined included."""
     run = list(range(100, 100 + length))
     text, block = [1, *run, 2, 3, *run[:-1]], [run[-1], 0]
-    prior = 2 if length >= 8 else -1
+    prior = 1 if length == LONGEST else -1
 
     def takes(gain: int, n: int, other: int) -> bool:
         counts_QK2 = counts(2, other)
@@ -101,7 +101,7 @@ def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
         return form(torch.tensor([block]), texts).place_B.tolist() == [0]
 
     for n in (0, 10):
-        enough = (2 + n) // 2 - 2 * prior + 1
+        enough = (1 + n) // 2 - prior + 1
         assert takes(enough, n, NEVER)
         assert not takes(enough - 1, n, ALWAYS)
 

@@ -100,9 +100,7 @@ def test_definition_is_the_sequential_one(data):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("B", "P", "N", "V"), [(3, 0, 4, 9), (1, 1, 1, 1), (3, 2, 16, 1500), (5, 5, 32, 1024)]
-)
+@pytest.mark.parametrize(("B", "P", "N", "V"), [(3, 0, 4, 9), (1, 1, 1, 1), (3, 2, 16, 1500), (5, 5, 32, 1024)])
 def test_kernel_is_the_definition(B, P, N, V, dtype, device):
     if dtype == torch.bfloat16 and device == "cpu":
         pytest.skip("the interpreter truncates to bf16")

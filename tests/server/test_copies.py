@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from launch.compare_workers import SEEDED_ENV, SEEDED_FLAGS
 from sglang_dflash.bench.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
@@ -119,16 +120,27 @@ def steps_of(serving: Serving, *, copies: bool) -> list[dict[int, int]]:
 
 
 @pytest.mark.full
-def test_tokens_that_are_drawn_are_those_of_their_seed(server: Callable, reference: Callable) -> None:
-    """As without speculation; drafts that are copied change no law."""
-    prompts, seeded = asked_again("dense", reference), ("--enable-deterministic-inference",)
+@pytest.mark.parametrize("target", ["hybrid", "dense"])
+def test_tokens_that_are_drawn_are_those_of_their_seed(
+    target: str, server: Callable, questions: Callable, reference: Callable
+) -> None:
+    """As without speculation; drafts that are copied change no law. The same tokens with and without copies, so the
+    steps tell what copies are worth: they never cost more than a hundredth."""
+    repeating, alone = asked_again(target, reference), questions(N_ASKED, target, seed=60)
+    flags = (*SEEDED_FLAGS, *(TRACK if target == "hybrid" else ()))
     drawn = {"temperature": 0.7, "sampling_seed": 5, "max_new_tokens": MAX_NEW_TOKENS}
-    answers, want = (
-        [answer.token_ids for answer in one.generate_many(prompts, concurrency=4, **drawn)]
-        for one in (server(target="dense", flags=seeded, env=dict(COPY)), server("off", target="dense", flags=seeded))
-    )
-    assert answers == want
-    assert answers != [reference(prompt, MAX_NEW_TOKENS, "dense") for prompt in prompts]
+
+    def answers(arm: str, prompts: list[list[int]], **env: str) -> list[Generation]:
+        running = server(arm, target=target, flags=flags, env=SEEDED_ENV | env)
+        return running.generate_many(prompts, concurrency=4, **drawn)
+
+    for prompts in (repeating, alone):
+        arms = answers("plugin", prompts, **dict(COPY)), answers("plugin", prompts), answers("off", prompts)
+        copying, ours, off = ([answer.token_ids for answer in arm] for arm in arms)
+        assert copying == ours == off
+        assert off != [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
+        taken, without = (sum((Counter(steps(answer)) for answer in arm), Counter()).total() for arm in arms[:2])
+        assert taken <= 1.01 * without
 
 
 @pytest.mark.full

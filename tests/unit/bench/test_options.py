@@ -153,6 +153,15 @@ def test_a_file_may_hold_token_ids(tmp_path: Path) -> None:
     assert not {"input_ids", "ignore_eos"} & set(Sampling(max_new_tokens=8).body("m", task.prompts[1]))
 
 
+def test_repeating_conversations_ask_for_what_they_have_been_told() -> None:
+    task = prompts.load("repeating", 8)
+    assert prompts.is_complete(task)
+    assert [[message["role"] for message in prompt] for prompt in task.prompts] == [["user", "assistant", "user"]] * 8
+    again = [prompt[0]["content"] in prompt[2]["content"] for prompt in task.prompts]
+    assert again == [True, True, True, False] * 2
+    assert len({prompt[1]["content"] for prompt in task.prompts}) == 8
+
+
 def test_hopeless_answers_are_short_and_go_past_their_end() -> None:
     task = prompts.load("hopeless", 3)
     assert [len(prompt) for prompt in task.prompts] == [32] * 3
