@@ -125,6 +125,16 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
     complete(target.architecture)
 
 
+def hook_tokenizer() -> None:
+    """In the process that tokenizes, with speculation and without; it has this module loaded anyway."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from sglang_dflash.host.prompts import check_prompt
+
+    host.check(SECTIONS["prompts"])
+    set_hooks({HOOKS["prompt"]: (check_prompt, HookType.AROUND)})
+
+
 def add_dflash(result: Any, controller: Any, *_: object) -> Any:
     """AFTER `SchedulerInternalStateController.get_internal_state`: our worker's report beside SGLang's state."""
     result.internal_state["dflash"] = controller.scheduler.draft_worker.describe()
@@ -169,9 +179,18 @@ def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Around the step that resolves speculative arguments: refuse what cannot be served, before weights load."""
-    if not asks_for_dflash(server_args) or flags.read(os.environ).worker is Worker.STOCK:
+    if flags.read(os.environ).worker is Worker.STOCK:
         previous(server_args)
         return
+    if asks_for_dflash(server_args):
+        resolve(server_args, previous)
+    else:
+        previous(server_args)
+    hook_tokenizer()
+
+
+def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Check the arguments of DFLASH and write out what they mean."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     from sglang_dflash.config import DFlashConfig
