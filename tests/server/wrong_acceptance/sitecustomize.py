@@ -45,7 +45,7 @@ def spoil(build) -> None:
 
     def sample(self, logits_TV, info, positions_BN):
         temperature_T1 = info.temperatures.repeat_interleave(positions_BN.shape[1], dim=0)
-        again_T = honest_sample(self, logits_TV.clone(), info, positions_BN)
+        again_T, _ = honest_sample(self, logits_TV.clone(), info, positions_BN)
         sampled[:] = again_T.long().view(positions_BN.shape), (logits_TV / temperature_T1).softmax(dim=-1)
         return honest_sample(self, logits_TV, info, positions_BN)
 

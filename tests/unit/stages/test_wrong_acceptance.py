@@ -4,9 +4,11 @@ import importlib
 import inspect
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from sglang_dflash.stages import build
 from sglang_dflash.stages.choice import Choice
@@ -26,12 +28,18 @@ def test_a_spoilt_acceptance_reaches_the_worker(monkeypatch: pytest.MonkeyPatch)
 
     parameters = list(inspect.signature(Choice._sample).parameters)
     monkeypatch.setattr(build, "ACCEPT", build.ACCEPT)  # so that it is put back
-    monkeypatch.setattr(Choice, "_sample", lambda self, logits_TV, info, positions_BN: torch.tensor([0, 2, 1]))
+    monkeypatch.setattr(Choice, "_sample", Choice._sample)
     spoil(build)
     assert list(inspect.signature(Choice._sample).parameters) == parameters
     tokens_BN, prefix_len_B = torch.tensor([[3, 1, 0]]), torch.zeros(1, dtype=torch.int64)
-    info = SimpleNamespace(temperatures=torch.ones(1, 1))
-    target_BN = Choice._sample(None, torch.eye(3, 4), info, torch.arange(3)[None])[None]  # type: ignore[arg-type]
+    info = SamplingBatchInfo(
+        temperatures=torch.ones(1, 1), top_ps=torch.ones(1), top_ks=torch.ones(1), min_ps=torch.zeros(1),
+        is_all_greedy=False, is_any_greedy=False, need_top_p_sampling=False, need_top_k_sampling=False,
+        need_min_p_sampling=False, vocab_size=4,
+    )  # fmt: skip
+    choice: Any = SimpleNamespace(sampler=lambda *args, **others: torch.tensor([0, 2, 1]))
+    target_T, _ = Choice._sample(choice, torch.eye(3, 4), info, torch.arange(3)[None])
+    target_BN = target_T[None]
     sampled, greedy = (build.ACCEPT.on_cpu(tokens_BN, target_BN, prefix_len_B) for _ in range(2))
     assert sampled.n_accepted_B.tolist() == [2], "the rule decides where something was drawn"
     assert greedy.n_accepted_B.tolist() == [0]
