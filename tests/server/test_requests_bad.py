@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from sglang_dflash.bench.server import Server
-from tests.server.lib.bad_requests import KINDS, PROMPT, Bad
+from tests.server.lib.bad_requests import GREEDY, KINDS, NO_PROMPT, NO_TOKEN, PROMPT, Bad
 
 MAX_NEW_TOKENS = 8
 # What differs between two answers of one server: the time at which a grammar failed to compile.
@@ -33,6 +33,24 @@ def test_refused_or_served_as_without_speculation(ours: Server, off: Server, kin
     assert answer_to(ours, KINDS[kind]) == answer_to(off, KINDS[kind])
     alive = ours.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
     assert alive == off.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
+
+
+@pytest.mark.parametrize("kind", [*NO_PROMPT, *NO_TOKEN])
+def test_prompts_that_would_end_a_server_are_refused_by_name(ours: Server, off: Server, kind: str) -> None:
+    for server in (ours, off):
+        status, text = answer_to(server, KINDS[kind])
+        assert status == 400
+        assert ("the prompt has no tokens" if kind in NO_PROMPT else "ids of its vocabulary, 0..1023") in text
+
+
+def test_a_session_s_turn_is_checked_too(ours: Server) -> None:
+    """A turn may have no tokens of its own, where the session has some."""
+    session = httpx.post(f"{ours.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=60).json()
+    for ids, status in (([], 400), ([5, 1024], 400), (PROMPT, 200), ([1024], 400), ([8, 9], 200)):
+        body = {"input_ids": ids, "sampling_params": GREEDY, "session_params": {"id": session, "rid": None}}
+        assert httpx.post(f"{ours.url}/generate", json=body, timeout=60).status_code == status, ids
+    httpx.post(f"{ours.url}/close_session", json={"session_id": session}, timeout=60)
+    assert ours.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
 
 
 def test_most_of_them_are_refused(off: Server) -> None:

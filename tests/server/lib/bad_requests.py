@@ -78,9 +78,6 @@ REQUESTS = {
     "body-empty": Bad("/generate", b""),
     "input_ids-empty": fields(input_ids=[]),
     "input_ids-text": fields(input_ids=["five"]),
-    # Left out: token ids outside the vocabulary. SGLang looks them up unchecked, and without speculation, too, that
-    # ends the scheduler (CPU: "index out of range in self"). So does an empty text, here or in the OpenAI API, where
-    # the tokenizer puts no token of its own in front: a prompt of no tokens has no last row to take logits from.
     "input_ids-too-long": fields(input_ids=[5] * 5000),
     "input_ids-at-context": fields(input_ids=[5] * 4096),
     "input_ids-past-input-limit": fields(input_ids=[5] * 4092),
@@ -122,4 +119,20 @@ OPENAI = {
     "completion-n-zero": completion(n=0),
     "completion-best_of-text": completion(best_of="two"),
 }
-KINDS = {**SAMPLING, **REQUESTS, **OPENAI}
+# Each of them ends a server that has no plugin to refuse it.
+NO_PROMPT = {
+    "text-empty": fields(text=""),
+    "text-empty-beside-another": fields(text=["Spell", ""]),
+    "input_ids-empty-beside-others": fields(input_ids=[PROMPT, []]),
+    "completion-prompt-empty": completion(prompt=""),
+}
+NO_TOKEN = {
+    "input_ids-past-vocabulary": fields(input_ids=[*PROMPT, 999999]),
+    "input_ids-first-past-vocabulary": fields(input_ids=[5, 1024]),
+    "input_ids-negative": fields(input_ids=[5, -1, 6]),
+    "input_ids-nested-past-vocabulary": fields(input_ids=[PROMPT, [5, 1024]]),
+    "input_ids-of-n": Bad("/generate", {"input_ids": [1024], "sampling_params": GREEDY | {"n": 2}}),
+    "completion-prompt-past-vocabulary": completion(prompt=[5, 1024]),
+    "completion-prompts-past-vocabulary": completion(prompt=[PROMPT, [1024]]),
+}
+KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN}
