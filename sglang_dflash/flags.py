@@ -134,7 +134,7 @@ FLAGS = (
     ),
     Flag(
         "SGLANG_DFLASH_COPY",
-        "off",
+        "auto",
         tuple(Copy),
         "Continue a block's guesses by what stood behind the same tokens earlier in the request's own text, where that "
         "has been worth more: `auto` wherever it can be, `on` likewise, and a server that cannot is refused; `random` "

@@ -87,8 +87,8 @@ def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
             f"{DFLASH_2}'s alone, and it always has one; mend config.json"
         )
     multiplier = given.get("output_multiplier", 1.0)
-    if not multiplier > 0:
-        raise ValueError(f"{path}: output_multiplier {multiplier} is not positive; mend config.json")
+    if type(multiplier) not in (int, float) or not multiplier > 0:
+        raise ValueError(f"{path}: output_multiplier {multiplier!r} is not a number above 0; mend config.json")
     return sizes | {
         "output_multiplier": multiplier,
         "final_logit_softcapping": given.get("final_logit_softcapping") or None,

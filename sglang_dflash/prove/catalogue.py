@@ -6,7 +6,7 @@ from sglang_dflash.prove import environment, inside, ops, outside
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Check, Needs
 
-WHOLE, EVERY, KERNELS = "whole blocks", "every width", "kernels"
+WHOLE, EVERY, COPIES, KERNELS = "whole blocks", "every width", "copies", "kernels"
 
 
 def checks(place: Place) -> list[Check]:
@@ -31,6 +31,11 @@ def checks(place: Place) -> list[Check]:
               process=EVERY),
         Check("padding, every width", "the same as `padding`, where widths change", 1, inside.padding_at_every_width,
               process=EVERY),
+        Check("drafts, copies", "the same as `drafts`, where the text continues them", 4, inside.drafts_with_copies,
+              process=COPIES),
+        Check("steps, copies", "the same as `steps`, in conversations that repeat themselves", 3,
+              inside.steps_with_copies, process=COPIES),
+        Check("answers, copies", "the same as `answers`, there", 1, inside.answers_with_copies, process=COPIES),
         Check("law", "above temperature 0 tokens are drawn as without speculation", 6, outside.sampling_law),
         Check("speed", "tokens per second, off, stock and ours, over concurrency", 15, outside.speed),
     ]  # fmt: skip

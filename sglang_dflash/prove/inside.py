@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang_dflash.bench.workloads import repeating_conversations
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
@@ -30,14 +31,27 @@ def watch_every_width(place: Place) -> Watched:
     return served.watch(place, Launch(place.main_pair, place.backends[0], env=EVERY_WIDTH))
 
 
+def watch_copies(place: Place) -> Watched:
+    launch = Launch(place.main_pair, place.backends[0], env=tuple(served.WITH_COPIES.items()))
+    return served.watch(place, launch, repeating_conversations)
+
+
 def by_plain_torch(place: Place) -> tuple[Torch, list[Expected]]:
+    return generate(place, whole_blocks(place), copies=False)
+
+
+def by_plain_torch_with_copies(place: Place) -> tuple[Torch, list[Expected]]:
+    return generate(place, copying(place), copies=True)
+
+
+def generate(place: Place, watched: Watched, *, copies: bool) -> tuple[Torch, list[Expected]]:
     """Of the prompts that the watched server was asked; it has ended by now."""
-    asked = whole_blocks(place).prompts
     torch = Torch(place, place.main_pair)
-    return torch, [torch.generate(prompt, served.n_new(place)) for prompt in asked]
+    return torch, [torch.generate(prompt, served.n_new(place), copies=copies) for prompt in watched.prompts]
 
 
-whole_blocks, every_width, plain_torch = Once(watch_whole_blocks), Once(watch_every_width), Once(by_plain_torch)
+whole_blocks, every_width, copying = Once(watch_whole_blocks), Once(watch_every_width), Once(watch_copies)
+plain_torch, plain_torch_with_copies = Once(by_plain_torch), Once(by_plain_torch_with_copies)
 
 
 # -- drafts and padding --------------------------------------------------------------------------------------------
@@ -45,6 +59,10 @@ whole_blocks, every_width, plain_torch = Once(watch_whole_blocks), Once(watch_ev
 
 def drafts(place: Place) -> Finding:
     return judge_drafts(whole_blocks(place).dflash["probe"])
+
+
+def drafts_with_copies(place: Place) -> Finding:
+    return judge_drafts(copying(place).dflash["probe"])
 
 
 def drafts_at_every_width(place: Place) -> Finding:
@@ -95,7 +113,14 @@ def judge_padding(probe: dict[str, Any]) -> Finding:
 
 
 def answers(place: Place) -> Finding:
-    watched, (torch, expected) = whole_blocks(place), plain_torch(place)
+    return judge_answers(place, whole_blocks(place), *plain_torch(place))
+
+
+def answers_with_copies(place: Place) -> Finding:
+    return judge_answers(place, copying(place), *plain_torch_with_copies(place))
+
+
+def judge_answers(place: Place, watched: Watched, torch: Torch, expected: list[Expected]) -> Finding:
     allowed, numbers, bad = served.tie(place, watched.launch.attention), {}, []
     for concurrency, said in watched.answers.items():
         parted = served.apart(
@@ -110,7 +135,14 @@ def answers(place: Place) -> Finding:
 
 
 def steps(place: Place) -> Finding:
-    watched, (_, expected) = whole_blocks(place), plain_torch(place)
+    return judge_steps(place, whole_blocks(place), plain_torch(place)[1])
+
+
+def steps_with_copies(place: Place) -> Finding:
+    return judge_steps(place, copying(place), plain_torch_with_copies(place)[1])
+
+
+def judge_steps(place: Place, watched: Watched, expected: list[Expected]) -> Finding:
     theirs = [one.histogram for one in expected]
     ours = {c: [served.histogram(one) for one in said] for c, said in watched.answers.items()}
     plain = served.committed_per_step(theirs)
@@ -133,7 +165,7 @@ def steps(place: Place) -> Finding:
 def stages(place: Place) -> Finding:
     rows = whole_blocks(place).dflash["probe"]["stages"]
     one = {row["stage"]: row for row in rows if row["requests"] == 1}
-    if missing := {"step", "plan", "draft", "verify", "choose", "accept", "commit", "append"} - set(one):
+    if missing := {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit", "append"} - set(one):
         raise Failed(f"no times of {', '.join(sorted(missing))}", {"stages": rows})
     shown = [f"{name} {row['host_ms']:.2f}{device(row)}" for name, row in one.items()]
     unit = "host" if place.gpu is None else "host / device"

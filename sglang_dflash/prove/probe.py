@@ -102,15 +102,15 @@ class Probe:
     def watch(self) -> None:
         """From now on."""
         worker, calls, timed = self.worker, self.worker.calls, self.times.timed
-        draft, verify = timed("draft", calls.draft), timed("verify", calls.verify)
+        copy, verify = timed("copy", calls.copy), timed("verify", calls.verify)
 
         def planned(batch: Any, width: int) -> Any:
             made = calls.plan(batch, width)
             self.size = self.times.size = (made.n_requests, width)
             return made
 
-        def drafted(made: Any, *, graphs: bool) -> torch.Tensor:
-            tokens_BN = draft(made, graphs=graphs)
+        def copied(made: Any, drafted_BN: torch.Tensor) -> torch.Tensor:
+            tokens_BN = copy(made, drafted_BN)
             self.begin(self.size, tokens_BN)
             return tokens_BN
 
@@ -122,12 +122,14 @@ class Probe:
 
         worker.calls = calls._replace(
             plan=timed("plan", planned),
-            draft=drafted,
+            draft=timed("draft", calls.draft),
+            copy=copied,
             verify=verified,
             choose=timed("choose", calls.choose),
             accept=timed("accept", calls.accept),
             commit=timed("commit", calls.commit),
             append=timed("append", calls.append),
+            weigh=timed("weigh", calls.weigh),
         )
         worker.decode = timed("step", worker.decode)  # type: ignore[method-assign]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -26,16 +26,17 @@ N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
 CROWDS = (3, 8)  # requests at once; a captured batch of four is padded with three
 START_S = 900.0  # a model of 27B from disk, and its graphs
-WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed"}  # as plain torch verifies
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}  # as plain torch drafts and verifies
+WITH_COPIES = WHOLE_BLOCKS | {"SGLANG_DFLASH_COPY": "on"}
 TOP = 50  # logprobs that are looked at
 
 
-def prompts(place: Place, pair: str) -> list[list[int]]:
-    """Held-out questions as token ids of the pair's own tokenizer."""
+def prompts(place: Place, pair: str, drawn: Callable[[int], Sequence[Any]] = held_out) -> list[list[int]]:
+    """Conversations, of held-out questions unless others are drawn, as token ids of the pair's own tokenizer."""
     tokenizer: Any = AutoTokenizer.from_pretrained(place.pairs[pair].target)
     return [
         tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-        for conversation in held_out(N_PROMPTS_SHORT if place.short else N_PROMPTS)
+        for conversation in drawn(N_PROMPTS_SHORT if place.short else N_PROMPTS)
     ]
 
 
@@ -101,9 +102,9 @@ class Watched(NamedTuple):
     info: dict[str, Any]
 
 
-def watch(place: Place, launch: Launch) -> Watched:
+def watch(place: Place, launch: Launch, drawn: Callable[[int], Sequence[Any]] = held_out) -> Watched:
     launch = launch._replace(env=(*launch.env, ("SGLANG_DFLASH_PROBE", "1")))
-    asked = prompts(place, launch.pair)
+    asked = prompts(place, launch.pair, drawn)
     with serving(place, launch, [Arm.PLUGIN]) as servers:
         server = servers[Arm.PLUGIN]
         answers = {c: ask(server, asked, concurrency=c, n_new=n_new(place)) for c in (1, *CROWDS)}
@@ -127,9 +128,9 @@ class Torch:
         models = place.pairs[pair]
         self.models = in_torch.load(str(models.target), str(models.draft))
 
-    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> Expected:
+    def generate(self, prompt: Sequence[int], max_new_tokens: int, *, copies: bool = False) -> Expected:
         models = self.models
-        options = Options(max_new_tokens=max_new_tokens, stop_token_ids=models.stop_token_ids)
+        options = Options(max_new_tokens=max_new_tokens, stop_token_ids=models.stop_token_ids, copies=copies)
         ids = torch.tensor([list(prompt)], device=models.target.device)
         steps = list(spec_steps(models.draft, models.target, ids, options))
         token_ids = [token for step in steps for token in step.committed]

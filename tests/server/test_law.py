@@ -13,6 +13,7 @@ import pytest
 
 from launch import parameters
 from launch.parameters import SAMPLED, Case
+from sglang_dflash import check
 from sglang_dflash.bench import law
 from sglang_dflash.bench.law import Draw
 from sglang_dflash.bench.server import Server
@@ -73,6 +74,13 @@ def test_the_law_holds_whatever_the_width(server: Callable, drawn_off: Callable,
     """Every step verifies another number of tokens, one at times."""
     variant = VARIANTS["hybrid-random-widths"]
     assert not compare(server(flags=variant.flags, env=dict(variant.env)), drawn_off, case)
+
+
+@pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)
+def test_the_law_holds_whatever_is_copied(server: Callable, drawn_off: Callable, case: Case) -> None:
+    copying = server(flags=FLAGS, env={"SGLANG_DFLASH_COPY": "random"})
+    assert not compare(copying, drawn_off, case)
+    assert sum(n_blocks for n_blocks, _ in check.fetch(copying.url)["copies"])
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)

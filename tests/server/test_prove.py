@@ -12,15 +12,18 @@ import pytest
 from launch import parameters
 from launch.tiny import ROOT
 
+COPIES = ("drafts, copies", "steps, copies", "answers, copies")
 ONE_SERVER = ("drafts", "steps", "answers", "padding", "memory", "stages")
 FAULTS = Path(__file__).parent / "faults"
 MINUTES = 14  # many times what a quiet machine takes
 
 
-def prove(tmp_path: Path, *words: str, env: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+def prove(
+    tmp_path: Path, *words: str, env: dict[str, str] | None = None, form: tuple[str, ...] = ("--short",)
+) -> tuple[int, dict[str, Any]]:
     """The exit status and the document."""
     out = tmp_path / "prove.json"
-    command = [sys.executable, "-m", "sglang_dflash.prove", "--short", "--minutes", str(MINUTES), "--out", str(out)]
+    command = [sys.executable, "-m", "sglang_dflash.prove", *form, "--minutes", str(MINUTES), "--out", str(out)]
     ended = subprocess.run(
         [*command, *words],
         env=os.environ | {"SGLANG_DFLASH_REHEARSE": "sm90"} | (env or {}),
@@ -52,6 +55,14 @@ def test_one_server_holds_what_is_said_of_it(tmp_path: Path) -> None:
     ]
     assert sum(row["served"] for row in drafts) > 20
     assert sum(row["padded"] for row in results["padding"]["numbers"]["rows"]) > 0
+
+
+@pytest.mark.full
+def test_copies_are_proved_too(tmp_path: Path) -> None:
+    status, document = prove(tmp_path, "--only", *COPIES, form=())
+    results = by_name(document)
+    assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(COPIES, "passed"), results
+    assert status == 0
 
 
 @pytest.mark.full

@@ -128,7 +128,10 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         ValueError, "selector_top_k 4 of a vocab_size of None",
     ),
     "output_multiplier 0": (
-        {"dflash_config": {"output_multiplier": -1.0}}, ValueError, "output_multiplier -1.0 is not positive",
+        {"dflash_config": {"output_multiplier": -1.0}}, ValueError, "output_multiplier -1.0 is not a number above 0",
+    ),
+    "output_multiplier, no number": (
+        {"dflash_config": {"output_multiplier": "0.5"}}, ValueError, "output_multiplier '0.5' is not a number above 0",
     ),
     "input_embedding_scale": ({"input_embedding_scale": 2.0}, NotSupported, "input_embedding_scale=2.0 is not DFlash"),
     "another family": ({"model_type": "llama"}, NotSupported, "model_type='llama' is not DFlash"),
