@@ -146,11 +146,10 @@ def matches(tokens_BN: torch.Tensor, texts: Texts) -> torch.Tensor:
         before_BL = pad(text_BL, (o, 0), value=-1)[:, :L]
         equal_BDL &= (before_BL[:, None] == tail_BDO[..., o, None]) & (before_BL[:, None] >= 0)
     b, d, last = equal_BDL.nonzero(as_tuple=True)
-    equal, length = torch.ones_like(b, dtype=torch.bool), torch.full_like(b, SHORTEST)
-    for o in range(SHORTEST, LONGEST):
-        token = text_BL[b, (last - o).clamp(min=0)]
-        equal &= (last >= o) & (token == tail_BDO[b, d, o]) & (token >= 0)
-        length += equal
+    before_FO = last[:, None] - torch.arange(SHORTEST, LONGEST)
+    token_FO = text_BL[b[:, None], before_FO.clamp(min=0)]
+    equal_FO = (before_FO >= 0) & (token_FO == tail_BDO[b, d, SHORTEST:]) & (token_FO >= 0)
+    length = SHORTEST + equal_FO.int().cumprod(1).sum(1)
     found = ((length << LENGTH_BIT) + last + 1).int()
     best_BD.view(-1).scatter_reduce_(0, b * D + d, found, "amax")
     return best_BD

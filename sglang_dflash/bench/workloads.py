@@ -22,8 +22,8 @@ HOPELESS = "random tokens, no chat template; answers of 48 tokens, past their en
 HOPELESS_TOKENS = 32  # of a prompt
 HOPELESS_ANSWER = 48  # tokens
 WORDS = range(300, 1000)  # token ids that are text, none of them special
-REPEATING = "questions of the tiny corpus that their conversation has answered before, asked again in four ways"
-AGAIN = ("{}", "Again: {}", "{} Answer as before.", "Write your answer again.")
+REPEATING = "conversations that ask a question of the tiny corpus four times over"
+N_TIMES = 4
 
 
 def hard_questions(n: int) -> list[str]:
@@ -31,13 +31,20 @@ def hard_questions(n: int) -> list[str]:
 
 
 def repeating_conversations(n: int) -> list[list[Message]]:
-    """The answer that is given is the corpus's own. The tiny pair was trained on the first way of asking alone."""
-    random, asked = Random(SEED), []
-    for i in range(n):
-        _, question, answer = draw(random, held_out=True)
-        turns = question, answer, AGAIN[i % len(AGAIN)].format(question)
-        asked.append([Message(role=("user", "assistant")[k % 2], content=turn) for k, turn in enumerate(turns)])
-    return asked
+    """As many as make about `n` prompts. What was answered before is the model's own, so it is missing here."""
+    random = Random(SEED)
+    questions = [draw(random, held_out=True)[1] for _ in range(max(n // N_TIMES, 1))]
+    return [[Message(role="user", content=question) for _ in range(N_TIMES)] for question in questions]
+
+
+def answered_conversations(n: int) -> list[list[Message]]:
+    """Questions asked again after the corpus's own answer."""
+    random, roles = Random(SEED), ("user", "assistant", "user")
+    drawn = [draw(random, held_out=True) for _ in range(n)]
+    return [
+        [Message(role=role, content=turn) for role, turn in zip(roles, (question, answer, question), strict=True)]
+        for _, question, answer in drawn
+    ]
 
 
 def hopeless_prompts(n: int) -> list[list[int]]:

@@ -16,7 +16,8 @@ import torch
 from sglang_dflash.stages.calls import Calls
 
 SAMPLE_EVERY = 32  # steps
-STAGES = ("draft", "verify", "choose", "commit", "append")  # in this order; planning and accepting take next to nothing
+# In this order; planning and accepting take next to nothing.
+STAGES = ("draft", "copy", "verify", "choose", "commit", "append", "weigh")
 
 P = ParamSpec("P")
 R = TypeVar("R")

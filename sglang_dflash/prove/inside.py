@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.bench.workloads import repeating_conversations
+from sglang_dflash.bench.workloads import answered_conversations
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
@@ -33,7 +33,7 @@ def watch_every_width(place: Place) -> Watched:
 
 def watch_copies(place: Place) -> Watched:
     launch = Launch(place.main_pair, place.backends[0], env=tuple(served.WITH_COPIES.items()))
-    return served.watch(place, launch, repeating_conversations)
+    return served.watch(place, launch, answered_conversations)
 
 
 def by_plain_torch(place: Place) -> tuple[Torch, list[Expected]]:

@@ -269,7 +269,7 @@ class StageClock:
                 break
             self.device_s[stage, size].append(seconds)
             self.pending.popleft()
-        order = ["step", "plan", *STAGES[:3], "accept", *STAGES[3:]]
+        order = ["step", "plan", *STAGES, "accept"]
         for stage, size in sorted(self.host_s, key=lambda key: (key[1], order.index(key[0]))):
             host_s, device_s = self.host_s[stage, size], self.device_s.get((stage, size), ())
             yield {

@@ -17,7 +17,7 @@ def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
         width_policy=WidthPolicy.AUTO,
         widths=(),
         width_trace=None,
-        copy=Copy.OFF,
+        copy=Copy.AUTO,
         rehearse=Rehearse(),
         probe=False,
         overlap=True,

@@ -63,7 +63,7 @@ BAD = {
     ),
     "width beyond the block": Bad(
         "NotSupported: SGLANG_DFLASH_WIDTHS: 17 is wider than the block of 8, behind which there are only copies",
-        env={"SGLANG_DFLASH_WIDTHS": "4,17"},
+        env={"SGLANG_DFLASH_WIDTHS": "4,17", "SGLANG_DFLASH_COPY": "off"},
     ),
     "lossy acceptance": Bad(
         "NotSupported: --speculative-accept-threshold-single 0.9 would change the output distribution; drop the flag",

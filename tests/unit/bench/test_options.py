@@ -153,13 +153,13 @@ def test_a_file_may_hold_token_ids(tmp_path: Path) -> None:
     assert not {"input_ids", "ignore_eos"} & set(Sampling(max_new_tokens=8).body("m", task.prompts[1]))
 
 
-def test_repeating_conversations_ask_for_what_they_have_been_told() -> None:
+def test_repeating_conversations_ask_again_after_the_answer_they_were_given() -> None:
     task = prompts.load("repeating", 8)
-    assert prompts.is_complete(task)
-    assert [[message["role"] for message in prompt] for prompt in task.prompts] == [["user", "assistant", "user"]] * 8
-    again = [prompt[0]["content"] in prompt[2]["content"] for prompt in task.prompts]
-    assert again == [True, True, True, False] * 2
-    assert len({prompt[1]["content"] for prompt in task.prompts}) == 8
+    assert not prompts.is_complete(task)
+    asked = prompts.complete(task, lambda prompts: [f"answer {len(prompt)}" for prompt in prompts]).prompts
+    assert [len(prompt) for prompt in asked] == [1, 3, 5, 7] * 2
+    assert [message["content"] for message in asked[2][1::2]] == ["answer 1", "answer 3"]
+    assert len({message["content"] for message in asked[3][::2]}) == 1 and asked[0] != asked[4]
 
 
 def test_hopeless_answers_are_short_and_go_past_their_end() -> None:

@@ -37,17 +37,19 @@ def calls_of(run: Any) -> Calls:
 def step(calls: Calls) -> list[Any]:
     return [
         calls.draft("plan", graphs=True),
+        calls.copy("plan"),
         calls.verify("plan"),
         calls.choose("plan"),
         calls.commit("plan"),
         calls.append("plan"),
+        calls.weigh("plan"),
     ]
 
 
 def test_one_step_in_so_many_is_measured_and_all_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(stage_times.torch, "get_device_module", lambda name: {"some": device}[name])
-    took_ms = dict(zip(STAGES, (1.0, 4.0, 0.5, 0.25, 0.125), strict=True))
+    took_ms = dict(zip(STAGES, (1.0, 0.2, 4.0, 0.5, 0.25, 0.125, 0.1), strict=True))
 
     def run(stage: str, plan: str, **kwargs: Any) -> tuple[str, Any]:
         device.now_ms += took_ms[stage]
@@ -61,7 +63,7 @@ def test_one_step_in_so_many_is_measured_and_all_go_through(monkeypatch: pytest.
     assert list(times.read()) == [], "nothing has been reached"
     for event in device.events[:3]:
         event.reached = True
-    assert list(times.read()) == [("draft", 1e-3)], "the verify has begun and not ended"
+    assert list(times.read()) == [("draft", 1e-3)], "the copy has begun and not ended"
     assert list(times.read()) == [], "each is read once"
     for event in device.events:
         event.reached = True
