@@ -27,12 +27,12 @@ copied. Rows are written behind the prefix: what was verified is there when the 
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
-from torch.nn.functional import pad
 
 SHORTEST, LONGEST = 3, 16  # tokens of a match
 N_CLASSES = 5  # of lengths: powers of two, up to LONGEST
@@ -102,77 +102,61 @@ def length_class(length: int) -> int:
     return length.bit_length() - 1
 
 
-def copy_draft_torch(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """All requests at once."""
-    N, M = tokens_BN.shape[1], texts.text_QM.shape[1]
-    rows_B1 = texts.rows_B.long()[:, None]
-    best_BD = matches(tokens_BN, texts)
-    length_BD = best_BD >> LENGTH_BIT
-    source_BD = (best_BD & ((1 << LENGTH_BIT) - 1)).where(length_BD > 0, -1)
-    gain_BD, n_BD = texts.counts_QK2[rows_B1, class_of(length_BD)].unbind(-1)
-    prior_BD = torch.where(length_BD == LONGEST, 1, -1)
-    trusted_BD = (length_BD > 0) & (2 * (prior_BD + gain_BD) > 1 + n_BD)
-    # One place more, where nothing is copied, so that there is a first.
-    trusted_BN, source_BN = pad(trusted_BD, (0, 1), value=True), pad(source_BD, (0, 1), value=-1)
-    place_B1 = trusted_BN.int().argmax(1, keepdim=True)
-    copied_BN = copies_at(tokens_BN, texts, place_B1, source_BN.gather(1, place_B1))[:, 0]
-    slot_N = torch.arange(N)
-    drafted_BN = torch.where((slot_N > place_B1) & (copied_BN >= 0), copied_BN, tokens_BN)
-    at_BN = texts.prefix_len_B[:, None] + slot_N
-    inside_BN = at_BN < M
-    texts.text_QM[rows_B1.expand_as(at_BN)[inside_BN], at_BN[inside_BN]] = drafted_BN[inside_BN].int()
-    return Copied(drafted_BN, place_B1[:, 0].int(), source_BD, length_BD)
+CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # 0 of none
 
 
-def matches(tokens_BN: torch.Tensor, texts: Texts) -> torch.Tensor:
-    """int32 [B, D]: the length of each place's longest match, `LENGTH_BIT` bits up, and the latest source of one.
+def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
+    """One request at a time, all of its places at once."""
+    B, N = tokens_BN.shape
+    int32_2BD, place_B = np.zeros((2, B, N - 1), np.int32), np.full(B, N - 1, np.int32)
+    (source_BD, length_BD), drafted_BN = int32_2BD, tokens_BN.numpy().copy()
+    prefix_len_B, rows_B, text_QM, counts_QK2 = (tensor.numpy() for tensor in texts)
+    for b in range(B):
+        row, n, block_N = rows_B[b], int(prefix_len_B[b]), drafted_BN[b]
+        text_L = np.concatenate([text_QM[row, :n], block_N])
+        best_D = longest_matches(text_L, n)
+        length_D = best_D >> LENGTH_BIT
+        length_BD[b], source_BD[b] = length_D, np.where(length_D > 0, best_D & ((1 << LENGTH_BIT) - 1), -1)
+        gain_D, n_D = counts_QK2[row, CLASS_OF[length_D]].T
+        trusted_D = (length_D > 0) & (2 * (np.where(length_D == LONGEST, 1, -1) + gain_D) > 1 + n_D)
+        if trusted_D.any():
+            place = place_B[b] = trusted_D.argmax()
+            copy = text_L[copied_from(n, place, source_BD[b, place], N)][place:]
+            block_N[place + 1 :] = np.where(copy >= 0, copy, block_N[place + 1 :])
+        inside = min(N, text_QM.shape[1] - n)
+        text_QM[row, n : n + inside] = block_N[:inside]
+    return Copied(*(torch.from_numpy(array) for array in (drafted_BN, place_B, source_BD, length_BD)))
+
+
+def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
+    """Of n tokens of text and the block behind them: the length of each place's longest match, LENGTH_BIT bits up, and
+    the latest source of one; int64 [D].
 
     All of the text is compared with a tail's last tokens, and what is equal in SHORTEST of them with the others.
     """
-    B, D = tokens_BN.shape[0], tokens_BN.shape[1] - 1
-    best_BD = torch.zeros(B, D, dtype=torch.int32)
-    if not best_BD.numel():
-        return best_BD
-    L, prefix_B1 = max(int(texts.prefix_len_B.max()), 1), texts.prefix_len_B[:, None]
-    text_BL = texts.text_QM[texts.rows_B.long(), :L]
-    text_BL = text_BL.where((torch.arange(L) < prefix_B1) & (text_BL >= 0), -1)
-    # Token o before each tail's last one: from the block, else from the text; -2 before that, which is in no text.
-    slot_DO = torch.arange(D)[:, None] - torch.arange(LONGEST)
-    at_BDO = prefix_B1[:, :, None] + slot_DO
-    from_text_BDO = text_BL.gather(1, at_BDO.clamp(0, L - 1).flatten(1)).view_as(at_BDO).where(at_BDO >= 0, -2)
-    tail_BDO = tokens_BN[:, slot_DO.clamp(min=0)].where(slot_DO >= 0, from_text_BDO)
-    equal_BDL = torch.ones(B, D, L, dtype=torch.bool)
-    for o in range(SHORTEST):
-        before_BL = pad(text_BL, (o, 0), value=-1)[:, :L]
-        equal_BDL &= (before_BL[:, None] == tail_BDO[..., o, None]) & (before_BL[:, None] >= 0)
-    b, d, last = equal_BDL.nonzero(as_tuple=True)
-    before_FO = last[:, None] - torch.arange(SHORTEST, LONGEST)
-    token_FO = text_BL[b[:, None], before_FO.clamp(min=0)]
-    equal_FO = (before_FO >= 0) & (token_FO == tail_BDO[b, d, SHORTEST:]) & (token_FO >= 0)
-    length = SHORTEST + equal_FO.int().cumprod(1).sum(1)
-    found = ((length << LENGTH_BIT) + last + 1).int()
-    best_BD.view(-1).scatter_reduce_(0, b * D + d, found, "amax")
-    return best_BD
+    D = len(text_L) - n - 1
+    best_D = np.zeros(D, np.int64)
+    if n < SHORTEST or not D:
+        return best_D
+    # equal[i, j]: token j of the text is token n - 2 + i of all
+    equal = (text_L[n - SHORTEST + 1 : n + D, None] == text_L[:n]) & (text_L[:n] >= 0)
+    found = equal[2:, 2:] & equal[1:-1, 1:-1] & equal[:-2, :-2]
+    place_F, last_F = found.nonzero()
+    last_F += SHORTEST - 1
+    before_O = np.arange(SHORTEST, LONGEST)
+    text_FO, tail_FO = last_F[:, None] - before_O, n + place_F[:, None] - before_O
+    token_FO = text_L[text_FO.clip(0)]
+    equal_FO = (text_FO >= 0) & (token_FO == text_L[tail_FO.clip(0)]) & (token_FO >= 0)
+    length_F = SHORTEST + np.logical_and.accumulate(equal_FO, axis=1).sum(1)
+    np.maximum.at(best_D, place_F, (length_F << LENGTH_BIT) + last_F + 1)
+    return best_D
 
 
-def class_of(length_BD: torch.Tensor) -> torch.Tensor:
-    """`length_class` of each; 0 of none."""
-    bounds = torch.tensor([2**k for k in range(1, N_CLASSES)], device=length_BD.device)
-    return (length_BD[..., None] >= bounds).sum(-1)
-
-
-def copies_at(tokens_BN: torch.Tensor, texts: Texts, place_BP: torch.Tensor, source_BP: torch.Tensor) -> torch.Tensor:
-    """What is copied into the slots behind each of P places, int64 [B, P, N]; any token in the slots before, and where
-    there is no source. Shared with `weigh_copies`."""
-    N = tokens_BN.shape[1]
-    prefix_B11, place_BP1 = texts.prefix_len_B[:, None, None], place_BP[..., None]
-    source_BP1 = source_BP.clamp(min=0)[..., None]
-    ahead_BPN = (torch.arange(N) - place_BP1 - 1).clamp(min=0)
-    at_BPN = source_BP1 + ahead_BPN % (prefix_B11 + place_BP1 + 1 - source_BP1)
-    in_block_BPN = at_BPN - prefix_B11  # below 0: in the text
-    at = at_BPN.clamp(max=texts.text_QM.shape[1] - 1).flatten(1), in_block_BPN.clamp(0, N - 1).flatten(1)
-    from_text_BPN = texts.text_QM[texts.rows_B.long()[:, None], at[0]].view_as(at_BPN)
-    return torch.where(in_block_BPN >= 0, tokens_BN.gather(1, at[1]).view_as(at_BPN), from_text_BPN)
+def copied_from(n: int, place: int | np.ndarray, source: int | np.ndarray, N: int) -> np.ndarray:
+    """Where in text and block the drafts behind an anchor are copied from, [..., D]: those behind `place`; any position
+    for those before it. Shared with `weigh_copies`."""
+    ahead = (np.arange(N - 1) - place).clip(0)
+    return source + ahead % (n + place + 1 - source)
 
 
 @triton.jit(
@@ -248,7 +232,7 @@ def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
     return out
 
 
-COPY_DRAFT = Forms(on_cpu=copy_draft_torch, on_gpu=copy_draft_triton)
+COPY_DRAFT = Forms(on_cpu=copy_draft_numpy, on_gpu=copy_draft_triton)
 
 
 def copy_draft(tokens_BN: torch.Tensor, texts: Texts) -> Copied:

@@ -18,21 +18,21 @@ Shapes: as `copy_draft`.
 Cost: reads up to D tokens of text for each of D places, 1 kB per request; launch-bound and one launch.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.copy_draft import (
+    CLASS_OF,
     N_CLASSES,
     Copied,
     Texts,
     check_texts,
-    class_of,
-    copies_at,
+    copied_from,
     length_class,
 )
 from sglang_dflash_kernels.dispatch import Forms
-from torch.nn.functional import pad
 
 MEMORY = 64  # steps a class remembers
 
@@ -75,7 +75,7 @@ def n_agreed(drafts: list[int], committed: list[int]) -> int:
     return min(len(drafts), len(committed))
 
 
-def weigh_copies_torch(
+def weigh_copies_numpy(
     tokens_BN: torch.Tensor,
     copied: Copied,
     committed_BN: torch.Tensor,
@@ -84,27 +84,31 @@ def weigh_copies_torch(
     *,
     totals_K2: torch.Tensor,
 ) -> None:
-    """All requests and places at once."""
-    D = tokens_BN.shape[1] - 1
-    draft_D = torch.arange(D)
-    is_committed_BD = draft_D < n_committed_B[:, None]
-    said_BD = committed_BN[:, :D]
-    own_B1 = ((tokens_BN[:, 1:] == said_BD) & is_committed_BD).int().cumprod(1).sum(1, keepdim=True)
-    reached_BP = (copied.length_BD > 0) & (draft_D <= own_B1) & is_committed_BD
-    place_BP = draft_D.expand_as(reached_BP)
-    copy_BPD = copies_at(tokens_BN, texts, place_BP, copied.source_BD)[..., 1:]
-    agrees_BPD = ((copy_BPD == said_BD[:, None]) & is_committed_BD[:, None]) | (draft_D < draft_D[:, None])
-    gain_BP = agrees_BPD.int().cumprod(2).sum(2) - own_B1
-    rows_B, counts_QK2 = texts.rows_B.long(), texts.counts_QK2
-    change_BP2 = (torch.stack([gain_BP, torch.ones_like(gain_BP)], 2) * reached_BP[..., None]).int()
-    counts_QK2.index_put_((rows_B[:, None], class_of(copied.length_BD)), change_BP2, accumulate=True)
-    is_copied_B1 = copied.place_B[:, None] < D
-    class_B1 = pad(class_of(copied.length_BD), (0, 1)).gather(1, copied.place_B[:, None].long())
-    accepted_B1 = (n_committed_B - 1 - copied.place_B).clamp(min=0)[:, None]
-    copies_B12 = torch.stack([torch.ones_like(accepted_B1), accepted_B1], 2) * is_copied_B1[..., None]
-    totals_K2.index_put_((class_B1,), copies_B12.to(totals_K2.dtype), accumulate=True)
-    mine_BK2 = counts_QK2[rows_B]
-    counts_QK2[rows_B] = mine_BK2 >> (mine_BK2[..., 1:] > MEMORY).int()
+    """One request at a time, all of its places at once."""
+    B, N = tokens_BN.shape
+    tokens, said, n_said_B = tokens_BN.numpy(), committed_BN.numpy(), n_committed_B.numpy()
+    _, place_B, source_BD, length_BD = (tensor.numpy() for tensor in copied)
+    prefix_len_B, rows_B, text_QM, counts_QK2 = (tensor.numpy() for tensor in texts)
+    total_K2 = totals_K2.numpy()
+    for b in range(B):
+        n, n_said, length_D = int(prefix_len_B[b]), min(int(n_said_B[b]), N - 1), length_BD[b]
+        said_S = said[b, :n_said]
+        own = leading(tokens[b, 1 : n_said + 1] == said_S)
+        place_P1 = length_D[: min(own + 1, n_said)].nonzero()[0][:, None]
+        if len(place_P1):
+            text_L = np.concatenate([text_QM[rows_B[b], :n], tokens[b]])
+            copy_PS = text_L[copied_from(n, place_P1, source_BD[b, place_P1], N)[:, :n_said]]
+            worth_P = leading((copy_PS == said_S) | (np.arange(n_said) < place_P1))
+            counts_K2, class_P = counts_QK2[rows_B[b]], CLASS_OF[length_D[place_P1[:, 0]]]
+            np.add.at(counts_K2, class_P, np.stack([worth_P - own, np.ones_like(worth_P)], 1))
+            counts_K2[counts_K2[:, 1] > MEMORY] >>= 1
+        if (place := place_B[b]) < N - 1:
+            total_K2[CLASS_OF[length_D[place]]] += 1, max(n_said_B[b] - 1 - place, 0)
+
+
+def leading(is_true: np.ndarray) -> np.ndarray:
+    """How many are before the first that is false, of the last dimension."""
+    return np.logical_and.accumulate(is_true, axis=-1).sum(-1)
 
 
 @triton.jit(
@@ -176,7 +180,7 @@ def weigh_copies_triton(
     _weigh_copies_kernel[(B,)](*step, *texts, totals_K2, texts.text_QM.shape[1], N, **blocks, num_warps=1)
 
 
-WEIGH_COPIES = Forms(on_cpu=weigh_copies_torch, on_gpu=weigh_copies_triton)
+WEIGH_COPIES = Forms(on_cpu=weigh_copies_numpy, on_gpu=weigh_copies_triton)
 
 
 def weigh_copies(
