@@ -182,6 +182,15 @@ def test_a_grammar_holds_and_gives_the_same_text(
         assert answers[0].token_ids == answers[1].token_ids
 
 
+def test_a_grammar_ends_an_answer_that_ignores_ends(ours: Server, off: Server, server: Callable) -> None:
+    """SGLang's rule for speculation. Without it SGLang asks before the grammar has the token, and says one more."""
+    stock = server("stock", flags=VARIANTS["hybrid"].flags)
+    for rule in ("(yes|no)", "[0-9]{3}"):
+        options = {"max_new_tokens": 17, "regex": rule, "ignore_eos": True}
+        said, builtin, without = (one.generate([5, 6, 7], **options).token_ids for one in (ours, stock, off))
+        assert said == builtin == without[:-1]
+
+
 def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off: Server, questions: Callable) -> None:
     prompts = questions(9, seed=6)
     mix = [{}, {"temperature": 0.8, "top_p": 0.9}, {"regex": "[a-z ]{12}"}]
