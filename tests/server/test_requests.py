@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.talk import post
+from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
 
@@ -182,6 +183,7 @@ def test_a_grammar_holds_and_gives_the_same_text(
         assert answers[0].token_ids == answers[1].token_ids
 
 
+@pytest.mark.full
 def test_a_grammar_ends_an_answer_that_ignores_ends(ours: Server, off: Server, server: Callable) -> None:
     """SGLang's rule for speculation. Without it SGLang asks before the grammar has the token, and says one more."""
     stock = server("stock", flags=VARIANTS["hybrid"].flags)

@@ -159,7 +159,8 @@ def test_repeating_conversations_ask_again_after_the_answer_they_were_given() ->
     asked = prompts.complete(task, lambda prompts: [f"answer {len(prompt)}" for prompt in prompts]).prompts
     assert [len(prompt) for prompt in asked] == [1, 3, 5, 7] * 2
     assert [message["content"] for message in asked[2][1::2]] == ["answer 1", "answer 3"]
-    assert len({message["content"] for message in asked[3][::2]}) == 1 and asked[0] != asked[4]
+    assert len({message["content"] for message in asked[3][::2]}) == 1
+    assert asked[0] != asked[4]
 
 
 def test_hopeless_answers_are_short_and_go_past_their_end() -> None:
