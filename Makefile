@@ -43,7 +43,7 @@ $(READY): pyproject.toml $(wildcard env/constraints.txt)
 	@touch $@
 
 demo: $(READY)
-	@$(RUN) -m launch.demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
+	@$(RUN) -m sglang_dflash demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
 
 # The kernels' tests need Triton imported as an interpreter, so they run in processes of their own, first. Of the others
 # one process runs those that share servers, another the rest.

@@ -155,7 +155,7 @@ FLAGS = (
         "SGLANG_DFLASH_PROBE",
         Probe.OFF,
         tuple(Probe),
-        "`1`: watch every step from inside for `python -m sglang_dflash.prove`, and tell it in `/server_info`. Slower.",
+        "`1`: watch every step from inside for `sglang-dflash prove`, and tell it in `/server_info`. Slower.",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",

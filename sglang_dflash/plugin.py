@@ -129,10 +129,12 @@ def hook_tokenizer() -> None:
     """In the process that tokenizes, with speculation and without; it has this module loaded anyway."""
     from sglang.srt.plugins.hook_registry import HookType
 
-    from sglang_dflash.host.prompts import check_prompt
+    from sglang_dflash.host.admission import check_parameters, check_prompt
 
-    host.check(SECTIONS["prompts"])
-    set_hooks({HOOKS["prompt"]: (check_prompt, HookType.AROUND)})
+    host.check(SECTIONS["admission"])
+    set_hooks(
+        {HOOKS["prompt"]: (check_prompt, HookType.AROUND), HOOKS["tokenized"]: (check_parameters, HookType.AFTER)}
+    )
 
 
 def add_dflash(result: Any, controller: Any, *_: object) -> Any:

@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # From the roof down: a folder of `sglang_dflash/`, or a file that lies at its top.
 FLOORS = (
-    {"plugin"},
-    {"prove", "launch"},
-    {"check", "worker", "rehearsal", "bench"},
+    {"plugin", "__main__"},
+    {"prove", "demo", "launch"},
+    {"check", "recipe", "pages", "worker", "rehearsal", "bench"},
     {"config", "cpu", "metrics", "train"},
     {"stages", "host", "capacity", "model", "mlx"},
     {"width", "draft", "memory"},

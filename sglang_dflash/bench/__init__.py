@@ -1,6 +1,6 @@
 """The benchmark: what speculation is worth on a person's own model, prompts and machine.
 
-    python -m sglang_dflash.bench --help
+    sglang-dflash bench --help
 
     prompts.py    what is asked: data sets, a file, or the bundled questions
     arms.py       what is compared: launch flags without speculation, with SGLang's worker, with ours

@@ -1,4 +1,4 @@
-"""Measure what speculation is worth: `python -m sglang_dflash.bench --help`.
+"""Measure what speculation is worth: `sglang-dflash bench --help`.
 
 A table for people, and under --output a JSON document and an HTML page; the last lines of stdout are their paths.
 """
@@ -131,14 +131,28 @@ def without_key(arguments: Sequence[str]) -> list[str]:
     return shown
 
 
-def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
+def main(arguments: Sequence[str]) -> int:
+    try:
+        run(arguments)
+    except (ServerError, GateError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Measure and write what was measured.
+
+    Raises:
+        ServerError, GateError: a server failed, or an answer is not that without speculation.
+    """
     options = parse(arguments)
     end_on_sigterm()
     console = Console()
     options.output.parent.mkdir(parents=True, exist_ok=True)
     with engines_of(options, console) as engines:
         bench, rows = measure(engines, options, console)
-    command = shlex.join(["python", "-m", "sglang_dflash.bench", *without_key(arguments)])
+    command = shlex.join(["sglang-dflash", "bench", *without_key(arguments)])
     document = report.document(bench, rows, options, command=command)
     table = report.table(document)
     natural = Console(width=WIDEST).measure(table).maximum  # a narrower terminal wraps lines rather than lose columns
@@ -153,7 +167,4 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (ServerError, GateError) as error:
-        sys.exit(f"bench: {error}")
+    sys.exit(main(sys.argv[1:]))

@@ -17,21 +17,21 @@ TRANSFORMERS = "transformers"
 EXAMPLES = """
 examples:
   a server that runs, as the DFlash guides spell it
-    python -m sglang_dflash.bench --backend sglang --base-url http://127.0.0.1:30000 --model Qwen/Qwen3.5-27B \\
+    sglang-dflash bench --backend sglang --base-url http://127.0.0.1:30000 --model Qwen/Qwen3.5-27B \\
         --dataset gsm8k --num-prompts 128 --concurrency 1 --enable-thinking
   several that run, compared with the first
-    python -m sglang_dflash.bench --base-url off=http://127.0.0.1:30000 ours=http://127.0.0.1:30001 --dataset math500
+    sglang-dflash bench --base-url off=http://127.0.0.1:30000 ours=http://127.0.0.1:30001 --dataset math500
   off, SGLang's own worker and ours, started here: a model card's flags come after --
-    python -m sglang_dflash.bench --serve --dataset gsm8k humaneval -- --model-path Qwen/Qwen3.5-27B \\
+    sglang-dflash bench --serve --dataset gsm8k humaneval -- --model-path Qwen/Qwen3.5-27B \\
         --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --attention-backend fa3
   the same worker with different environments, and no result unless their answers are equal
-    python -m sglang_dflash.bench --serve --require-equal --arms off ours ours:SGLANG_DFLASH_WIDTHS=16 -- ...
+    sglang-dflash bench --serve --require-equal --arms off ours ours:SGLANG_DFLASH_WIDTHS=16 -- ...
   two commits: this one's worker, and that of another checkout
-    python -m sglang_dflash.bench --serve --require-equal --arms off ours ours:PYTHONPATH=/other/checkout -- ...
+    sglang-dflash bench --serve --require-equal --arms off ours ours:PYTHONPATH=/other/checkout -- ...
   the README's table, from the tiny pair on CPU cores
-    python -m sglang_dflash.bench --preset readme
+    sglang-dflash bench --preset readme
   no server
-    python -m sglang_dflash.bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
+    sglang-dflash bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
 """
 
 
@@ -84,7 +84,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_dflash.bench",
+        prog="sglang-dflash bench",
         usage="%(prog)s (--base-url [NAME=]URL ... | --serve | --backend transformers | --preset NAME) [options] "
         "[-- SERVER FLAGS]",
         description="End-to-end tokens per second, latencies and acceptance, with and without speculation.",

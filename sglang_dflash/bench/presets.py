@@ -1,4 +1,4 @@
-"""Benchmarks that pages quote, as options of `python -m sglang_dflash.bench`.
+"""Benchmarks that pages quote, as options of `sglang-dflash bench`.
 
 What is typed beside `--preset` replaces a preset's own. They serve the tiny hybrid pair without an accelerator, unless
 other server flags follow `--`.

@@ -1,7 +1,7 @@
 """How many requests a card holds, before anything is bought, downloaded or launched.
 
-    python -m sglang_dflash.check --model Qwen3.5-27B --gpu-memory 140.4
-    python -m sglang_dflash.check --model DIR --draft DIR --gpu-memory 80 --context 32768 --tp 2 --json
+    sglang-dflash check --model Qwen3.5-27B --gpu-memory 140.4
+    sglang-dflash check --model DIR --draft DIR --gpu-memory 80 --context 32768 --tp 2 --json
 
 Computed from config.json files alone, for our worker and for SGLang's built-in DFLASH beside it.
 """
@@ -56,7 +56,7 @@ class Report(NamedTuple):
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sglang_dflash.check", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="sglang-dflash check", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", required=True, help="the target: a directory, a config.json, or one of " + ", ".join(models.TARGETS))
     add("--draft", help="its DFlash draft, likewise; left out, the published one of a model that is named")

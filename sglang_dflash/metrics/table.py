@@ -1,6 +1,6 @@
 """The metrics there are, as data: name, type, unit, labels, what each tells, and what to do when it is bad.
 
-`meter.py` exports them, `launch/grafana/README.md` shows the table, the dashboard beside it plots all of them.
+`meter.py` exports them, `docs/metrics.md` shows the table, `assets/dashboard.json` plots all of them.
 """
 
 from enum import StrEnum
@@ -130,7 +130,7 @@ METRICS = (
         ("pool",),
         "What there is: `rings`, the draft's context K/V per request (with a window); `states`, recurrent states "
         "(hybrid targets).",
-        "`python -m sglang_dflash.check` says what bounds it and which flag lifts it.",
+        "`sglang-dflash check` says what bounds it and which flag lifts it.",
     ),
     Metric(
         "pool_in_use",
@@ -144,7 +144,7 @@ METRICS = (
 
 
 def table() -> str:
-    """The metrics as a Markdown table, for `launch/grafana/README.md`."""
+    """The metrics as a Markdown table, for `docs/metrics.md`."""
     rows = [
         f"| metric, after `{PREFIX}` | type | unit | labels | what it tells | when it is bad |",
         "|---|---|---|---|---|---|",

@@ -1,6 +1,6 @@
 """DFlash on MLX: a target that mlx-lm loads, one of our drafts, one text at a time.
 
-    python -m sglang_dflash.mlx --model Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Why is the sky blue?"
+    sglang-dflash mlx --model Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Why is the sky blue?"
 
 Nothing of mlx-lm is copied or edited: its models run as they are, and are watched while they read (`target.py`). Needs
 `pip install "sglang-dflash[mlx]"`, neither torch nor SGLang.

@@ -1,6 +1,6 @@
 """One prompt, answered with a draft: text as it comes, then what the steps were.
 
-python -m sglang_dflash.mlx --model DIR --draft DIR --prompt "Why is the sky blue?" --temperature 0.7
+sglang-dflash mlx --model DIR --draft DIR --prompt "Why is the sky blue?" --temperature 0.7
 """
 
 import argparse
@@ -17,7 +17,7 @@ from sglang_dflash.mlx.pair import load
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sglang_dflash.mlx", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="sglang-dflash mlx", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", required=True, help="the target: a folder, or a name on the Hugging Face hub")
     add("--draft", required=True, help="its DFlash draft, likewise")

@@ -1,4 +1,4 @@
-"""One command for the first GPU: `python -m sglang_dflash.prove` says what holds on this machine, line by line.
+"""One command for the first GPU: `sglang-dflash prove` says what holds on this machine, line by line.
 
     record      what a check is, and what came of it
     machine     which GPU this is, or which one is rehearsed; flags that serve a pair on it

@@ -1,4 +1,4 @@
-"""Prove on this machine what the documents say: `python -m sglang_dflash.prove --help`.
+"""Prove on this machine what the documents say: `sglang-dflash prove --help`.
 
 The lines of the table come one by one while the checks run; then the table, and the path of the JSON document. Exit
 status: 0 if nothing failed, 1 if something did, 2 if nothing could be tried.
@@ -26,7 +26,7 @@ MINUTES, MINUTES_SHORT = 60.0, 12.0
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m sglang_dflash.prove", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="sglang-dflash prove", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--list", action="store_true", help="the checks, and leave")
     add("--only", nargs="+", metavar="NAME", help="these checks alone")
@@ -109,8 +109,7 @@ def without(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
         if options.install_entry_points:
@@ -130,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(f"{len(checks)} checks, {place.where}, at most {options.minutes:g} minutes; logs in {options.folder}")
     results = run_all(checks, place, options, ["--out", str(options.out), *without(arguments)])
-    document = report.document(place, checks, results, shlex.join(["python", "-m", "sglang_dflash.prove", *arguments]))
+    document = report.document(place, checks, results, shlex.join(["sglang-dflash", "prove", *arguments]))
     print(report.markdown(document))
     print(write(document, options.out))
     return 0 if document["ok"] else 1
@@ -145,4 +144,4 @@ def install(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

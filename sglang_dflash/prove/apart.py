@@ -32,7 +32,7 @@ def run_apart(
     """The results of `checks`, in their order.
 
     Args:
-        arguments: of `python -m sglang_dflash.prove`, by which the process makes its own `Place`.
+        arguments: of `sglang-dflash prove`, by which the process makes its own `Place`.
         log: receives stdout and stderr.
     """
     told = log.with_suffix(".results")

@@ -7,7 +7,7 @@ import importlib.util
 import platform
 from typing import Any
 
-from sglang_dflash import check
+from sglang_dflash.check import findings, launch
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Finding, require
 
@@ -22,9 +22,9 @@ def environment(place: Place) -> Finding:
         return require(False, f"not importable: {', '.join(missing)}; put them on PYTHONPATH", numbers)
     if place.gpu is not None:
         numbers["product"] = matrix_product()
-    findings = check.report([])
-    numbers["checks"] = {finding.name: finding.text for finding in findings}
-    wrong = [f"{finding.name}: {finding.text}" for finding in findings if not finding.ok]
+    found = [*findings.installation(), *launch.report([])]
+    numbers["checks"] = {finding.name: finding.text for finding in found}
+    wrong = [f"{finding.name}: {finding.text}" for finding in found if not finding.ok]
     shown = ", ".join(f"{name} {numbers[name]}" for name in ("sglang", "torch", "triton"))
     return require(not wrong, "; ".join([shown, *wrong]), numbers)
 

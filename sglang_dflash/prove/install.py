@@ -11,7 +11,7 @@ from pathlib import Path
 
 import sglang_dflash
 from sglang_dflash import __version__
-from sglang_dflash.check import ENTRY_POINTS
+from sglang_dflash.check.findings import ENTRY_POINTS
 
 PACKAGE = Path(sglang_dflash.__file__).parent
 KERNELS = ("sglang_dflash_kernels", "kernels")  # beside the package: as it is installed, and in a checkout

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from sglang_dflash import check
 from sglang_dflash.bench import in_torch, tiny
 from sglang_dflash.bench.compare import Difference, differences
 from sglang_dflash.bench.errors import ServerError
@@ -19,6 +18,7 @@ from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.prompts import held_out
 from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.bench.tiny import Arm
+from sglang_dflash.check import served
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.prove.machine import Place
 
@@ -108,7 +108,7 @@ def watch(place: Place, launch: Launch, drawn: Callable[[int], Sequence[Any]] = 
     with serving(place, launch, [Arm.PLUGIN]) as servers:
         server = servers[Arm.PLUGIN]
         answers = {c: ask(server, asked, concurrency=c, n_new=n_new(place)) for c in (1, *CROWDS)}
-        return Watched(launch, asked, answers, check.fetch(server.url), server.server_info())
+        return Watched(launch, asked, answers, served.fetch(server.url), server.server_info())
 
 
 # -- plain torch ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """Command line of the trainer.
 
-    python -m sglang_dflash.train draft --target PATH --data FILE --out DIR
+    sglang-dflash train draft --target PATH --data FILE --out DIR
     torchrun --nproc-per-node 8 -m sglang_dflash.train draft --target PATH --data FILE --out DIR
-    python -m sglang_dflash.train chats --out FILE
-    python -m sglang_dflash.train tiny [--kind hybrid|dense] [--out DIR]
+    sglang-dflash train chats --out FILE
+    sglang-dflash train tiny [--kind hybrid|dense] [--out DIR]
 
 A run that was interrupted goes on where it stopped when the same command is given again.
 """
@@ -11,6 +11,7 @@ A run that was interrupted goes on where it stopped when the same command is giv
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
@@ -40,7 +41,7 @@ def option(field: str) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sglang_dflash.train", description="Train DFlash drafts.")
+    parser = argparse.ArgumentParser(prog="sglang-dflash train", description="Train DFlash drafts.")
     commands = parser.add_subparsers(dest="command", required=True)
     shows_defaults = argparse.ArgumentDefaultsHelpFormatter
     add_draft_options(commands.add_parser("draft", help="train a draft for a target", formatter_class=shows_defaults))
@@ -196,7 +197,7 @@ def run_tiny(args: argparse.Namespace) -> None:
         print(f"{row.task:16} {row.mean_committed:6.2f} tokens per step over {row.n_steps} steps")
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     args = make_parser().parse_args(argv)
     try:
         {"draft": run_draft, "chats": run_chats, "tiny": run_tiny}[args.command](args)
@@ -207,4 +208,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ import pytest
 from sglang_dflash_kernels.record import record_width
 
 from sglang_dflash import flags
+from sglang_dflash.__main__ import PROGRAMS
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
 from sglang_dflash.metrics.table import METRICS, PREFIX
@@ -100,11 +101,24 @@ def test_the_diagram_is_for_light_and_dark() -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Those of ```sh blocks, and code spans that begin with `python` or `make`; without comments and variables."""
+    """Those of ```sh blocks, and code spans that begin with a program; without comments, variables and files."""
     found = guide.commands(page)
-    found += [shlex.split(span) for span in code(page) if re.match(r"(python|make) ", span) and "\n" not in span]
-    cut = [words[: words.index("#")] if "#" in words else words for words in found]
-    return [words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) :] for words in cut]
+    begins = re.compile(rf"python |make |sglang-dflash ({'|'.join(PROGRAMS)})\b")
+    found += [shlex.split(span) for span in code(page) if begins.match(span) and "\n" not in span]
+    return [as_module(without_shell(words)) for words in found]
+
+
+def without_shell(words: list[str]) -> list[str]:
+    end = min((words.index(word) for word in ("#", ">") if word in words), default=len(words))
+    return words[next(i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)) : end]
+
+
+def as_module(words: list[str]) -> list[str]:
+    """`sglang-dflash NAME ...` as the module that runs."""
+    if words[0] != "sglang-dflash" or len(words) == 1:
+        return words
+    module = PROGRAMS[words[1]].partition(":")[0].removesuffix(".__main__")
+    return ["python", "-m", module, *words[2:]]
 
 
 COMMANDS = list(dict.fromkeys(tuple(words) for page in CHECKED for words in commands(page)))
@@ -170,7 +184,7 @@ def test_sglang_takes_its_commands(words: tuple[str, ...], launch: Any) -> None:
 
 def test_the_servers_of_a_benchmark_take_their_flags(launch: Any) -> None:
     for words in MODULES:
-        if "--" in words and "..." not in words:
+        if words[2] == "sglang_dflash.bench" and "--" in words and "..." not in words:
             ended = launch("parse", *words[words.index("--") + 1 :])
             assert ended.code == 0, ended.err
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from launch.tiny import ROOT
 from sglang_dflash.metrics.table import METRICS, PREFIX, table
+from sglang_dflash.pages import DASHBOARD as DASHBOARD_FILE
 
-FOLDER = ROOT / "launch" / "grafana"
-DASHBOARD = json.loads((FOLDER / "dflash.json").read_text())
+PAGE = ROOT / "sglang_dflash" / "docs" / "metrics.md"
+DASHBOARD = json.loads(DASHBOARD_FILE.read_text())
 NAME = re.compile(r"sglang:\w+")
 
 
@@ -82,10 +83,10 @@ def test_panels_are_told_apart_and_do_not_overlap() -> None:
 
 def test_flags_that_are_advised_exist() -> None:
     fields = "".join(path.read_text() for path in (sglang() / "srt/arg_groups/fields").glob("*.py"))
-    flags = re.findall(r"`--([\w-]+)`", (FOLDER / "README.md").read_text())
+    flags = re.findall(r"`--([\w-]+)`", PAGE.read_text())
     assert "speculative-draft-window-size" in flags
     assert [flag for flag in flags if not re.search(rf"^    {flag.replace('-', '_')}: A\[", fields, re.MULTILINE)] == []
 
 
 def test_the_readme_has_the_table() -> None:
-    assert table() in (FOLDER / "README.md").read_text(), "write sglang_dflash.metrics.table.table() into it"
+    assert table() in PAGE.read_text(), "write sglang_dflash.metrics.table.table() into it"

@@ -1,13 +1,15 @@
 """The recipes: each starts what its name says, parses with the plugin live, is accepted by it, and fits its GPUs.
 
-A recipe's command is run as it stands with a stand-in for `python3`; then, as in `test_cli_cards`, SGLang parses it
-with local model paths, and the plugin's rules are given the GPU. Published pairs whose configs are known here are
-checked against each other as they are.
+As in `test_cli_cards`, SGLang parses a recipe with local model paths, and the plugin's rules are given the GPU.
+Published pairs whose configs are known here are checked against each other as they are.
 """
 
 import json
+import os
 import re
-import subprocess
+import shlex
+import sys
+import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,40 +21,46 @@ from typing import Any
 import pytest
 
 from launch import recipe_table
-from launch.recipe_table import ARCHITECTURES, FOLDER, GPUS, RECIPES, REHEARSED, TEXT_MODELS, Refused
+from launch.recipe_table import REHEARSED, TEXT_MODELS
+from sglang_dflash import recipe
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.geometry import Config
 from sglang_dflash.config import combine
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.host.arguments import Arguments, TargetFacts
+from sglang_dflash.recipe import GPUS, RECIPES
+from tests.fixtures.guide import DOCS, ROOT
 from tests.server.lib import families
 from tests.server.lib.families import FAMILIES
 
 DEVICES = {"h200": "sm90", "b200": "sm100"}
 DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}
 DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 8}  # over every --tp-size of the recipes
+ENV = ROOT / "env"
 PATHS = ("--model-path", "--speculative-draft-model-path")
-of_recipes = partial(pytest.mark.parametrize, "recipe", ids=lambda path: path.stem)
+of_recipes = partial(pytest.mark.parametrize, "name", RECIPES)
 
 
-@of_recipes(RECIPES)
-def test_a_recipe_is_short_and_can_be_run(recipe: Path) -> None:
-    text = recipe.read_text()
-    assert len(text.splitlines()) <= 15
-    assert max(map(len, text.splitlines())) <= 120
-    assert recipe.stat().st_mode & 0o111
-    assert subprocess.run(["bash", "-n", recipe], check=False).returncode == 0
+def as_environment(profile: str) -> str:
+    """What a profile of env/ puts into DFLASH_FLAGS."""
+    return re.search(r'DFLASH_FLAGS="(.*)"', (ENV / profile).read_text())[1]
+
+
+@pytest.mark.parametrize(("gpu", "profile"), [("h200", "hopper.sh"), ("b200", "blackwell.sh")])
+def test_a_gpu_s_flags_are_those_of_its_profile(gpu: str, profile: str) -> None:
+    pairs = tomllib.loads(recipe.FILE.read_text())["gpus"][gpu]
+    assert " ".join(flag for flag, _ in pairs) == as_environment(profile)
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@of_recipes(RECIPES)
+@of_recipes
 def test_a_recipe_parses_and_its_pair_is_accepted(
-    recipe: Path, gpu: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType
+    name: str, gpu: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType
 ) -> None:
-    flags = recipe_table.launch(recipe, gpu).flags
+    flags = recipe_table.flags_of(RECIPES[name], gpu)
     target, draft = (flags[path] for path in PATHS)
-    assert target.split("/")[1].lower().startswith(recipe.stem)
+    assert target.split("/")[1].lower().startswith(name)
     block_size = int(flags.get("--speculative-num-draft-tokens", 8))  # without the flag the draft's own
     local = dict(zip(PATHS, (pair["hybrid"], pair["draft"]), strict=True))
     words = [word for flag in (flags | local).items() for word in flag if word]
@@ -82,47 +90,76 @@ def published(target: str, draft: str) -> tuple[TargetFacts, Checkpoint] | None:
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@of_recipes(RECIPES)
-def test_a_request_fits(recipe: Path, gpu: str) -> None:
-    started = recipe_table.launch(recipe, gpu)
-    found = recipe_table.fits(started, gpu)
-    known = started.flags["--model-path"] in models.TARGETS
-    assert (found is not None and found.requests >= 1) == known
+@of_recipes
+def test_a_request_fits(name: str, gpu: str) -> None:
+    found = recipe_table.fits(recipe_table.flags_of(RECIPES[name], gpu), gpu)
+    assert (found is not None and found.requests >= 1) == (RECIPES[name].target in models.TARGETS)
 
 
 def test_every_model_at_hand_has_a_recipe() -> None:
-    targets = {recipe_table.launch(recipe, "h200").flags["--model-path"] for recipe in RECIPES}
+    targets = {one.target for one in RECIPES.values()}
     assert set(models.TARGETS) <= targets
-    not_at_hand = set(models.NOT_AT_HAND) - {"Qwen/Qwen3.5-397B-A17B"}
-    assert targets - set(models.TARGETS) == not_at_hand
+    assert targets - set(models.TARGETS) == set(models.NOT_AT_HAND) - {"Qwen/Qwen3.5-397B-A17B"}
 
 
-def test_further_flags_come_last_and_the_worker_can_be_chosen() -> None:
-    recipe = FOLDER / "qwen3.5-27b.sh"
-    further = ("--tp-size", "2", "--served-model-name", "two words")
-    started = recipe_table.launch(recipe, "h200", *further, env={"SGLANG_DFLASH_WORKER": "stock"})
-    assert started.argv[-4:] == list(further)
-    assert started.argv[:2] == ["-m", "sglang.launch_server"]
-    assert (started.worker, recipe_table.launch(recipe, "h200").worker) == ("stock", "plugin")
+def test_every_flag_has_its_reason() -> None:
+    assert not [
+        (name, flag.name)
+        for name, one in RECIPES.items()
+        for gpu in GPUS
+        for flag in one.flags[gpu][3:]
+        if not flag.why
+    ]
 
 
-@pytest.mark.parametrize("gpu", ["", "h20", "--port"])
-def test_another_gpu_is_refused(gpu: str) -> None:
-    with pytest.raises(Refused, match=r"^usage: .*qwen3-8b.sh h200\|b200 \[further flags"):
-        recipe_table.launch(FOLDER / "qwen3-8b.sh", gpu)
+def test_what_is_printed_is_what_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["qwen3.5-122b-a10b", "--gpu", "h200"]
+    further = ["--tp-size", "2", "--served-model-name", "two words"]
+    assert recipe.main([*asked, "--", *further]) == 0
+    out = capsys.readouterr().out
+    comments = [line for line in out.splitlines() if line.startswith("#")]
+    assert comments[0] == "# Qwen/Qwen3.5-122B-A10B on H200."
+    program, *printed = shlex.split(out.replace("\\\n", " "), comments=True)
+    assert program == "python"
+    assert printed[-4:] == further  # the last one given counts
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, argv: started.append(argv))
+    recipe.main([*asked, "--run", "--", *further])
+    assert started == [[sys.executable, *printed]]
 
 
-def test_the_readme_has_the_table() -> None:
+def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert recipe.main([]) == 0
+    out = capsys.readouterr().out
+    rows = {tuple(line.split()[:2]) for line in out.splitlines()[1:]}
+    assert rows == {(name, one.draft) for name, one in RECIPES.items()}
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["qwen3-8b"], "name the GPU of qwen3-8b: --gpu h200 or --gpu b200"),
+        (["qwen3-8b", "--gpu", "h20"], "invalid choice: 'h20'"),
+        (["qwen3-9b", "--gpu", "h200"], "invalid choice: 'qwen3-9b'"),
+        (["qwen3-8b", "--gpu", "h200", "--port", "8000"], "unrecognized arguments: --port"),
+    ],
+)
+def test_what_cannot_be_is_told(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        recipe.main(argv)
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_page_has_the_table() -> None:
     table = "\n".join(recipe_table.rows())
-    assert table in (FOLDER / "README.md").read_text(), "write `python -m launch.recipe_table` into it"
+    assert table in (DOCS / "recipes.md").read_text(), "write `python -m launch.recipe_table` into it"
 
 
 # -- what the table says is proved, and why the rest is not --------------------------------------------------------
 
 
 def test_what_is_called_proved_has_a_tiny_checkpoint() -> None:
-    assert set(ARCHITECTURES) == {recipe.stem for recipe in RECIPES}
-    served = {TEXT_MODELS.get(architecture, architecture) for architecture in ARCHITECTURES.values()}
+    served = {TEXT_MODELS.get(one.architecture, one.architecture) for one in RECIPES.values()}
     rehearsed = {family.model for family in families.REHEARSED.values()}
     assert served == {family.model for family in FAMILIES.values()} | rehearsed
     assert rehearsed == set(REHEARSED)

@@ -20,6 +20,7 @@ def test_every_command_is_of_a_kind_that_is_checked():
         "curl http://127.0.0.1:30000/generate",
         "export SGLANG_DFLASH_WIDTHS=fixed",
         "python -m",
+        "sglang-dflash train",
         "torchrun --nproc-per-node",
         "vllm serve",
     ]
@@ -27,10 +28,10 @@ def test_every_command_is_of_a_kind_that_is_checked():
 
 
 def test_the_trainer_takes_its_commands():
-    trained = [command for command in COMMANDS if TRAINER[1] in command]
-    assert len(trained) == 6
-    for command in trained:
-        make_parser().parse_args(command[command.index(TRAINER[1]) + 1 :])
+    trained = [command[2:] for command in COMMANDS if command[:2] == ["sglang-dflash", "train"]]
+    assert len(trained) == 5
+    for arguments in trained:
+        make_parser().parse_args(arguments)
 
 
 def test_torchrun_takes_its_command():

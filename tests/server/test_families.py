@@ -2,7 +2,7 @@
 
 For each family a target of random weights and a draft that was taught its loops: what Transformers says, what the
 server says without speculation and what it says under our worker must be one text, and each decode step must accept
-what the plain-torch DFlash accepts, which reads the same features by other means. `launch/recipes/README.md` says which
+what the plain-torch DFlash accepts, which reads the same features by other means. `docs/recipes.md` says which
 published models a family stands for. What SGLang serves on GPUs only is rehearsed (`sglang_dflash.rehearsal`): with a
 GPU's attention backend and captured graphs.
 """

@@ -13,10 +13,10 @@ import pytest
 
 from launch import parameters
 from launch.parameters import SAMPLED, Case
-from sglang_dflash import check
 from sglang_dflash.bench import law
 from sglang_dflash.bench.law import Draw
 from sglang_dflash.bench.server import Server
+from sglang_dflash.check import served
 from tests.server.conftest import SECOND
 from tests.server.lib.variants import VARIANTS
 
@@ -80,7 +80,7 @@ def test_the_law_holds_whatever_the_width(server: Callable, drawn_off: Callable,
 def test_the_law_holds_whatever_is_copied(server: Callable, drawn_off: Callable, case: Case) -> None:
     copying = server(flags=FLAGS, env={"SGLANG_DFLASH_COPY": "random"})
     assert not compare(copying, drawn_off, case)
-    assert sum(n_blocks for n_blocks, _ in check.fetch(copying.url)["copies"])
+    assert sum(n_blocks for n_blocks, _ in served.fetch(copying.url)["copies"])
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)

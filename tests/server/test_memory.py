@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from launch import tiny
-from sglang_dflash import check
 from sglang_dflash.capacity import geometry
+from sglang_dflash.check import served
 from sglang_dflash.memory.sizes import ring_slots
 
 N_REQUESTS, BLOCK, WINDOW = 8, 16, 64  # of the tiny pairs' servers
@@ -20,7 +20,7 @@ def slot_bytes() -> int:
 
 
 def draft_kv_bytes(server: Callable, *flags: str) -> int:
-    return check.fetch(server(target="dense", flags=flags).url)["draft_kv_bytes"]
+    return served.fetch(server(target="dense", flags=flags).url)["draft_kv_bytes"]
 
 
 @pytest.mark.full

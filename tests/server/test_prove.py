@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash.prove`, rehearsed: what it finds here, and that it can find the opposite."""
+"""`sglang-dflash prove`, rehearsed: what it finds here, and that it can find the opposite."""
 
 import json
 import os

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from sglang_dflash.bench.server import Server
-from tests.server.lib.bad_requests import GREEDY, KINDS, NO_PROMPT, NO_TOKEN, PROMPT, Bad
+from tests.server.lib.bad_requests import GREEDY, KINDS, NO_PARAMETER, NO_PROMPT, NO_TOKEN, PROMPT, Bad
 
 MAX_NEW_TOKENS = 8
 # What differs between two answers of one server: the time at which a grammar failed to compile.
@@ -43,6 +43,14 @@ def test_prompts_that_would_end_a_server_are_refused_by_name(ours: Server, off: 
         # The OpenAI door has a sentence of its own for an empty string.
         no_prompt = ("the prompt has no tokens", "Prompt cannot be empty")
         assert any(reason in text for reason in (no_prompt if kind in NO_PROMPT else ("its vocabulary, 0..1023",)))
+
+
+@pytest.mark.parametrize("kind", NO_PARAMETER)
+def test_parameters_that_would_end_a_server_are_refused_by_name(ours: Server, off: Server, kind: str) -> None:
+    for server in (ours, off):
+        status, text = answer_to(server, KINDS[kind])
+        assert status == 400
+        assert re.search(r"; (send|ask for|leave it)", text), text
 
 
 def test_a_session_s_turn_is_checked_too(ours: Server) -> None:

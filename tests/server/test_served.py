@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_dflash import check
+from sglang_dflash.check import served
 from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
@@ -12,9 +12,9 @@ MAX_NEW_TOKENS = 48
 
 def test_it_counts_the_steps_that_were_taken(server: Callable, questions: Callable) -> None:
     ours = server(flags=VARIANTS["hybrid"].flags)
-    before = check.fetch(ours.url)["width"]
+    before = served.fetch(ours.url)["width"]
     answers = ours.generate_many(questions(4), concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-    after = check.fetch(ours.url)["width"]
+    after = served.fetch(ours.url)["width"]
     assert (after["policy"], after["seconds"]) == ("always 16", {})
     assert set(after["n_steps"]) == {"16"}
     n_steps = after["n_steps"]["16"] - before["n_steps"].get("16", 0)
@@ -29,7 +29,7 @@ def test_it_says_what_steps_cost_and_which_widths_it_chose(server: Callable, que
     variant = VARIANTS["hybrid-chosen-widths"]
     ours = server(flags=variant.flags, env=dict(variant.env))
     ours.generate_many(questions(8), concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
-    dflash = check.fetch(ours.url)
+    dflash = served.fetch(ours.url)
     width = dflash["width"]
     widths = ["1", "4", "8", "12", "16"]
     assert (width["policy"], dflash["block_size"]) == ("auto", 16)
@@ -39,4 +39,4 @@ def test_it_says_what_steps_cost_and_which_widths_it_chose(server: Callable, que
         assert all(seconds > 0 for seconds in by_width.values())
     assert set(width["n_steps"]) <= set(widths)
     assert width["expected"] > 0
-    assert f"widths of {sum(width['n_steps'].values())} steps" in check.render(dflash)
+    assert f"widths of {sum(width['n_steps'].values())} steps" in served.render(dflash)

@@ -135,4 +135,17 @@ NO_TOKEN = {
     "completion-prompt-past-vocabulary": completion(prompt=[5, 1024]),
     "completion-prompts-past-vocabulary": completion(prompt=[PROMPT, [1024]]),
 }
-KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN}
+NO_PARAMETER = {
+    "top_k-past-int32": sampling(top_k=2**31, temperature=1),
+    "top_k-past-int64": sampling(top_k=2**63, temperature=1),
+    "logit_bias-past-fp32": sampling(logit_bias={"5": 1e308}, temperature=1),
+    "repetition_penalty-of-no-size": sampling(repetition_penalty=1e-320, temperature=1),
+    "stop_token_ids-past-vocabulary": sampling(stop_token_ids=[999999], min_new_tokens=4),
+    "stop_token_ids-negative": sampling(stop_token_ids=[-5], min_new_tokens=4),
+    "top_logprobs-past-vocabulary": fields(input_ids=PROMPT, return_logprob=True, top_logprobs_num=1025),
+    "chat-top_logprobs-past-vocabulary": chat(logprobs=True, top_logprobs=10000),
+    "completion-logprobs-past-vocabulary": completion(logprobs=10**6),
+    "logprob_start_len-minus-two": fields(input_ids=PROMPT, return_logprob=True, logprob_start_len=-2),
+    "positional_embed_overrides": fields(input_ids=PROMPT, positional_embed_overrides={"a": 1}),
+}
+KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN, **NO_PARAMETER}

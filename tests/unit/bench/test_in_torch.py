@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.bench.__main__ import main
+from sglang_dflash.bench.__main__ import run as main
 from sglang_dflash.bench.errors import ServerError
 
 TINY = Path(__file__).parents[3] / "sglang_dflash" / "assets" / "tiny_dense"

@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash.bench`, the whole program, against stand-in servers."""
+"""`sglang-dflash bench`, the whole program, against stand-in servers."""
 
 import json
 import re
@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from sglang_dflash.bench import arms, report, served
-from sglang_dflash.bench.__main__ import every_repeat, main
+from sglang_dflash.bench.__main__ import every_repeat
+from sglang_dflash.bench.__main__ import run as main
 from sglang_dflash.bench.errors import GateError, ServerError
 from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.schedule import Bench

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from launch import capacity as readme_table
-from sglang_dflash import check
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.capacity.division import GIB
 from sglang_dflash.capacity.geometry import Config, read_draft, read_target
+from sglang_dflash.check.__main__ import main as check
 
 ROOT = Path(__file__).parents[3]
 ASSETS = ROOT / "sglang_dflash" / "assets"
@@ -226,11 +226,10 @@ def test_a_card_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     assert "sglang-dflash: cannot start, bounded by weights; 9 with --tp-size 4." in capsys.readouterr().out
 
 
-def test_check_hands_over(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_hands_over(capsys: pytest.CaptureFixture[str]) -> None:
     pair = ["--model", str(ASSETS / "tiny" / "target"), "--draft", str(ASSETS / "tiny" / "draft")]
     for memory in (["--gpu-memory", "24"], ["--gpu-memory=24"]):
-        monkeypatch.setattr(sys, "argv", ["check", *pair, *memory])
-        assert check.main() == 0
+        assert check([*pair, *memory]) == 0
         assert "requests at once" in capsys.readouterr().out
 
 

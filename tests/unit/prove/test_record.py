@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from sglang_dflash.bench import tiny
-from sglang_dflash.check import ENTRY_POINTS
+from sglang_dflash.check.findings import ENTRY_POINTS
 from sglang_dflash.prove import __main__ as program
 from sglang_dflash.prove import apart, machine, report
 from sglang_dflash.prove.catalogue import checks, processes
@@ -228,7 +228,7 @@ def run_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, statuses: list[Stat
 
 def document(tmp_path: Path, results: list[Result], gpu: Gpu | None = None) -> dict[str, Any]:
     made = [check(result.name, raising(AssertionError())) for result in results]
-    return report.document(place(tmp_path, gpu), made, results, "python -m sglang_dflash.prove")
+    return report.document(place(tmp_path, gpu), made, results, "sglang-dflash prove")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`python -m sglang_dflash.train`: a draft for a given target, and one clear error for each bad input."""
+"""`sglang-dflash train`: a draft for a given target, and one clear error for each bad input."""
 
 import json
 import re

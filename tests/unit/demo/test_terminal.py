@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from launch.demo import Answer, Painter, Step, questions, summary
+from sglang_dflash.demo.ask import Answer, Step, questions
+from sglang_dflash.demo.terminal import Painter, summary
 
 VOCABULARY = {"a": 0, "b": 1, "c": 2, "d": 3}
 

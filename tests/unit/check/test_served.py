@@ -1,7 +1,6 @@
 """What `check --server` shows of a running server, and what it says where there is none."""
 
 import json
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
@@ -9,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import check
 from sglang_dflash.bench.ports import free_port
+from sglang_dflash.check import served
+from sglang_dflash.check.__main__ import main
 
 DFLASH = {
     "version": "0.1.0",
@@ -45,15 +45,8 @@ def url() -> Iterator[tuple[str, dict[str, Any]]]:
         server.shutdown()
 
 
-def shown(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["check", *argv])
-    return check.main()
-
-
-def test_costs_and_choices_are_shown(
-    url: tuple[str, dict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert shown(monkeypatch, "--server", url[0]) == 0
+def test_costs_and_choices_are_shown(url: tuple[str, dict], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--server", url[0]]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "sglang-dflash 0.1.0, blocks of 8, width auto",
         "seconds per step, requests x width:",
@@ -64,14 +57,14 @@ def test_costs_and_choices_are_shown(
     ]
 
 
-def test_as_json(url: tuple[str, dict], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(monkeypatch, "--server", url[0], "--json") == 0
+def test_as_json(url: tuple[str, dict], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--server", url[0], "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == DFLASH
 
 
 def test_a_width_that_is_not_chosen_has_no_costs() -> None:
     width = {"policy": "always 8", "seconds": {}, "n_steps": {}, "account": ""}
-    assert check.render(DFLASH | {"width": width}) == "sglang-dflash 0.1.0, blocks of 8, width always 8"
+    assert served.render(DFLASH | {"width": width}) == "sglang-dflash 0.1.0, blocks of 8, width always 8"
 
 
 @pytest.mark.parametrize(
@@ -92,27 +85,25 @@ def test_another_server_is_told(
     url[1].clear()
     if states is not None:
         url[1]["internal_states"] = states
-    assert shown(monkeypatch, "--server", url[0]) == 1
+    assert main(["--server", url[0]]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
     assert url[0] in line
 
 
-def test_no_server_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert shown(monkeypatch, "--server", f"http://127.0.0.1:{free_port(31990)}") == 1
+def test_no_server_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--server", f"http://127.0.0.1:{free_port(31990)}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("no SGLang server answers at http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("urls", [(), ("a", "b")])
-def test_one_url_is_asked_for(
-    urls: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert shown(monkeypatch, "--server", *urls) == 1
+def test_one_url_is_asked_for(urls: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--server", *urls]) == 1
     assert capsys.readouterr().err == "--server takes one URL, such as http://127.0.0.1:30000\n"
 
 
 def test_copies_are_counted_where_there_are_any() -> None:
     width = DFLASH["width"] | {"policy": "always 8", "seconds": {}, "n_steps": {}}
     dflash = DFLASH | {"width": width, "copies": [[0, 0], [2, 3], [0, 0], [4, 20], [5, 60]]}
-    assert check.render(dflash).splitlines()[1:] == ["copies: 11 blocks continued by one, 83 copied drafts accepted"]
+    assert served.render(dflash).splitlines()[1:] == ["copies: 11 blocks continued by one, 83 copied drafts accepted"]

@@ -1,0 +1,52 @@
+"""Command line of the report: which of its questions is asked, and the answer in lines or as JSON."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from sglang_dflash.capacity import report as capacity_report
+from sglang_dflash.check import __doc__ as usage
+from sglang_dflash.check import served
+from sglang_dflash.check.findings import Finding, installation
+
+
+def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
+    """`check.launch` in a process of its own; one that ends without an answer is a finding too."""
+    command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or [f"ended with status {ended.returncode} and no word"]
+        return [Finding("launch" if argv else "sglang", False, lines[-1])]
+    return [Finding(**finding) for finding in json.loads(ended.stdout.splitlines()[-1])]
+
+
+def check(argv: Sequence[str], *, as_json: bool) -> int:
+    """Print each part of the report as soon as it is known."""
+    findings: list[Finding] = []
+    for part in (installation, lambda: asked_of_sglang(argv)):
+        found = part()
+        findings += found
+        if not as_json:
+            print(*found, sep="\n", flush=True)
+    ok = all(finding.ok for finding in findings)
+    if as_json:
+        print(json.dumps({"ok": ok, "checks": [dataclasses.asdict(finding) for finding in findings]}))
+    return 0 if ok else 1
+
+
+def main(argv: Sequence[str]) -> int:
+    as_json = "--json" in argv
+    if {"-h", "--help"} & set(argv) and len(argv) == 1:
+        print(usage)
+        return 0
+    if argv[:1] == ["--server"]:
+        return served.main(argv[1:], as_json=as_json)
+    if any(argument.split("=")[0] == "--gpu-memory" for argument in argv):
+        return capacity_report.main(argv)
+    return check([argument for argument in argv if argument != "--json"], as_json=as_json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,81 @@
+"""What only SGLang can say: it is imported here, its plugins are loaded, and a launch's arguments resolved.
+
+`python -m sglang_dflash.check.launch [launch flags]` prints the findings as JSON on the last line of stdout. What
+SGLang prints while it is imported stands before it and on stderr, which is why `check` runs this as a child.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from sglang_dflash import flags
+from sglang_dflash.check.findings import Finding, find
+from sglang_dflash.flags import Worker
+from sglang_dflash.host import contract as host
+from sglang_dflash.host.arguments import asks_for_dflash
+from sglang_dflash.host.names import SECTIONS, SGLANG
+
+
+def report(argv: Sequence[str]) -> list[Finding]:
+    """In the order in which a launch meets them; `argv`: its flags, none for the installation alone."""
+    checks: dict[str, Callable[[], str]] = {"plugin": live, "host contract": contract, "platform": machine}
+    if argv:
+        checks["launch"] = lambda: launch(argv)
+    return find(checks)
+
+
+def live() -> str:
+    """Load plugins as SGLang does, and see whether our hooks are where they should be.
+
+    Raises:
+        RuntimeError: the plugin ended the process, as it does under another SGLang.
+        HostMismatch: see `host.require_live`.
+    """
+    from sglang.srt.plugins import load_plugins
+
+    try:
+        load_plugins()
+    except SystemExit as end:  # the plugin's own way of stopping a launch
+        raise RuntimeError(str(end)) from None
+    host.require_live()
+    if flags.read(os.environ).worker is Worker.STOCK:
+        return "SGLANG_DFLASH_WORKER=stock: SGLang's built-in worker serves DFLASH"
+    return "our worker serves DFLASH"
+
+
+def contract() -> str:
+    host.require()
+    n_names = len(SECTIONS["seams"]) + len(SECTIONS["served"])
+    return f"all {n_names} names we need are in sglang {SGLANG}"
+
+
+def machine() -> str:
+    from sglang.srt.platforms import current_platform
+
+    return f"{type(current_platform).__name__}, device {current_platform.device_name}"
+
+
+def launch(argv: Sequence[str]) -> str:
+    """Resolve the arguments of a launch, which checks target, draft and flags against each other.
+
+    Raises:
+        ValueError: they do not ask for DFLASH, or it is refused; see `DFlashConfig.from_server_args`.
+    """
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_dflash.config import DFlashConfig
+
+    server_args = prepare_server_args(list(argv))
+    server_args.resolve_once()
+    if not asks_for_dflash(server_args):
+        raise ValueError("these flags do not ask for DFLASH; add --speculative-algorithm DFLASH")
+    if flags.read(os.environ).worker is Worker.STOCK:
+        return "left to SGLang's built-in worker"
+    config = DFlashConfig.from_server_args(server_args)
+    return ", ".join(f"{name}={value}" for name, value in vars(config).items())
+
+
+if __name__ == "__main__":
+    print(json.dumps([dataclasses.asdict(finding) for finding in report(sys.argv[1:])]))

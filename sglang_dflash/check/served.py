@@ -1,0 +1,59 @@
+"""What a running server says of its DFLASH: what its steps cost, which widths it chose, what copies were worth."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+from sglang_dflash.width.cost import table
+
+
+def fetch(url: str) -> dict[str, Any]:
+    """What a running server says of its DFLASH: `internal_states[0]["dflash"]` of `GET /server_info`.
+
+    Raises:
+        OSError: no server answers.
+        ValueError: the server is another one, or does not serve DFLASH with our worker.
+    """
+    try:
+        with urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as response:
+            states = json.load(response)["internal_states"]
+    except URLError as error:
+        raise OSError(f"no SGLang server answers at {url}: {error}; give the URL it listens on") from error
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{url} is no SGLang server: its /server_info has no internal_states") from error
+    try:
+        return states[0]["dflash"]
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"the server at {url} does not serve DFLASH with our worker") from error
+
+
+def render(dflash: dict[str, Any]) -> str:
+    width, costs = dflash["width"], dflash["width"]["seconds"]
+    lines = [f"sglang-dflash {dflash['version']}, blocks of {dflash['block_size']}, width {width['policy']}"]
+    if costs:
+        lines.append("seconds per step, requests x width:")
+        lines.append(table(costs))
+    if width["n_steps"]:
+        lines.append(width["account"])
+    if dflash["copies"]:
+        n_blocks, n_drafts = (sum(counts) for counts in zip(*dflash["copies"], strict=True))
+        lines.append(f"copies: {n_blocks} blocks continued by one, {n_drafts} copied drafts accepted")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str], *, as_json: bool) -> int:
+    """Print what the server at the URL says of its DFLASH; `argv`: what follows `--server`."""
+    urls = [argument for argument in argv if argument != "--json"]
+    if len(urls) != 1:
+        print("--server takes one URL, such as http://127.0.0.1:30000", file=sys.stderr)
+        return 1
+    try:
+        dflash = fetch(urls[0])
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(dflash) if as_json else render(dflash))
+    return 0

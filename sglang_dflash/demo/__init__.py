@@ -1,0 +1,7 @@
+"""The demo: the tiny pair served by stock SGLang with our worker, answering through the OpenAI API, without a GPU.
+
+    sglang-dflash demo            asks a few questions, then keeps serving on port 30000 until Ctrl-C
+    sglang-dflash demo --once     asks and leaves
+
+Two servers start side by side, one with speculation and one without, and every question goes to both.
+"""

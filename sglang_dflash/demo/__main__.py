@@ -1,0 +1,101 @@
+"""Command line of the demo: starts the servers and stops them."""
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import gettempdir
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from sglang_dflash.bench import tiny
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.progress import wait_ready
+from sglang_dflash.bench.server import Server, end_on_sigterm
+from sglang_dflash.bench.tiny import Arm, Pair, require_worker
+from sglang_dflash.demo.ask import questions
+from sglang_dflash.demo.terminal import compare, legend, summary
+
+LOGS = Path(gettempdir()) / "sglang-dflash"
+DESCRIPTION = "The tiny pair served on a CPU: a few questions with and without speculation, then an OpenAI server."
+
+
+def make_server(arm: Arm, pair: Pair, port: int, logs: Path) -> Server:
+    return Server(
+        tiny.command(arm, pair, *tiny.FLAGS, *tiny.HYBRID_FLAGS),
+        port=port,
+        log=logs / f"demo-{port}-{arm}.log",
+        env=tiny.ENV | tiny.environment(arm),
+        name="without speculation" if arm is Arm.OFF else "with DFlash",
+    )
+
+
+def keep_serving(server: Server, console: Console) -> None:
+    """Until Ctrl-C, or until the server ends by itself.
+
+    Raises:
+        ServerError: it did.
+    """
+    body = json.dumps({"model": "default", "messages": [{"role": "user", "content": questions()[0][1]}]})
+    console.print(f"\nServing [bold]{server.url}/v1[/] until Ctrl-C; the log is {server.log}. Try:", highlight=False)
+    print(f"  curl {server.url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'")
+    while server.running:
+        time.sleep(0.5)
+    raise ServerError(f"the server ended by itself; the end of {server.log}:\n{server.log_tail()}")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="sglang-dflash demo", description=DESCRIPTION)
+    parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument("--once", action="store_true", help="leave when the questions are answered")
+    parser.add_argument("--arm", type=Arm, default=Arm.PLUGIN, choices=[Arm.PLUGIN, Arm.STOCK], help="whose worker")
+    parser.add_argument("--logs", type=Path, default=LOGS, help="folder of the servers' logs (%(default)s)")
+    parser.add_argument("--target", type=Path, default=tiny.HYBRID.target)
+    parser.add_argument("--draft", type=Path, default=tiny.HYBRID.draft)
+    return parser.parse_args(arguments)
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        run(parse(argv), Console())
+    except KeyboardInterrupt:
+        print("stopped")
+    except ServerError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    end_on_sigterm()
+    pair = Pair(options.target, options.draft)
+    tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
+    on = make_server(options.arm, pair, options.port, options.logs)
+    off = make_server(Arm.OFF, pair, free_port(options.port + 1), options.logs)
+    try:
+        on.start()
+        off.start()
+        console.print(f"[bold]sglang-dflash {version('sglang-dflash')}[/] on SGLang {version('sglang')}, CPU only")
+        console.print("[dim]Two servers start; most of that time is SGLang importing its packages.[/]")
+        wait_ready([on, off], console)
+        require_worker(options.arm, on)
+        console.print(f"\nAccepted drafts {legend(console)}")
+        console.print(summary(compare(on, off, console, tokenizer)))
+        off.stop()
+        if not options.once:
+            keep_serving(on, console)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave a server behind
+        console.print("\n[dim]stopping[/]")
+        on.stop()
+        off.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

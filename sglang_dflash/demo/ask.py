@@ -1,0 +1,67 @@
+"""One streamed question: SGLang sends a chunk per step with the number of tokens so far, so steps can be told apart."""
+
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Any, NamedTuple
+
+import openai
+
+TASKS = ("times_table", "json_record", "python_function", "story")
+MAX_TOKENS = 160
+
+
+class Step(NamedTuple):
+    """What one chunk brought: one verify step, or the prefill's token."""
+
+    text: str
+    n_tokens: int
+
+
+class Answer(NamedTuple):
+    text: str
+    n_tokens: int
+    seconds: float
+    n_steps: int
+    n_accepted: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.n_tokens / self.seconds
+
+    @property
+    def committed_per_step(self) -> float:
+        return 1 + self.n_accepted / self.n_steps if self.n_steps else 1.0
+
+
+def ask(client: openai.OpenAI, question: str, show: Callable[[Step], None]) -> Answer:
+    """One streamed chat completion, greedy; `show` sees every step as it arrives."""
+    text, n_tokens, sent = "", 0, time.perf_counter()
+    details: dict[str, Any] = {}
+    arrived = sent
+    stream = client.chat.completions.create(
+        model="default",
+        messages=[{"role": "user", "content": question}],
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        extra_body={"return_spec_tokens_details": True},
+    )
+    for chunk in stream:
+        details |= (chunk.model_extra or {}).get("sglext") or {}
+        if not chunk.choices or chunk.usage is None:
+            continue
+        step = Step(chunk.choices[0].delta.content or "", chunk.usage.completion_tokens - n_tokens)
+        text, n_tokens, arrived = text + step.text, n_tokens + step.n_tokens, time.perf_counter()
+        show(step)
+    counters = details.get("spec_tokens_details") or {"spec_verify_ct": 0, "spec_num_correct_drafts": 0}
+    return Answer(text, n_tokens, arrived - sent, counters["spec_verify_ct"], counters["spec_num_correct_drafts"])
+
+
+def questions() -> list[tuple[str, str]]:
+    """(kind, question), none of which the pair was trained on."""
+    from sglang_dflash.train.corpus import draw
+
+    random = Random(1)
+    return [(task.replace("_", " "), draw(random, held_out=True, task=task).prompt) for task in TASKS]

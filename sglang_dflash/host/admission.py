@@ -1,0 +1,93 @@
+"""What a request must be before it may reach a scheduler, with speculation and without.
+
+SGLang 0.5.23 takes some requests that end the scheduler, and with it every other client's answer: token ids and numbers
+of log-probabilities are looked up unchecked, some numbers do not fit the tensors they are put into. Here they are
+refused by name, in the process that tokenizes; what is raised, the server answers with status 400. The list is what
+`tests/server/test_requests_bad.py` sends; docs/troubleshooting.md says which ones SGLang alone can mend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+MOST_TOP_K = 2**31 - 1  # SGLang keeps it as int32
+MOST_BIAS = 1e30  # far from fp32's largest, 3.4e38: a biased logit stays finite
+LEAST_REPETITION = 1e-30  # logits are divided by it
+
+
+def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
+    """AROUND `TokenizerManager._validate_one_request`. Ids are a client's; those of a text are the tokenizer's own.
+
+    Raises:
+        ValueError: the prompt has no tokens, or one that is none of the model's.
+    """
+    stock(manager, request, input_ids)
+    if not isinstance(request, GenerateReqInput) or input_ids is None or request.input_embeds is not None:
+        return
+    if not len(input_ids):
+        # A session's history may be all of a turn's prompt; the scheduler refuses one that is empty with it.
+        if not request.session_params:
+            raise ValueError("the prompt has no tokens; send a text or input_ids with at least one")
+        return
+    if request.input_ids is not None:
+        require_tokens("input_ids", input_ids, manager.model_config.vocab_size)
+
+
+def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
+    """AFTER `TokenizerManager._create_tokenized_object`, whose result is what a scheduler is sent.
+
+    Raises:
+        ValueError: a parameter is none that a scheduler survives.
+    """
+    if isinstance(made, TokenizedGenerateReqInput):
+        vocab_size = manager.model_config.vocab_size
+        check_sampling(made.sampling_params, vocab_size)
+        check_fields(made, vocab_size)
+    return made
+
+
+def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
+    """
+    Raises:
+        ValueError: see `check_parameters`.
+    """
+    if asked.top_k > MOST_TOP_K:
+        raise ValueError(f"top_k is {asked.top_k}; send at most {MOST_TOP_K}, or -1 for the whole vocabulary")
+    if asked.repetition_penalty < LEAST_REPETITION:
+        raise ValueError(f"repetition_penalty is {asked.repetition_penalty}; send at least {LEAST_REPETITION:g}")
+    for token, bias in (asked.logit_bias or {}).items():
+        if not abs(bias) <= MOST_BIAS:
+            raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST_BIAS:g}..{MOST_BIAS:g}")
+    if asked.min_new_tokens and asked.stop_token_ids:  # until then each of them is kept from being said, by its id
+        require_tokens("stop_token_ids", asked.stop_token_ids, vocab_size)
+
+
+def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
+    """
+    Raises:
+        ValueError: see `check_parameters`.
+    """
+    if asked.top_logprobs_num > vocab_size:
+        raise ValueError(f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for fewer")
+    if asked.return_logprob and asked.logprob_start_len < -1:
+        raise ValueError(f"logprob_start_len is {asked.logprob_start_len}; send a position, or -1 for the prompt's end")
+    if not isinstance(asked.positional_embed_overrides, PositionalEmbeds | None):
+        raise ValueError("positional_embed_overrides is SGLang's own and no client's; leave it out")
+
+
+def require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """
+    Raises:
+        ValueError: one is not within 0..vocab_size - 1.
+    """
+    least, most = min(ids), max(ids)
+    if least < 0 or most >= vocab_size:
+        wrong = least if least < 0 else most
+        raise ValueError(
+            f"{field} has {wrong}, which is no token of this model; send ids of its vocabulary, 0..{vocab_size - 1}"
+        )

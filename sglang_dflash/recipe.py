@@ -1,0 +1,135 @@
+"""A launch command per published draft, for an H200 or a B200: `sglang-dflash recipe NAME --gpu h200`.
+
+Printed with the reason of every flag, ready to paste; with `--run` it becomes the server. What stands behind `--` goes
+to the server last, where it counts. The recipes are `assets/recipes.toml`.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = Path(__file__).parent / "assets" / "recipes.toml"
+SERVER = ("-m", "sglang.launch_server")
+
+
+class Flag(NamedTuple):
+    """One flag of a launch; `value` is empty for a switch, `why` for what every recipe has."""
+
+    name: str
+    value: str
+    why: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (self.name, self.value) if self.value else (self.name,)
+
+
+class Recipe(NamedTuple):
+    """How one target is served with its draft; `architecture` is the one named in the target's config.json."""
+
+    name: str
+    target: str
+    architecture: str
+    draft: str
+    note: str
+    flags: Mapping[str, Sequence[Flag]]  # by GPU, the last of a name
+
+
+def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:
+    split = ((text.partition(" "), why) for text, why in pairs)
+    return [Flag(name, value, why) for (name, _, value), why in split]
+
+
+def read(text: str) -> dict[str, Recipe]:
+    """Recipes by name."""
+    document = tomllib.loads(text)
+    gpus = {gpu: read_flags(pairs) for gpu, pairs in document["gpus"].items()}
+    found = {}
+    for name, fields in document["recipes"].items():
+        pair = [
+            Flag("--model-path", fields["target"], ""),
+            Flag("--speculative-algorithm", "DFLASH", ""),
+            Flag("--speculative-draft-model-path", fields["draft"], ""),
+        ]
+        flags = {
+            gpu: last_of_each([*pair, *own, *read_flags(fields["flags"]), *read_flags(fields.get(f"flags_{gpu}", ()))])
+            for gpu, own in gpus.items()
+        }
+        found[name] = Recipe(
+            name, fields["target"], fields["architecture"], fields["draft"], fields.get("note", ""), flags
+        )
+    return found
+
+
+def last_of_each(flags: Iterable[Flag]) -> list[Flag]:
+    return list({flag.name: flag for flag in flags}.values())
+
+
+RECIPES = read(FILE.read_text())
+GPUS = tuple(tomllib.loads(FILE.read_text())["gpus"])
+
+
+def arguments(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> list[str]:
+    """Of the Python that serves it."""
+    return [*SERVER, *(word for flag in recipe.flags[gpu] for word in flag.words), *further]
+
+
+def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
+    """The command for a shell, under the reasons of its flags."""
+    flags = recipe.flags[gpu]
+    comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
+    comments += [f"  {flag.name}: {flag.why}" for flag in flags if flag.why]
+    lines = [shlex.join(["python", *SERVER]), *(shlex.join(flag.words) for flag in flags)]
+    lines += [shlex.join(further)] if further else []
+    return "\n".join([*(f"# {comment}" for comment in comments), " \\\n    ".join(lines)])
+
+
+def table(recipes: Iterable[Recipe]) -> str:
+    """Each recipe with its draft and how many cards it takes."""
+    rows = [("recipe", "draft", *(gpu.upper() for gpu in GPUS))]
+    rows += [(recipe.name, recipe.draft, *(n_cards(recipe, gpu) for gpu in GPUS)) for recipe in recipes]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def n_cards(recipe: Recipe, gpu: str) -> str:
+    return next((flag.value for flag in recipe.flags[gpu] if flag.name == "--tp-size"), "1")
+
+
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and what stands behind `--`."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    parser = argparse.ArgumentParser(
+        prog="sglang-dflash recipe",
+        usage="%(prog)s [NAME --gpu h200|b200 [--run] [-- SERVER FLAGS]]",
+        description=(__doc__ or "").split("\n")[0],
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", choices=RECIPES, help="left out: all are listed")
+    parser.add_argument("--gpu", choices=GPUS, help="h200 for H100 and H200, b200 for B200 and B300")
+    parser.add_argument("--run", action="store_true", help="start the server instead of printing its command")
+    options = parser.parse_args(words[:at])
+    if options.name and not options.gpu:
+        parser.error(f"name the GPU of {options.name}: --gpu {' or --gpu '.join(GPUS)}")
+    return options, words[at + 1 :]
+
+
+def main(argv: Sequence[str]) -> int:
+    options, further = parse(argv)
+    if not options.name:
+        print(table(RECIPES.values()))
+        return 0
+    recipe = RECIPES[options.name]
+    if options.run:
+        os.execv(sys.executable, [sys.executable, *arguments(recipe, options.gpu, further)])
+    print(text(recipe, options.gpu, further))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

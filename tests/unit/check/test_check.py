@@ -1,0 +1,150 @@
+"""The report before a launch: its lines, its exit status, and the profiles in env/."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglang_dflash import flags
+from sglang_dflash.check.__main__ import main
+from sglang_dflash.check.findings import Finding, installation
+from sglang_dflash.flags import Worker
+from sglang_dflash.host.backends import Needs, resolve
+
+ENV = Path(__file__).parents[3] / "env"
+CPU = (
+    "--model-path {target} --device cpu --attention-backend torch_native --speculative-algorithm DFLASH "
+    "--speculative-draft-model-path {draft} --max-total-tokens 1024"
+)
+
+
+def asked(launch: Any, *argv: str, env: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """name -> what is found by the child, which is the part that imports SGLang."""
+    ended = launch("sglang_dflash.check.launch", *argv, env=env, timeout_s=300)
+    assert ended.code == 0, ended.err
+    return {finding["name"]: finding for finding in json.loads(ended.out.splitlines()[-1])}
+
+
+def test_a_good_installation_and_launch(launch: Any, pair: dict[str, str]) -> None:
+    found = asked(launch, *CPU.format(target=pair["hybrid"], draft=pair["draft"]).split())
+    assert all(finding["ok"] for finding in found.values()), found
+    assert found["plugin"]["text"] == "our worker serves DFLASH"
+    assert found["platform"]["text"] == "CpuPlatform, device cpu"
+    assert "block_size=8" in found["launch"]["text"]
+    assert "draft_attention_backend=torch_native" in found["launch"]["text"]
+
+
+def test_a_bad_launch_is_the_one_line_that_fails(launch: Any, pair: dict[str, str]) -> None:
+    line = CPU.format(target=pair["dense"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"
+    found = asked(launch, *line.split())
+    assert [name for name, finding in found.items() if not finding["ok"]] == ["launch"]
+    assert found["launch"]["text"].startswith("block size 16 is not within 2..8")
+
+
+def test_an_excluded_plugin_is_noticed(launch: Any) -> None:
+    plugin = asked(launch, env={"SGLANG_PLUGINS": "another"})["plugin"]
+    assert not plugin["ok"]
+    assert "SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out" in plugin["text"]
+
+
+def test_the_stock_worker_is_named(launch: Any) -> None:
+    plugin = asked(launch, env={"SGLANG_PLUGINS": "another", "SGLANG_DFLASH_WORKER": "stock"})["plugin"]
+    assert plugin["ok"]
+    assert plugin["text"] == "SGLANG_DFLASH_WORKER=stock: SGLang's built-in worker serves DFLASH"
+
+
+def test_flags_that_do_not_ask_for_dflash(launch: Any, pair: dict[str, str]) -> None:
+    line = f"--model-path {pair['dense']} --device cpu --attention-backend torch_native --max-total-tokens 1024"
+    found = asked(launch, *line.split())["launch"]
+    assert not found["ok"]
+    assert "add --speculative-algorithm DFLASH" in found["text"]
+
+
+def test_the_installation_alone_needs_no_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "ours")
+    found = {finding.name: finding for finding in installation()}
+    assert "sglang 0.5.23" in found["versions"].text
+    assert found["entry points"].ok
+    assert not found["environment"].ok
+    assert found["environment"].text.startswith("SGLANG_DFLASH_WORKER='ours' is not one of")
+
+
+class Child(NamedTuple):
+    """What `subprocess.run` returns of one."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+ANSWERED = Child(0, f"SGLang says hello\n{json.dumps([vars(Finding('plugin', True, 'ours'))])}\n", "a warning\n")
+ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: --speculativ\n")
+
+
+@pytest.mark.parametrize(
+    ("child", "argv", "code", "last"),
+    [
+        (ANSWERED, [], 0, "ok    plugin         ours"),
+        (ENDED, ["--speculativ"], 1, "FAIL  launch         launch_server: error: unrecognized arguments: --speculativ"),
+        (Child(-9, "", ""), [], 1, "FAIL  sglang         ended with status -9 and no word"),
+    ],
+)
+def test_what_sglang_prints_is_not_in_the_report(
+    child: Child,
+    argv: list[str],
+    code: int,
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: child)
+    assert main(argv) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[:3]] == ["versions", "environment", "entry"]
+    assert lines[3:] == [last]
+    assert main([*argv, "--json"]) == code
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["ok"] is (code == 0)
+
+
+@pytest.mark.full
+def test_the_whole_report_as_a_person_runs_it() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "sglang_dflash.check"], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["ok"] * 6
+
+
+def source(profile: Path) -> dict[str, str]:
+    """The environment after sourcing a profile."""
+    command = f"set -eu; source {shlex.quote(str(profile))}; env -0"
+    out = subprocess.run(["bash", "-c", command], env={"PATH": os.environ["PATH"]}, capture_output=True, check=True)
+    return dict(line.split("=", 1) for line in out.stdout.decode().split("\0") if line)
+
+
+@pytest.mark.parametrize("profile", sorted(ENV.glob("*.sh")), ids=lambda path: path.stem)
+def test_profiles_set_flags_that_exist(profile: Path) -> None:
+    expected = Worker.STOCK if profile.stem == "stock" else Worker.PLUGIN
+    assert flags.read(source(profile)).worker is expected
+    assert f"| `{profile.name}` |" in (ENV / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("profile", "device", "backend"),
+    [("cpu", "cpu", "torch_native"), ("hopper", "sm90", "fa3"), ("blackwell", "sm100", "fa4")],
+)
+def test_a_profile_s_backends_run_the_draft(profile: str, device: str, backend: str) -> None:
+    given = source(ENV / f"{profile}.sh")["DFLASH_FLAGS"].split()
+    named = dict(zip(given[::2], given[1::2], strict=True))
+    chosen = resolve(
+        asked=named.get("--speculative-draft-attention-backend"),
+        target=named["--attention-backend"],
+        needs=Needs(whole_blocks=True, device=device, page_size=64),
+    )
+    assert chosen == backend

@@ -1,0 +1,117 @@
+"""Requests that must not reach a scheduler."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_dflash.host.admission import check_parameters, check_prompt
+
+V = 100
+MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=V))
+
+
+def check(request: Any, input_ids: list[int] | None) -> list[Any]:
+    """What SGLang's own check was asked."""
+    asked: list[Any] = []
+    check_prompt(lambda *args: asked.append(args), MANAGER, request, input_ids)
+    return asked
+
+
+@pytest.mark.parametrize("ids", [[0], [V - 1], [5, 0, V - 1]])
+def test_tokens_of_the_vocabulary_pass(ids: list[int]) -> None:
+    request = GenerateReqInput(input_ids=ids)
+    assert check(request, ids) == [(MANAGER, request, ids)]
+
+
+@pytest.mark.parametrize(("ids", "named"), [([5, V], V), ([-1, 5], -1), ([V + 7, -3], -3)])
+def test_tokens_outside_it_are_named_with_what_it_is(ids: list[int], named: int) -> None:
+    with pytest.raises(ValueError, match=rf"input_ids has {named}, .*0\.\.99$"):
+        check(GenerateReqInput(input_ids=ids), ids)
+
+
+@pytest.mark.parametrize("request_", [GenerateReqInput(text=""), GenerateReqInput(input_ids=[[]])])
+def test_a_prompt_without_tokens_is_refused(request_: GenerateReqInput) -> None:
+    with pytest.raises(ValueError, match="the prompt has no tokens"):
+        check(request_, [])
+
+
+@pytest.mark.parametrize(
+    ("request_", "ids"),
+    [
+        (GenerateReqInput(input_ids=[], session_params={"id": "a"}), []),  # the session's history is the prompt
+        (GenerateReqInput(input_embeds=[[0.5]]), None),
+        (GenerateReqInput(text="words"), [V + 5]),  # the tokenizer's own
+        (EmbeddingReqInput(input_ids=[V]), [V]),
+    ],
+)
+def test_what_is_no_clients_prompt_passes(request_: Any, ids: list[int] | None) -> None:
+    assert check(request_, ids)
+
+
+def test_sglang_is_asked_first() -> None:
+    def refuse(*args: Any) -> None:
+        raise ValueError("too long")
+
+    with pytest.raises(ValueError, match="too long"):
+        check_prompt(refuse, MANAGER, GenerateReqInput(input_ids=[V]), [V])
+
+
+NOTHING = TokenizedGenerateReqInput(
+    input_text="",
+    input_ids=[5],
+    mm_inputs=None,
+    sampling_params=SamplingParams(),
+    return_logprob=True,
+    logprob_start_len=-1,
+    top_logprobs_num=0,
+    token_ids_logprob=None,
+    stream=False,
+    input_embeds=None,
+    token_type_ids=None,
+)
+
+
+def made(*, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedGenerateReqInput:
+    return msgspec.structs.replace(NOTHING, sampling_params=SamplingParams(**(sampling or {})), **fields)
+
+
+@pytest.mark.parametrize(
+    "made_",
+    [
+        NOTHING,
+        made(sampling={"top_k": 2**31 - 1, "logit_bias": {"5": 1e30, "6": -1e30}, "repetition_penalty": 1e-30}),
+        made(sampling={"stop_token_ids": {V}}),  # only compared with what is said
+        made(sampling={"stop_token_ids": {0, V - 1}, "min_new_tokens": 1}),
+        made(top_logprobs_num=V, logprob_start_len=0),
+        made(return_logprob=False, logprob_start_len=-7),
+        made(positional_embed_overrides=PositionalEmbeds(embeds=[torch.zeros(1, 4)], positions=[0])),
+        SimpleNamespace(sampling_params=SamplingParams(top_k=2**40)),  # an embedding's
+    ],
+)
+def test_what_a_scheduler_survives_passes(made_: Any) -> None:
+    assert check_parameters(made_, MANAGER, "the request") is made_
+
+
+@pytest.mark.parametrize(
+    ("made_", "sentence"),
+    [
+        (made(sampling={"top_k": 2**31}), "top_k is 2147483648; send at most 2147483647"),
+        (made(sampling={"repetition_penalty": 1e-31}), "repetition_penalty is 1e-31; send at least 1e-30"),
+        (made(sampling={"logit_bias": {"5": 1.0, "6": -2e30}}), "logit_bias of 6 is -2e[+]30; send numbers within"),
+        (made(sampling={"logit_bias": {"5": float("nan")}}), "logit_bias of 5 is nan"),
+        (made(sampling={"stop_token_ids": {V, 5}, "min_new_tokens": 1}), r"stop_token_ids has 100, .*0\.\.99$"),
+        (made(sampling={"stop_token_ids": {-1}, "min_new_tokens": 1}), "stop_token_ids has -1,"),
+        (made(top_logprobs_num=V + 1), "101 top log-probabilities of 100 tokens; ask for fewer"),
+        (made(logprob_start_len=-2), "logprob_start_len is -2; send a position"),
+        (made(positional_embed_overrides={"a": 1}), "positional_embed_overrides is SGLang's own"),
+    ],
+)
+def test_what_ends_a_scheduler_is_named(made_: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        check_parameters(made_, MANAGER, "the request")
