@@ -8,6 +8,7 @@ refused by name, in the process that tokenizes; what is raised, the server answe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
     for token, bias in (asked.logit_bias or {}).items():
         if not abs(bias) <= MOST_BIAS:
             raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST_BIAS:g}..{MOST_BIAS:g}")
-    if asked.min_new_tokens and asked.stop_token_ids:  # until then each of them is kept from being said, by its id
+    if asked.stop_token_ids:  # looked up where any request of the batch has min_new_tokens
         require_tokens("stop_token_ids", asked.stop_token_ids, vocab_size)
 
 
@@ -76,8 +77,23 @@ def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
         raise ValueError(f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for fewer")
     if asked.return_logprob and asked.logprob_start_len < -1:
         raise ValueError(f"logprob_start_len is {asked.logprob_start_len}; send a position, or -1 for the prompt's end")
+    if asked.custom_logit_processor is not None:
+        require_processor(asked.custom_logit_processor)
     if not isinstance(asked.positional_embed_overrides, PositionalEmbeds | None):
         raise ValueError("positional_embed_overrides is SGLang's own and no client's; leave it out")
+
+
+def require_processor(text: str) -> None:
+    """
+    Raises:
+        ValueError: it does not look like what `CustomLogitProcessor.to_str` makes; what is in it stays unread.
+    """
+    try:
+        bytes.fromhex(json.loads(text)["callable"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"custom_logit_processor cannot be read ({type(error).__name__}: {error}); send what its to_str() says"
+        ) from error
 
 
 def require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -140,7 +140,7 @@ NO_PARAMETER = {
     "top_k-past-int64": sampling(top_k=2**63, temperature=1),
     "logit_bias-past-fp32": sampling(logit_bias={"5": 1e308}, temperature=1),
     "repetition_penalty-of-no-size": sampling(repetition_penalty=1e-320, temperature=1),
-    "stop_token_ids-past-vocabulary": sampling(stop_token_ids=[999999], min_new_tokens=4),
+    "stop_token_ids-past-vocabulary": sampling(stop_token_ids=[999999]),
     "stop_token_ids-negative": sampling(stop_token_ids=[-5], min_new_tokens=4),
     "top_logprobs-past-vocabulary": fields(input_ids=PROMPT, return_logprob=True, top_logprobs_num=1025),
     "chat-top_logprobs-past-vocabulary": chat(logprobs=True, top_logprobs=10000),

@@ -86,8 +86,7 @@ def made(*, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedG
     [
         NOTHING,
         made(sampling={"top_k": 2**31 - 1, "logit_bias": {"5": 1e30, "6": -1e30}, "repetition_penalty": 1e-30}),
-        made(sampling={"stop_token_ids": {V}}),  # only compared with what is said
-        made(sampling={"stop_token_ids": {0, V - 1}, "min_new_tokens": 1}),
+        made(sampling={"stop_token_ids": {0, V - 1}}),
         made(top_logprobs_num=V, logprob_start_len=0),
         made(return_logprob=False, logprob_start_len=-7),
         made(positional_embed_overrides=PositionalEmbeds(embeds=[torch.zeros(1, 4)], positions=[0])),
@@ -105,8 +104,8 @@ def test_what_a_scheduler_survives_passes(made_: Any) -> None:
         (made(sampling={"repetition_penalty": 1e-31}), "repetition_penalty is 1e-31; send at least 1e-30"),
         (made(sampling={"logit_bias": {"5": 1.0, "6": -2e30}}), "logit_bias of 6 is -2e[+]30; send numbers within"),
         (made(sampling={"logit_bias": {"5": float("nan")}}), "logit_bias of 5 is nan"),
-        (made(sampling={"stop_token_ids": {V, 5}, "min_new_tokens": 1}), r"stop_token_ids has 100, .*0\.\.99$"),
-        (made(sampling={"stop_token_ids": {-1}, "min_new_tokens": 1}), "stop_token_ids has -1,"),
+        (made(sampling={"stop_token_ids": {V, 5}}), r"stop_token_ids has 100, .*0\.\.99$"),
+        (made(sampling={"stop_token_ids": {-1}}), "stop_token_ids has -1,"),
         (made(top_logprobs_num=V + 1), "101 top log-probabilities of 100 tokens; ask for fewer"),
         (made(logprob_start_len=-2), "logprob_start_len is -2; send a position"),
         (made(positional_embed_overrides={"a": 1}), "positional_embed_overrides is SGLang's own"),

@@ -1,0 +1,87 @@
+"""Requests drawn by chance, sent to a server without speculation and to ours: statuses equal, greedy answers equal."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from sglang_dflash.bench.server import Server
+from tests.server.conftest import require_nothing_lost
+from tests.server.lib.fuzz import Request, difference, differences, neighbours, send
+from tests.server.lib.variants import RETRACT, VARIANTS
+from tests.server.test_lifecycle import TIGHT
+
+N_SHORT, N_LONG = 200, 2500  # requests; the long form has four servers
+PHASES = (Phase.generate, Phase.shrink)
+SETTINGS = settings(
+    deadline=None, database=None, derandomize=False, phases=PHASES, suppress_health_check=list(HealthCheck)
+)
+
+
+def fuzzed(off: Server, ours: Server, n_requests: int, start: int) -> int:
+    """How many requests agreed, which are at least `n_requests`."""
+    n_sent = 0
+
+    @seed(start)
+    @settings(SETTINGS, max_examples=2 * n_requests)
+    @given(neighbours)
+    def agree(sent: list[Request]) -> None:
+        nonlocal n_sent
+        if n_sent >= n_requests:
+            return
+        found = differences(off, ours, sent)
+        assert off.running, "the server without speculation ended"
+        assert ours.running, "our server ended"
+        assert not found, "\n".join(found)
+        n_sent += len(sent)
+
+    agree()
+    assert n_sent >= n_requests
+    for server in (off, ours):
+        require_nothing_lost(server)
+    return n_sent
+
+
+def test_short(off: Server, ours: Server) -> None:
+    fuzzed(off, ours, N_SHORT, start=1)
+
+
+@pytest.mark.full
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("start", "flags", "env"),
+    [
+        (2, VARIANTS["hybrid"].flags, {"SGLANG_DFLASH_WIDTHS": "random", "SGLANG_DFLASH_COPY": "random"}),
+        (3, VARIANTS["hybrid"].flags, {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}),
+        (4, (*VARIANTS["hybrid"].flags, "--disable-overlap-schedule", "--chunked-prefill-size", "16"), {}),
+        (5, TIGHT, dict(RETRACT)),
+    ],
+    ids=["random", "default", "chunked-without-overlap", "tight-retract"],
+)
+def test_long(server: Callable, off: Server, start: int, flags: tuple[str, ...], env: dict[str, str]) -> None:
+    fuzzed(off, server(flags=flags, env=env), N_LONG, start)
+
+
+def test_most_requests_are_answered_and_many_are_refused(off: Server) -> None:
+    """A test that cannot fail is none: what is drawn must reach the schedulers, and their refusals."""
+    statuses: list[int] = []
+
+    @seed(1)
+    @settings(SETTINGS, max_examples=20)
+    @given(neighbours)
+    def ask(sent: list[Request]) -> None:
+        statuses.extend(send(off, request).status for request in sent)
+
+    ask()
+    assert 0.4 < statuses.count(200) / len(statuses) < 0.9
+
+
+def test_a_difference_is_seen(off: Server) -> None:
+    greedy = Request("/generate", {"input_ids": [5], "sampling_params": {"temperature": 0, "max_new_tokens": 4}})
+    right = send(off, greedy)
+    ((tokens, end, _),) = right.answers
+    assert difference(greedy, right, right) == ""
+    assert "with it" in difference(greedy, right, right._replace(answers=[([*tokens[:-1], 7], end, [])]))
+    assert "status 200 without speculation, 400 with it" in difference(greedy, right, right._replace(status=400))
+    drawn = Request("/generate", {"input_ids": [5], "sampling_params": {"temperature": 1.5}})
+    assert difference(drawn, right, right._replace(answers=[([7], end, [])])) == ""
