@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.host.admission import check_parameters, check_prompt
@@ -90,6 +91,7 @@ def made(*, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedG
         made(top_logprobs_num=V, logprob_start_len=0),
         made(return_logprob=False, logprob_start_len=-7),
         made(positional_embed_overrides=PositionalEmbeds(embeds=[torch.zeros(1, 4)], positions=[0])),
+        made(custom_logit_processor=DisallowedTokensLogitsProcessor.to_str()),
         SimpleNamespace(sampling_params=SamplingParams(top_k=2**40)),  # an embedding's
     ],
 )
@@ -108,6 +110,10 @@ def test_what_a_scheduler_survives_passes(made_: Any) -> None:
         (made(sampling={"stop_token_ids": {-1}}), "stop_token_ids has -1,"),
         (made(top_logprobs_num=V + 1), "101 top log-probabilities of 100 tokens; ask for fewer"),
         (made(logprob_start_len=-2), "logprob_start_len is -2; send a position"),
+        (made(custom_logit_processor="garbage"), r"custom_logit_processor cannot be read \(JSONDecodeError"),
+        (made(custom_logit_processor="[]"), r"custom_logit_processor cannot be read \(TypeError"),
+        (made(custom_logit_processor='{"a": 1}'), r"custom_logit_processor cannot be read \(KeyError"),
+        (made(custom_logit_processor='{"callable": "zz"}'), r"custom_logit_processor cannot be read \(ValueError"),
         (made(positional_embed_overrides={"a": 1}), "positional_embed_overrides is SGLang's own"),
     ],
 )
