@@ -32,7 +32,15 @@ from tests.fixtures import guide
 ROOT, DOCS = guide.ROOT, guide.DOCS
 PAGES = sorted(DOCS.glob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "kernels" / "README.md"]
-LINKING = [*PAGES, *READMES, ROOT / "LOG.md", ROOT / "env" / "README.md", *(ROOT / "launch").rglob("*.md")]
+LINKING = [
+    *PAGES,
+    *READMES,
+    ROOT / "LOG.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "env" / "README.md",
+    *(ROOT / "launch").rglob("*.md"),
+]
 # The commands and fields of the training guide have a test of their own.
 CHECKED = [page for page in [*PAGES, ROOT / "README.md"] if page.name != "training.md"]
 of_pages = pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.name)

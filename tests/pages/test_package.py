@@ -1,0 +1,98 @@
+"""What `pip install` brings: all of the package and nothing else, and the one command, from outside the clone."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash import __version__
+from tests.fixtures.guide import ROOT
+
+UV = [sys.executable, "-m", "uv"]
+
+
+def run(*command: str | Path, cwd: Path, timeout_s: float = 300, **env: str) -> str:
+    """What it prints. It sees neither this checkout nor this environment."""
+    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    ended = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=alone | env,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution and the wheel that was made of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(*UV, "build", "--out-dir", folder, ROOT, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    return built / f"sglang_dflash-{__version__}-py3-none-any.whl"
+
+
+def tracked(folder: str) -> set[str]:
+    return set(run("git", "ls-files", folder, cwd=ROOT).split())
+
+
+def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    kernels = {name.replace("kernels/", "sglang_dflash_kernels/") for name in tracked("kernels")}
+    assert names == tracked("sglang_dflash") | {name for name in kernels if name.endswith(".py")}
+
+
+def test_the_source_distribution_has_what_the_wheel_is_made_of(built: Path) -> None:
+    with tarfile.open(built / f"sglang_dflash-{__version__}.tar.gz") as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert tracked("sglang_dflash") | {"README.md", "LICENSE", "pyproject.toml"} <= names
+
+
+def test_outside_the_clone_the_command_has_its_files(wheel: Path, tmp_path: Path) -> None:
+    """Without its dependencies' environment it would not run; with it, ours is found first."""
+    folder = tmp_path / "installed"
+    run(*UV, "pip", "install", "--quiet", "--no-deps", "--target", folder, wheel, cwd=tmp_path)
+    assert (folder / "bin" / "sglang-dflash").is_file()
+
+    def say(*words: str) -> str:
+        return run(sys.executable, "-m", "sglang_dflash", *words, cwd=tmp_path, PYTHONPATH=str(folder))
+
+    assert say("--version").strip() == __version__
+    assert str(folder) in say("docs")
+    assert say("docs", "metrics").startswith("# Metrics")
+    assert json.loads(say("dashboard"))["panels"]
+    assert "z-lab/Qwen3.5-27B-DFlash" in say("recipe", "qwen3.5-27b", "--gpu", "h200")
+    assert "requests at once" in say("check", "--model", "Qwen3.5-27B", "--gpu-memory", "140.4")
+
+
+@pytest.mark.full
+def test_an_empty_environment_serves(wheel: Path, tmp_path: Path) -> None:
+    """Installed as a user does, into an environment of its own: a report without noise, and two servers' answers."""
+    environment = tmp_path / "environment"
+    run(*UV, "venv", "--quiet", "--python", sys.executable, environment, cwd=tmp_path)
+    pins = ["--constraint", ROOT / "env" / "constraints.txt"]
+    python = environment / "bin" / "python"
+    run(*UV, "pip", "install", "--quiet", "--python", python, *pins, wheel, cwd=tmp_path, timeout_s=1200)
+    command = environment / "bin" / "sglang-dflash"
+    lines = run(command, "check", cwd=tmp_path).splitlines()
+    assert [line.split()[0] for line in lines] == ["ok"] * 6
+    shown = run(command, "demo", "--once", "--port", "33900", cwd=tmp_path, timeout_s=600)
+    assert "committed per step" in shown
+    assert "the same text with and without speculation" in shown
+
+
+def test_the_changelog_has_the_version() -> None:
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
