@@ -124,7 +124,6 @@ FIELDS = {
     "bootstrap_room": st.integers(0, 5),
     "token_type_ids": st.lists(st.integers(0, 1), max_size=3),
     "routed_experts_start_len": st.integers(-2, 5),
-    "return_sampling_mask": st.booleans(),
     "max_thinking_tokens": st.integers(-1, 5),
 }
 OPENAI = {
