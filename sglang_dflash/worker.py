@@ -53,7 +53,7 @@ from sglang_dflash.host.draft_input import DraftInput
 from sglang_dflash.host.names import SECTIONS
 from sglang_dflash.memory.draft_kv import draft_kv, fit_page_tables
 from sglang_dflash.memory.records import use_records
-from sglang_dflash.metrics.trace import Trace
+from sglang_dflash.metrics.trace import traced
 from sglang_dflash.stages import ranks
 from sglang_dflash.stages.build import build_stages, widths_of
 from sglang_dflash.stages.dry_run import DryRun, own_states
@@ -167,7 +167,6 @@ class DFlashWorker(BaseSpecWorker):
             mask_token_id=config.draft.mask_token_id,
             on_host=on_host,
         )
-        self.calls = self.stages.calls()
         dry_run = DryRun(self.stages, on_host=on_host)
         n_requests, widths = target.max_running_requests, sorted(self.stages.verifier.engines)
         with own_states(target.req_to_token_pool, n_requests):
@@ -175,7 +174,8 @@ class DFlashWorker(BaseSpecWorker):
             agree, kind = from_first_rank(get_dp_tp_group()), self.flags.width_policy
             policy = make_policy(kind, widths, n_requests=n_requests, seconds=dry_run.seconds, agree=agree)
         dry_run.end()
-        self.width = Chooser(policy, Trace(self.flags.width_trace).add if self.flags.width_trace else None)
+        self.calls, trace = traced(self.stages, self.flags.width_trace)
+        self.width = Chooser(policy, trace)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 
     # -- what SGLang asks of a worker -----------------------------------------------------------------------------

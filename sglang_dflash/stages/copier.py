@@ -79,6 +79,7 @@ class TextCopies:
         self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # of all requests
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
         self.step: Step | None = None  # None: nothing was drafted
+        self.place_B: torch.Tensor  # int32, where the last step's copies begin: behind so many of its guesses
 
     def read(self, batch: ScheduleBatch) -> None:
         rows = [req.kv.req_pool_idx for req in batch.reqs]
@@ -95,7 +96,7 @@ class TextCopies:
     def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(tokens_BN, texts)
-        self.step = Step(tokens_BN, copied, texts) if plan.width > 1 else None
+        self.step, self.place_B = Step(tokens_BN, copied, texts) if plan.width > 1 else None, copied.place_B
         return copied.tokens_BN
 
     def weigh(self, accepted: Accepted) -> None:

@@ -12,6 +12,7 @@ from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.metrics.trace import Trace
+from sglang_dflash.stages.copier import NoCopies
 from sglang_dflash.width.chooser import REPORT, Chooser, candidates, make_policy, widest
 from sglang_dflash.width.policy import Adaptive, Decision, Policy
 
@@ -157,7 +158,7 @@ def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes: bool, o
 
 
 def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
-    chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new").add)
+    chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new", NoCopies()).add)
     chooser.decide(["a"])
     chooser.decide(["a", "b"])
     (file,) = (tmp_path / "new").iterdir()

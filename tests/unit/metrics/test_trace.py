@@ -1,0 +1,60 @@
+"""The file of every step: who verified and accepted what, and how much of it was copied."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from sglang_dflash.metrics.trace import Trace, traced
+from sglang_dflash.stages.calls import Calls
+from sglang_dflash.stages.copier import NoCopies, TextCopies
+
+TEXT = [*range(1, 21), *range(1, 16)]  # its last fifteen tokens were there before, and then came 16, 17, ...
+TABLE = torch.zeros(2, 60, dtype=torch.int32)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    (file,) = folder.iterdir()
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def plan(width: int) -> Any:
+    return SimpleNamespace(
+        prefix_len_B=torch.tensor([len(TEXT), 2]), rows_B=torch.tensor([0, 1], dtype=torch.int64), width=width
+    )
+
+
+def test_copied_drafts_are_the_accepted_ones_behind_the_place(tmp_path: Path) -> None:
+    copies = TextCopies(TABLE, vocab_size=100)
+    copies.text_QM[0, : len(TEXT)] = torch.tensor(TEXT)
+    copies.text_QM[1, :2] = torch.tensor([50, 51])
+    trace = Trace(tmp_path, copies)
+    block_BN = torch.tensor([[16, 60, 61, 62], [52, 53, 54, 55]])
+    assert trace.copy(plan(4), block_BN).tolist() == [[16, 17, 18, 19], [52, 53, 54, 55]]
+    trace.copy(plan(1), block_BN[:, :1])  # launched before the first one's outcome is known
+    trace.add(["a", "b"], 4, [2, 3], 1.0)
+    trace.add(["a", "b"], 1, [0, 0], 2.0)
+    assert lines(tmp_path) == [
+        {"s": 1.0, "width": 4, "accepted": {"a": 2, "b": 3}, "copied": {"a": 2, "b": 0}},
+        {"s": 2.0, "width": 1, "accepted": {"a": 0, "b": 0}, "copied": {"a": 0, "b": 0}},
+    ]
+
+
+def test_where_nothing_is_copied_nothing_is_said_of_it(tmp_path: Path) -> None:
+    calls = Calls(*Calls._fields)
+    stages: Any = SimpleNamespace(copier=NoCopies(), calls=lambda: calls)
+    assert traced(stages, None) == (calls, None)
+    same, add = traced(stages, tmp_path / "new")
+    assert same == calls
+    assert add is not None
+    add(["a"], 8, [7], 1.5)
+    assert lines(tmp_path / "new") == [{"s": 1.5, "width": 8, "accepted": {"a": 7}}]
+
+
+def test_a_traced_server_calls_the_copier_through_the_trace(tmp_path: Path) -> None:
+    copies, calls = TextCopies(TABLE, vocab_size=100), Calls(*Calls._fields)
+    found, _ = traced(SimpleNamespace(copier=copies, calls=lambda: calls), tmp_path)
+    assert found._replace(copy=calls.copy) == calls
+    assert found.copy.__self__.copier is copies
