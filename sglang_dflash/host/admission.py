@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 MOST_TOP_K = 2**31 - 1  # SGLang keeps it as int32
-MOST_BIAS = 1e30  # far from fp32's largest, 3.4e38: a biased logit stays finite
+MOST = 1e30  # far from fp32's largest, 3.4e38: a biased logit stays finite, a masked one divided by it is no NaN
 LEAST_REPETITION = 1e-30  # logits are divided by it
 
 
@@ -59,11 +59,13 @@ def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
     """
     if asked.top_k > MOST_TOP_K:
         raise ValueError(f"top_k is {asked.top_k}; send at most {MOST_TOP_K}, or -1 for the whole vocabulary")
+    if asked.temperature > MOST:
+        raise ValueError(f"temperature is {asked.temperature}; send at most {MOST:g}")
     if asked.repetition_penalty < LEAST_REPETITION:
         raise ValueError(f"repetition_penalty is {asked.repetition_penalty}; send at least {LEAST_REPETITION:g}")
     for token, bias in (asked.logit_bias or {}).items():
-        if not abs(bias) <= MOST_BIAS:
-            raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST_BIAS:g}..{MOST_BIAS:g}")
+        if not abs(bias) <= MOST:
+            raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST:g}..{MOST:g}")
     if asked.stop_token_ids:  # looked up where any request of the batch has min_new_tokens
         require_tokens("stop_token_ids", asked.stop_token_ids, vocab_size)
 

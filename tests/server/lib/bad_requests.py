@@ -139,6 +139,7 @@ NO_PARAMETER = {
     "top_k-past-int32": sampling(top_k=2**31, temperature=1),
     "top_k-past-int64": sampling(top_k=2**63, temperature=1),
     "logit_bias-past-fp32": sampling(logit_bias={"5": 1e308}, temperature=1),
+    "temperature-past-fp32": sampling(temperature=1e308, regex="(yes|no)"),
     "repetition_penalty-of-no-size": sampling(repetition_penalty=1e-320, temperature=1),
     "stop_token_ids-past-vocabulary": sampling(stop_token_ids=[999999]),
     "stop_token_ids-negative": sampling(stop_token_ids=[-5], min_new_tokens=4),

@@ -86,7 +86,14 @@ def made(*, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedG
     "made_",
     [
         NOTHING,
-        made(sampling={"top_k": 2**31 - 1, "logit_bias": {"5": 1e30, "6": -1e30}, "repetition_penalty": 1e-30}),
+        made(
+            sampling={
+                "temperature": 1e30,
+                "top_k": 2**31 - 1,
+                "logit_bias": {"5": 1e30, "6": -1e30},
+                "repetition_penalty": 1e-30,
+            }
+        ),
         made(sampling={"stop_token_ids": {0, V - 1}}),
         made(top_logprobs_num=V, logprob_start_len=0),
         made(return_logprob=False, logprob_start_len=-7),
@@ -103,6 +110,7 @@ def test_what_a_scheduler_survives_passes(made_: Any) -> None:
     ("made_", "sentence"),
     [
         (made(sampling={"top_k": 2**31}), "top_k is 2147483648; send at most 2147483647"),
+        (made(sampling={"temperature": 2e30}), "temperature is 2e[+]30; send at most 1e[+]30"),
         (made(sampling={"repetition_penalty": 1e-31}), "repetition_penalty is 1e-31; send at least 1e-30"),
         (made(sampling={"logit_bias": {"5": 1.0, "6": -2e30}}), "logit_bias of 6 is -2e[+]30; send numbers within"),
         (made(sampling={"logit_bias": {"5": float("nan")}}), "logit_bias of 5 is nan"),
