@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import signal
 import sys
 import time
@@ -15,23 +16,24 @@ from tokenizers import Tokenizer
 
 from sglang_dflash.bench import tiny
 from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.ports import HOST, free_port, port_is_free
 from sglang_dflash.bench.progress import wait_ready
 from sglang_dflash.bench.server import Server, end_on_sigterm
 from sglang_dflash.bench.tiny import Arm, Pair, require_worker
 from sglang_dflash.demo.ask import questions
 from sglang_dflash.demo.terminal import compare, legend, summary
+from sglang_dflash.demo.web import Demo, Side, Steps, web_server
 
 LOGS = Path(gettempdir()) / "sglang-dflash"
 DESCRIPTION = "The tiny pair served on a CPU: a few questions with and without speculation, then an OpenAI server."
 
 
-def make_server(arm: Arm, pair: Pair, port: int, logs: Path) -> Server:
+def make_server(arm: Arm, pair: Pair, port: int, logs: Path, env: dict[str, str] | None = None) -> Server:
     return Server(
         tiny.command(arm, pair, *tiny.FLAGS, *tiny.HYBRID_FLAGS),
         port=port,
         log=logs / f"demo-{port}-{arm}.log",
-        env=tiny.ENV | tiny.environment(arm),
+        env=tiny.ENV | tiny.environment(arm) | (env or {}),
         name="without speculation" if arm is Arm.OFF else "with DFlash",
     )
 
@@ -50,10 +52,26 @@ def keep_serving(server: Server, console: Console) -> None:
     raise ServerError(f"the server ended by itself; the end of {server.log}:\n{server.log_tail()}")
 
 
+def show_page(demo: Demo, port: int, console: Console) -> None:
+    """Until Ctrl-C.
+
+    Raises:
+        ServerError: the port is taken.
+    """
+    if not port_is_free(port):
+        raise ServerError(f"port {port} is taken; stop what listens there, or choose another with --web-port")
+    with web_server(demo, port) as server:
+        console.print(f"\nOpen [bold]http://{HOST}:{port}[/] in a browser; Ctrl-C ends it.", highlight=False)
+        server.serve_forever()
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sglang-dflash demo", description=DESCRIPTION)
     parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--once", action="store_true", help="leave when the questions are answered")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--once", action="store_true", help="leave when the questions are answered")
+    form.add_argument("--web", action="store_true", help="answer in a browser instead, until Ctrl-C")
+    parser.add_argument("--web-port", type=int, default=30080, help="of the page (%(default)s)")
     parser.add_argument("--arm", type=Arm, default=Arm.PLUGIN, choices=[Arm.PLUGIN, Arm.STOCK], help="whose worker")
     parser.add_argument("--logs", type=Path, default=LOGS, help="folder of the servers' logs (%(default)s)")
     parser.add_argument("--target", type=Path, default=tiny.HYBRID.target)
@@ -76,7 +94,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
     end_on_sigterm()
     pair = Pair(options.target, options.draft)
     tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
-    on = make_server(options.arm, pair, options.port, options.logs)
+    trace = options.logs / f"steps-{options.port}"
+    shutil.rmtree(trace, ignore_errors=True)  # of an earlier demo
+    env = {"SGLANG_DFLASH_WIDTH_TRACE": str(trace)} if options.web else {}
+    on = make_server(options.arm, pair, options.port, options.logs, env)
     off = make_server(Arm.OFF, pair, free_port(options.port + 1), options.logs)
     try:
         on.start()
@@ -85,11 +106,15 @@ def run(options: argparse.Namespace, console: Console) -> None:
         console.print("[dim]Two servers start; most of that time is SGLang importing its packages.[/]")
         wait_ready([on, off], console)
         require_worker(options.arm, on)
-        console.print(f"\nAccepted drafts {legend(console)}")
-        console.print(summary(compare(on, off, console, tokenizer)))
-        off.stop()
-        if not options.once:
-            keep_serving(on, console)
+        if options.web:
+            sides = {"with": Side(on.openai(), Steps(trace)), "without": Side(off.openai(), None)}
+            show_page(Demo(sides, tokenizer), options.web_port, console)
+        else:
+            console.print(f"\nAccepted drafts {legend(console)}")
+            console.print(summary(compare(on, off, console, tokenizer)))
+            off.stop()
+            if not options.once:
+                keep_serving(on, console)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave a server behind
         console.print("\n[dim]stopping[/]")

@@ -1,14 +1,16 @@
 """One streamed question: SGLang sends a chunk per step with the number of tokens so far, so steps can be told apart."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import openai
 
 TASKS = ("times_table", "json_record", "python_function", "story")
 MAX_TOKENS = 160
+
+Message = dict[str, str]  # role, content
 
 
 class Step(NamedTuple):
@@ -34,19 +36,29 @@ class Answer(NamedTuple):
         return 1 + self.n_accepted / self.n_steps if self.n_steps else 1.0
 
 
-def ask(client: openai.OpenAI, question: str, show: Callable[[Step], None]) -> Answer:
-    """One streamed chat completion, greedy; `show` sees every step as it arrives."""
+def ask(
+    client: openai.OpenAI, messages: str | Sequence[Message], show: Callable[[Step], None], *, rid: str | None = None
+) -> Answer:
+    """One streamed chat completion, greedy; `show` sees every step as it arrives.
+
+    Args:
+        messages: a conversation, or one question.
+        rid: what the server is to call the request.
+    Raises:
+        openai.APIError: the server refuses it, or is gone.
+    """
+    question = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     text, n_tokens, sent = "", 0, time.perf_counter()
     details: dict[str, Any] = {}
     arrived = sent
     stream = client.chat.completions.create(
         model="default",
-        messages=[{"role": "user", "content": question}],
+        messages=cast("Any", question),
         max_tokens=MAX_TOKENS,
         temperature=0,
         stream=True,
-        stream_options={"include_usage": True, "continuous_usage_stats": True},
-        extra_body={"return_spec_tokens_details": True},
+        stream_options=cast("Any", {"include_usage": True, "continuous_usage_stats": True}),
+        extra_body={"return_spec_tokens_details": True, "rid": rid},
     )
     for chunk in stream:
         details |= (chunk.model_extra or {}).get("sglext") or {}

@@ -32,7 +32,7 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
         return
     if not len(input_ids):
         # A session's history may be all of a turn's prompt; the scheduler refuses one that is empty with it.
-        if not request.session_params:
+        if not (request.session_params or {}).get("id"):
             raise ValueError("the prompt has no tokens; send a text or input_ids with at least one")
         return
     if request.input_ids is not None:

@@ -124,6 +124,7 @@ NO_PROMPT = {
     "text-empty": fields(text=""),
     "text-empty-beside-another": fields(text=["Spell", ""]),
     "input_ids-empty-beside-others": fields(input_ids=[PROMPT, []]),
+    "text-empty-of-no-session": fields(text="", session_params={"id": None, "offset": -5}),
     "completion-prompt-empty": completion(prompt=""),
 }
 NO_TOKEN = {

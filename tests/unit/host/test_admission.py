@@ -36,7 +36,10 @@ def test_tokens_outside_it_are_named_with_what_it_is(ids: list[int], named: int)
         check(GenerateReqInput(input_ids=ids), ids)
 
 
-@pytest.mark.parametrize("request_", [GenerateReqInput(text=""), GenerateReqInput(input_ids=[[]])])
+NO_SESSION = GenerateReqInput(text="", session_params={"id": None, "offset": -5})
+
+
+@pytest.mark.parametrize("request_", [GenerateReqInput(text=""), GenerateReqInput(input_ids=[[]]), NO_SESSION])
 def test_a_prompt_without_tokens_is_refused(request_: GenerateReqInput) -> None:
     with pytest.raises(ValueError, match="the prompt has no tokens"):
         check(request_, [])

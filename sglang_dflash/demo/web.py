@@ -1,0 +1,186 @@
+"""The demo in a browser: one page on localhost, where answers stream side by side, with and without speculation.
+
+Safe by construction: the page puts texts into text nodes only, loads nothing, and runs nothing but its own script; the
+server listens on this machine alone and answers only those who ask for it by that name.
+"""
+
+import json
+import secrets
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import openai
+from tokenizers import Tokenizer
+
+from sglang_dflash.bench.ports import HOST
+from sglang_dflash.demo.ask import Message, Step, ask, questions
+
+PAGE = Path(__file__).with_name("page.html")
+MOST_BYTES = 64 * 1024  # of a conversation
+POLICY = "default-src 'none'; connect-src 'self'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; base-uri 'none'"
+
+
+class Verified(NamedTuple):
+    """A step of one request: how many tokens were verified, and of them drafts accepted, the copied ones last."""
+
+    width: int
+    n_accepted: int
+    n_copied: int
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of the tokens it commits."""
+        return ["block"] * (self.n_accepted - self.n_copied) + ["copy"] * self.n_copied + ["own"]
+
+
+class Steps:
+    """What a server's trace (`SGLANG_DFLASH_WIDTH_TRACE`) says, by request, while it is written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = [path.open() for path in sorted(folder.glob("*.jsonl"))]
+        self.unread: dict[str, deque[Verified]] = defaultdict(deque)
+
+    def of(self, rid: str, n_tokens: int) -> list[Verified]:
+        """The next steps of the request: as many as commit `n_tokens`, of which the last may commit more."""
+        for file in self.files:
+            for line in map(json.loads, file):
+                for one, n_accepted in line["accepted"].items():
+                    copied = line.get("copied", {}).get(one, 0)
+                    self.unread[one].append(Verified(line["width"], n_accepted, copied))
+        found: list[Verified] = []
+        while self.unread[rid] and sum(len(step.kinds) for step in found) < n_tokens:
+            found.append(self.unread[rid].popleft())
+        return found
+
+
+def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> list[tuple[str, int, str]]:
+    """(kind, place in the block, text) of each token, or of all where the text does not fall into as many tokens."""
+    places = [(kind, place) for one in verified for place, kind in enumerate(one.kinds, 1)]
+    places = places or [("own", 1)] * max(step.n_tokens, 1)
+    offsets = tokenizer.encode(step.text, add_special_tokens=False).offsets
+    if not 0 <= step.n_tokens - len(offsets) <= 1:  # an end token has no text
+        return [(*places[0], step.text)]
+    begins = [begin for begin, _ in offsets]
+    texts = (step.text[begin:end] for begin, end in zip(begins, [*begins[1:], len(step.text)], strict=True))
+    return [(*place, text) for place, text in zip(places, texts, strict=False)]
+
+
+class Side(NamedTuple):
+    """A server to ask, and the steps it tells of; None: it has none to tell."""
+
+    client: openai.OpenAI
+    steps: Steps | None
+
+
+class Demo:
+    """What the page asks for."""
+
+    def __init__(self, sides: Mapping[str, Side], tokenizer: Tokenizer) -> None:
+        self.sides, self.tokenizer = sides, tokenizer
+        self.n_asked = count()
+
+    def page(self, nonce: str) -> str:
+        examples = json.dumps(dict(questions())).replace("<", "\\u003c")  # no end of the script inside it
+        return PAGE.read_text().replace("{nonce}", nonce).replace("{examples}", examples)
+
+    def answer(self, side: str, messages: Sequence[Message], show: Callable[[dict[str, Any]], None]) -> None:
+        """Ask one server; `show` sees a line of the answer for each step."""
+        client, steps = self.sides[side]
+        rid, asked_s, n_said = f"demo-{next(self.n_asked)}", time.perf_counter(), 0
+
+        def seen(step: Step) -> None:
+            nonlocal n_said
+            verified = steps.of(rid, step.n_tokens) if steps and n_said else []  # the first token is the prompt's
+            n_said += step.n_tokens
+            line: dict[str, Any] = {"pieces": pieces(self.tokenizer, step, verified), "n_tokens": step.n_tokens}
+            if verified:
+                line["width"] = max(one.width for one in verified)
+                line["accepted"] = sum(one.n_accepted for one in verified)
+                line["copied"] = sum(one.n_copied for one in verified)
+            show(line | {"s": time.perf_counter() - asked_s})
+
+        ask(client, messages, seen, rid=rid)
+
+
+def conversation(body: bytes) -> list[Message]:
+    """
+    Raises:
+        ValueError: it is none that ends with a question.
+    """
+    messages = json.loads(body)
+    match messages:
+        case [*turns, {"role": "user"}] if all(map(is_message, messages)):
+            if [one["role"] for one in turns] == ["user", "assistant"] * (len(turns) // 2):
+                return messages
+    raise ValueError("send a list of messages, the user's and the assistant's in turn, the last one the user's")
+
+
+def is_message(one: object) -> bool:
+    return isinstance(one, dict) and one.keys() == {"role", "content"} and all(isinstance(v, str) for v in one.values())
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves the page and its answers; `web_server` says of which demo, and on which port."""
+
+    demo: Demo
+    port: int
+
+    def is_ours(self) -> bool:
+        """Whether the browser was led here by this machine's own name, and by no other page."""
+        names = {f"{name}:{self.port}" for name in (HOST, "localhost")}
+        origin = self.headers.get("Origin")
+        return self.headers.get("Host") in names and (origin is None or origin.removeprefix("http://") in names)
+
+    def do_GET(self) -> None:
+        if not self.is_ours() or self.path != "/":
+            self.send_error(404)
+            return
+        nonce = secrets.token_urlsafe(16)
+        self.begin("text/html; charset=utf-8", POLICY.format(nonce))
+        self.wfile.write(self.demo.page(nonce).encode())
+
+    def do_POST(self) -> None:
+        side, n_bytes = self.path.removeprefix("/answer/"), int(self.headers.get("Content-Length") or 0)
+        if not self.is_ours() or side not in self.demo.sides or self.headers.get("Content-Type") != "application/json":
+            self.send_error(404)
+            return
+        if n_bytes > MOST_BYTES:
+            self.send_error(413)
+            return
+        try:
+            messages = conversation(self.rfile.read(n_bytes))
+        except ValueError as error:
+            self.send_error(400, str(error))
+            return
+        self.begin("application/x-ndjson", POLICY.format(""))
+        try:
+            self.demo.answer(side, messages, self.say)
+        except openai.APIError as error:
+            self.say({"error": f"{error}"})
+        except ConnectionError:  # the page was closed, and the request with it
+            return
+
+    def begin(self, kind: str, policy: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Security-Policy", policy)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+
+    def say(self, line: Mapping[str, Any]) -> None:
+        self.wfile.write(json.dumps(line).encode() + b"\n")
+        self.wfile.flush()
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+def web_server(demo: Demo, port: int) -> ThreadingHTTPServer:
+    """Listening on this machine only; `serve_forever` answers."""
+    return ThreadingHTTPServer((HOST, port), type("DemoHandler", (Handler,), {"demo": demo, "port": port}))

@@ -1,0 +1,176 @@
+"""The page's server: what it tells of each token, and whom it answers. tests/server looks at the page in a browser."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+
+from sglang_dflash.bench.ports import free_port
+from sglang_dflash.demo.ask import Step
+from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, Steps, Verified, conversation, pieces, web_server
+
+QUESTION = [{"role": "user", "content": "</script><b>bold</b>"}]
+
+
+@pytest.fixture
+def letters() -> Tokenizer:
+    """One token per letter."""
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2, "d": 3, "<": 4}, unk_token="a"))
+    tokenizer.pre_tokenizer = Split("", "isolated")
+    return tokenizer
+
+
+def trace(folder: Path, *lines: dict[str, Any]) -> Steps:
+    with (folder / "1.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    return Steps(folder)
+
+
+# -- what is told of a step ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "verified", "told"),
+    [
+        (Step("a", 1), [], [("own", 1, "a")]),  # the prompt's, or a server without speculation
+        (Step("abc", 3), [Verified(4, 2, 0)], [("block", 1, "a"), ("block", 2, "b"), ("own", 3, "c")]),
+        (
+            Step("abcd", 4),
+            [Verified(8, 3, 2)],
+            [("block", 1, "a"), ("copy", 2, "b"), ("copy", 3, "c"), ("own", 4, "d")],
+        ),
+        (Step("ab", 3), [Verified(8, 2, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # the end has no text
+        (Step("ab", 2), [Verified(8, 5, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # cut at the answer's end
+        (Step("ab", 2), [Verified(1, 0, 0)] * 2, [("own", 1, "a"), ("own", 1, "b")]),  # two steps in one chunk
+        (Step("abc", 2), [Verified(8, 1, 1)], [("copy", 1, "abc")]),  # a text that is not of its tokens
+    ],
+)
+def test_each_token_has_its_source_and_place(
+    step: Step, verified: list[Verified], told: list[tuple[str, int, str]], letters: Tokenizer
+) -> None:
+    assert pieces(letters, step, verified) == told
+
+
+def test_a_request_s_steps_are_read_while_others_are_written(tmp_path: Path) -> None:
+    steps = trace(
+        tmp_path,
+        {"width": 8, "accepted": {"a": 7, "b": 0}, "copied": {"a": 3, "b": 0}},
+        {"width": 4, "accepted": {"b": 2}, "copied": {"b": 2}},
+    )
+    assert steps.of("b", 1) == [Verified(8, 0, 0)]
+    assert steps.of("a", 5) == [Verified(8, 7, 3)]
+    assert steps.of("b", 4) == [Verified(4, 2, 2)]
+    trace(tmp_path, {"width": 1, "accepted": {"b": 0}}, {"width": 1, "accepted": {"b": 0}})
+    assert steps.of("b", 2) == [Verified(1, 0, 0)] * 2
+    assert steps.of("b", 1) == []
+
+
+# -- whom it answers -----------------------------------------------------------------------------------------------
+
+
+def client(*chunks: tuple[str, int]) -> Any:
+    """Says these texts, with the number of tokens so far."""
+
+    def create(**asked: Any) -> Iterator[Any]:
+        if asked["messages"][-1]["content"] == "refuse":
+            raise openai.APIError("too long", httpx.Request("POST", "http://server"), body=None)
+        for text, n in chunks:
+            delta = SimpleNamespace(delta=SimpleNamespace(content=text))
+            yield SimpleNamespace(choices=[delta], usage=SimpleNamespace(completion_tokens=n), model_extra={})
+
+    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+
+
+@pytest.fixture
+def url(letters: Tokenizer, tmp_path: Path) -> Iterator[str]:
+    steps = trace(tmp_path, {"width": 8, "accepted": {"demo-0": 2}, "copied": {"demo-0": 1}})
+    says = client(("<", 1), ("bcd", 4))
+    port = free_port(33950)
+    demo = Demo({"with": Side(says, steps), "without": Side(says, None)}, letters)
+    with web_server(demo, port) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{port}"
+        server.shutdown()
+
+
+def ask(url: str, side: str = "with", body: Any = QUESTION, **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return httpx.post(f"{url}/answer/{side}", content=content, headers={"Content-Type": "application/json"} | headers)
+
+
+def test_an_answer_is_told_step_by_step(url: str) -> None:
+    first, second = map(json.loads, ask(url).text.splitlines())
+    assert (first["pieces"], first["n_tokens"]) == ([["own", 1, "<"]], 1)
+    assert "width" not in first
+    assert second["pieces"] == [["block", 1, "b"], ["copy", 2, "c"], ["own", 3, "d"]]
+    assert (second["width"], second["accepted"], second["copied"]) == (8, 2, 1)
+    assert 0 < first["s"] < second["s"]
+    assert [json.loads(line)["n_tokens"] for line in ask(url, "without").text.splitlines()] == [1, 3]
+
+
+def test_what_the_server_refuses_is_told(url: str) -> None:
+    assert json.loads(ask(url, body=[{"role": "user", "content": "refuse"}]).text) == {"error": "too long"}
+
+
+def test_the_page_runs_its_own_script_and_loads_nothing(url: str) -> None:
+    reply = httpx.get(url)
+    policy = reply.headers["Content-Security-Policy"]
+    nonce = policy.split("script-src 'nonce-")[1].split("'")[0]
+    assert policy.startswith("default-src 'none'; connect-src 'self'; ")
+    assert reply.text.count(f'nonce="{nonce}"') == 2
+    assert nonce not in httpx.get(url).text
+    script = reply.text.split("<script")[1]
+    assert not [
+        word for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(") if word in script
+    ]
+    assert "http://" not in reply.text.replace("http://www.w3.org/2000/svg", "")
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Content-Type": "text/plain"}]
+)
+def test_other_pages_get_no_answer(url: str, headers: dict[str, str]) -> None:
+    assert ask(url, **headers).status_code == 404
+
+
+def test_other_names_get_no_page(url: str) -> None:
+    assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 404
+    assert httpx.get(url + "/etc/passwd").status_code == 404
+    assert httpx.get(url.replace("127.0.0.1", "localhost"), trust_env=False).status_code == 200
+
+
+def test_too_much_is_not_read(url: str) -> None:
+    assert ask(url, body=b" " * (MOST_BYTES + 1)).status_code == 413
+    assert ask(url, side="aside").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        [],
+        {},
+        ["hello"],
+        [{"role": "assistant", "content": "hello"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": "a", "name": "b"}],
+        [*QUESTION, *QUESTION],
+        [*QUESTION, {"role": "assistant", "content": "a"}],
+    ],
+)
+def test_what_is_no_conversation_is_refused(url: str, body: Any) -> None:
+    assert ask(url, body=body).status_code == 400
+
+
+def test_a_conversation_ends_with_a_question() -> None:
+    turns = [*QUESTION, {"role": "assistant", "content": "a"}, *QUESTION]
+    assert conversation(json.dumps(turns).encode()) == turns
