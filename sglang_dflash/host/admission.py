@@ -79,6 +79,8 @@ def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
         raise ValueError(f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for fewer")
     if asked.return_logprob and asked.logprob_start_len < -1:
         raise ValueError(f"logprob_start_len is {asked.logprob_start_len}; send a position, or -1 for the prompt's end")
+    if not isinstance(asked.return_hidden_states, bool) and asked.return_hidden_states != "last":
+        raise ValueError(f'return_hidden_states is {asked.return_hidden_states!r}; send true, false or "last"')
     if asked.custom_logit_processor is not None:
         require_processor(asked.custom_logit_processor)
     if not isinstance(asked.positional_embed_overrides, PositionalEmbeds | None):

@@ -148,6 +148,7 @@ NO_PARAMETER = {
     "chat-top_logprobs-past-vocabulary": chat(logprobs=True, top_logprobs=10000),
     "completion-logprobs-past-vocabulary": completion(logprobs=10**6),
     "logprob_start_len-minus-two": fields(input_ids=PROMPT, return_logprob=True, logprob_start_len=-2),
+    "return_hidden_states-list": fields(input_ids=PROMPT, return_hidden_states=[]),
     "positional_embed_overrides": fields(input_ids=PROMPT, positional_embed_overrides={"a": 1}),
 }
 KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN, **NO_PARAMETER}

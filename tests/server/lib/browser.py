@@ -68,7 +68,7 @@ class Page:
 
 
 @contextmanager
-def opened(url: str, *, width: int = 1200, height: int = 760) -> Iterator[Page]:
+def opened(url: str, *, width: int = 1200, height: int = 900) -> Iterator[Page]:
     """The page at `url`, loaded."""
     assert CHROMIUM, "no chromium on PATH"
     with tempfile.TemporaryDirectory() as folder:

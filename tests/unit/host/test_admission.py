@@ -100,6 +100,7 @@ def made(*, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedG
         made(sampling={"stop_token_ids": {0, V - 1}}),
         made(top_logprobs_num=V, logprob_start_len=0),
         made(return_logprob=False, logprob_start_len=-7),
+        made(return_hidden_states="last"),
         made(positional_embed_overrides=PositionalEmbeds(embeds=[torch.zeros(1, 4)], positions=[0])),
         made(custom_logit_processor=DisallowedTokensLogitsProcessor.to_str()),
         SimpleNamespace(sampling_params=SamplingParams(top_k=2**40)),  # an embedding's
@@ -125,6 +126,8 @@ def test_what_a_scheduler_survives_passes(made_: Any) -> None:
         (made(custom_logit_processor="[]"), r"custom_logit_processor cannot be read \(TypeError"),
         (made(custom_logit_processor='{"a": 1}'), r"custom_logit_processor cannot be read \(KeyError"),
         (made(custom_logit_processor='{"callable": "zz"}'), r"custom_logit_processor cannot be read \(ValueError"),
+        (made(return_hidden_states=0), "return_hidden_states is 0; send true"),
+        (made(return_hidden_states=[]), r"return_hidden_states is \[\]; send true"),
         (made(positional_embed_overrides={"a": 1}), "positional_embed_overrides is SGLang's own"),
     ],
 )

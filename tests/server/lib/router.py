@@ -1,0 +1,52 @@
+"""SGLang's router in front of servers, and who of them answered."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.server import Server
+
+# A replica that is gone is noticed within seconds, and a request that it did not answer goes to another.
+FLAGS = (
+    *("--policy", "cache_aware", "--cache-threshold", "0.3"),
+    *("--health-check-interval-secs", "2", "--health-failure-threshold", "1", "--retry-max-retries", "5"),
+)
+
+REGISTERED_S = 60.0
+
+
+@contextmanager
+def routed(servers: Sequence[Server], folder: Path) -> Iterator[Server]:
+    """The router's own door, which is a server's. Nothing is started but the router."""
+    urls = [server.url for server in servers]
+    prometheus = free_port(34050)
+    command = [sys.executable, "-m", "sglang_router.launch_router", *FLAGS, "--prometheus-port", str(prometheus)]
+    command += ["--worker-urls", *urls]
+    with Server(command, port=free_port(34000), log=folder / "router.log", env={}, name="router") as router:
+        deadline = time.monotonic() + REGISTERED_S  # it answers before it knows its servers
+        while not all(f"{url}" in router.log_text() for url in urls) or not serves(router):
+            assert time.monotonic() < deadline, router.log_tail()
+            time.sleep(0.5)
+        yield router
+
+
+def serves(router: Server) -> bool:
+    try:
+        return bool(router.generate([5], max_new_tokens=1).token_ids)
+    except ServerError:
+        return False
+
+
+def n_answered(server: Server) -> int:
+    """Requests whose prompts this server has read since its start, by its own log."""
+    return server.log_text().count("Prefill batch")
+
+
+def end(server: Server) -> None:
+    """As a machine that fails: at once, with all its processes."""
+    for process in server.processes():
+        process.kill()
