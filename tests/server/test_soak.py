@@ -11,7 +11,7 @@ from tests.server.lib.soak import Entry, Report, Soak, complaints, write_book
 from tests.server.lib.variants import RETRACT, VARIANTS
 from tests.server.test_lifecycle import TIGHT
 
-N_SHORT, N_LONG = 200, 2000
+N_SHORT, N_LONG = 200, 2500
 SEED = 7
 
 

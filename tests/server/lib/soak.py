@@ -1,8 +1,8 @@
 """Soak: many clients, everything at once, seeded; each client gets its own answer and no other.
 
 The book of answers is written beforehand, with speculation off. While a server is soaked, clients ask from it, leave
-early, are aborted, ask for nonsense; one of them flushes and pauses. Each finished greedy answer must be the book's,
-each unfinished one its beginning.
+early, are aborted, ask for nonsense, go on in sessions; some flush, pause and load weights. Each finished greedy answer
+must be the book's, each unfinished one its beginning.
 """
 
 import time
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
+from launch.tiny import HYBRID
 from sglang_dflash.bench.server import Server
 from tests.server.lib.bad_requests import SAMPLING
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
@@ -91,7 +92,8 @@ class Soak:
     def kinds(self) -> dict[Callable[[Random, int], str | None], int]:
         return {
             self.whole: 30, self.shorter: 10, self.first_token: 5, self.resumed: 15, self.sampled: 10,
-            self.left: 8, self.aborted: 8, self.bad: 8, self.too_long: 2, self.flushed: 3, self.paused: 1,
+            self.left: 8, self.aborted: 8, self.bad: 8, self.too_long: 2, self.turns: 5,
+            self.flushed: 3, self.paused: 1, self.updated: 1,
         }  # fmt: skip
 
     def _one(self, i: int) -> None:
@@ -186,6 +188,31 @@ class Soak:
             answers.append(post(self.server, "/continue_generation"))
         statuses = [answer.status_code for answer in answers]
         return None if statuses == [200, 200] else f"statuses {statuses}"
+
+    def turns(self, random: Random, i: int) -> str | None:
+        """A session: a part of an answer, then some of what follows as the next turn's prompt."""
+        entry, session = random.choice(self.plain), f"soak-{self.seed}-{i}"
+        cut = random.randrange(1, len(entry.token_ids) - 8)
+        n = random.randrange(1, 4)
+        body = {"capacity_of_str_len": 1000, "session_id": session}
+        if (status := post(self.server, "/open_session", body).status_code) != 200:
+            return f"status {status}"
+        try:
+            turn = {"session_params": {"id": session, "rid": None}}
+            first = self.server.generate(entry.prompt, fields=turn, max_new_tokens=cut)
+            turn = {"session_params": {"id": session, "rid": first.meta["id"]}}
+            asked, rest = entry.token_ids[cut : cut + n], entry.token_ids[cut + n :]
+            second = self.server.generate(asked, fields=turn, max_new_tokens=N_TOKENS - cut - n)
+        finally:
+            post(self.server, "/close_session", {"session_id": session})
+        return differs(first.token_ids, entry.token_ids[:cut]) or differs(second.token_ids, rest)
+
+    def updated(self, random: Random, i: int) -> str | None:
+        """New weights that are the old ones, of the target or of the draft; the server waits for who is served."""
+        body = {"model_path": str(random.choice(HYBRID)), "flush_cache": True}
+        with self.pausing:
+            status = post(self.server, "/update_weights_from_disk", body).status_code
+        return None if status == 200 else f"status {status}"
 
 
 def differs(found: list[int], expected: list[int]) -> str | None:
