@@ -211,8 +211,8 @@ class Soak:
         """New weights that are the old ones, of the target or of the draft; the server waits for who is served."""
         body = {"model_path": str(random.choice(HYBRID)), "flush_cache": True}
         with self.pausing:
-            status = post(self.server, "/update_weights_from_disk", body).status_code
-        return None if status == 200 else f"status {status}"
+            reply = post(self.server, "/update_weights_from_disk", body)
+        return None if reply.status_code == 200 else f"status {reply.status_code}: {reply.text}"
 
 
 def differs(found: list[int], expected: list[int]) -> str | None:
