@@ -1,0 +1,107 @@
+"""Mistakes made on purpose: each row of tests/mutations/*.toml is put into a copy of the tree, and its test must fail.
+
+    python -m launch.mutate            # all of them, two at a time
+    python -m launch.mutate gdn_verify # where the file's name, or what the mistake is, has this word
+
+A row is one edit of one file (`old` stands there once) and the test that sees it, which starts no server. The tests
+that a row names pass without the edit: `make test` runs them.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from sglang_dflash.bench.checkouts import environment
+
+ROOT = Path(__file__).parents[1]
+TABLES = ROOT / "tests" / "mutations"
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".run", ".gpu", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
+LIMIT_S = 300
+FAILED, CRASHED = 1, 2  # exit statuses of pytest: tests failed, or one could not be collected
+
+
+class Mutation(NamedTuple):
+    """One edit of one file.
+
+    Attributes:
+        file: from the root of the tree.
+        old: stands in it once; `new` takes its place.
+        test: a pytest node that fails then, or several with a space in between.
+        what: what would be wrong with it.
+    """
+
+    file: str
+    old: str
+    new: str
+    test: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+    def apply(self, tree: Path) -> str:
+        """Edits the file below `tree`, and returns what it was."""
+        text = (tree / self.file).read_text()
+        if text.count(self.old) != 1:
+            raise SystemExit(f"{self}: {self.old!r} stands there {text.count(self.old)} times, not once; mend the row")
+        (tree / self.file).write_text(text.replace(self.old, self.new))
+        return text
+
+
+def read(tables: Path = TABLES) -> Iterator[Mutation]:
+    for path in sorted(tables.glob("*.toml")):
+        yield from (Mutation(**row) for row in tomllib.loads(path.read_text())["mutation"])
+
+
+def status(mutation: Mutation, tree: Path, env: dict[str, str]) -> int:
+    """Of pytest, with the edit in `tree`, which is as before afterwards."""
+    before = mutation.apply(tree)
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *mutation.test.split()]
+    try:
+        return subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        return FAILED  # it waits for what never comes: seen
+    finally:
+        (tree / mutation.file).write_text(before)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m launch.mutate", description=__doc__.splitlines()[0])
+    parser.add_argument("word", nargs="?", default="")
+    parser.add_argument("--processes", type=int, default=2)
+    asked = parser.parse_args()
+    mutations = [mutation for mutation in read() if asked.word in str(mutation)]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(asked.processes) as pool:
+        free: SimpleQueue[tuple[Path, dict[str, str]]] = SimpleQueue()
+        for i in range(asked.processes):
+            tree = Path(folder).resolve() / str(i)
+            shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
+            env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+            free.put((tree, env | environment({"PYTHONPATH": str(tree)}, tree / "links")))
+
+        def seen(mutation: Mutation) -> bool:
+            tree, env = free.get()
+            try:
+                return status(mutation, tree, env) in (FAILED, CRASHED)
+            finally:
+                free.put((tree, env))
+
+        survivors = 0
+        for mutation, killed in zip(mutations, pool.map(seen, mutations), strict=True):
+            survivors += not killed
+            print("killed  " if killed else "SURVIVED", mutation, flush=True)
+    print(f"{len(mutations) - survivors} killed, {survivors} survived")
+    sys.exit(survivors > 0)
+
+
+if __name__ == "__main__":
+    main()

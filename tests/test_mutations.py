@@ -1,0 +1,21 @@
+"""Rows of tests/mutations are about this tree: `python -m launch.mutate` makes the mistakes, which takes minutes."""
+
+import ast
+
+from launch.mutate import ROOT, read
+
+
+def test_every_edit_has_its_place() -> None:
+    texts = {row.file: (ROOT / row.file).read_text() for row in read()}
+    assert [str(row) for row in read() if texts[row.file].count(row.old) != 1 or row.old == row.new] == []
+
+
+def test_every_mistake_has_a_test() -> None:
+    gone = []
+    for node in sorted({node for row in read() for node in row.test.split()}):
+        file, *names = node.split("[")[0].split("::")
+        defined = ast.walk(ast.parse((ROOT / file).read_text())) if (ROOT / file).is_file() else ()
+        known = {inner.name for inner in defined if isinstance(inner, ast.FunctionDef | ast.ClassDef)}
+        if not known or not known.issuperset(names):
+            gone.append(node)
+    assert gone == []
