@@ -24,7 +24,9 @@ from sglang_dflash.bench.checkouts import environment
 
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "tests" / "mutations"
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".run", ".gpu", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", ".run", ".gpu", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
+)
 LIMIT_S = 300
 FAILED, CRASHED = 1, 2  # exit statuses of pytest: tests failed, or one could not be collected
 
