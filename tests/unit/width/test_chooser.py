@@ -14,7 +14,7 @@ from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.metrics.trace import Trace
 from sglang_dflash.stages.copier import NoCopies
 from sglang_dflash.width.chooser import REPORT, Chooser, candidates, make_policy, widest
-from sglang_dflash.width.policy import Adaptive, Decision, Policy
+from sglang_dflash.width.policy import Decision, Policy
 
 
 class Costs:
@@ -264,5 +264,8 @@ def test_a_policy_for_each_kind() -> None:
     assert (random.name, set(drawn)) == ("random", {1, 4})
     assert drawn == [again.decide(["a"]).width for _ in range(30)], "on every rank the same"
     assert timed == [], "what is not chosen from is not timed"
-    assert isinstance(make(WidthPolicy.AUTO, (1, 4)), Adaptive)
+    auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
+    assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0)), "of equals what shows most"
+    assert auto.cost is not None
+    assert auto.cost.by_size() == {size: {"1": 1.0, "4": 4.0} for size in ("1", "2", "4", "6")}
