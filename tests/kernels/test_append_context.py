@@ -137,8 +137,9 @@ SIZES = [  # B, N, L, G, E, R
 ]
 
 
-@pytest.mark.parametrize("prefill", [False, True], ids=["decode", "prefill"])
-@pytest.mark.parametrize("normed", [True, False], ids=["k-norm", "no-norm"])
+@pytest.mark.parametrize(
+    ("normed", "prefill"), [(True, False), (False, True)], ids=["k-norm-decode", "no-norm-prefill"]
+)
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_kernel_is_the_definition(sizes, dtype, normed, prefill, device):
@@ -171,6 +172,19 @@ def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
     want[2, 0] = row.clamp(-448, 448) if cache_dtype == FP8 else row
     assert torch.equal(caches.k_L[0].float(), want)
     assert torch.equal(caches.v_L[0].float(), want)
+
+
+@pytest.mark.parametrize("op", [append_context_ref, append_context_triton], ids=["definition", "kernel"])
+def test_slots_may_lie_apart(op, device):
+    """As where the K and V of a slot lie side by side: here also with two other rows after each."""
+    pool_S4GE = torch.full((3, 4, 2, 2), -1.0, device=device)
+    caches = ContextCaches.build([pool_S4GE[:, 0]], [pool_S4GE[:, 1]])
+    k_TLGE = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device).view(1, 1, 2, 2)
+    index_T = torch.tensor([0], device=device)
+    no_turn = KeyTransform(torch.tensor([[1.0, 0.0]], device=device), None, EPS)
+    op(k_TLGE, 10 * k_TLGE, index_T, index_T + 2, caches=caches, key=no_turn)
+    assert pool_S4GE[2].tolist() == [[[1, 2], [3, 4]], [[10, 20], [30, 40]], *[[[-1, -1], [-1, -1]]] * 2]
+    assert (pool_S4GE[:2] == -1).all()
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ def test_append_context_refuses(changes, message):
         ([torch.zeros(5, 8, 2).mT] * 2, [torch.zeros(5, 8, 2).mT] * 2, "NHD layout"),
         ([torch.zeros(5, 2, 8, dtype=torch.uint8)], [torch.zeros(5, 2, 8, dtype=torch.uint8)], "torch.uint8; pass"),
         ([torch.zeros(81)[1:].view(5, 2, 8)] * 2, [torch.zeros(5, 2, 8)] * 2, "16-byte boundary"),
+        ([torch.zeros(5, 2, 8)] * 2, [torch.zeros(5, 2, 8), torch.zeros(81)[1:].view(5, 2, 8)], "16-byte boundary"),
     ],
 )
 def test_context_caches_refuse(k_L, v_L, message):

@@ -20,7 +20,7 @@ from sglang_dflash_kernels.gdn_verify import (
 from sglang_dflash_kernels.record import record_width
 
 L, S = 2, 7
-SIZES = [(1, 1, 1, 8, 8), (3, 2, 4, 16, 8), (2, 1, 3, 12, 20)]  # requests, key heads, value heads, K, V
+SIZES = [(1, 1, 1, 8, 8), (3, 3, 6, 16, 8), (2, 1, 3, 12, 20)]  # requests, key heads, value heads, K, V
 
 
 def inputs(B: int, N: int, G: int, H: int, K: int, V: int, device: str) -> dict[str, torch.Tensor]:
@@ -194,6 +194,49 @@ def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device
     assert torch.equal(padded["record_RNX"][[0, 2], :4], x["record_RNX"][[0, 2], :4])
 
 
+def one_head(q: list[float], k: list[float], v: list[float], a: float, device: str) -> dict[str, torch.Tensor]:
+    """Two tokens alike of one head, from a state of ones; beta is nearly 1, and a decay of a third of a percent for
+    each that `a` is."""
+    return {
+        "q_TGK": torch.tensor([[q]] * 2, device=device),
+        "k_TGK": torch.tensor([[k]] * 2, device=device),
+        "v_THV": torch.tensor([[v]] * 2, device=device),
+        "a_TH": torch.full((2, 1), a, device=device),
+        "b_TH": torch.full((2, 1), 20.0, device=device),
+        "A_log_H": torch.tensor([math.log(0.01)], device=device),
+        "dt_bias_H": torch.zeros(1, device=device),
+        "state_SHVK": torch.ones(1, 1, 2, 2, device=device),
+        "slot_B": torch.tensor([0], device=device),
+        "record_RNX": torch.zeros(1, 2, record_width(1, 2, 1, 2), device=device),
+    }
+
+
+@pytest.mark.parametrize(("verify", "fold"), FORMS)
+def test_a_gate_that_is_far_open_decays_by_as_much(verify, fold, device):
+    """Where softplus has become its argument, 30: 0.3 for each token."""
+    x = one_head([1.0, 0.0], [0.0, 1.0], [0.0, 0.0], 30.0, device)
+    out_THV = verify(*arguments(x))
+    torch.testing.assert_close(x["record_RNX"][0, :, -1].cpu(), torch.tensor([-0.3, -0.6]))
+    # The key is across the query, so the query finds what decay has left of the ones, over the root of two.
+    torch.testing.assert_close(out_THV[:, 0, 0].cpu(), torch.tensor([-0.3, -0.6]).exp() / math.sqrt(2))
+
+
+@pytest.mark.parametrize(("verify", "fold"), FORMS)
+@pytest.mark.parametrize("nothing", ["q_TGK", "k_TGK"])
+def test_a_query_or_a_key_of_nothing_but_zeros_finds_and_adds_nothing(verify, fold, nothing, device):
+    """Its length is 0, and nothing may be divided by it."""
+    x = one_head([1.0, 0.0], [1.0, 0.0], [5.0, 5.0], 30.0, device)
+    x[nothing] = torch.zeros_like(x[nothing])
+    out_THV, n_B = verify(*arguments(x)), torch.tensor([2], device=device)
+    state_LSHVK = x["state_SHVK"][None].clone()
+    fold(state_LSHVK, x["record_RNX"][None], Kept(x["slot_B"], n_B), n_key_heads=1)
+    if nothing == "q_TGK":
+        assert not out_THV.any()
+        assert (state_LSHVK[..., 0] > 4).all()
+    else:
+        torch.testing.assert_close(state_LSHVK.cpu(), torch.full((1, 1, 1, 2, 2), math.exp(-0.6)))
+
+
 def test_a_batch_that_is_padded_past_the_record_is_refused(device):
     x = inputs(3, 4, 1, 2, 8, 8, device)
     with pytest.raises(ValueError, match="3 requests, padding included, and a record of 2 rows"):
@@ -227,7 +270,7 @@ def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
 
 @pytest.mark.parametrize("many_heads", [1, 1000], ids=["whole-heads", "quarters"])
 @pytest.mark.parametrize("alike", [0.0, 0.95], ids=["any-keys", "keys-alike"])
-@pytest.mark.parametrize("N", [*range(1, 17), 32])
+@pytest.mark.parametrize("N", [1, 2, 7, 15, 16, 17, 32])
 def test_the_kernel_is_as_right_as_the_other_form(N, alike, many_heads, device, monkeypatch):
     """Keys that are nearly the same make the triangular system as hard to solve as it gets."""
     monkeypatch.setattr(gdn_verify_module, "MANY_HEADS", many_heads)
@@ -274,8 +317,7 @@ def test_what_does_not_fit_is_refused_by_name(device):
         gdn_verify(*arguments(x | {"record_RNX": x["record_RNX"][:, :3]}))
     with pytest.raises(ValueError, match="strides"):
         gdn_verify(*arguments(x | {"state_SHVK": x["state_SHVK"].transpose(2, 3)}))
-    slots = x["slot_B"]
-    with pytest.raises(ValueError, match="record_width"):
-        gdn_fold(
-            x["state_SHVK"][None], x["record_RNX"][None, :, :, 1:], Kept(slots, slots, slots, slots), n_key_heads=1
-        )
+    slots, state_LSHVK = x["slot_B"], x["state_SHVK"][None]
+    for record_LRNX in (x["record_RNX"][None, :, :, 1:], x["record_RNX"][None, :1]):
+        with pytest.raises(ValueError, match="2 requests, 1 key and 2 value heads of 8 and 8 do not fit"):
+            gdn_fold(state_LSHVK, record_LRNX, Kept(slots, slots, slots, slots), n_key_heads=1)

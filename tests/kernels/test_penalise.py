@@ -108,7 +108,7 @@ def test_kernel_is_the_definition(B, P, N, V, dtype, device):
     requests = [
         {
             "index": b,
-            "row": b + 1,
+            "row": B - b,
             "frequency": 0.3 * b,
             "presence": -0.2,
             "repetition": 1.0 + 0.2 * b,

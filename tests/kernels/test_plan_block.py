@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_dflash_kernels.plan_block import PlannedBlock, plan_block, plan_block_ref, plan_block_triton
 
-MASK = 99
+INT32, INT64, MASK = torch.int32, torch.int64, 99
 
 
 def assert_same(got: PlannedBlock, want: PlannedBlock) -> None:
@@ -50,8 +50,18 @@ def test_definition_is_the_sequential_one(data):
             assert got.slots_BN[b, slot] == (req_to_token[row, position] if position < row_len else 0)
 
 
-@pytest.mark.parametrize("row_dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize(("B", "N", "M"), [(0, 4, 9), (1, 1, 1), (1, 16, 64), (3, 5, 7), (37, 16, 100), (5, 33, 40)])
+@pytest.mark.parametrize(
+    ("B", "N", "M", "row_dtype"),
+    [
+        (0, 4, 9, INT64),
+        (1, 1, 1, INT64),
+        (1, 16, 64, INT32),
+        (3, 5, 7, INT64),
+        (3, 5, 7, INT32),
+        (37, 16, 100, INT64),
+        (5, 33, 40, INT32),
+    ],
+)
 def test_kernel_is_the_definition(B, N, M, row_dtype, device):
     torch.manual_seed(B * 100 + N)
     n_rows = B + 3
