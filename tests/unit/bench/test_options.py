@@ -11,7 +11,7 @@ from sglang_dflash.bench import arms, prompts
 from sglang_dflash.bench.chat import Sampling, TokenIds
 from sglang_dflash.bench.options import parse
 from sglang_dflash.bench.prompts import Task, asked, complete, is_complete
-from sglang_dflash.bench.schedule import Plan, sampling_of, turns
+from sglang_dflash.bench.schedule import sampling_of
 from sglang_dflash.train.corpus import is_held_out
 
 URL = ("--base-url", "http://127.0.0.1:30000")
@@ -268,24 +268,3 @@ def test_mtp_is_an_arm_where_the_model_has_it(tmp_path: Path, config: dict, n_la
     if not n_layers:
         with pytest.raises(ValueError, match=r"--arms mtp: .* has no MTP layers"):
             arms.launches(["off", "mtp"], flags, mtp_steps=3)
-
-
-# ------------------------------------------------------------------------------------------------------- schedule
-
-
-def test_arms_take_turns() -> None:
-    plan = Plan(concurrency=[1], repeats=2, together=True, short_turns=True, latency=True)
-    order = [(turn.arm, turn.part.start, turn.stream) for turn in turns(plan, 0, n_prompts=[8], n_arms=2)]
-    first = [(0, 0, False), (0, 0, True), (1, 0, False), (1, 0, True)]
-    second = [(1, 4, False), (1, 4, True), (0, 4, False), (0, 4, True)]
-    assert order == first + second
-    assert [(turn.arm, turn.part.start, turn.stream) for turn in turns(plan, 1, n_prompts=[8], n_arms=2)] == [
-        (1, 0, False), (0, 0, False), (0, 4, False), (1, 4, False),
-    ]  # fmt: skip
-
-
-def test_one_at_a_time_an_arm_starts_once_a_repeat() -> None:
-    plan = Plan(concurrency=[1, 8], repeats=2, together=False, short_turns=True, latency=False)
-    order = [(turn.arm, turn.task, turn.concurrency) for turn in turns(plan, 1, n_prompts=[8, 8], n_arms=2)]
-    places = [(task, concurrency) for task in (0, 1) for concurrency in (1, 8)]
-    assert order == [(arm, *place) for arm in (1, 0) for place in places]

@@ -128,6 +128,16 @@ def test_servers_are_compared_with_the_first(fake: Callable[..., str], bench: Ca
     assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # two repeats, and the streamed one
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_as_many_requests_are_in_flight_as_asked_for(
+    fake: Callable[..., str], bench: Callable[..., SimpleNamespace], n: int
+) -> None:
+    """Of the unmeasured prompts too; the stand-in refuses where there are fewer or more."""
+    few = ("--num-prompts", "6", "--repeats", "1", "--no-latency", "--concurrency", str(n))
+    ran = bench("--base-url", fake("--together", str(n)), *few)
+    assert [row["n_answers"] for row in ran.document["rows"]] == [6]
+
+
 def test_vllm_tells_its_steps_in_its_metrics(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
     ran = bench("--backend", "vllm", "--base-url", fake("--kind", "vllm"), *SMALL)
     assert ran.document["arms"]["server"] | {"url": "", "model": ""} == {
