@@ -7,13 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool
 
 from sglang_dflash.memory import records as state_pool
 from sglang_dflash.memory.records import RecordPool, block_bytes, count_records, snapshot_bytes
+from tests.fixtures.recurrent import TINY, make_pool, params
 
-TINY = {"n_groups": 2, "num_heads": 4, "head_dim": 64, "state_size": 64, "conv_kernel": 4}
 QWEN_27B = {"n_groups": 16, "num_heads": 48, "head_dim": 128, "state_size": 128, "conv_kernel": 4}
 MIB = 2**20
 
@@ -22,23 +21,6 @@ MIB = 2**20
 def capture_as_many_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang asks its configuration."""
     monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
-
-
-def params(shape: dict[str, int], n_layers: int) -> Mamba2CacheParams:
-    """As SGLang makes them of a Gated DeltaNet config, for one rank."""
-    made = Mamba2StateShape.create(tp_world_size=1, intermediate_size=shape["num_heads"] * shape["head_dim"], **shape)
-    return Mamba2CacheParams(shape=made, layers=list(range(n_layers)))
-
-
-def make_pool(kind: type[MambaPool], n_requests: int, n_tokens: int) -> Any:
-    return kind(
-        size=6,
-        spec_state_size=n_requests,
-        cache_params=params(TINY, 3),
-        mamba_layer_ids=[0, 1, 2],
-        device="cpu",
-        speculative_num_draft_tokens=n_tokens,
-    )
 
 
 @pytest.mark.parametrize(("n_requests", "n_tokens"), [(1, 8), (4, 16)])

@@ -1,16 +1,35 @@
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.kernels.ops.mamba import mamba_state_scatter_triton
+from sglang.srt.layers.attention import hybrid_linear_attn_backend
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.speculative import spec_utils
+from sglang_dflash_kernels.gdn_verify import split_record
 
 from sglang_dflash.cpu import mamba_state
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import GdnState
+from sglang_dflash.memory import records
+from sglang_dflash.memory.records import RecordPool
 from sglang_dflash.stages import state
-from sglang_dflash.stages.state import InPlaceState, crossing_step, decoding_one_token, make_state, why_whole_blocks
+from sglang_dflash.stages.state import (
+    FoldState,
+    InPlaceState,
+    NoState,
+    SnapshotState,
+    crossing_step,
+    decoding_one_token,
+    make_state,
+    why_whole_blocks,
+)
+from tests.fixtures.recurrent import make_pool
 
 
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size=1, max_size=5), st.integers(16, 96))
@@ -43,6 +62,101 @@ class LinearBackend:
 def test_a_block_of_one_token_is_decoded_and_prompts_are_not(mode, way):
     forward = decoding_one_token(LinearBackend())
     assert forward(forward_batch=SimpleNamespace(forward_mode=mode), layer=7) == (way, 7)
+
+
+def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
+    """A pool for blocks of up to 8, after a verify of three requests in which every state counts the tokens from 0 and
+    every convolution's window says the slot of the block it belongs to. Past `width` there is nothing to read."""
+    pool = make_pool(kind, n_requests=3, n_tokens=8)
+    cache = pool.mamba_cache
+    cache.temporal.zero_()
+    cache.conv[0].fill_(-1)
+    if kind is RecordPool:
+        names = {"n_value_heads": 4, "value_width": 64, "n_key_heads": 2, "key_width": 64}
+        delta, key, total = split_record(cache.intermediate_ssm, **names)
+        delta.fill_(1)
+        key.zero_()
+        key[..., 0] = 1
+        total.zero_()
+    else:
+        cache.intermediate_ssm.copy_(torch.arange(1.0, 9).view(1, 1, 8, 1, 1, 1).expand_as(cache.intermediate_ssm))
+    cache.intermediate_ssm[:, :, width:] = torch.nan
+    for slot in range(8):  # windows may overlap
+        cache.intermediate_conv_window[0][:, :, slot, :, 0] = slot
+    return pool
+
+
+@pytest.mark.parametrize(("kind", "make"), [(RecordPool, FoldState), (MambaPool, SnapshotState)])
+def test_a_state_goes_as_far_as_tokens_are_kept_and_a_copy_as_far_as_the_interval(kind, make, monkeypatch):
+    monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
+    monkeypatch.setattr(state, "track_interval", lambda page_size: 64)
+    monkeypatch.setattr(spec_utils, "mambaish_config", lambda config: True)
+    for module in (mamba_state_scatter_triton, hybrid_linear_attn_backend):
+        for name in ("fused_mamba_state_scatter_with_mask", "fused_conv_window_scatter_with_mask"):
+            monkeypatch.setattr(module, name, mamba_state.scatter_states_with_mask)
+    monkeypatch.setattr(mamba_state_scatter_triton, "_conv_multi_eligible", mamba_state.no_fused_conv_scatter)
+
+    pool = after_counting_verify(kind, width=4)
+    requests = SimpleNamespace(
+        mamba_pool=pool,
+        get_speculative_mamba2_params_all_layers=pool.get_speculative_mamba2_params_all_layers,
+        short_conv_pool=SimpleNamespace(conv_state=None),
+        ngram_pool=SimpleNamespace(context=None),
+    )
+    backend: Any = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
+    backend.linear_attn_backend = LinearBackend()
+    backend.linear_attn_backend.req_to_token_pool = requests
+    backend.linear_attn_backend.accept_lens_pool = None
+    runner = SimpleNamespace(req_to_token_pool=requests, attn_backend=backend, model_config=None, model=None)
+    batch = SimpleNamespace(
+        mamba_track_indices=torch.tensor([5, 6, 4]),
+        tree_cache=SimpleNamespace(page_size=1),
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        req_pool_indices=torch.arange(3),
+    )
+    tokens_BN = torch.zeros(3, 4, dtype=torch.int64)
+    plan = SimpleNamespace(
+        prefix_len_B=torch.tensor([62, 10, 60]), n_requests=3, width=4, verified=SimpleNamespace(tokens_BN=tokens_BN)
+    )
+    # The third request keeps all of its block and ends at the interval; the first keeps three, and was there after two.
+    make(SimpleNamespace(model_runner=runner)).commit(batch, plan, torch.tensor([3, 2, 4], dtype=torch.int32))
+
+    # Requests are in slots 3, 1 and 2, their copies in 5, 6 (none is due) and 4.
+    n_tokens = torch.tensor([0, 2, 4, 3, 4, 2, 0])
+    temporal, conv = pool.mamba_cache.temporal[..., 0], pool.mamba_cache.conv[0][..., 0]
+    assert torch.equal(temporal, n_tokens.view(1, 7, 1, 1).expand_as(temporal).float())
+    assert torch.equal(conv, (n_tokens - 1).view(1, 7, 1).expand_as(conv).to(conv.dtype))
+
+
+def target(monkeypatch: pytest.MonkeyPatch, pool: Any, *, recurrent: bool = True, gated: bool = True) -> Any:
+    """A worker whose target has such states, in `pool`."""
+    monkeypatch.setattr(state, "mambaish_config", lambda config: recurrent or None)
+    monkeypatch.setattr(state, "hybrid_gdn_config", lambda config: gated or None)
+    off = SimpleNamespace(enabled=False)
+    pools = SimpleNamespace(mamba_pool=pool, short_conv_pool=off, ngram_pool=off)
+    return SimpleNamespace(model_runner=SimpleNamespace(model_config=None, req_to_token_pool=pools))
+
+
+@pytest.mark.parametrize(
+    ("recurrent", "gated", "asked", "width", "kind"),
+    [
+        (False, False, GdnState.FOLD, 16, NoState),
+        (True, True, GdnState.FOLD, 16, FoldState),
+        (True, True, GdnState.FOLD, 1, InPlaceState),  # a fold would read all states once more
+        (True, True, GdnState.SNAPSHOT, 16, SnapshotState),
+        (True, True, GdnState.SNAPSHOT, 1, SnapshotState),
+        (True, False, GdnState.FOLD, 16, SnapshotState),  # Mamba2's, which has no records
+    ],
+)
+def test_a_target_s_states_are_kept_as_asked(recurrent, gated, asked, width, kind, monkeypatch):
+    monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
+    worker = target(monkeypatch, make_pool(RecordPool, 1, 4), recurrent=recurrent, gated=gated)
+    assert type(make_state(worker, asked, width)) is kind
+
+
+def test_a_pool_without_records_is_refused(monkeypatch):
+    with pytest.raises(NotSupported, match=r"found MambaPool; set SGLANG_DFLASH_GDN_STATE=snapshot"):
+        make_state(target(monkeypatch, make_pool(MambaPool, 1, 4)), GdnState.FOLD, 16)
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -79,10 +193,7 @@ def test_only_some_recurrent_targets_verify_less_than_the_block(recurrent, gated
 @pytest.mark.parametrize("width", [1, 16])
 @pytest.mark.parametrize("pool", ["short_conv_pool", "ngram_pool"])
 def test_states_of_per_layer_embeddings_are_not_folded(pool, width, monkeypatch):
-    monkeypatch.setattr(state, "mambaish_config", lambda config: True)
-    monkeypatch.setattr(state, "hybrid_gdn_config", lambda config: True)
-    off, on = SimpleNamespace(enabled=False), SimpleNamespace(enabled=True)
-    pools = SimpleNamespace(**({"short_conv_pool": off, "ngram_pool": off} | {pool: on}))
-    worker = SimpleNamespace(model_runner=SimpleNamespace(model_config=None, req_to_token_pool=pools))
+    worker = target(monkeypatch, None)
+    setattr(worker.model_runner.req_to_token_pool, pool, SimpleNamespace(enabled=True))
     with pytest.raises(NotSupported, match=r"per-layer embeddings; set SGLANG_DFLASH_GDN_STATE=snapshot"):
         make_state(worker, GdnState.FOLD, width)
