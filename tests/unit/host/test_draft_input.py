@@ -46,7 +46,9 @@ def test_an_idle_step_has_no_rows() -> None:
     assert idle.bonus_tokens.shape == idle.new_seq_lens.shape == (0,)
 
 
-def batch_of(committed: list[int], allocated: list[int], page_size: int) -> Any:
+def batch_of(committed: list[int], allocated: list[int], page_size: int, order: list[str] | None = None) -> Any:
+    """`order`: gets a word where the batch gives back what its sliding layers no longer see."""
+    order = [] if order is None else order
     reqs = [
         SimpleNamespace(
             kv=SimpleNamespace(kv_committed_len=n, kv_allocated_len=had), decode_batch_idx=0, req_pool_idx=i
@@ -56,7 +58,7 @@ def batch_of(committed: list[int], allocated: list[int], page_size: int) -> Any:
     return SimpleNamespace(
         reqs=reqs,
         batch_size=lambda: len(reqs),
-        maybe_evict_swa=lambda: None,
+        maybe_evict_swa=lambda: order.append("evicted"),
         token_to_kv_pool_allocator=SimpleNamespace(page_size=page_size),
         tree_cache="cache",
         req_to_token_pool="rows",
@@ -69,11 +71,17 @@ def batch_of(committed: list[int], allocated: list[int], page_size: int) -> Any:
 def test_every_request_has_two_blocks_mapped_past_what_is_committed(
     monkeypatch: pytest.MonkeyPatch, page_size: int, mapped: list[int]
 ) -> None:
-    taken = list[dict[str, Any]]()
+    taken, order = list[dict[str, Any]](), list[str]()
+
+    def take(*pools: str, **asked: Any) -> None:
+        order.append("taken")
+        taken.append(asked)
+
     monkeypatch.setattr(draft_input, "get_alloc_reserve_per_decode", lambda: 16)
-    monkeypatch.setattr(draft_input, "alloc_for_spec_decode", lambda *pools, **asked: taken.append(asked))
-    batch, made = batch_of([5, 30], [8, 30], page_size), state(1, 2)
+    monkeypatch.setattr(draft_input, "alloc_for_spec_decode", take)
+    batch, made = batch_of([5, 30], [8, 30], page_size, order), state(1, 2)
     made.prepare_for_decode(batch)
+    assert order == ["evicted", "taken"]
     assert made.allocated_B_cpu is not None
     assert made.allocated_B_cpu.tolist() == mapped
     (asked,) = taken

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang.srt.constrained.base_grammar_backend import BaseGrammarObject
 from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -76,16 +77,49 @@ def test_no_token_of_the_step_is_lost() -> None:
     assert ended(req)[0] == {"type": "stop", "matched": ":"}
 
 
-@pytest.mark.parametrize("stop", [["\n", ":"], [":", "\n"]])
-def test_the_order_of_the_list_does_not_matter(stop: list[str]) -> None:
-    req = stepped(request(stop=stop), token_ids(TEXT), [16], ours)
+@pytest.mark.parametrize("asked", ["stop", "stop_regex"])
+@pytest.mark.parametrize("stops", [["\n", ":"], [":", "\n"]])
+@pytest.mark.parametrize("widths", [[16], [4, 2]], ids=str)  # the fifth token and the sixth
+def test_the_order_of_the_list_does_not_matter(asked: str, stops: list[str], widths: list[int]) -> None:
+    req = stepped(request(**{asked: stops}), token_ids(TEXT), widths, ours)
     assert ended(req)[0] == {"type": "stop", "matched": ":"}
+    assert req.finished_len == 5
 
 
 def test_sglang_s_own_test_would_take_the_later_stop() -> None:
     """If this fails, SGLang has mended it, and `requests.py` can go."""
     req = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
     assert ended(req)[0] == {"type": "stop", "matched": "\n"}
+
+
+class Complete(BaseGrammarObject):
+    """A grammar that has read a whole step, to the end of what it allows."""
+
+    def is_terminated(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason", "length"),
+    [("zzz", {"type": "stop", "matched": 17}, 15), (":", {"type": "stop", "matched": ":"}, 5)],
+    ids=["by the grammar", "by a stop string"],
+)
+def test_a_grammar_ends_the_answer_where_the_step_ends(stop: str, reason: dict[str, object], length: int) -> None:
+    req, grammar = request(stop=[stop]), Complete()
+    req.grammar = grammar
+    stepped(req, token_ids(TEXT)[:15], [15], ours)
+    assert ended(req)[0] == reason
+    assert req.finished_len == length
+    assert req.grammar is grammar, "SGLang tells it that the request has ended"
+
+
+def test_an_answer_goes_on_where_tokens_one_by_one_would() -> None:
+    """A stop string of two tokens, spelled letter by letter: of three tokens' text it is never a part."""
+    letters = [token for letter in "The capital" for token in token_ids(letter)]
+    req = stepped(request(stop=["The capital"]), letters, [len(letters)], Req.update_finish_state)
+    assert req.finished(), "SGLang has mended it: a step's tokens are looked at one by one"
+    req = stepped(request(stop=["The capital"]), letters, [len(letters)], ours)
+    assert (req.finished_reason, req.finished_len, list(req.output_ids)) == (None, None, letters)
 
 
 @settings(deadline=None, max_examples=100)

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,28 +11,39 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers import sampler
-from sglang.srt.layers.sampler import (
-    sampling_from_probs_torch,
-    top_k_top_p_min_p_sampling_from_probs_torch,
-)
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import Sampler
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.custom_logit_processor import (
     CustomLogitProcessor,
     DeepseekOCRNoRepeatNGramLogitProcessor,
     DisallowedTokensLogitsProcessor,
 )
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang_dflash_kernels.accept import accept_ref
 
+from sglang_dflash.stages import choice as choice_module
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.processors import Processors
 from sglang_dflash.stages.sampling import over_slots
+from sglang_dflash.step import Block, Plan, Target
 
 V, N = 50, 4
 WHOLE = 1 << 30  # SGLang's top_k for the whole vocabulary
 
 
 @pytest.fixture(scope="module", autouse=True)
-def hash_on_cpu() -> Iterator[None]:
-    """SGLang's hash needs its compiled operators; any hash of seed, position and column will do."""
+def sampler_on_cpu() -> Iterator[None]:
+    """SGLang's sampler with its torch backend, which is the one that takes seeds.
+
+    SGLang's hash needs its compiled operators; any hash of seed, position and column will do.
+    """
+    settings = SimpleNamespace(
+        deterministic=SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False),
+        kernel=SimpleNamespace(sampling_backend="pytorch"),
+        features=SimpleNamespace(sampling_mask_max_tokens=V),
+    )
 
     def hashed(seed_T: torch.Tensor, positions_T: torch.Tensor, columns_V: torch.Tensor) -> torch.Tensor:
         key_TV = seed_T.to(torch.int64)[:, None] * 2654435761 + positions_T[:, None] * 40503 + columns_V
@@ -41,6 +52,9 @@ def hash_on_cpu() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampler, "murmur_hash32", hashed)
+        patch.setattr(sampler, "get_exec", lambda: settings)
+        patch.setattr(sampler, "get_parallel", lambda: SimpleNamespace(tp_group=SimpleNamespace(device_group=None)))
+        patch.setattr(sampler, "is_dp_attention_enabled", lambda: False)
         yield
 
 
@@ -67,12 +81,42 @@ def info_of(rows: list[dict[str, Any]], **fields: Any) -> SamplingBatchInfo:
 
 
 def draw(logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_T: torch.Tensor) -> list[int]:
-    """What SGLang's sampler does with the torch backend, which is the one that takes seeds."""
-    probs_TV = (logits_TV / info.temperatures).softmax(-1)
-    if not (info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling):
-        return sampling_from_probs_torch(probs_TV, info.sampling_seed, positions_T).tolist()
-    filters = info.top_ks, info.top_ps, info.min_ps, info.need_min_p_sampling
-    return top_k_top_p_min_p_sampling_from_probs_torch(probs_TV, *filters, info.sampling_seed, positions_T).tolist()
+    """What SGLang's sampler draws, a token per row; it works in place."""
+    output = LogitsProcessorOutput(next_token_logits=logits_TV.clone())
+    return Sampler()(output, info, False, [], [], positions_T).tolist()
+
+
+ONE_RANK = SimpleNamespace(world_size=1)
+
+
+def make_choice(ranks: Any = ONE_RANK) -> Choice:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice_module, "get_dp_tp_group", lambda: ranks)
+        runner: Any = SimpleNamespace(sampler=Sampler(), device="cpu", model_config=SimpleNamespace(vocab_size=V))
+        return Choice(runner)
+
+
+def batch_of(info: SamplingBatchInfo, *reqs: Any, return_logprob: bool = False) -> Any:
+    return SimpleNamespace(reqs=list(reqs), sampling_info=info, return_logprob=return_logprob, device="cpu")
+
+
+def chosen(
+    choice: Choice,
+    batch: Any,
+    logits_BNV: torch.Tensor,
+    prefix_lens: list[int],
+    tokens_BN: torch.Tensor | None = None,
+    *,
+    grammar_tree: Any = None,
+) -> torch.Tensor:
+    """target_BN of a step; edits the logits in place."""
+    tokens_BN = torch.zeros(logits_BNV.shape[:2], dtype=torch.int64) if tokens_BN is None else tokens_BN
+    prefix_len_B = torch.tensor(prefix_lens)
+    nothing: Any = None
+    block = Block(tokens_BN, prefix_len_B[:, None] + torch.arange(tokens_BN.shape[1]), nothing, nothing, 0, nothing)
+    plan = Plan(nothing, block, prefix_len_B, nothing, nothing)
+    run: Any = SimpleNamespace(logits_output=LogitsProcessorOutput(next_token_logits=logits_BNV.flatten(0, 1)))
+    return choice.choose(batch, plan, tokens_BN, Target(run, nothing, grammar_tree), None)
 
 
 PARAMETERS = {
@@ -83,22 +127,37 @@ PARAMETERS = {
 }
 
 
-@given(st.lists(st.fixed_dictionaries({}, optional=PARAMETERS), min_size=1, max_size=5), st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@given(st.lists(st.fixed_dictionaries({}, optional=PARAMETERS), min_size=1, max_size=4), st.integers(0, 10**6))
+@settings(max_examples=40, deadline=None)
 def test_every_slot_draws_as_its_request_would_alone_at_that_position(rows, torch_seed):
     """With seeds a draw is a function of seed and position, so a mix can be compared with each request by itself."""
     torch.manual_seed(torch_seed)
-    B = len(rows)
-    logits_TV = 3 * torch.randn(B * N, V)
-    positions_BN = torch.randint(0, 900, (B, 1)) + torch.arange(N)
-    together = draw(logits_TV, over_slots(info_of(rows), N), positions_BN.view(-1))
-    for row, token in enumerate(together):
+    logits_BNV = 3 * torch.randn(len(rows), N, V)
+    prefix_lens = torch.randint(0, 900, (len(rows),)).tolist()
+    together_BN = chosen(make_choice(), batch_of(info_of(rows)), logits_BNV.clone(), prefix_lens)
+    names = {name for row in rows for name in row}
+    for b, slot in product(range(len(rows)), range(N)):
         # Every parameter spelled out: the batch as a whole decides which of SGLang's two functions runs.
-        alone = {"temperature": 1.0, "top_p": 1.0, "top_k": WHOLE} | rows[row // N]
-        names = {name for other in rows for name in other}
-        alone = {name: value for name, value in alone.items() if name in names}
-        position = positions_BN.view(-1)[row : row + 1]
-        assert draw(logits_TV[row : row + 1], info_of([alone]), position) == [token]
+        alone = {"temperature": 1.0, "top_p": 1.0, "top_k": WHOLE} | rows[b]
+        info = info_of([{name: value for name, value in alone.items() if name in names}])
+        assert draw(logits_BNV[b, slot : slot + 1], info, torch.tensor([prefix_lens[b] + slot])) == [
+            together_BN[b, slot]
+        ]
+
+
+def test_a_sampled_request_is_drawn_beside_a_greedy_one():
+    """By its seed and the position of each slot."""
+    torch.manual_seed(0)
+    greedy, sampled = {"top_k": 1}, {"temperature": 5.0, "seed": 7}
+    logits_BNV = torch.randn(2, N, V)
+    target_BN = chosen(make_choice(), batch_of(info_of([greedy, sampled])), logits_BNV.clone(), [20, 30])
+    likeliest_BN = logits_BNV.argmax(-1)
+    assert torch.equal(target_BN[0], likeliest_BN[0])
+    # A row of one request that is sampled with top_k, which the greedy one brings into the batch.
+    alone = info_of([sampled | {"top_k": V}])
+    drawn = [draw(logits_BNV[1, i][None], alone, torch.tensor([30 + i]))[0] for i in range(N)]
+    assert target_BN[1].tolist() == drawn
+    assert drawn != likeliest_BN[1].tolist()
 
 
 def test_min_p_holds_for_every_slot_of_its_request():
@@ -114,9 +173,9 @@ def test_min_p_holds_for_every_slot_of_its_request():
 
 
 def test_a_sampled_batch_is_not_a_greedy_one_repeated():
-    """The test above could pass with one draw per request."""
-    info = over_slots(info_of([{"temperature": 5.0}]), 16)
-    assert len(set(draw(torch.zeros(16, V), info, torch.arange(16)))) > 1
+    """The tests above could pass with one draw per request."""
+    drawn_1N = chosen(make_choice(), batch_of(info_of([{"temperature": 5.0}])), torch.zeros(1, 16, V), [0])
+    assert len(set(drawn_1N[0].tolist())) > 1
 
 
 # -- custom processors ------------------------------------------------------------------------------------------------
@@ -135,8 +194,14 @@ def entries(*pairs: tuple[CustomLogitProcessor, list[int]]) -> dict[int, Process
 NGRAM = {"ngram_size": 2, "window_size": 100}
 
 
+TEXTS = [[7, 8, 7], [1], [2, 2], [9, 6, 9, 8]]  # what each request has output
+
+
 def processed(reqs: list[Request], late: list[list[int]], tokens_BN: torch.Tensor) -> torch.Tensor:
-    """The logits after one step whose host has not seen the `late` tokens of each request yet."""
+    """The logits after one step whose host has not seen the `late` tokens of each request yet.
+
+    The last request has joined since the step before: SGLang puts it into the list of that step's batch.
+    """
     params = [NGRAM | {"__req__": reqs[0]}, {"token_ids": [5, 6]}, None, NGRAM | {"__req__": reqs[3]}]
     info = info_of(
         [{}] * 4,
@@ -146,33 +211,34 @@ def processed(reqs: list[Request], late: list[list[int]], tokens_BN: torch.Tenso
             (DeepseekOCRNoRepeatNGramLogitProcessor(), [0, 3]), (DisallowedTokensLogitsProcessor(), [1])
         ),
     )
-    batch = SimpleNamespace(reqs=reqs, sampling_info=info)
-    lens = [len(req.origin_input_ids) + len(req.output_ids) + len(new) for req, new in zip(reqs, late, strict=True)]
-    plan = SimpleNamespace(width=N, prefix_len_B=torch.tensor(lens) - 1)
+    batch = batch_of(info, *reqs[:3])
     processors = Processors()
     longest = max(map(len, late))
     committed_BN = torch.tensor([[*new, *[0] * longest][: max(longest, 1)] for new in late])
     processors.remember(batch, committed_BN, torch.tensor([len(new) for new in late]))
+    batch.reqs.extend(reqs[3:])
+    lens = [len(req.origin_input_ids) + len(req.output_ids) for req in reqs]
+    plan = SimpleNamespace(width=N, prefix_len_B=torch.tensor(lens) - 1 + torch.tensor([*map(len, late), 0]))
     logits_TV = torch.zeros(4 * N, V)
     processors.apply(batch, plan, tokens_BN, logits_TV)
     return logits_TV.view(4, N, V)
 
 
-@pytest.mark.parametrize("late", [[[]] * 4, [[7, 8], [1], [1, 2, 3], [9]]], ids=["seen", "late"])
+@pytest.mark.parametrize("late", [[[]] * 3, [[7, 8], [1], [1, 2, 3]]], ids=["seen", "late"])
 def test_a_processor_reads_the_text_at_its_slot(late: list[list[int]]):
-    """No bigram twice: what is banned at a slot follows from the text up to it."""
+    """No bigram twice: what is banned at a slot follows from its request's text up to it."""
     torch.manual_seed(0)
-    reqs = [Request([1, 2, 3], [7, 8, 7]) for _ in range(4)]
+    reqs = [Request([1, 2, 3], text) for text in TEXTS]
     tokens_BN = torch.randint(0, 4, (4, N)) + 6
     logits_BNV = processed(reqs, late, tokens_BN)
     for b in (0, 3):
         for slot in range(N):
-            text = [1, 2, 3, 7, 8, 7, *late[b], *tokens_BN[b, 1 : slot + 1].tolist()]
+            text = [1, 2, 3, *TEXTS[b], *[*late, []][b], *tokens_BN[b, 1 : slot + 1].tolist()]
             banned = {after for before, after in pairwise(text) if before == text[-1]}
             assert set(logits_BNV[b, slot].isinf().nonzero().flatten().tolist()) == banned
     assert set(logits_BNV[1].isinf().nonzero()[:, 1].tolist()) == {5, 6}
     assert not logits_BNV[2].any()
-    assert reqs[0].output_ids.tolist() == [7, 8, 7]
+    assert [req.output_ids.tolist() for req in reqs] == TEXTS
 
 
 def test_the_text_is_not_fetched_unless_it_is_read(monkeypatch):
@@ -189,21 +255,115 @@ def test_the_text_is_not_fetched_unless_it_is_read(monkeypatch):
     assert logits_TV[:, 5].isinf().all()
 
 
-# -- greedy -----------------------------------------------------------------------------------------------------------
+# -- a step ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_greedy_batch_takes_the_argmax_alone():
     """No sampler, no row of parameters repeated."""
+    choice = make_choice()
+    choice.sampler = lambda *args, **kwargs: pytest.fail("sampled")
+    logits_BNV = torch.randn(2, N, V)
+    want_BN = logits_BNV.argmax(-1)
+    assert torch.equal(chosen(choice, batch_of(info_of([{"top_k": 1}] * 2)), logits_BNV, [5, 9]), want_BN)
 
-    def sample(*args: Any, **kwargs: Any) -> None:
-        pytest.fail("sampled")
 
-    choice = Choice.__new__(Choice)
-    choice.sampler, choice.ranks = sample, SimpleNamespace(sync=lambda site, tokens: tokens)
-    choice.penalties, choice.processors = SimpleNamespace(apply=lambda *args: None), Processors()
-    info = info_of([{"top_k": 1}, {"top_k": 1}])
-    logits_TV = torch.randn(2 * N, V)
-    want_BN = logits_TV.argmax(-1).view(2, N)
-    target = SimpleNamespace(output=SimpleNamespace(next_token_logits=logits_TV), grammar_tree=None)
-    batch = SimpleNamespace(sampling_info=info, return_logprob=False)
-    assert torch.equal(choice.choose(batch, None, torch.zeros(2, N), target, None), want_BN)
+def request(prompt: list[int], **sampling: Any) -> Req:
+    return Req("r", "", array("q", prompt), SamplingParams(**sampling), vocab_size=V)
+
+
+class Scales(CustomLogitProcessor):
+    def __call__(self, logits_TV: torch.Tensor, params: Any = None) -> torch.Tensor:
+        return logits_TV * -10
+
+
+def test_logits_go_through_all_that_they_would_without_speculation(monkeypatch):
+    """In that order, in every slot: ((4 / 2 + 7) + 1) * -10."""
+    monkeypatch.setattr(
+        choice_module,
+        "build_grammar_vocab_mask",
+        lambda **_: SimpleNamespace(apply=lambda logits_TV: logits_TV.add_(7)),
+    )
+    req, choice = request([1, 2], repetition_penalty=2.0), make_choice()
+    info = info_of(
+        [{"top_k": 1}],
+        logit_bias=torch.ones(1, V),
+        has_custom_logit_processor=True,
+        custom_params=[None],
+        custom_logit_processor=entries((Scales(), [0])),
+    )
+    batch = batch_of(info, req)
+    choice.begin(batch)
+    choice.anchors(batch, torch.tensor([5]))
+    logits_1NV = torch.full((1, N, V), 4.0)
+    chosen(choice, batch, logits_1NV, [2], torch.full((1, N), 5), grammar_tree="drafts")
+    assert logits_1NV[0, :, 5].tolist() == [-100] * N
+    assert logits_1NV[0, :, 6].tolist() == [-120] * N
+
+
+@pytest.mark.parametrize("row", [{"top_k": 1}, {"temperature": 0.01}], ids=["greedy", "sampled"])
+def test_a_processor_is_applied_once(row):
+    """It turns the order around, and twice would turn it back; so cold, the sampler takes the likeliest."""
+    info = info_of(
+        [row],
+        has_custom_logit_processor=True,
+        custom_params=[None],
+        custom_logit_processor=entries((Scales(), [0])),
+    )
+    logits_1NV = torch.randperm(V).float().expand(1, N, V).contiguous()
+    target_1N = chosen(make_choice(), batch_of(info, request([1])), logits_1NV.clone(), [1])
+    assert torch.equal(target_1N, logits_1NV.argmin(-1))
+
+
+class Reads(CustomLogitProcessor):
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def __call__(self, logits_TV: torch.Tensor, params: Any = None) -> torch.Tensor:
+        self.texts = [list(each["__req__"].output_ids) for each in params]
+        return logits_TV
+
+
+def test_a_text_is_known_from_step_to_step_before_its_request_has_it():
+    """The scheduler is one step behind: it has told the request neither the anchor nor, later, the step after it."""
+    req, choice, processor = request([1, 2, 3], frequency_penalty=1.0), make_choice(), Reads()
+    info = info_of(
+        [{"top_k": 1}],
+        has_custom_logit_processor=True,
+        custom_params=[{"__req__": req}],
+        custom_logit_processor=entries((processor, [0])),
+    )
+    batch = batch_of(info, req)
+    choice.begin(batch)
+    choice.anchors(batch, torch.tensor([7]))
+    said_1N, drafts_1N = torch.tensor([[8, 4, 6, 6]]), torch.tensor([[7, 8, 9, 9]])
+    chosen(choice, batch, torch.zeros(1, N, V), [3], drafts_1N)
+    assert processor.texts == [[7], [7, 8], [7, 8, 9], [7, 8, 9, 9]]
+
+    choice.remember(batch, accept_ref(drafts_1N, said_1N, torch.tensor([3])))  # 8 and the bonus, 4
+    req.output_ids.append(7)
+    logits_1NV = torch.zeros(1, N, V)
+    chosen(choice, batch, logits_1NV, [5], torch.tensor([[4, 4, 9, 9]]))
+    assert processor.texts == [[7, 8, 4], [7, 8, 4, 4], [7, 8, 4, 4, 9], [7, 8, 4, 4, 9, 9]]
+    assert logits_1NV[0, 0, [7, 8, 4, 9, 6]].tolist() == [-1, -1, -1, 0, 0]
+    assert logits_1NV[0, 3, [7, 8, 4, 9, 6]].tolist() == [-1, -1, -2, -2, 0]
+
+
+@pytest.mark.parametrize("row", [{"top_k": 1}, {"temperature": 5.0}], ids=["greedy", "sampled"])
+def test_log_probabilities_are_made_of_the_logits_that_were_drawn_from(row):
+    """The sampler turns logits into probabilities in place."""
+    logits_1NV = torch.randn(1, N, V)
+    before_1NV = logits_1NV.clone()
+    chosen(make_choice(), batch_of(info_of([row]), return_logprob=True), logits_1NV, [3])
+    assert torch.equal(logits_1NV, before_1NV)
+
+
+@pytest.mark.parametrize("row", [{"top_k": 1}, {"temperature": 5.0}], ids=["greedy", "sampled"])
+def test_ranks_take_what_the_first_of_them_drew(row):
+    """Of another rank, whose own draws differ."""
+    first = SimpleNamespace(
+        world_size=2, rank_in_group=1, broadcast=lambda tokens, src: tokens.copy_(torch.full_like(tokens, 40 + src))
+    )
+    choice, batch = make_choice(first), batch_of(info_of([row]), request([1]))
+    choice.begin(batch)
+    assert choice.anchors(batch, torch.tensor([5])).tolist() == [40]
+    assert chosen(choice, batch, torch.zeros(1, N, V), [1]).tolist() == [[40] * N]

@@ -158,7 +158,7 @@ def test_parameters_are_built_once_per_batch():
     assert penalties.asked is not asked
 
 
-@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("params", [*PARAMS, {"min_new_tokens": 1}])
 def test_who_asks(params):
     assert asks(Request(params, 1)) == bool(params)
 
