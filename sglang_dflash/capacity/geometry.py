@@ -218,7 +218,9 @@ def _gated_delta_net(config: Config) -> int:
 
 
 def _mlp(config: Config, layer: int) -> int:
-    hidden, n_experts = config.count("hidden_size"), config.count("num_experts", 0, least=0)
+    hidden = config.count("hidden_size")
+    # Transformers 5 writes `num_local_experts` for Qwen3-MoE.
+    n_experts = config.count("num_experts", config.count("num_local_experts", 0, least=0), least=0)
     dense = (layer + 1) % config.count("decoder_sparse_step", 1) or layer in config.get("mlp_only_layers", [])
     if dense or not n_experts:
         return 3 * hidden * config.count("intermediate_size")

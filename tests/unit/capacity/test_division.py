@@ -187,32 +187,30 @@ class SGLang:
         return self.schedule.max_mamba_cache_size, n_tokens, n_requests
 
 
-CHANGES = (
-    {},
-    {"tp_size": 2, "max_requests": 256},
-    {"mamba_ratio": 2.3, "block_size": 8},
-    {"max_requests": 12},
+LAUNCHES = (
+    (100.5, {}),
+    (192, {"tp_size": 2, "max_requests": 256}),
+    (141, {"mamba_ratio": 2.3, "block_size": 8}),
+    (100.5, {"max_requests": 12}),
 )
-# Without a prefix cache SGLang makes states for all requests, whether they fit or not; twelve do.
-LAUNCHES = [
-    (worker, radix, changes)
-    for worker in Worker
-    for radix in RadixStates
-    for changes in CHANGES
-    if radix is not RadixStates.OFF or worker is Worker.PLUGIN or changes == {"max_requests": 12}
-]
 
 
-@pytest.mark.parametrize(("worker", "radix", "changes"), LAUNCHES)
-@pytest.mark.parametrize("card_gib", [100.5, 141, 192])
+@pytest.mark.parametrize("worker", Worker)
+@pytest.mark.parametrize("radix", RadixStates)
+@pytest.mark.parametrize(("card_gib", "changes"), LAUNCHES)
 def test_memory_is_divided_as_sglang_does(
     worker: Worker, radix: RadixStates, card_gib: float, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Without a prefix cache SGLang makes states for all requests, whether they fit or not; twelve do."""
+    if radix is RadixStates.OFF and worker is Worker.STOCK:
+        changes = changes | {"max_requests": 12}
     serving = Serving(**{"mem_fraction": 0.95, "block_size": 16, "context": 1, "radix": radix} | changes)
-    mine = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, worker)
-    rest = card_gib * GIB * 0.95 - mine.target_weights - mine.draft_weights - mine.image_bytes
-    per_token = mine.target_bytes_per_token + mine.draft_bytes_per_token
+    weights = (QWEN_27B.weight_bytes + DRAFT_27B.split_bytes) / serving.tp_size + DRAFT_27B.whole_bytes
+    rest = card_gib * GIB * 0.95 - weights - 100 * 2**20  # what SGLang keeps for images
+    # 16 layers of the target, 5 of the draft; K and V of 4 and 8 heads of 256 and 128 numbers of two bytes.
+    per_token = (16 * 2 * 4 * 256 * 2 + 5 * 2 * 8 * 128 * 2) // serving.tp_size
     n_slots, n_tokens, n_requests = SGLang(QWEN_27B, serving, worker, monkeypatch).divide(rest / GIB, per_token)
+    mine = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, worker)
     assert mine.n_states == n_slots
     # The same sum, added up in another order.
     assert mine.n_tokens == pytest.approx(n_tokens, abs=1)
@@ -255,6 +253,23 @@ def test_a_dense_target_differs_only_by_its_rings() -> None:
     assert ring.ring_bytes == 257 * 2064 * 5 * 8 * 128 * 2 * 2
     assert ring.draft_bytes_per_token == 0
     assert ring.n_tokens == int(rest - ring.ring_bytes) // (36 * 8 * 128 * 2 * 2)
+
+
+@pytest.mark.parametrize(("page_size", "tokens_of_a_request"), [(1, 100 + 16 + 16), (64, 3 * 64)])
+def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size: int, tokens_of_a_request: int) -> None:
+    """What it verifies next and what is in flight, behind its 100 tokens."""
+    serving = Serving(mem_fraction=0.85, block_size=16, context=100, page_size=page_size, max_requests=10**6)
+    result = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
+    rest = 80 * GIB * 0.85 - result.target_weights - result.draft_weights
+    whole = int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)
+    assert whole % 64 > 0
+    assert result.n_tokens == whole - whole % page_size
+    assert result.limits[Bound.TOKENS] == result.n_tokens // tokens_of_a_request
+
+
+def test_a_window_may_be_as_short_as_a_block() -> None:
+    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, window=16)
+    assert capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 32 * 20480
 
 
 def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks() -> None:
