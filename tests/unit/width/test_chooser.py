@@ -207,17 +207,17 @@ def test_before_the_first_step_there_is_nothing_to_tell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "widths"),
+    ("value", "block_size", "widths"),
     [
-        ("auto", (1, 4, 8, 12, 16)),
-        ("random", (1, 4, 8, 12, 16)),
-        ("fixed", (16,)),
-        ("8,1", (1, 8)),
-        ("8,32", (8, 32)),
+        ("auto", 16, (1, 4, 8, 12, 16)),
+        ("random", 8, (1, 4, 8)),
+        ("fixed", 16, (16,)),
+        ("8,1", 16, (1, 8)),
+        ("8,32", 16, (8, 32)),
     ],
 )
-def test_widths_to_choose_from(value: str, widths: tuple[int, ...]) -> None:
-    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, no_copies="") == widths
+def test_widths_to_choose_from(value: str, block_size: int, widths: tuple[int, ...]) -> None:
+    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), block_size, no_copies="") == widths
 
 
 def test_a_step_writes_a_block_or_more() -> None:
