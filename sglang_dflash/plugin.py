@@ -21,12 +21,8 @@ from sglang_dflash.host.arguments import asks_for_dflash
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
 if TYPE_CHECKING:
-    from sglang.srt.plugins.hook_registry import HookType
-
     from sglang_dflash.config import DFlashConfig
     from sglang_dflash.host.arguments import TargetFacts
-
-    Hooks = dict[str, tuple[Callable[..., Any], HookType]]
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +93,7 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
     from sglang_dflash.memory.texts import beside_texts, why_none_are_kept
     from sglang_dflash.width.chooser import candidates, widest
 
-    hooks: Hooks = {
+    hooks: host.Hooks = {
         HOOKS["validate_request"]: (admit, HookType.AROUND),
         HOOKS["validate_mask"]: (admit, HookType.AROUND),
         HOOKS["row_headroom"]: (row_headroom, HookType.AFTER),
@@ -119,22 +115,10 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
     ours = flags.read(os.environ)
     no_copies = why_none_are_kept(ours.copy, config.disaggregation)
     kv = draft_kv(config.draft_window, widest(config.block_size, candidates(ours, config.block_size, no_copies)))
-    set_hooks(hooks | {HOOKS[name]: hook for name, hook in kv.hooks(recurrent=target.recurrent).items()})
+    host.set_hooks(hooks | {HOOKS[name]: hook for name, hook in kv.hooks(recurrent=target.recurrent).items()})
     if not no_copies:
-        set_hooks({HOOKS["kv_bytes"]: (beside_texts, HookType.AROUND)})
+        host.set_hooks({HOOKS["kv_bytes"]: (beside_texts, HookType.AROUND)})
     complete(target.architecture)
-
-
-def hook_tokenizer() -> None:
-    """In the process that tokenizes, with speculation and without; it has this module loaded anyway."""
-    from sglang.srt.plugins.hook_registry import HookType
-
-    from sglang_dflash.host.admission import check_parameters, check_prompt
-
-    host.check(SECTIONS["admission"])
-    set_hooks(
-        {HOOKS["prompt"]: (check_prompt, HookType.AROUND), HOOKS["tokenized"]: (check_parameters, HookType.AFTER)}
-    )
 
 
 def add_dflash(result: Any, controller: Any, *_: object) -> Any:
@@ -153,16 +137,7 @@ def start_metrics(result: None, reporter: Any) -> None:
     from sglang_dflash.metrics.meter import Meter
 
     meter = Meter.of(reporter)
-    set_hooks({HOOKS["outcome"]: (meter.add, HookType.AFTER), HOOKS["idle"]: (meter.idle, HookType.AFTER)})
-
-
-def set_hooks(hooks: "Hooks") -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    for name, (hook, kind) in hooks.items():
-        HookRegistry.register(name, hook, kind)
-    HookRegistry.apply_hooks()
-    host.require_hooks(*hooks)
+    host.set_hooks({HOOKS["outcome"]: (meter.add, HookType.AFTER), HOOKS["idle"]: (meter.idle, HookType.AFTER)})
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:
@@ -188,7 +163,16 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
         resolve(server_args, previous)
     else:
         previous(server_args)
+    check_requests(server_args)
+
+
+def check_requests(server_args: Any) -> None:
+    """What a request must be, with speculation and without, wherever it is tokenized."""
+    from sglang_dflash.host.admission import hook_tokenizer
+
     hook_tokenizer()
+    if server_args.tokenizer_worker_num > 1:  # processes of their own, which load no plugins
+        os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sglang_dflash.host.http_app:app")
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -14,11 +14,27 @@ from typing import Any
 
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_dflash.host import contract
+from sglang_dflash.host.names import HOOKS, SECTIONS
 
 MOST_TOP_K = 2**31 - 1  # SGLang keeps it as int32
 MOST = 1e30  # far from fp32's largest, 3.4e38: a biased logit stays finite, a masked one divided by it is no NaN
 LEAST_REPETITION = 1e-30  # logits are divided by it
+
+
+def hook_tokenizer() -> None:
+    """In a process that tokenizes.
+
+    Raises:
+        HostMismatch: SGLang lacks a name that is needed for it.
+    """
+    contract.check(SECTIONS["admission"])
+    contract.set_hooks(
+        {HOOKS["prompt"]: (check_prompt, HookType.AROUND), HOOKS["tokenized"]: (check_parameters, HookType.AFTER)}
+    )
 
 
 def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:

@@ -7,13 +7,18 @@ against SGLang's source by `tests/host`, without importing it.
 import importlib
 import inspect
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import __version__, flags
 from sglang_dflash.errors import HostMismatch
 from sglang_dflash.flags import Worker
 from sglang_dflash.host.names import HOOKS, SECTIONS, SGLANG, Name
+
+if TYPE_CHECKING:
+    from sglang.srt.plugins.hook_registry import HookType
+
+    Hooks = dict[str, tuple[Callable[..., Any], HookType]]
 
 
 def require_seams() -> None:
@@ -52,6 +57,19 @@ def require_hooks(*targets: str) -> None:
                 f"sglang-dflash is installed but does not hook {target}: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it "
                 "out, or SGLang's log says why; include sglang_dflash, or set SGLANG_DFLASH_WORKER=stock"
             )
+
+
+def set_hooks(hooks: "Hooks") -> None:
+    """
+    Raises:
+        HostMismatch: as `require_hooks`.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for name, (hook, kind) in hooks.items():
+        HookRegistry.register(name, hook, kind)
+    HookRegistry.apply_hooks()
+    require_hooks(*hooks)
 
 
 def require_live() -> None:

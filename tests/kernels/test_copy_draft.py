@@ -2,11 +2,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.copy_draft import (
     LONGEST,
     N_CLASSES,
     Copied,
     Texts,
+    check_texts,
     copy_draft,
     copy_draft_numpy,
     copy_draft_ref,
@@ -82,6 +84,18 @@ def test_lengths_are_counted_up_to_the_longest_and_the_texts_start(form) -> None
     assert got.tokens_BN.tolist() == [[29, 99]]  # long enough to be trusted at once
     got, _ = one(form, [5, 6, 7, 8, 5, 6, 7], [8, 0])  # before 5 there is nothing, which matches nothing
     assert (got.length_BD.tolist(), got.source_BD.tolist()) == ([[4]], [[4]])
+    for before in (77, 1):  # neither the end of the row above, which says 77, nor the first token over again
+        got, _ = one(form, [1, 2, 3, 9, before, 1, 2], [3, 0])
+        assert (got.length_BD.tolist(), got.source_BD.tolist()) == ([[3]], [[3]])
+
+
+@FORMS
+def test_a_text_is_searched_to_its_last_token(form) -> None:
+    """A run of 7 that the anchor goes on: the match ends with the text, at a token by itself behind whole tiles."""
+    text = [*range(100, 610), 7, 7, 7]
+    got, _ = one(form, text, [7, 0, 0], ALWAYS, room=520)
+    assert got.tokens_BN.tolist() == [[7, 7, 7]]
+    assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (513, 3)
 
 
 @FORMS
@@ -186,3 +200,7 @@ def test_int32_rows_and_what_does_not_fit() -> None:
     }.items():
         with pytest.raises(ValueError, match=said):
             copy_draft(tokens_BN, wrong)
+    nowhere = Texts(*(tensor.to("meta") for tensor in texts))
+    nowhere = nowhere._replace(text_QM=torch.empty(len(texts.text_QM), 1 << 26, dtype=torch.int32, device="meta"))
+    with pytest.raises(ValueError, match="texts of 67108864; make it 5, below 2"):
+        check_texts(Shapes(), nowhere)

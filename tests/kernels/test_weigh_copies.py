@@ -57,6 +57,12 @@ def test_only_a_place_that_was_reached_counts(form) -> None:
 
 
 @FORMS
+def test_a_copy_goes_round_behind_the_guesses_it_follows(form) -> None:
+    """Behind 1 2 3, guessed once more, a copy says 1 2 3 1: of these four all were committed, and two guesses."""
+    assert weighed(form, [1, 2, 3], [1, 2, 3, 0, 0, 0, 0], [2, 3, 1, 2, 3, 1, 9]) == {SHORT: [4, 1]}
+
+
+@FORMS
 def test_what_is_long_ago_counts_half(form) -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
     got = weighed(form, text, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], before=(-7, MEMORY))
@@ -148,3 +154,6 @@ def test_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             weigh_copies(*args[:i], wrong, *args[i + 1 :], totals_K2=totals_K2)
+    wider = args[1]._replace(**{name: torch.zeros(2, 4, dtype=torch.int32) for name in ("source_BD", "length_BD")})
+    with pytest.raises(ValueError, match="4 places in blocks of 4; pass what copy_draft made of them"):
+        weigh_copies(args[0], wider, *args[2:], totals_K2=totals_K2)

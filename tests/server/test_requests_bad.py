@@ -1,6 +1,8 @@
 """What no server should serve is refused as without speculation: same status, same sentence, and the server lives."""
 
+import contextlib
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from sglang_dflash.bench.server import Server
 from tests.server.lib.bad_requests import GREEDY, KINDS, NO_PARAMETER, NO_PROMPT, NO_TOKEN, PROMPT, Bad
+from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 8
 # What differs between two answers of one server: the time at which a grammar failed to compile.
@@ -51,6 +54,30 @@ def test_parameters_that_would_end_a_server_are_refused_by_name(ours: Server, of
         status, text = answer_to(server, KINDS[kind])
         assert status == 400
         assert re.search(r"; (send|ask for|leave it)", text), text
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER])
+def test_without_the_plugin_the_server_ends(server: Callable, pool: Any, kind: str) -> None:
+    """What is refused has to be: SGLang's own worker, and nothing of ours in its processes."""
+    stock = server("stock")
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(f"{stock.url}{KINDS[kind].path}", timeout=30, **KINDS[kind].content)
+    ends = time.monotonic() + 30
+    while stock.running and time.monotonic() < ends:
+        time.sleep(0.2)
+    assert not stock.running
+    pool.forget(stock)
+
+
+@pytest.mark.full
+def test_several_processes_that_tokenize_refuse_too(server: Callable, off: Server) -> None:
+    """Requests in a row reach any of them."""
+    ours = server(flags=[*VARIANTS["hybrid"].flags, "--tokenizer-worker-num", "2"])
+    for kind in (*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER):
+        assert answer_to(ours, KINDS[kind]) == answer_to(off, KINDS[kind])
+    answer = ours.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS)
+    assert answer.token_ids == off.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
 
 
 def test_a_session_s_turn_is_checked_too(ours: Server) -> None:

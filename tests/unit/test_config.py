@@ -60,18 +60,27 @@ def test_everything_left_to_the_checkpoint(draft: Checkpoint) -> None:
 
 @pytest.mark.parametrize("block_size", [2, 4, 8])
 def test_a_block_may_be_a_prefix_of_the_trained_one(block_size: int, draft: Checkpoint) -> None:
-    served = combine(replace(ARGUMENTS, block_size=block_size), TARGET, draft)
-    assert (served.block_size, served.draft.block_size) == (block_size, 8)
+    """And a window as small as the block."""
+    served = combine(replace(ARGUMENTS, block_size=block_size, draft_window=block_size), TARGET, draft)
+    assert (served.block_size, served.draft.block_size, served.draft_window) == (block_size, 8, block_size)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
-def test_one_dtype(dtype: str, draft: Checkpoint) -> None:
-    assert combine(replace(ARGUMENTS, dtype=dtype), TARGET, draft).dtype == "bfloat16"
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("auto", "bfloat16"),
+        ("bfloat16", "bfloat16"),
+        ("float", "float32"),
+        ("float32", "float32"),
+        ("half", "float16"),
+    ],
+)
+def test_both_in_the_dtype_that_is_given(given: str, dtype: str, draft: Checkpoint) -> None:
+    assert combine(replace(ARGUMENTS, dtype=given), replace(TARGET, dtype=dtype), draft).dtype == dtype
 
 
-@pytest.mark.parametrize("given", ["float", "float32"])
-def test_both_in_fp32_when_told_so(given: str, draft: Checkpoint) -> None:
-    assert combine(replace(ARGUMENTS, dtype=given), replace(TARGET, dtype="float32"), draft).dtype == "float32"
+def test_what_dflash_does_anyway_may_be_asked_for(draft: Checkpoint) -> None:
+    checked(replace(ARGUMENTS, num_steps=1, topk=1), draft)
 
 
 @pytest.mark.parametrize(
@@ -109,54 +118,16 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
         (
             {"unsupported": ("speculative_draft_sink_size",)},
             NotSupported,
-            "--speculative-draft-sink-size is not supported with DFLASH .* drop the flag",
+            r"--speculative-draft-sink-size is not supported with DFLASH \(a DFlash draft has no .*\); drop the flag$",
         ),
         ({"num_steps": 3}, ValueError, "--speculative-num-steps 3: DFLASH drafts a block in one step; drop the flag"),
         ({"topk": 4}, ValueError, "--speculative-eagle-topk 4: DFLASH drafts one chain, not a tree; drop the flag"),
         ({"accept_thresholds": (0.9, 1.0)}, NotSupported, "--speculative-accept-threshold-single 0.9 would change"),
         ({"accept_thresholds": (1.0, 0.5)}, NotSupported, "--speculative-accept-threshold-acc 0.5 would change"),
-        ({"unsupported": ("speculative_adaptive",)}, NotSupported, "--speculative-adaptive"),
-        (
-            {"unsupported": ("speculative_use_block_verification",)},
-            NotSupported,
-            "--speculative-use-block-verification",
-        ),
-        (
-            {"unsupported": ("speculative_use_rejection_sampling",)},
-            NotSupported,
-            "--speculative-use-rejection-sampling",
-        ),
         (
             {"draft_quantization": "awq"},
             NotSupported,
             "--speculative-draft-model-quantization awq .* give fp8 or unquant",
-        ),
-        ({"unsupported": ("enable_unified_memory",)}, NotSupported, "--enable-unified-memory"),
-        ({"unsupported": ("hicache_storage_backend",)}, NotSupported, "--hicache-storage-backend"),
-        (
-            {"unsupported": ("enable_unified_cache_external_linker",)},
-            NotSupported,
-            "--enable-unified-cache-external-linker",
-        ),
-        ({"unsupported": ("enable_two_batch_overlap",)}, NotSupported, "--enable-two-batch-overlap"),
-        ({"unsupported": ("enable_mixed_chunk",)}, NotSupported, "--enable-mixed-chunk"),
-        (
-            {"unsupported": ("enable_return_indexer_topk",)},
-            NotSupported,
-            "--enable-return-indexer-topk is not .*; drop the flag",
-        ),
-        ({"unsupported": ("enable_memory_saver",)}, NotSupported, "--enable-memory-saver is not .*; drop the flag"),
-        ({"unsupported": ("enable_symm_mem",)}, NotSupported, "--enable-symm-mem is not .*; drop the flag"),
-        ({"unsupported": ("enable_torch_compile",)}, NotSupported, "--enable-torch-compile is not .*; drop the flag"),
-        (
-            {"unsupported": ("enable_linear_replayssm",)},
-            NotSupported,
-            r"--enable-linear-replayssm is not .*; drop the flag",
-        ),
-        (
-            {"unsupported": ("enable_linear_replayssm_spec",)},
-            NotSupported,
-            r"--enable-linear-replayssm-spec is not .*; drop the flag",
         ),
         ({"pp_size": 2}, NotSupported, "--pp-size 2: .* use --pp-size 1"),
         (
@@ -240,6 +211,7 @@ def test_rings_are_sized_before_graphs_are_captured(draft: Checkpoint) -> None:
         (None, (None, None), None),
         (None, (32, None), None),  # one layer sees it all
         (None, (32, 32), 32),
+        (None, (8, 8), 8),  # the block's own length
         (64, (None, None), 64),
         (64, (32, None), 64),
         (64, (32, 32), 32),

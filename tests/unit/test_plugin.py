@@ -1,5 +1,6 @@
 """The hooks' own decisions, with SGLang played by small objects; `test_plugin_launch.py` has the real one."""
 
+import os
 import sys
 from argparse import ArgumentParser
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.Monk
     monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)
     monkeypatch.setattr(plugin.host, "require_live", lambda: None)
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
-    server_args = SimpleNamespace(speculative_algorithm="DFLASH")
+    server_args = SimpleNamespace(speculative_algorithm="DFLASH", tokenizer_worker_num=1)
 
     def sglang_s(server_args: Any) -> None:
         assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
@@ -141,6 +142,22 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.Monk
 
     plugin.check_arguments(server_args, sglang_s)
     assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
+
+
+def test_requests_are_checked_where_several_processes_tokenize(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "SGLANG_HTTP_SERVER_APP_PATH"
+    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
+    for n_processes, asked, served in (
+        (1, "", ""),
+        (2, "", "sglang_dflash.host.http_app:app"),
+        (2, "mine:app", "mine:app"),
+    ):
+        monkeypatch.setenv(name, asked)
+        if not asked:
+            monkeypatch.delenv(name)
+        server_args = SimpleNamespace(speculative_algorithm=None, tokenizer_worker_num=n_processes)
+        plugin.check_arguments(server_args, lambda server_args: None)
+        assert os.environ.get(name, "") == served
 
 
 def test_metrics_are_started_where_sglang_reports_its_own(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:

@@ -32,7 +32,7 @@ def url() -> Iterator[tuple[str, dict[str, Any]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(200 if self.path == "/server_info" else 404)
             self.end_headers()
             self.wfile.write(json.dumps(says).encode())
 
@@ -45,8 +45,9 @@ def url() -> Iterator[tuple[str, dict[str, Any]]]:
         server.shutdown()
 
 
-def test_costs_and_choices_are_shown(url: tuple[str, dict], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--server", url[0]]) == 0
+@pytest.mark.parametrize("end", ["", "/"])
+def test_costs_and_choices_are_shown(url: tuple[str, dict], end: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--server", url[0] + end]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "sglang-dflash 0.1.0, blocks of 8, width auto",
         "seconds per step, requests x width:",

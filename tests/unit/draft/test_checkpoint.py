@@ -1,6 +1,7 @@
 """Reading a draft checkpoint: what it says, and every way it can be wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,6 +81,14 @@ def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints: Module
     shapes = {f"model.{name}": shape for name, shape in checkpoints.draft_shapes().items()}
     checkpoints.write_tensors(folder, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": [8]})
     assert checkpoint.read(str(folder)).num_hidden_layers == 2
+
+
+def test_a_bias_is_as_wide_as_what_its_projection_gives(folder: Path) -> None:
+    """Of 4 heads and 2 KV heads of 32, and 64 channels."""
+    draft = replace(checkpoint.read(str(folder)), attention_bias=True, head_dim=32)
+    shapes = checkpoint.expected_shapes(draft)
+    widths = {name: shapes[f"layers.1.self_attn.{name}_proj.bias"] for name in "qkvo"}
+    assert widths == {"q": (128,), "k": (64,), "v": (64,), "o": (64,)}
 
 
 def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: Path) -> None:

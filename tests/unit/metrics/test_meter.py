@@ -7,13 +7,17 @@ from typing import Any
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang_dflash_kernels.copy_draft import N_CLASSES
 
+from sglang_dflash.memory.draft_kv import Rings
+from sglang_dflash.memory.slots import SharedSlots
 from sglang_dflash.metrics import late_counts
 from sglang_dflash.metrics.late_counts import LateCounts
 from sglang_dflash.metrics.meter import WRITE_EVERY, Exports, Meter, Pool
 from sglang_dflash.metrics.stage_times import STAGES, StageTimes
 from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
+from sglang_dflash.stages.calls import Calls
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}
 BLOCK = 4
@@ -169,6 +173,31 @@ def test_pools_are_told_before_the_first_request_and_after_the_last(meter: Meter
     meter.pools = {"rings": Pool(8, lambda: 0)}
     meter.idle(None, None)
     assert scraped.value("pool_in_use", pool="rings") == 0
+
+
+def test_a_scheduler_s_pools_are_found(scraped: Scraped) -> None:
+    """Of eight rings three are held, as many as rows of the request table; of twelve states five."""
+    rows: Any = ReqToTokenPool(size=8, max_context_len=16, device="cpu", enable_memory_saver=False)
+    rows.mamba_pool = SimpleNamespace(size=12)
+    rows.alloc_rows(3)
+    worker = SimpleNamespace(
+        calls=Calls(*[print] * len(Calls._fields)),
+        device="cpu",
+        widest=BLOCK,
+        draft_kv=Rings(64, BLOCK),
+        stages=SimpleNamespace(
+            context_kv=SimpleNamespace(slots=SharedSlots()), copier=None, verifier=SimpleNamespace(engines=[1, BLOCK])
+        ),
+    )
+    scheduler = SimpleNamespace(
+        draft_worker=worker,
+        req_to_token_pool=rows,
+        is_hybrid_ssm=True,
+        pool_stats_observer=SimpleNamespace(get_pool_stats=lambda: SimpleNamespace(mamba_num_used=5)),
+    )
+    Meter.of(SimpleNamespace(scheduler=scheduler, metrics_collector=scraped.collector)).idle(None, None)
+    assert scraped.by("pool", "pool_size") == {"rings": 8, "states": 12}
+    assert scraped.by("pool", "pool_in_use") == {"rings": 3, "states": 5}
 
 
 def test_the_table_is_what_is_exported(meter: Meter, scraped: Scraped) -> None:

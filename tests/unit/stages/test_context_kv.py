@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dflash.stages.context_kv import ContextKV, LateRows
+from sglang_dflash.stages.context_kv import LATE_ROWS, ContextKV, LateRows
 from sglang_dflash.worker import DFlashWorker
+from tests.fixtures.rings import make_rings
 
 BLOCK, N_SLOTS, N_REQUESTS = 4, 24, 3
 
@@ -40,11 +41,12 @@ class SameSlots:
         return SimpleNamespace(rows_T=None, positions_T=torch.arange(len(batch.slots_T)), slots_T=batch.slots_T)
 
 
-def make_context(*, may_wait=True):
-    k, v = torch.zeros(N_SLOTS, 1, 2), torch.zeros(N_SLOTS, 1, 2)
+def make_context(slots=None, *, n_slots=N_SLOTS, n_requests=N_REQUESTS, may_wait=True):
+    k, v = torch.zeros(n_slots, 1, 2), torch.zeros(n_slots, 1, 2)
     pool = SimpleNamespace(get_key_buffer=lambda i: k, get_value_buffer=lambda i: v)
     runner = SimpleNamespace(token_to_kv_pool=pool)
-    return ContextKV(Draft(), runner, SameSlots(), n_requests=N_REQUESTS, block_size=BLOCK, may_wait=may_wait), k
+    slots = slots or SameSlots()
+    return ContextKV(Draft(), runner, slots, n_requests=n_requests, block_size=BLOCK, may_wait=may_wait), k
 
 
 def step(slots_BN, *, drafts):
@@ -90,6 +92,35 @@ def test_no_more_of_a_request_is_late_than_a_block():
     for i in range(BLOCK + 1):
         one_token(context, ["a"], [i], value=i + 1)
     assert k[:, 0, 0].tolist() == [1, 2, 3, 4] + [0] * 20
+
+
+def test_as_many_requests_as_run_are_late_at_once():
+    n_requests = LATE_ROWS + 1
+    context, k = make_context(n_slots=n_requests, n_requests=n_requests)
+    one_token(context, [str(i) for i in range(n_requests)], list(range(n_requests)), value=1)
+    context.before_draft(step([[0]], drafts=True))
+    assert k[:, 0, 0].tolist() == [1] * n_requests
+
+
+def test_of_a_block_only_what_is_kept_is_written():
+    context, k = make_context()
+    plan = step([[0, 1, 2, 3], [4, 5, 6, 7]], drafts=True)
+    context.append(["a", "b"], plan, features(8, 1), torch.tensor([1, 3]).int())
+    assert k[:8, 0, 0].tolist() == [1, 0, 0, 0, 1, 1, 1, 0]
+
+
+def test_rings_get_the_end_of_a_prompt_and_the_block_behind_it():
+    """In slots of their own; here 12 for the request in row 1, of which a block may take 4."""
+    rings = make_rings(torch.zeros(2, 64), window=8, widest=BLOCK)
+    context, k = make_context(rings)
+    request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))
+    prompt = SimpleNamespace(reqs=[request], prefix_lens=[0], extend_lens=[20])
+    context.append_prompt(prompt, torch.arange(20.0)[:, None].expand(20, 2).contiguous())
+    assert k[:, 0, 0].tolist() == [0] * 12 + [12, 13, 14, 15, 16, 17, 18, 19] + [0] * 4
+    block = SimpleNamespace(slots_BN=torch.tensor([[0, 1, 2, 3]]), positions_BN=torch.tensor([[20, 21, 22, 23]]))
+    plan = SimpleNamespace(verified=block, drafted=block, rows_B=torch.tensor([1]))
+    context.append(["a"], plan, features(4, 99), torch.tensor([2]).int())
+    assert k[:, 0, 0].tolist() == [0] * 12 + [12, 13, 14, 15, 16, 17, 18, 19] + [99, 99, 0, 0]
 
 
 def test_late_rows_are_no_more_than_were_allotted():

@@ -1,14 +1,17 @@
-"""How the draft is called: through SGLang's runner where there are graphs to replay, directly where there are none."""
+"""How the draft is called, through SGLang's runner or directly, and what it is told of its context."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from sglang_dflash.memory.slots import SharedSlots
 from sglang_dflash.stages.drafter import Drafter
+from sglang_dflash.stages.planner import Planner
 from sglang_dflash.step import Block, Plan
+from tests.fixtures.rings import make_rings, translator
 
 EAGER, GRAPHS = object(), object()
 MASK = -7
@@ -45,7 +48,7 @@ def test_directly_without_graphs(decode_runner: object, way: str) -> None:
     assert drafter.forward(batch).logits_output == way
 
 
-@pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16), (1, 24), (2, 32)])
+@pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16), (2, 24)])
 def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured forward returns the same cells every time, and another graph's replay may write there. Behind what is
     drafted mask tokens are verified."""
@@ -79,3 +82,36 @@ def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, m
     of_the_graph_T.fill_(-1)  # the target's replay
     assert torch.equal(tokens_BN, drafted_BN)
     assert tokens_BN.is_contiguous()
+
+
+def test_a_draft_with_rings_is_told_of_its_own_window_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of what the target has of the requests: it reads and writes other slots, and fewer."""
+    monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
+    req_to_token = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
+    rings = make_rings(req_to_token, window=8, widest=4)  # of 12 slots
+    target: Any = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(req_to_token=req_to_token), kv_index_translator=translator(req_to_token)
+    )
+    told = list[Any]()
+
+    def forward(batch: Any) -> SimpleNamespace:
+        told.append(batch)
+        return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=torch.arange(8)))
+
+    runner: Any = Runner(GRAPHS)
+    runner.forward, runner.kv_index_translator = forward, rings.translator
+    rows = torch.tensor([1, 2])
+    plan = Planner(target, block_size=4, widest=4, mask_token_id=MASK).place(
+        torch.tensor([10, 20]), torch.tensor([3, 40]), rows, rows, torch.tensor([3, 40]), width=4
+    )
+    tokens_BN = Drafter(runner, rings, block_size=4, scope=nullcontext).draft(plan, graphs=True)
+
+    (batch,) = told
+    assert batch.seq_lens.tolist() == [3, 8]
+    assert batch.seq_lens_cpu.tolist() == [7, 12]
+    assert batch.seq_lens_sum == 19
+    assert batch.out_cache_loc.tolist() == [15, 16, 17, 18, 28, 29, 30, 31]  # 12 row + position % 12
+    assert batch.positions.tolist() == [3, 4, 5, 6, 40, 41, 42, 43]
+    assert batch.input_ids.tolist() == [10, MASK, MASK, MASK, 20, MASK, MASK, MASK]
+    assert (batch.spec_info.draft_token_num, batch.can_run_decode_cuda_graph) == (4, True)
+    assert tokens_BN.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]

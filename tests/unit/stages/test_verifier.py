@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
 from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash_kernels.accept import accept_ref
+from torch import nn
 
 from sglang_dflash import worker as worker_module
 from sglang_dflash.stages.copier import NoCopies
@@ -91,6 +94,85 @@ def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.Mon
     assert target.run is run
     assert target.features_TC is features
     assert target.output.hidden_states is None, "it would be copied to the host"
+
+
+@pytest.mark.parametrize("has_grammar", [True, False])
+def test_the_target_is_told_what_is_verified_and_where_it_goes(
+    has_grammar: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And how far it reaches, which a GPU's attention is planned with on the host."""
+    told = list[Any]()
+    run = ModelRunnerOutput(SimpleNamespace(hidden_states=None), can_run_graph=True)  # type: ignore[arg-type]
+
+    def prepare(block: DFlashVerifyInput, batch: object, worker: object, **_: object) -> tuple[object, bool]:
+        told.append(block)
+        return run, True
+
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
+    positions_BN = torch.tensor([[7, 8, 9, 10], [20, 21, 22, 23]])
+    kv: Any = object()
+    verified = Block(
+        torch.zeros_like(positions_BN), positions_BN, 100 + positions_BN, torch.tensor([11, 24]), bound_sum=35, kv=kv
+    )
+    tokens_BN = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
+    batch: Any = SimpleNamespace(has_grammar=has_grammar, return_hidden_states=False)
+    target = make_verifier().verify(batch, plan_of(2, 4)._replace(verified=verified), tokens_BN)
+
+    (block,) = told
+    assert block.draft_token.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert block.positions.tolist() == [7, 8, 9, 10, 20, 21, 22, 23]
+    assert (block.draft_token_num, block.capture_hidden_mode) == (4, CaptureHiddenMode.FULL)
+    assert block.kv_loc_plan is kv
+    assert batch.out_cache_loc.tolist() == [107, 108, 109, 110, 120, 121, 122, 123]
+    assert batch.seq_lens_cpu.tolist() == [11, 24]
+    assert batch.seq_lens_sum == 35
+    if has_grammar:
+        assert target.grammar_tree is not None
+        *_, drafts_BN = target.grammar_tree.resolve()
+        assert torch.equal(drafts_BN, tokens_BN)
+    else:
+        assert target.grammar_tree is None
+
+
+class Experts(FusedMoE):
+    """SGLang's, without weights."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+class Model(nn.Module):
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, input_ids: object, positions: object, batch: object) -> str:
+        return "directly"
+
+
+@pytest.mark.parametrize(
+    ("on_host", "model", "graphs", "way"),
+    [
+        (True, Model(), None, "directly"),
+        (True, Model(Experts()), None, "through the runner"),  # which prepares their dispatch
+        (True, Model(), "graphs", "through the runner"),
+        (False, Model(), None, "through the runner"),
+    ],
+    ids=["plain", "experts", "graphs", "on-a-device"],
+)
+def test_only_a_plain_target_on_the_host_is_called_directly(
+    on_host: bool, model: nn.Module, graphs: Any, way: str
+) -> None:
+    runner = SimpleNamespace(
+        attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None),
+        decode_cuda_graph_runner=graphs,
+        model=model,
+        forward=lambda batch: SimpleNamespace(logits_output="through the runner"),
+    )
+    engine = WidthEngine(runner.attn_backend, graphs, NoState(), {})  # type: ignore[arg-type]
+    worker: Any = SimpleNamespace(model_runner=runner)
+    batch: Any = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
+    assert Verifier(worker, {4: engine}, on_host=on_host).forward(batch).logits_output == way
 
 
 def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
