@@ -24,10 +24,14 @@ def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -
     assert (not texts.why_none_are_kept(copy, disaggregation)) is kept
 
 
-@pytest.mark.parametrize("disaggregation", ["prefill", "decode"])
-def test_a_server_that_cannot_copy_is_refused_where_it_is_told_to(disaggregation: str) -> None:
-    with pytest.raises(NotSupported, match=r"SGLANG_DFLASH_COPY=on: .* prompts.*; set it to auto or off"):
-        texts.check_copy(Copy.ON, disaggregation)
+@pytest.mark.parametrize("copy", [Copy.ON, Copy.RANDOM])
+@pytest.mark.parametrize(
+    ("disaggregation", "reason"),
+    [("prefill", "it reads prompts and decodes nothing"), ("decode", "another server reads the prompts, .*")],
+)
+def test_a_server_that_cannot_copy_is_refused_where_it_is_told_to(copy: Copy, disaggregation: str, reason: str) -> None:
+    with pytest.raises(NotSupported, match=rf"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off"):
+        texts.check_copy(copy, disaggregation)
 
 
 def test_what_is_left_beside_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_dflash_kernels.accept import accept_ref
 
 from sglang_dflash.flags import Copy
@@ -60,6 +62,10 @@ def test_a_step_that_drafts_nothing_is_text_too() -> None:
     assert step(copies, len(TEXT) - 1, 3, [15], [16]) == [15]
     assert not copies.counts_QK2.any()
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
+    before = copies.counts_QK2.clone(), copies.totals()
+    step(copies, len(TEXT) + 3, 3, [19], [20])
+    assert torch.equal(copies.counts_QK2, before[0]), "it has no copies to weigh, and those before it were weighed"
+    assert copies.totals() == before[1]
 
 
 def test_the_next_request_of_a_row_learns_anew() -> None:
@@ -73,6 +79,40 @@ def test_the_next_request_of_a_row_learns_anew() -> None:
     assert torch.equal(copies.counts_QK2, other)
     copies.read(batch_of(TEXT, rows=[2]))
     assert step(copies, len(TEXT), 2, [16, 60, 61], [60, 61, 62]) == [16, 17, 18]
+
+
+def test_all_requests_of_a_batch_learn_anew() -> None:
+    copies = TextCopies(TABLE, VOCABULARY)
+    copies.counts_QK2[:] = -7
+    copies.read(batch_of(TEXT, [9, 8, 7], rows=[1, 3]))
+    assert [row.any().item() for row in copies.counts_QK2] == [True, False, True, False]
+
+
+def test_a_request_that_was_retracted_goes_on_in_another_s_row() -> None:
+    """Its prompt is found in the cache, and all of its text is there again, over that of the row's last request."""
+    copies = TextCopies(TABLE, VOCABULARY)
+    copies.read(batch_of(list(range(40, 40 + M - 4)), rows=[3]))
+    step(copies, M - 4, 3, [96, 97, 98], [50, 51, 52])
+    req = Req("r", "", array("q", TEXT[:18]), SamplingParams(), vocab_size=VOCABULARY)
+    req.output_ids.extend(TEXT[18:])
+    req.refresh_fill_ids()
+    req.prefix_len, req.extend_end, req.kv.req_pool_idx = 18, len(TEXT), 3
+    copies.read(SimpleNamespace(reqs=[req]))  # type: ignore[arg-type]
+    assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
+    assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
+
+
+def test_requests_of_one_step_copy_from_their_own_texts() -> None:
+    """They stand in the batch in another order than in the table, and say the same tokens before other ones."""
+    copies = TextCopies(TABLE, VOCABULARY)
+    shifted = [*TEXT[:15], *range(70, 76), *TEXT[:15]]
+    copies.read(batch_of(TEXT, shifted, rows=[3, 0]))
+    plan = plan_of([len(shifted), len(TEXT)], [0, 3], 3)
+    tokens_BN = copies.copy(plan, torch.tensor([[70, 60, 61], [16, 60, 61]]))
+    assert tokens_BN.tolist() == [[70, 71, 72], [16, 17, 18]]
+    copies.weigh(accept_ref(tokens_BN, torch.tensor([[60, 0, 0], [17, 18, 19]]), plan.prefix_len_B))
+    worth = {row: counts_K2[-1].tolist() for row, counts_K2 in enumerate(copies.counts_QK2)}
+    assert worth == {0: [-1, 1], 1: [0, 0], 2: [0, 0], 3: [2, 1]}
 
 
 def test_a_shorter_text_in_the_row_ends_where_it_ends() -> None:
@@ -93,12 +133,22 @@ def test_totals_say_what_was_copied_and_kept() -> None:
     copies = TextCopies(TABLE, VOCABULARY)
     copies.read(batch_of(TEXT, rows=[3]))
     step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19])
-    assert copies.totals_K2.tolist() == [[0, 0], [0, 0], [0, 0], [0, 0], [1, 2]]
+    assert copies.totals() == [[0, 0], [0, 0], [0, 0], [0, 0], [1, 2]]
+    assert not copies.counts_QK2[:3].any()
 
 
-@pytest.mark.parametrize(("copy", "kind"), [(Copy.OFF, NoCopies), (Copy.AUTO, TextCopies), (Copy.RANDOM, RandomCopies)])
-def test_which_servers_copy(copy: Copy, kind: type) -> None:
-    assert type(make_copier(copy, "null", TABLE, VOCABULARY)) is kind
+@pytest.mark.parametrize(
+    ("copy", "disaggregation", "kind"),
+    [
+        (Copy.OFF, "null", NoCopies),
+        (Copy.AUTO, "null", TextCopies),
+        (Copy.RANDOM, "null", RandomCopies),
+        (Copy.AUTO, "prefill", NoCopies),
+        (Copy.AUTO, "decode", NoCopies),
+    ],
+)
+def test_which_servers_copy(copy: Copy, disaggregation: str, kind: type) -> None:
+    assert type(make_copier(copy, disaggregation, TABLE, VOCABULARY)) is kind
 
 
 def test_random_copies_are_sometimes_taken_and_the_same_on_every_rank() -> None:
