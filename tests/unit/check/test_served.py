@@ -32,7 +32,8 @@ def url() -> Iterator[tuple[str, dict[str, Any]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/server_info" else 404)
+            asked = self.requestline.split()[1]  # two slashes are one in `path`
+            self.send_response(200 if asked == "/server_info" else 404)
             self.end_headers()
             self.wfile.write(json.dumps(says).encode())
 

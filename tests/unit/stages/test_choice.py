@@ -194,7 +194,8 @@ def entries(*pairs: tuple[CustomLogitProcessor, list[int]]) -> dict[int, Process
 NGRAM = {"ngram_size": 2, "window_size": 100}
 
 
-TEXTS = [[7, 8, 7], [1], [2, 2], [9, 6, 9, 8]]  # what each request has output
+PROMPTS = [[1, 2, 3], [4], [5, 5], [6, 9]]
+TEXTS = [[7, 8, 7], [1], [2, 2], [9, 6, 9, 8]]  # what each has output
 
 
 def processed(reqs: list[Request], late: list[list[int]], tokens_BN: torch.Tensor) -> torch.Tensor:
@@ -228,12 +229,12 @@ def processed(reqs: list[Request], late: list[list[int]], tokens_BN: torch.Tenso
 def test_a_processor_reads_the_text_at_its_slot(late: list[list[int]]):
     """No bigram twice: what is banned at a slot follows from its request's text up to it."""
     torch.manual_seed(0)
-    reqs = [Request([1, 2, 3], text) for text in TEXTS]
+    reqs = [Request(prompt, text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
     tokens_BN = torch.randint(0, 4, (4, N)) + 6
     logits_BNV = processed(reqs, late, tokens_BN)
     for b in (0, 3):
         for slot in range(N):
-            text = [1, 2, 3, *TEXTS[b], *[*late, []][b], *tokens_BN[b, 1 : slot + 1].tolist()]
+            text = [*PROMPTS[b], *TEXTS[b], *[*late, []][b], *tokens_BN[b, 1 : slot + 1].tolist()]
             banned = {after for before, after in pairwise(text) if before == text[-1]}
             assert set(logits_BNV[b, slot].isinf().nonzero().flatten().tolist()) == banned
     assert set(logits_BNV[1].isinf().nonzero()[:, 1].tolist()) == {5, 6}
