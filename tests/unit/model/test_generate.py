@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from sglang_dflash.model import DraftModel, Step
+from sglang_dflash.model.copies import Copies
 from sglang_dflash.model.generate import Options, choose, draft_block, spec_steps
 from sglang_dflash.model.target import TargetReader
 from sglang_dflash.train.draft import draft_config_for, initialised
@@ -140,6 +141,34 @@ def test_stop_token_and_length_end_the_output(target):
     )
     for n in (1, 2, 7):
         assert draft.spec_generate(input_ids, target, n)[0, 7:].tolist() == said[:n]
+
+
+def test_the_first_of_a_step_s_stop_tokens_ends_the_output(monkeypatch):
+    torch.manual_seed(1)
+    target, input_ids = qwen3().eval(), prompt()
+    said = target.generate(input_ids, max_new_tokens=20, do_sample=False)[0, 7:].tolist()
+    first, later = said[2], next(token for token in said[3:6] if token != said[2])
+    assert not {first, later} & set(said[:2])
+    Oracle(monkeypatch, said, n_right=[5])
+    steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=20, stop_token_ids=(first, later))
+    assert steps == [Step(said[:1], 0), Step(said[1:3], 5)]
+
+
+@pytest.mark.parametrize("width", [6, 9])
+def test_copies_say_what_the_target_says_and_go_on_behind_the_block(target, width, monkeypatch):
+    verified = []
+
+    class Watched(Copies):
+        def copy(self, tokens_N):
+            verified.append(tokens_N.tolist())
+            return super().copy(tokens_N)
+
+    monkeypatch.setattr("sglang_dflash.model.generate.Copies", Watched)
+    input_ids = prompt().repeat(1, 5)
+    want = target.generate(input_ids, max_new_tokens=40, do_sample=False)[0, 35:].tolist()
+    steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=40, copies=True, width=width)
+    assert [token for step in steps for token in step.committed] == want
+    assert {tuple(block[6:]) for block in verified} == {(VOCAB - 1,) * (width - 6)}  # masks, where nothing is copied
 
 
 def test_a_block_that_runs_past_the_end_is_cut_and_still_counted(monkeypatch):

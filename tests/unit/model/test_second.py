@@ -53,7 +53,7 @@ def defined_walk(selector: CandidateSelector, hidden_DH, logits_DV, anchor: int)
     return path
 
 
-@pytest.mark.parametrize("fields", [{}, {"output_multiplier": 0.2}, {"final_logit_softcapping": 1.5}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"output_multiplier": 0.2, "final_logit_softcapping": 1.5}], ids=str)
 def test_the_walk_is_the_definition(fields: dict[str, float]) -> None:
     chosen = selector(**fields)
     torch.manual_seed(1)

@@ -122,6 +122,33 @@ def test_every_kind_of_step_runs_dry(
     assert recorded.calls - want <= {("append", size, 1) for size in sizes}  # those that are caught up
 
 
+def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft takes 2 s, what follows it 1 s at width 1 and 3 s at width 4; one round takes ten times as long, and in
+    another one step does. The first one, which does not count, is over at once. A step of width 1 drafts nothing."""
+    dry, _ = make(monkeypatch, device="cpu", tracks=False)
+    rounds = [[0.01] * 3, [2, 1, 3], [20, 10, 30], [2, 1, 3], [2, 9, 3], [2, 1, 3]]
+    taken = itertools.chain(*rounds)
+    monkeypatch.setattr(dry, "_time", lambda run: next(taken))
+    assert dry.seconds(2, [1, BLOCK]) == pytest.approx([1, 2 + 3])
+    assert next(taken, None) is None
+
+
+def test_a_dummy_request_fits_into_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    dry, _ = make(monkeypatch, device="cpu", tracks=False)
+    assert dry._plan(2, BLOCK).prefix_len_B.tolist() == [50, 50]
+    dry.runner.model_config.context_len = 4096
+    assert dry._plan(2, BLOCK).prefix_len_B.tolist() == [dry_run.CONTEXT] * 2
+
+
+def test_positions_have_three_axes_where_the_target_s_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    dry, recorded = make(monkeypatch, device="cpu", tracks=False)
+    dry.runner.model_config.model_is_mrope = True
+    verified, forward = list[Any](), recorded.forward
+    recorded.forward = lambda batch: verified.append(batch) or forward(batch)  # type: ignore[method-assign]
+    dry._after_draft(2, BLOCK)()
+    assert verified[0].mrope_positions.tolist() == [verified[0].positions.tolist()] * 3
+
+
 def test_it_leaves_no_event_for_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's next barrier would wait for it, not for the first prompt."""
     dry, recorded = make(monkeypatch, device="cpu", tracks=False)

@@ -3,6 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from sglang.srt.lora.backend.chunked_backend import ChunkedSgmvLoRABackend
+from sglang.srt.lora.backend.triton_backend import TritonLoRABackend
+from sglang.srt.lora.backend.triton_v2_backend import TritonV2LoRABackend
+
 from sglang_dflash.stages import lora
 from sglang_dflash.stages.state import NoState
 from sglang_dflash.stages.verifier import Verifier, WidthEngine
@@ -37,6 +43,17 @@ def test_a_width_writes_where_its_own_graphs_read() -> None:
         verifier.use(width)
         assert backend.cuda_graph_batch_info == f"static of {width}"
     assert backend.batch_info is None, "what SGLang prepares for each batch is left alone"
+
+
+@pytest.mark.parametrize("kind", [ChunkedSgmvLoRABackend, TritonLoRABackend, TritonV2LoRABackend])
+def test_all_that_sglang_makes_with_graphs_is_kept(kind: type) -> None:
+    backend = kind.__new__(kind)  # of what they make at first some is a GPU's
+    backend.max_loras_per_batch, backend.device = 2, torch.device("cpu")
+    before = set(vars(backend))
+    backend.init_decode_cuda_graph_batch_info(4, 8)
+    made = {name: value for name, value in vars(backend).items() if name not in before}
+    assert made
+    assert lora.routing_of(runner_with(backend)) == made
 
 
 def test_buffers_of_wider_graphs_stay() -> None:

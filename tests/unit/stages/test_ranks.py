@@ -1,0 +1,115 @@
+"""Attention data parallelism, of one rank at a time: what it runs, with requests and without, and tells the others."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+from sglang_dflash.stages import ranks, state
+
+BLOCK = 8
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three groups of ranks."""
+    monkeypatch.setattr(ranks, "meet", lambda: True)
+    monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=3))
+
+
+def replayed(forward: Callable[[Any], Any], n_tokens: list[int]) -> bool:
+    """Whether a graph may run where the ranks have so many tokens."""
+    return forward(SimpleNamespace(original_global_num_tokens_cpu=n_tokens, can_run_decode_cuda_graph=True))
+
+
+def test_graphs_run_where_every_rank_has_requests(together: None) -> None:
+    forward = ranks.beside_idle_ones(lambda batch: batch.can_run_decode_cuda_graph)
+    assert [replayed(forward, n_tokens) for n_tokens in ([8, 16, 8], [8, 0, 16], [0, 8, 8])] == [True, False, False]
+
+
+def test_one_group_of_ranks_asks_nobody() -> None:
+    def forward(batch: Any) -> Any:
+        return batch
+
+    assert ranks.beside_idle_ones(forward) is forward
+    ranks.tell_all(None)  # type: ignore[arg-type]
+    assert ranks.keep_up(None, BLOCK)(None) is None  # type: ignore[arg-type, func-returns-value]
+    assert ranks.draft_scope(None) is nullcontext  # type: ignore[arg-type]
+
+
+def test_all_are_told_of_as_many_requests(together: None) -> None:
+    told = list[Any]()
+    batch = SimpleNamespace(
+        batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: told.extend(args)
+    )
+    ranks.tell_all(batch)  # type: ignore[arg-type]
+    said, device = told
+    assert (said.global_num_tokens, said.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
+
+
+def test_widths_are_chosen_by_no_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "why_whole_blocks", lambda target: "its states")
+    assert ranks.why_whole_blocks(None) == "its states"  # type: ignore[arg-type]
+    monkeypatch.setattr(ranks, "meet", lambda: True)
+    assert ranks.why_whole_blocks(None).endswith("requests of their own and one width")  # type: ignore[arg-type]
+
+
+def test_a_draft_runs_in_its_scope() -> None:
+    said = list[str]()
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        said.append("in")
+        yield
+        said.append("out")
+
+    forward = ranks.within(scope, lambda batch: said.append("forward"))  # type: ignore[arg-type, func-returns-value]
+    for _ in range(2):
+        forward(None)  # type: ignore[arg-type]
+    assert said == ["in", "forward", "out"] * 2
+
+
+def test_a_draft_is_made_for_its_block_whatever_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = SimpleNamespace(speculative_num_draft_tokens=32)
+    spec.override = partial(patch.multiple, spec)
+    monkeypatch.setattr(ranks, "get_spec", lambda: spec)
+    with ranks.making_draft(None, BLOCK):  # type: ignore[arg-type]
+        assert spec.speculative_num_draft_tokens == BLOCK
+    assert spec.speculative_num_draft_tokens == 32
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """What a rank without requests has run."""
+    said = list[tuple[str, Any]]()
+
+    def prepare(block: DFlashVerifyInput, batch: Any, worker: Any, **_: Any) -> tuple[Any, bool]:
+        return SimpleNamespace(can_run_decode_cuda_graph=True, block=block), True
+
+    monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
+    return said
+
+
+@pytest.mark.parametrize("others_read_prompts", [True, False])
+def test_a_rank_without_requests_does_what_the_others_do(
+    together: None, ran: list[tuple[str, Any]], others_read_prompts: bool
+) -> None:
+    worker = SimpleNamespace(
+        device="cpu",
+        forward_batch_generation=lambda batch, **_: ran.append(("prompts", batch)),
+        model_runner=SimpleNamespace(forward=lambda batch: ran.append(("block", batch))),
+    )
+    batch = SimpleNamespace(is_extend_in_batch=others_read_prompts)
+    ranks.keep_up(worker, BLOCK)(batch)  # type: ignore[arg-type]
+    ((kind, given),) = ran
+    if others_read_prompts:
+        assert (kind, given) == ("prompts", batch)
+        return
+    assert (kind, given.block.draft_token_num, len(given.block.draft_token)) == ("block", BLOCK, 0)
+    assert not given.can_run_decode_cuda_graph, "it has no rows, and a graph those it was captured with"
