@@ -1,0 +1,13 @@
+"""What the processes of `--tokenizer-worker-num` serve: SGLang's application, its requests checked as in one process.
+
+SGLang loads plugins where it launches and where it schedules, not where it tokenizes in processes of their own.
+`plugin.check_requests` names this module in SGLANG_HTTP_SERVER_APP_PATH, from which they import what they serve.
+"""
+
+from sglang.srt.entrypoints.http_server import app
+
+from sglang_dflash.host.admission import hook_tokenizer
+
+__all__ = ["app"]
+
+hook_tokenizer()
