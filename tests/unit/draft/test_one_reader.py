@@ -50,6 +50,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": False, "dflash_config": {"causal": False}},
         {"sliding_is_causal": False},
     ),
+    "a window of just the block": (
+        WINDOW | {"layer_types": [SLIDING, FULL], "sliding_window": 8}, {"sliding_window": 8},
+    ),
+    "DFlash 2 under its third name": ({"architectures": ["DFlash2BeamDraftModel"], "dflash_config": SECOND}, SECOND),
     "another name of DFlash": ({"architectures": ["MuseGlimmerAssistantModel"]}, {"selector_rank": 0}),
     "mask_token_id at the top": ({"mask_token_id": 5, "dflash_config": {"mask_token_id": None}}, {"mask_token_id": 5}),
     "block_size in either place": ({"block_size": 16, "dflash_config": {"block_size": 4}}, {"block_size": 4}),
@@ -142,6 +146,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         {"dflash_config": {"output_multiplier": "0.5"}}, ValueError, "output_multiplier '0.5' is not a number above 0",
     ),
     "input_embedding_scale": ({"input_embedding_scale": 2.0}, NotSupported, "input_embedding_scale=2.0 is not DFlash"),
+    "interleaved pairs": ({"is_neox_style": False}, NotSupported, "is_neox_style=False is not DFlash"),
+    "a head of its own": ({"has_lm_head": True}, NotSupported, "has_lm_head=True is not DFlash"),
     "another family": ({"model_type": "llama"}, NotSupported, r"model_type='llama' is not DFlash \('qwen3'\)"),
     "no dflash_config": ({"dflash_config": None}, ValueError, "config.json has no dflash_config object"),
     "causal full layers": (

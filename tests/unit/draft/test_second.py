@@ -44,10 +44,18 @@ def test_a_convolution_is_the_plain_one() -> None:
     torch.testing.assert_close(got.view(B, N, H), plain.convolved(theirs, torch.tanh, hidden))
 
 
-@pytest.mark.parametrize("fields", [{}, {"output_multiplier": 0.3}, {"final_logit_softcapping": 2.0}], ids=str)
-def test_a_path_is_the_plain_one(fields: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"output_multiplier": 0.3, "final_logit_softcapping": 2.0},
+        {"output_multiplier": None, "final_logit_softcapping": 0.0},  # as a config says that there are none
+    ],
+    ids=str,
+)
+def test_a_path_is_the_plain_one(fields: dict[str, float | None]) -> None:
     ours = CandidateSelector.of(as_sglang_says(**SECOND, **fields))
-    theirs = plain.CandidateSelector(make_config(**SECOND, **fields))
+    theirs = plain.CandidateSelector(make_config(**SECOND, **{name: one for name, one in fields.items() if one}))
     assert ours is not None
     same_weights(ours, theirs)
     ours.walk = select_path  # which looks at what it is given
