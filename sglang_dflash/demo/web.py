@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,13 +60,15 @@ class Steps:
 
 def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> list[tuple[str, int, str]]:
     """(kind, place in the block, text) of each token, or of all where the text does not fall into as many tokens."""
+    if not step.text:  # the end token alone
+        return []
     places = [(kind, place) for one in verified for place, kind in enumerate(one.kinds, 1)]
     places = places or [("own", 1)] * max(step.n_tokens, 1)
     offsets = tokenizer.encode(step.text, add_special_tokens=False).offsets
     if not 0 <= step.n_tokens - len(offsets) <= 1:  # an end token has no text
         return [(*places[0], step.text)]
-    begins = [begin for begin, _ in offsets]
-    texts = (step.text[begin:end] for begin, end in zip(begins, [*begins[1:], len(step.text)], strict=True))
+    cuts = [0, *(begin for begin, _ in offsets[1:]), len(step.text)]  # some tokenizers' offsets leave out spaces
+    texts = (step.text[begin:end] for begin, end in pairwise(cuts))
     return [(*place, text) for place, text in zip(places, texts, strict=False)]
 
 

@@ -119,6 +119,8 @@ def test_what_is_printed_is_what_runs(capsys: pytest.CaptureFixture[str], monkey
     out = capsys.readouterr().out
     comments = [line for line in out.splitlines() if line.startswith("#")]
     assert comments[0] == "# Qwen/Qwen3.5-122B-A10B on H200."
+    reasons = [line.removeprefix("#   ").split(": ", 1) for line in comments[1:]]
+    assert [name for name, why in reasons if why] == [flag.name for flag in RECIPES[asked[0]].flags["h200"][3:]]
     program, *printed = shlex.split(out.replace("\\\n", " "), comments=True)
     assert program == "python"
     assert printed[-4:] == further  # the last one given counts
@@ -128,11 +130,32 @@ def test_what_is_printed_is_what_runs(capsys: pytest.CaptureFixture[str], monkey
     assert started == [[sys.executable, *printed]]
 
 
+def test_of_a_flag_given_twice_the_later_counts() -> None:
+    """A recipe's own wins over its GPU's, and what it says for that GPU alone over both."""
+    text = """
+    gpus = { h200 = [["--page-size 64", "a"], ["--tp-size 1", "b"]], b200 = [["--page-size 1", "c"]] }
+    [recipes.one]
+    target = "t"
+    architecture = "a"
+    draft = "d"
+    flags = [["--tp-size 2", "e"]]
+    flags_h200 = [["--page-size 16", "f"], ["--trust-remote-code", "g"]]
+    """
+    one = recipe.read(text)["one"]
+    assert {gpu: [flag.words for flag in one.flags[gpu][3:]] for gpu in GPUS} == {
+        "h200": [("--page-size", "16"), ("--tp-size", "2"), ("--trust-remote-code",)],
+        "b200": [("--page-size", "1"), ("--tp-size", "2")],
+    }
+
+
 def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert recipe.main([]) == 0
     out = capsys.readouterr().out
-    rows = {tuple(line.split()[:2]) for line in out.splitlines()[1:]}
-    assert rows == {(name, one.draft) for name, one in RECIPES.items()}
+    title, *rows = (line.split() for line in out.splitlines())
+    assert title == ["recipe", "draft", "H200", "B200"]
+    cards = [[recipe_table.flags_of(one, gpu).get("--tp-size", "1") for gpu in GPUS] for one in RECIPES.values()]
+    assert rows == [[one.name, one.draft, *n] for one, n in zip(RECIPES.values(), cards, strict=True)]
+    assert len({n for row in cards for n in row}) > 2  # some take one card, others several
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """What the demo shows of a step."""
 
+from collections.abc import Callable
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -8,8 +10,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
+from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.demo import terminal
 from sglang_dflash.demo.ask import Answer, Step, questions
-from sglang_dflash.demo.terminal import Painter, summary
+from sglang_dflash.demo.terminal import Painter, compare, summary
 
 VOCABULARY = {"a": 0, "b": 1, "c": 2, "d": 3}
 
@@ -51,6 +55,22 @@ def test_the_last_row_of_the_summary_is_over_all_questions() -> None:
     last = out.getvalue().split("\n")[-3]
     # 100 tokens in 10 steps, (90 accepted + 10 bonus) / 10 steps, 50/s against 20/s
     assert last.split() == ["all", "100", "10", "10.0", "50", "20", "2.5x"]
+
+
+def test_answers_of_the_same_length_that_differ_are_told(letters: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is the same but for its last letter, and both are of four tokens."""
+    said = {"with": "abcd", "without": "abcd"}
+
+    def answer(client: str, messages: object, show: Callable[[Step], None]) -> Answer:
+        show(Step(said[client], 4))
+        return Answer(said[client], 4, 1.0, 1, 3)
+
+    monkeypatch.setattr(terminal, "ask", answer)
+    on, off = (SimpleNamespace(openai=lambda side=side: side) for side in said)
+    assert len(compare(on, off, Console(file=StringIO()), letters)) == 4  # type: ignore[arg-type]
+    said["without"] = "abca"
+    with pytest.raises(ServerError, match=r"the answer differs without speculation, .*\nabca"):
+        compare(on, off, Console(file=StringIO()), letters)  # type: ignore[arg-type]
 
 
 def test_the_questions_are_held_out() -> None:

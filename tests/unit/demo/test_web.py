@@ -12,9 +12,10 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 
 from sglang_dflash.bench.ports import free_port
+from sglang_dflash.demo import web
 from sglang_dflash.demo.ask import Step
 from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, Steps, Verified, conversation, pieces, web_server
 
@@ -52,12 +53,21 @@ def trace(folder: Path, *lines: dict[str, Any]) -> Steps:
         (Step("ab", 2), [Verified(8, 5, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # cut at the answer's end
         (Step("ab", 2), [Verified(1, 0, 0)] * 2, [("own", 1, "a"), ("own", 1, "b")]),  # two steps in one chunk
         (Step("abc", 2), [Verified(8, 1, 1)], [("copy", 1, "abc")]),  # a text that is not of its tokens
+        (Step("", 1), [Verified(8, 0, 0)], []),  # the end alone
     ],
 )
 def test_each_token_has_its_source_and_place(
     step: Step, verified: list[Verified], told: list[tuple[str, int, str]], letters: Tokenizer
 ) -> None:
     assert pieces(letters, step, verified) == told
+
+
+def test_no_space_is_lost_between_tokens() -> None:
+    """Offsets are of what a tokenizer takes for a token, and some leave out the spaces before and between them."""
+    words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = WhitespaceSplit()
+    told = pieces(words, Step(" a  b\n", 2), [Verified(8, 1, 0)])
+    assert told == [("block", 1, " a  "), ("own", 2, "b\n")]
 
 
 def test_a_request_s_steps_are_read_while_others_are_written(tmp_path: Path) -> None:
@@ -133,6 +143,25 @@ def test_the_page_runs_its_own_script_and_loads_nothing(url: str) -> None:
         word for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(") if word in script
     ]
     assert "http://" not in reply.text.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_an_example_is_no_end_of_the_script(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [("markup", '</script><img src=x> & "<!--"')]
+    monkeypatch.setattr(web, "questions", lambda: asked)
+    page = httpx.get(url).text
+    assert page.count("</script>") == 1
+    (line,) = [line for line in page.splitlines() if line.startswith("const examples = ")]
+    assert json.loads(line.removeprefix("const examples = ").removesuffix(";")) == dict(asked)
+
+
+def test_every_kind_of_token_has_its_look_and_stays_text(url: str) -> None:
+    """What a browser does with it tests/server sees; here only that the page names what it is told."""
+    page = httpx.get(url).text
+    assert {f"\n.{kind} {{" in page for kind in ("asked", *Verified(8, 2, 1).kinds)} == {True}
+    assert "for (const [kind, place, piece] of step.pieces) {\n        add(text, piece, kind, " in page
+    assert "  span.textContent = text;\n  span.className = kind;\n" in page
+    for reply in (httpx.get(url), ask(url)):  # nor does a browser guess that an answer is a page
+        assert reply.headers["X-Content-Type-Options"] == "nosniff"
 
 
 @pytest.mark.parametrize(
