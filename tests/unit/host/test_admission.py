@@ -36,6 +36,11 @@ def test_tokens_outside_it_are_named_with_what_it_is(ids: list[int], named: int)
         check(GenerateReqInput(input_ids=ids), ids)
 
 
+def test_a_session_s_ids_are_a_client_s_too() -> None:
+    with pytest.raises(ValueError, match="input_ids has 100, "):
+        check(GenerateReqInput(input_ids=[V, 5], session_params={"id": "a"}), [V, 5])
+
+
 NO_SESSION = GenerateReqInput(text="", session_params={"id": None, "offset": -5})
 
 

@@ -45,9 +45,9 @@ def logits_processor() -> LogitsProcessor:
 
 
 def test_the_target_keeps_hidden_states_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
-    processor = logits_processor()
-    outputs.keep_hidden_states(Target(Target(processor)))
-    assert processor.keep_last_hidden_states == (mode != CaptureHiddenMode.NULL)
+    processors = [logits_processor() for _ in range(2)]  # as of a model with another inside, which has its own
+    outputs.keep_hidden_states(Target(Target(processors[0]), processors[1]))
+    assert [one.keep_last_hidden_states for one in processors] == [mode != CaptureHiddenMode.NULL] * 2
 
 
 def test_a_target_that_cannot_keep_them_is_refused_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
