@@ -6,11 +6,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from sglang_dflash import flags
+from sglang_dflash.check import findings
 from sglang_dflash.check.__main__ import main
 from sglang_dflash.check.findings import Finding, installation
 from sglang_dflash.flags import Worker
@@ -148,3 +150,18 @@ def test_a_profile_s_backends_run_the_draft(profile: str, device: str, backend: 
         needs=Needs(whole_blocks=True, device=device, page_size=64),
     )
     assert chosen == backend
+
+
+def test_what_cannot_be_imported_and_what_another_package_claims_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry_points(group: str) -> list[Any]:
+        name, ours = findings.ENTRY_POINTS[group]
+        return [SimpleNamespace(name=name, value=value) for value in (ours, "another.package:register")]
+
+    def import_more() -> str:
+        raise ImportError("No module named 'triton'")
+
+    monkeypatch.setattr(findings, "entry_points", entry_points)
+    found = findings.find({"kernels": import_more, "entry points": findings.found_by_sglang})
+    assert found[0] == Finding("kernels", False, "No module named 'triton'")
+    assert not found[1].ok
+    assert "another.package:register" in found[1].text
