@@ -57,6 +57,20 @@ def test_only_a_place_that_was_reached_counts(form) -> None:
 
 
 @FORMS
+def test_a_block_that_is_right_throughout_weighs_places_of_its_own(form) -> None:
+    """It has no match; behind its last place stands the first one of the next request, which has."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
+    text_QM = torch.tensor([text + [77] * 9] * 2, dtype=torch.int32)
+    counts_QK2 = torch.zeros(2, N_CLASSES, 2, dtype=torch.int32)
+    texts = Texts(torch.tensor([len(text)] * 2), torch.arange(2), text_QM, counts_QK2)
+    tokens_BN, said_BN = torch.tensor([[60, 10, 11], [3, 10, 11]]), torch.tensor([[10, 11, 12], [9, 0, 0]])
+    copied, n_committed_B = copy_draft_ref(tokens_BN, texts), torch.tensor([3, 1], dtype=torch.int32)
+    form(tokens_BN, copied, said_BN, n_committed_B, texts, totals_K2=torch.zeros(N_CLASSES, 2, dtype=torch.int32))
+    assert not counts_QK2[0].any()
+    assert counts_QK2[1, SHORT].tolist() == [0, 1]
+
+
+@FORMS
 def test_a_copy_goes_round_behind_the_guesses_it_follows(form) -> None:
     """Behind 1 2 3, guessed once more, a copy says 1 2 3 1: of these four all were committed, and two guesses."""
     assert weighed(form, [1, 2, 3], [1, 2, 3, 0, 0, 0, 0], [2, 3, 1, 2, 3, 1, 9]) == {SHORT: [4, 1]}

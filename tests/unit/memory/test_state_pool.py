@@ -92,3 +92,9 @@ def test_sglang_counts_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_records_are_fp32_whatever_the_states_are() -> None:
     assert make_pool(RecordPool, 2, 4).mamba_cache.intermediate_ssm.dtype is torch.float32
+
+
+def test_sglang_makes_our_pool_once_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HybridReqToTokenPool, "mamba_pool_cls", MambaPool)
+    state_pool.use_records()
+    assert HybridReqToTokenPool.mamba_pool_cls is RecordPool
