@@ -93,7 +93,8 @@ def main() -> None:
         def seen(mutation: Mutation) -> bool:
             tree, env = free.get()
             try:
-                return status(mutation, tree, env) in (FAILED, CRASHED)
+                found = status(mutation, tree, env)
+                return found in (FAILED, CRASHED) or found < 0  # a signal: an interpreted kernel wrote out of bounds
             finally:
                 free.put((tree, env))
 
