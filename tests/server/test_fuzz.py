@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from launch.parameters import REQUEST_FLAGS
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import require_nothing_lost
 from tests.server.lib.fuzz import Request, difference, differences, neighbours, send
@@ -54,7 +55,7 @@ def test_short(off: Server, ours: Server) -> None:
         (2, VARIANTS["hybrid"].flags, {"SGLANG_DFLASH_WIDTHS": "random", "SGLANG_DFLASH_COPY": "random"}),
         (3, VARIANTS["hybrid"].flags, {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}),
         (4, (*VARIANTS["hybrid"].flags, "--disable-overlap-schedule", "--chunked-prefill-size", "16"), {}),
-        (5, TIGHT, dict(RETRACT)),
+        (5, (*TIGHT, *REQUEST_FLAGS), dict(RETRACT)),
     ],
     ids=["random", "default", "chunked-without-overlap", "tight-retract"],
 )
