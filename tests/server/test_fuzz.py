@@ -59,7 +59,9 @@ def test_short(off: Server, ours: Server) -> None:
     ],
     ids=["random", "default", "chunked-without-overlap", "tight-retract"],
 )
-def test_long(server: Callable, off: Server, start: int, flags: tuple[str, ...], env: dict[str, str]) -> None:
+def test_long(server: Callable, start: int, flags: tuple[str, ...], env: dict[str, str]) -> None:
+    context = TIGHT[TIGHT.index("--context-length") :][:2] if set(TIGHT) <= set(flags) else ()
+    off = server("off", flags=context)  # an answer without a limit ends where the context does
     fuzzed(off, server(flags=flags, env=env), N_LONG, start)
 
 
