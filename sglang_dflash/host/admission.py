@@ -2,9 +2,9 @@
 
 SGLang 0.5.23 takes some requests that end the scheduler, and with it every other client's answer: token ids and numbers
 of log-probabilities are looked up unchecked, some numbers do not fit the tensors they are put into. Others it answers
-from a distribution that is not a number. Here they are
-refused by name, in the process that tokenizes; what is raised, the server answers with status 400. The list is what
-`tests/server/test_requests_bad.py` sends; docs/troubleshooting.md says which ones SGLang alone can mend.
+from a distribution that is not a number. Here they are refused by name, in the process that tokenizes; what is raised,
+the server answers with status 400. The list is what `tests/server/test_requests_bad.py` sends; docs/troubleshooting.md
+says which ones SGLang alone can mend.
 """
 
 from __future__ import annotations
