@@ -210,7 +210,7 @@ class Soak:
     def updated(self, random: Random, i: int) -> str | None:
         """New weights that are the old ones, of the target or of the draft; the server waits for who is served.
 
-        Whoever hung up is served a little longer; then the weights are new, and SGLang says that its cache is not empty.
+        Whoever hung up is served a little longer: then the weights are new, and SGLang says its cache is not empty.
         """
         body = {"model_path": str(random.choice(HYBRID)), "flush_cache": True}
         with self.pausing:
