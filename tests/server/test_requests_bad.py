@@ -73,7 +73,10 @@ def test_without_the_plugin_the_server_ends(server: Callable, pool: Any, kind: s
 @pytest.mark.full
 def test_several_processes_that_tokenize_refuse_too(server: Callable, off: Server) -> None:
     """Requests in a row reach any of them."""
-    ours = server(flags=[*VARIANTS["hybrid"].flags, "--tokenizer-worker-num", "2"])
+    ours = server(
+        flags=[*VARIANTS["hybrid"].flags, "--tokenizer-worker-num", "2"],
+        env={"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"},  # on few cores SGLang takes long to import
+    )
     for kind in (*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER):
         assert answer_to(ours, KINDS[kind]) == answer_to(off, KINDS[kind])
     answer = ours.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS)
