@@ -133,7 +133,7 @@ def test_a_draft_that_was_trained_by_the_guide_is_served_too(tmp_path: Path) -> 
     """The first two commands of docs/training.md, three minutes; what they write is served as it lies there."""
     (tmp_path / "sglang_dflash").symlink_to(ROOT / "sglang_dflash")  # the guide's paths begin here
     for command in guide.commands(guide.DOCS / "training.md")[:2]:
-        subprocess.run([sys.executable, *command[1:]], cwd=tmp_path, env=os.environ | tiny.ENV, check=True)
+        subprocess.run(guide.in_this_environment(command), cwd=tmp_path, env=os.environ | tiny.ENV, check=True)
     case = Case("tiny_dense", str(tmp_path / "my-draft"), n_prompts=4)
     require_equal(case, list(write_oracle.said(case, 4)), tmp_path / "served")
 

@@ -24,8 +24,8 @@ def trained(tmp_path_factory) -> tuple[Path, list[list[str]]]:
     (folder / "sglang_dflash").symlink_to(guide.ROOT / "sglang_dflash")  # the guide's paths begin here
     chats, draft, *rest = guide.commands(guide.DOCS / "training.md")
     for command in (chats, draft):
-        assert command[:3] == ["python", "-m", "sglang_dflash.train"]
-        run = subprocess.run([sys.executable, *command[1:]], cwd=folder, env=os.environ | tiny.ENV, check=False)
+        assert command[:2] == ["sglang-dflash", "train"]
+        run = subprocess.run(guide.in_this_environment(command), cwd=folder, env=os.environ | tiny.ENV, check=False)
         assert run.returncode == 0
     return folder, rest
 
