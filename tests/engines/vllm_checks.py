@@ -165,7 +165,7 @@ def test_as_it_comes_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
-    """Both speak fp32 and verify whole blocks of the same draft: its counters say the same."""
+    """Both speak fp32 and verify whole blocks of the same draft, nothing copied: its counters say the same."""
     with served(CASES["dense"], tmp_path) as server, ours() as url:
         arms = "--base-url", f"vllm={server.url}", f"ours={url}"
         asked = "--num-prompts", "4", "--max-new-tokens", "48", "--concurrency", "1", "--repeats", "1"
@@ -182,7 +182,7 @@ def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
 @contextmanager
 def ours() -> Iterator[str]:
     """The dense pair on SGLang with this plugin; its log is `.run/tiny-dense.log`."""
-    port, env = free_port(31980), os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed"}
+    port, env = free_port(31980), os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
     with (HOME.parent / "tiny-dense.log").open("w") as log:
         process = subprocess.Popen(
             ["launch/serve_tiny_dense_cpu.sh", "--port", str(port)], cwd=ROOT, env=env, stdout=log, stderr=log
