@@ -13,12 +13,14 @@ from sglang_dflash.check.findings import Finding, installation
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
-    """`check.launch` in a process of its own; one that ends without an answer is a finding too."""
+    """`check.launch` in a process of its own; one that ends without an answer is a finding too. No flags: not asked."""
+    if not argv:
+        return []
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or [f"ended with status {ended.returncode} and no word"]
-        return [Finding("launch" if argv else "sglang", False, lines[-1])]
+        return [Finding("launch", False, lines[-1])]
     return [Finding(**finding) for finding in json.loads(ended.stdout.splitlines()[-1])]
 
 
@@ -28,7 +30,7 @@ def check(argv: Sequence[str], *, as_json: bool) -> int:
     for part in (installation, lambda: asked_of_sglang(argv)):
         found = part()
         findings += found
-        if not as_json:
+        if not as_json and found:
             print(*found, sep="\n", flush=True)
     ok = all(finding.ok for finding in findings)
     if as_json:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 
 from sglang_dflash import flags
+from sglang_dflash.flags import Worker
+from sglang_dflash.host.names import SECTIONS, SGLANG
+from sglang_dflash.host.source import problem
 
 ENTRY_POINTS = {
     "sglang.srt.plugins": ("sglang_dflash", "sglang_dflash.plugin:register"),
@@ -42,7 +45,9 @@ def _find(name: str, check: Callable[[], str]) -> Finding:
 
 
 def installation() -> list[Finding]:
-    return find({"versions": versions, "environment": environment, "entry points": found_by_sglang})
+    return find(
+        {"versions": versions, "environment": environment, "entry points": found_by_sglang, "host contract": contract}
+    )
 
 
 def versions() -> str:
@@ -51,7 +56,19 @@ def versions() -> str:
 
 
 def environment() -> str:
+    """What the variables ask for.
+
+    Raises:
+        ValueError: one has a value it cannot have, or has SGLang load neither our plugin nor the built-in worker.
+    """
     read = flags.read(os.environ)
+    if read.worker is Worker.PLUGIN:
+        for variable, (ours, _) in zip(("SGLANG_PLUGINS", "SGLANG_PLATFORM"), ENTRY_POINTS.values(), strict=True):
+            named = os.environ.get(variable, "")
+            if named and ours not in map(str.strip, named.split(",")):
+                raise ValueError(
+                    f"{variable}={named} makes SGLang leave us out; name {ours}, or set SGLANG_DFLASH_WORKER=stock"
+                )
     return f"worker {read.worker}, overlap schedule {'allowed' if read.overlap else 'off'}"
 
 
@@ -66,3 +83,16 @@ def found_by_sglang() -> str:
         if found != [value]:
             raise RuntimeError(f"entry point {name} in {group} is {found or 'missing'}, not {value}; install again")
     return " and ".join(name for name, _ in ENTRY_POINTS.values())
+
+
+def contract() -> str:
+    """The installed SGLang's source against the table of what we need of it.
+
+    Raises:
+        RuntimeError: a name or a member is not there.
+    """
+    names = [*SECTIONS["seams"], *SECTIONS["served"]]
+    missing = list(filter(None, map(problem, names)))
+    if missing:
+        raise RuntimeError(f"{'; '.join(missing)}; sglang-dflash needs sglang {SGLANG}")
+    return f"all {len(names)} names we need are in sglang {SGLANG}"

@@ -15,12 +15,11 @@ from sglang_dflash.check.findings import Finding, find
 from sglang_dflash.flags import Worker
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.arguments import asks_for_dflash
-from sglang_dflash.host.names import SECTIONS, SGLANG
 
 
 def report(argv: Sequence[str]) -> list[Finding]:
-    """In the order in which a launch meets them; `argv`: its flags, none for the installation alone."""
-    checks: dict[str, Callable[[], str]] = {"plugin": live, "host contract": contract, "platform": machine}
+    """In the order in which a launch meets them; `argv`: its flags, if any."""
+    checks: dict[str, Callable[[], str]] = {"plugin": live, "platform": machine}
     if argv:
         checks["launch"] = lambda: launch(argv)
     return find(checks)
@@ -43,12 +42,6 @@ def live() -> str:
     if flags.read(os.environ).worker is Worker.STOCK:
         return "SGLANG_DFLASH_WORKER=stock: SGLang's built-in worker serves DFLASH"
     return "our worker serves DFLASH"
-
-
-def contract() -> str:
-    host.require()
-    n_names = len(SECTIONS["seams"]) + len(SECTIONS["served"])
-    return f"all {n_names} names we need are in sglang {SGLANG}"
 
 
 def machine() -> str:

@@ -17,6 +17,7 @@ from sglang_dflash.check.__main__ import main
 from sglang_dflash.check.findings import Finding, installation
 from sglang_dflash.flags import Worker
 from sglang_dflash.host.backends import Needs, resolve
+from sglang_dflash.host.names import Name
 
 ENV = Path(__file__).parents[3] / "env"
 CPU = (
@@ -76,6 +77,29 @@ def test_the_installation_alone_needs_no_sglang(monkeypatch: pytest.MonkeyPatch)
     assert found["environment"].text.startswith("SGLANG_DFLASH_WORKER='ours' is not one of")
 
 
+@pytest.mark.parametrize("variable", ["SGLANG_PLUGINS", "SGLANG_PLATFORM"])
+def test_an_environment_that_leaves_us_out_is_noticed_without_sglang(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "another")
+    with pytest.raises(ValueError, match=f"{variable}=another makes SGLang leave us out; name sglang_dflash"):
+        findings.environment()
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
+    assert findings.environment().startswith("worker stock")
+    monkeypatch.delenv("SGLANG_DFLASH_WORKER")
+    monkeypatch.setenv(variable, "another, sglang_dflash, sglang_dflash_cpu")
+    assert findings.environment().startswith("worker plugin")
+
+
+def test_names_that_sglang_lacks_are_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    lacked = Name("sglang.srt.utils", "async_h2h")
+    monkeypatch.setitem(findings.SECTIONS, "served", (*findings.SECTIONS["served"], lacked))
+    found = {finding.name: finding for finding in installation()}["host contract"]
+    assert found == Finding(
+        "host contract", False, "sglang.srt.utils has no async_h2h; sglang-dflash needs sglang 0.5.23"
+    )
+
+
 class Child(NamedTuple):
     """What `subprocess.run` returns of one."""
 
@@ -84,6 +108,7 @@ class Child(NamedTuple):
     stderr: str
 
 
+FLAGS = ["--model-path", "here"]
 ANSWERED = Child(0, f"SGLang says hello\n{json.dumps([vars(Finding('plugin', True, 'ours'))])}\n", "a warning\n")
 ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: --speculativ\n")
 
@@ -91,9 +116,9 @@ ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: 
 @pytest.mark.parametrize(
     ("child", "argv", "code", "last"),
     [
-        (ANSWERED, [], 0, "ok    plugin         ours"),
+        (ANSWERED, FLAGS, 0, "ok    plugin         ours"),
         (ENDED, ["--speculativ"], 1, "FAIL  launch         launch_server: error: unrecognized arguments: --speculativ"),
-        (Child(-9, "", ""), [], 1, "FAIL  sglang         ended with status -9 and no word"),
+        (Child(-9, "", ""), FLAGS, 1, "FAIL  launch         ended with status -9 and no word"),
     ],
 )
 def test_what_sglang_prints_is_not_in_the_report(
@@ -107,20 +132,35 @@ def test_what_sglang_prints_is_not_in_the_report(
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: child)
     assert main(argv) == code
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[:3]] == ["versions", "environment", "entry"]
-    assert lines[3:] == [last]
+    assert [line.split()[1] for line in lines[:4]] == ["versions", "environment", "entry", "host"]
+    assert lines[4:] == [last]
     assert main([*argv, "--json"]) == code
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["ok"] is (code == 0)
 
 
-@pytest.mark.full
-def test_the_whole_report_as_a_person_runs_it() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "sglang_dflash.check"], capture_output=True, text=True, timeout=300, check=False
+def test_the_report_of_an_installation_imports_no_sglang() -> None:
+    """SGLang takes 15 s to import, and torch, which it brings, two."""
+    program = (
+        "import sys; from sglang_dflash.check.__main__ import main; status = main([]); "
+        "sys.exit(status or repr({'sglang', 'torch'} & set(sys.modules)))"
     )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert ended.stderr == "set()\n"
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["ok"] * 4
+
+
+@pytest.mark.full
+def test_the_whole_report_as_a_person_runs_it(pair: dict[str, str]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_dflash.check",
+        *CPU.format(target=pair["hybrid"], draft=pair["draft"]).split(),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["ok"] * 6
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == ["ok"] * 7
 
 
 def source(profile: Path) -> dict[str, str]:

@@ -1,0 +1,167 @@
+"""The host contract against SGLang's source as installed: parsed, never imported, so it takes two seconds and no GPU.
+
+A name is found the way Python would find it (assignments, re-exports, star imports, base classes); of a class its
+fields, methods and instance attributes are known, and what its `__init__` takes.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_dflash.host.names import Name
+
+
+class Source(NamedTuple):
+    """A definition and the module it was found in."""
+
+    node: ast.AST
+    module: str
+
+
+def problem(name: Name) -> str:
+    """What is wrong with one line of the table; empty if nothing."""
+    if file(name.module) is None:
+        return f"there is no module {name.module}"
+    first, *rest = name.qualname.split(".")
+    source = find(name.module, first)
+    if source is None and not rest and first in lazy(name.module):
+        return ""
+    for part in rest:
+        source = method(source, part)
+    if source is None:
+        return f"{name.module} has no {name.qualname}"
+    unknown = set(name.members.split()) - members(source)
+    return f"{name.qualname} has no {', '.join(sorted(unknown))}" if unknown else ""
+
+
+@cache
+def root() -> Path:
+    """Where SGLang lies.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    spec = find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("sglang is not installed")
+    return Path(next(iter(spec.submodule_search_locations))).parent
+
+
+def file(module: str) -> Path | None:
+    path = root() / module.replace(".", "/")
+    candidates = (path / "__init__.py", path.with_suffix(".py"))
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    found = file(module)
+    return ast.parse(found.read_text() if found else "")  # a star import may be of another package
+
+
+def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a body, those under `if` and `try` included; not what only a type checker sees."""
+    for node in nodes:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        match node:
+            case ast.If():
+                yield from statements(node.body + node.orelse)
+            case ast.Try():
+                handlers = [statement for handler in node.handlers for statement in handler.body]
+                yield from statements(node.body + handlers + node.orelse + node.finalbody)
+
+
+def find(module: str, name: str) -> Source | None:
+    """Where `name` of `module` is defined."""
+    stars = []
+    for node in statements(tree(module).body):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() if node.name == name:
+                return Source(node, module)
+            case ast.Assign() if any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
+                return instance(module, node.value) or Source(node, module)
+            case ast.AnnAssign(target=ast.Name(id=target)) if target == name:
+                return Source(node, module)
+            case ast.ImportFrom():
+                origin = absolute(module, node)
+                named = {alias.asname or alias.name: alias.name for alias in node.names}
+                if name in named and origin.startswith("sglang"):
+                    return find(origin, named[name])
+                if "*" in named:
+                    stars.append(origin)
+    return next((found for star in stars if (found := find(star, name))), None)
+
+
+def absolute(module: str, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    package = module.split(".")
+    found = file(module)
+    is_package = found is not None and found.name == "__init__.py"
+    base = package[: len(package) - node.level + is_package]
+    return ".".join([*base, *filter(None, [node.module])])
+
+
+def instance(module: str, value: ast.expr) -> Source | None:
+    """`name = Class()` is known by its class."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return find(module, value.func.id)
+    return None
+
+
+def method(source: Source | None, name: str) -> Source | None:
+    if source is None or not isinstance(source.node, ast.ClassDef):
+        return None
+    own = (node for node in source.node.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return next((Source(node, source.module) for node in own), None)
+
+
+def members(source: Source) -> set[str]:
+    match source.node:
+        case ast.FunctionDef():
+            return parameters(source.node)
+        case ast.ClassDef():
+            return class_members(source.node, source.module)
+    return set()
+
+
+def parameters(function: ast.FunctionDef) -> set[str]:
+    arguments = function.args
+    return {a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
+
+
+def class_members(class_: ast.ClassDef, module: str) -> set[str]:
+    found: set[str] = set()
+    for base in class_.bases:
+        if isinstance(base, ast.Name) and (source := find(module, base.id)):
+            found |= members(source)
+    for node in class_.body:
+        match node:
+            case ast.FunctionDef():
+                found.add(node.name)
+                found |= {
+                    n.attr
+                    for n in ast.walk(node)
+                    if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store) and ast.unparse(n.value) == "self"
+                }
+                if node.name == "__init__":
+                    found |= parameters(node)
+            case ast.AnnAssign(target=ast.Name(id=target)):
+                found.add(target)
+            case ast.ClassDef():
+                found.add(node.name)
+            case ast.Assign():
+                found |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+    return found
+
+
+def lazy(module: str) -> set[str]:
+    """Names a module's `__getattr__` answers, as far as it compares them with a literal."""
+    function = next((n for n in tree(module).body if isinstance(n, ast.FunctionDef) and n.name == "__getattr__"), None)
+    constants = [node.value for node in ast.walk(function) if isinstance(node, ast.Constant)] if function else []
+    return {value for value in constants if isinstance(value, str)}
