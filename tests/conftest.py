@@ -6,6 +6,7 @@ and whichever process is free takes the next one.
 """
 
 import re
+import signal
 from functools import cache
 from pathlib import Path
 
@@ -62,6 +63,12 @@ class FailuresAtOnce:
             terminal.line(f"\nFAILED at {report.when}: {report.nodeid}\n{report.longreprtext}")
 
 
+def stop_on_sigterm(*_: object) -> None:
+    """Ends like Ctrl-C, which stops the servers that fixtures started."""
+    pytest.exit("SIGTERM", returncode=128 + signal.SIGTERM)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    signal.signal(signal.SIGTERM, stop_on_sigterm)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))

@@ -1,10 +1,10 @@
 """What a request must be before it may reach a scheduler, with speculation and without.
 
 SGLang 0.5.23 takes some requests that end the scheduler, and with it every other client's answer: token ids and numbers
-of log-probabilities are looked up unchecked, some numbers do not fit the tensors they are put into. Others it answers
-from a distribution that is not a number. Here they are refused by name, in the process that tokenizes; what is raised,
-the server answers with status 400. The list is what `tests/server/test_requests_bad.py` sends; docs/troubleshooting.md
-says which ones SGLang alone can mend.
+of log-probabilities are looked up unchecked, some numbers do not fit the tensors they are put into, and `n` answers not
+the machine. Others it answers from a distribution that is not a number. Here they are refused by name, in the process
+that tokenizes; what is raised, the server answers with status 400. The list is what
+`tests/server/test_requests_bad.py` sends; docs/troubleshooting.md says which ones SGLang alone can mend.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sglang_dflash.host.names import HOOKS, SECTIONS
 MOST_TOP_K = 2**31 - 1  # SGLang keeps it as int32
 MOST = 1e30  # far from fp32's largest, 3.4e38: a biased logit stays finite, a masked one divided by it is no NaN
 LEAST_REPETITION = 1e-30  # logits are divided by it
+MOST_ANSWERS = 2**16  # to one request, which SGLang makes that many requests of before the first is served
 
 
 def hook_tokenizer() -> None:
@@ -34,8 +35,23 @@ def hook_tokenizer() -> None:
     """
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
-        {HOOKS["prompt"]: (check_prompt, HookType.AROUND), HOOKS["tokenized"]: (check_parameters, HookType.AFTER)}
+        {
+            HOOKS["answers"]: (check_answers, HookType.AFTER),
+            HOOKS["prompt"]: (check_prompt, HookType.AROUND),
+            HOOKS["tokenized"]: (check_parameters, HookType.AFTER),
+        }
     )
+
+
+def check_answers(_: None, request: GenerateReqInput) -> None:
+    """AFTER `GenerateReqInput._handle_parallel_sampling`, and before its prompts are repeated.
+
+    Raises:
+        ValueError: it asks for answers without end.
+    """
+    n, n_prompts = request.parallel_sample_num, request.batch_size
+    if n > 1 and n * n_prompts > MOST_ANSWERS:
+        raise ValueError(f"n is {n}, of {n_prompts} prompts; ask for at most {MOST_ANSWERS} answers at once")
 
 
 def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:

@@ -11,7 +11,17 @@ import httpx
 import pytest
 
 from sglang_dflash.bench.server import Server
-from tests.server.lib.bad_requests import GREEDY, KINDS, NO_PARAMETER, NO_PROMPT, NO_TOKEN, OUTLIVED, PROMPT, Bad
+from tests.server.lib.bad_requests import (
+    GREEDY,
+    KINDS,
+    NO_PARAMETER,
+    NO_PROMPT,
+    NO_TOKEN,
+    OUTLIVED,
+    PROMPT,
+    TOO_MANY,
+    Bad,
+)
 from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 8
@@ -48,7 +58,7 @@ def test_prompts_that_would_end_a_server_are_refused_by_name(ours: Server, off: 
         assert any(reason in text for reason in (no_prompt if kind in NO_PROMPT else ("its vocabulary, 0..1023",)))
 
 
-@pytest.mark.parametrize("kind", NO_PARAMETER)
+@pytest.mark.parametrize("kind", [*NO_PARAMETER, *TOO_MANY])
 def test_parameters_that_would_end_a_server_are_refused_by_name(ours: Server, off: Server, kind: str) -> None:
     for server in (ours, off):
         status, text = answer_to(server, KINDS[kind])
@@ -77,7 +87,7 @@ def test_several_processes_that_tokenize_refuse_too(server: Callable, off: Serve
         flags=[*VARIANTS["hybrid"].flags, "--tokenizer-worker-num", "2"],
         env={"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"},  # on few cores SGLang takes long to import
     )
-    for kind in (*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER):
+    for kind in (*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER, *TOO_MANY):
         assert answer_to(ours, KINDS[kind]) == answer_to(off, KINDS[kind])
     answer = ours.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS)
     assert answer.token_ids == off.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids

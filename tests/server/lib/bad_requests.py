@@ -151,6 +151,13 @@ NO_PARAMETER = {
     "return_hidden_states-list": fields(input_ids=PROMPT, return_hidden_states=[]),
     "positional_embed_overrides": fields(input_ids=PROMPT, positional_embed_overrides={"a": 1}),
 }
+# They take the memory of whatever runs on the machine, so SGLang is not shown to end with them.
+TOO_MANY = {
+    "n-past-memory": sampling(n=2**31),
+    "n-of-several-prompts": Bad("/generate", {"input_ids": [PROMPT] * 64, "sampling_params": GREEDY | {"n": 1025}}),
+    "chat-n-past-memory": chat(n=2**40),
+    "completion-n-past-memory": completion(n=2**16 + 1),
+}
 # SGLang outlives these on a CPU: it answers an empty prompt that is read beside another, draws from NaN (token 0), and
 # looks stop ids up only where a neighbour has min_new_tokens. The OpenAI door refuses an empty string by itself.
 OUTLIVED = {
@@ -162,4 +169,4 @@ OUTLIVED = {
     "repetition_penalty-of-no-size",
     "stop_token_ids-past-vocabulary",
 }
-KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN, **NO_PARAMETER}
+KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN, **NO_PARAMETER, **TOO_MANY}

@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, T
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.host.admission import check_parameters, check_prompt
+from sglang_dflash.host.admission import MOST_ANSWERS, check_answers, check_parameters, check_prompt
 
 V = 100
 MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=V))
@@ -139,3 +139,22 @@ def test_what_a_scheduler_survives_passes(made_: Any) -> None:
 def test_what_ends_a_scheduler_is_named(made_: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check_parameters(made_, MANAGER, "the request")
+
+
+@pytest.mark.parametrize(
+    ("n", "n_prompts"), [(1, 1), (1, MOST_ANSWERS + 1), (MOST_ANSWERS, 1), (MOST_ANSWERS // 4, 4), (-5, 1)]
+)
+def test_many_answers_pass(n: int, n_prompts: int) -> None:
+    request = GenerateReqInput(input_ids=[[5]] * n_prompts, sampling_params={"n": n})
+    request._determine_batch_size()
+    request._handle_parallel_sampling()
+    check_answers(None, request)
+
+
+@pytest.mark.parametrize(("n", "n_prompts"), [(MOST_ANSWERS + 1, 1), (2**70, 1), (MOST_ANSWERS // 4 + 1, 4)])
+def test_answers_past_memory_are_refused(n: int, n_prompts: int) -> None:
+    request = GenerateReqInput(input_ids=[[5]] * n_prompts, sampling_params={"n": n})
+    request._determine_batch_size()
+    request._handle_parallel_sampling()
+    with pytest.raises(ValueError, match=f"n is {n}, of {n_prompts} prompts; ask for at most 65536 answers at once"):
+        check_answers(None, request)
