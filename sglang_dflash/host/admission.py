@@ -36,19 +36,21 @@ def hook_tokenizer() -> None:
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
         {
-            HOOKS["answers"]: (check_answers, HookType.AFTER),
+            HOOKS["asked"]: (check_asked, HookType.AFTER),
             HOOKS["prompt"]: (check_prompt, HookType.AROUND),
             HOOKS["tokenized"]: (check_parameters, HookType.AFTER),
         }
     )
 
 
-def check_answers(_: None, request: GenerateReqInput) -> None:
-    """AFTER `GenerateReqInput._handle_parallel_sampling`, and before its prompts are repeated.
+def check_asked(_: None, request: GenerateReqInput) -> None:
+    """AFTER `GenerateReqInput._handle_parallel_sampling`: as the client sent it, before its prompts are repeated.
 
     Raises:
-        ValueError: it asks for answers without end.
+        ValueError: it asks for answers without end, or has what SGLang finds out itself.
     """
+    if request.lora_id is not None:
+        raise ValueError("lora_id is SGLang's own and no client's; leave it out, and name an adapter in lora_path")
     n, n_prompts = request.parallel_sample_num, request.batch_size
     if n > 1 and n * n_prompts > MOST_ANSWERS:
         raise ValueError(f"n is {n}, of {n_prompts} prompts; ask for at most {MOST_ANSWERS} answers at once")
@@ -58,10 +60,13 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
     """AROUND `TokenizerManager._validate_one_request`. Ids are a client's; those of a text are the tokenizer's own.
 
     Raises:
-        ValueError: the prompt has no tokens, or one that is none of the model's.
+        ValueError: the prompt has no tokens, or one that is none of the model's; or see `check_labels`.
     """
     stock(manager, request, input_ids)
-    if not isinstance(request, GenerateReqInput) or input_ids is None or request.input_embeds is not None:
+    if not isinstance(request, GenerateReqInput):
+        return
+    check_labels(request, manager)
+    if input_ids is None or request.input_embeds is not None:
         return
     if not len(input_ids):
         # A session's history may be all of a turn's prompt; the scheduler refuses one that is empty with it.
@@ -70,6 +75,20 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
         return
     if request.input_ids is not None:
         require_tokens("input_ids", input_ids, manager.model_config.vocab_size)
+
+
+def check_labels(request: GenerateReqInput, manager: Any) -> None:
+    """
+    Raises:
+        ValueError: it is to be counted by what the server has no metrics of.
+    """
+    if manager.enable_metrics and request.custom_labels:
+        unknown = set(request.custom_labels) - set(manager.metrics_collector.labels)
+        if unknown:
+            raise ValueError(
+                f"custom_labels has {', '.join(sorted(unknown))}, by which this server does not count; "
+                "leave it out, or name it in --tokenizer-metrics-allowed-custom-labels"
+            )
 
 
 def check_parameters(made: Any, manager: Any, *_: Any) -> Any:

@@ -14,6 +14,7 @@ from sglang_dflash.bench.server import Server
 from tests.server.lib.bad_requests import (
     GREEDY,
     KINDS,
+    NO_LABEL,
     NO_PARAMETER,
     NO_PROMPT,
     NO_TOKEN,
@@ -22,7 +23,7 @@ from tests.server.lib.bad_requests import (
     TOO_MANY,
     Bad,
 )
-from tests.server.lib.variants import VARIANTS
+from tests.server.lib.variants import METRICS, VARIANTS
 
 MAX_NEW_TOKENS = 8
 # What differs between two answers of one server: the time at which a grammar failed to compile.
@@ -66,14 +67,24 @@ def test_parameters_that_would_end_a_server_are_refused_by_name(ours: Server, of
         assert re.search(r"; (send|ask for|leave it)", text), text
 
 
+def test_labels_that_would_end_a_server_are_refused_by_name(ours: Server) -> None:
+    status, text = answer_to(ours, NO_LABEL["custom_labels-unknown"])
+    assert status == 400
+    assert "custom_labels has team, by which this server does not count" in text
+    assert ours.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("kind", [kind for kind in (*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER) if kind not in OUTLIVED])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in (*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER, *NO_LABEL) if kind not in OUTLIVED]
+)
 def test_without_the_plugin_the_server_ends(server: Callable, pool: Any, kind: str) -> None:
     """What is refused has to be: SGLang's own worker, and nothing of ours in its processes."""
-    stock = server("stock")
+    stock = server("stock", flags=METRICS)
+    bad = (KINDS | NO_LABEL)[kind]
     with contextlib.suppress(httpx.TransportError):
-        httpx.post(f"{stock.url}{KINDS[kind].path}", timeout=30, **KINDS[kind].content)
-    ends = time.monotonic() + 30
+        httpx.post(f"{stock.url}{bad.path}", timeout=30, **bad.content)
+    ends = time.monotonic() + 120  # SGLang waits a minute for what a GPU would leave behind
     while stock.running and time.monotonic() < ends:
         time.sleep(0.2)
     assert not stock.running

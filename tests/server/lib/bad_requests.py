@@ -149,8 +149,11 @@ NO_PARAMETER = {
     "completion-logprobs-past-vocabulary": completion(logprobs=10**6),
     "logprob_start_len-minus-two": fields(input_ids=PROMPT, return_logprob=True, logprob_start_len=-2),
     "return_hidden_states-list": fields(input_ids=PROMPT, return_hidden_states=[]),
+    "lora_id-list": fields(input_ids=PROMPT, lora_id=[]),
     "positional_embed_overrides": fields(input_ids=PROMPT, positional_embed_overrides={"a": 1}),
 }
+# It ends a server that has metrics, and only there it is refused.
+NO_LABEL = {"custom_labels-unknown": fields(input_ids=PROMPT, custom_labels={"team": "a"})}
 # They take the memory of whatever runs on the machine, so SGLang is not shown to end with them.
 TOO_MANY = {
     "n-past-memory": sampling(n=2**31),

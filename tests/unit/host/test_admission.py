@@ -11,10 +11,14 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput, T
 from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_dflash.host.admission import MOST_ANSWERS, check_answers, check_parameters, check_prompt
+from sglang_dflash.host.admission import MOST_ANSWERS, check_asked, check_parameters, check_prompt
 
 V = 100
-MANAGER = SimpleNamespace(model_config=SimpleNamespace(vocab_size=V))
+MANAGER = SimpleNamespace(
+    model_config=SimpleNamespace(vocab_size=V),
+    enable_metrics=True,
+    metrics_collector=SimpleNamespace(labels={"model_name": "tiny", "tenant": ""}),
+)
 
 
 def check(request: Any, input_ids: list[int] | None) -> list[Any]:
@@ -148,7 +152,7 @@ def test_many_answers_pass(n: int, n_prompts: int) -> None:
     request = GenerateReqInput(input_ids=[[5]] * n_prompts, sampling_params={"n": n})
     request._determine_batch_size()
     request._handle_parallel_sampling()
-    check_answers(None, request)
+    check_asked(None, request)
 
 
 @pytest.mark.parametrize(("n", "n_prompts"), [(MOST_ANSWERS + 1, 1), (2**70, 1), (MOST_ANSWERS // 4 + 1, 4)])
@@ -157,4 +161,21 @@ def test_answers_past_memory_are_refused(n: int, n_prompts: int) -> None:
     request._determine_batch_size()
     request._handle_parallel_sampling()
     with pytest.raises(ValueError, match=f"n is {n}, of {n_prompts} prompts; ask for at most 65536 answers at once"):
-        check_answers(None, request)
+        check_asked(None, request)
+
+
+def test_an_adapter_s_id_is_no_client_s() -> None:
+    request = GenerateReqInput(input_ids=[5], lora_path="adapter", lora_id=[])
+    request._determine_batch_size()
+    request._handle_parallel_sampling()
+    with pytest.raises(ValueError, match="lora_id is SGLang's own and no client's"):
+        check_asked(None, request)
+
+
+def test_labels_that_a_server_does_not_count_by_are_refused() -> None:
+    request = GenerateReqInput(text="words", custom_labels={"tenant": "a", "team": "b", "app": "c"})
+    with pytest.raises(ValueError, match="custom_labels has app, team, by which this server does not count; leave"):
+        check(request, [5])
+    assert check(GenerateReqInput(text="words", custom_labels={"tenant": "a"}), [5])
+    without_metrics = SimpleNamespace(**(vars(MANAGER) | {"enable_metrics": False, "metrics_collector": None}))
+    check_prompt(lambda *_: None, without_metrics, request, [5])
