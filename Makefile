@@ -4,7 +4,7 @@
 #   make demo         serve the tiny pair on port 30000 and show it at work; ONCE=1 leaves when it has been shown
 #   make test         everything except the `full` battery
 #   make test-full    the `full` battery too
-#   make soak         the long-running battery alone
+#   make soak         the long-running battery
 #   make test-vllm    what vLLM makes of our drafts; installs its CPU build, about 6 GB, into .run/vllm
 #   make lint         ruff and mypy
 #   make clean        remove .venv and what runs left behind
@@ -51,7 +51,7 @@ test: $(READY)
 	@$(call pytest,-m "not full")
 
 test-full: $(READY)
-	@$(call pytest,)
+	@$(call pytest,-m "not soak")
 
 pytest = status=0; \
 	$(RUN) -m pytest -n 2 $(1) tests/kernels || status=1; \

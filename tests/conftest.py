@@ -5,17 +5,20 @@ of the rest; but its default variant's server is shared. Modules that are `full`
 and whichever process is free takes the next one.
 """
 
+import os
 import re
 import signal
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F401  (fixtures of many tests)
 
 ROOT = Path(__file__).parent.parent
+RUN = "TESTS_OF_PROCESS"  # in the environment of all that a run starts
 
 
 def uses_servers(nodeid: str) -> bool:
@@ -64,11 +67,26 @@ class FailuresAtOnce:
 
 
 def stop_on_sigterm(*_: object) -> None:
-    """Ends like Ctrl-C, which stops the servers that fixtures started."""
     pytest.exit("SIGTERM", returncode=128 + signal.SIGTERM)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    signal.signal(signal.SIGTERM, stop_on_sigterm)
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
+        os.environ[RUN] = str(os.getpid())
+        signal.signal(signal.SIGTERM, stop_on_sigterm)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Whatever a run that is cut off leaves behind ends with it: xdist ends its workers without their fixtures."""
+    if not hasattr(config, "workerinput"):
+        for process in psutil.process_iter():
+            if process.pid != os.getpid() and run_of(process) == str(os.getpid()):
+                process.kill()
+
+
+def run_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(RUN)
+    except psutil.Error:  # it has just ended, or is another user's
+        return None

@@ -53,29 +53,28 @@ class Outcome(NamedTuple):
 
 # -- what is drawn -------------------------------------------------------------------------------------------------
 
-odd = st.sampled_from(
-    [
-        None,
-        True,
-        -1,
-        0,
-        1.5,
-        2**31,
-        2**40,
-        2**63,
-        2**70,
-        -(2**63),
-        1e308,
-        -1e308,
-        1e-320,
-        "",
-        "many",
-        [],
-        [[]],
-        {},
-        [-1],
-    ]
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    2**31,
+    2**40,
+    2**63,
+    2**70,
+    -(2**63),
+    1e308,
+    -1e308,
+    1e-320,
+    "",
+    "many",
+    [],
+    [[]],
+    {},
+    [-1],
 )
+odd = st.sampled_from(ODD)
 token = st.integers(1, 1023)  # 0 is the padding, whose row is zeros: all logits would tie
 short = st.lists(token, min_size=1, max_size=40)
 words = st.one_of(

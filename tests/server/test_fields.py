@@ -1,0 +1,95 @@
+"""Every field of a request with values that none should have: the server lives, and its next answer is as before.
+
+The fuzzer puts odd values beside one another; here no field is forgotten, as the lists of them are SGLang's own.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import httpx
+import pytest
+
+from sglang_dflash.bench.server import Server
+from tests.server.lib.bad_requests import GREEDY, PROMPT, Bad, chat, completion, fields, sampling
+from tests.server.lib.fuzz import ODD
+
+pytestmark = pytest.mark.full
+
+JSON = {"Content-Type": "application/json"}
+
+# Of shapes that the fuzzer has no use for.
+SHAPES = (
+    1,
+    2,
+    float("nan"),
+    [0.5],
+    [5, 6],
+    ["a"],
+    [None],
+    [True],
+    [[1, 2]],
+    {"a": 1},
+    {"a": "b"},
+    {"id": "a"},
+    {"1": 1.0},
+)
+
+
+class Door(NamedTuple):
+    """Where a request comes in, the fields it may have there, and the request with some of them."""
+
+    names: Callable[[], list[str]]
+    request: Callable[..., Bad]
+
+
+def generate_names() -> list[str]:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    return [field.name for field in dataclasses.fields(GenerateReqInput) if field.name != "sampling_params"]
+
+
+def sampling_names() -> list[str]:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    return list(SamplingParams.__struct_fields__)
+
+
+def chat_names() -> list[str]:
+    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+
+    return list(ChatCompletionRequest.model_fields)
+
+
+def completion_names() -> list[str]:
+    from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+
+    return list(CompletionRequest.model_fields)
+
+
+DOORS = {
+    "generate": Door(generate_names, lambda **given: fields(**({"input_ids": PROMPT} | given))),
+    "sampling": Door(sampling_names, sampling),
+    "chat": Door(chat_names, chat),
+    "completion": Door(completion_names, completion),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_field_ends_a_server(ours: Server, door: str) -> None:
+    before = ours.generate(PROMPT, **GREEDY).token_ids
+    with httpx.Client(timeout=60, trust_env=False) as client:
+        for name in DOORS[door].names():
+            for value in (*ODD, *SHAPES):
+                bad = DOORS[door].request(**{name: value})
+                try:
+                    client.post(f"{ours.url}{bad.path}", content=json.dumps(bad.body), headers=JSON)
+                except httpx.TransportError as error:
+                    pytest.fail(f"{name} of {door}: {value!r}, or a value before it: {error}")
+            assert ours.generate(PROMPT, **GREEDY).token_ids == before, name
+
+
+def test_values_are_odd_and_fields_many() -> None:
+    assert [len(door.names()) > 25 for door in DOORS.values()] == [True] * len(DOORS)
+    assert len({repr(value) for value in (*ODD, *SHAPES)}) == len(ODD) + len(SHAPES)
