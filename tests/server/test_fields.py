@@ -79,15 +79,14 @@ DOORS = {
 @pytest.mark.parametrize("door", DOORS)
 def test_no_field_ends_a_server(ours: Server, door: str) -> None:
     before = ours.generate(PROMPT, **GREEDY).token_ids
-    with httpx.Client(timeout=60, trust_env=False) as client:
-        for name in DOORS[door].names():
-            for value in (*ODD, *SHAPES):
-                bad = DOORS[door].request(**{name: value})
-                try:
-                    client.post(f"{ours.url}{bad.path}", content=json.dumps(bad.body), headers=JSON)
-                except httpx.TransportError as error:
-                    pytest.fail(f"{name} of {door}: {value!r}, or a value before it: {error}")
-            assert ours.generate(PROMPT, **GREEDY).token_ids == before, name
+    for name in DOORS[door].names():
+        for value in (*ODD, *SHAPES):
+            bad = DOORS[door].request(**{name: value})
+            try:  # a connection of its own: after status 500 the server closes it
+                httpx.post(f"{ours.url}{bad.path}", content=json.dumps(bad.body), headers=JSON, timeout=60)
+            except httpx.TransportError as error:
+                pytest.fail(f"{name} of {door}: {value!r}, or a value before it: {error}")
+        assert ours.generate(PROMPT, **GREEDY).token_ids == before, name
 
 
 def test_values_are_odd_and_fields_many() -> None:
