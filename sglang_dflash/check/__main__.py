@@ -13,9 +13,7 @@ from sglang_dflash.check.findings import Finding, installation
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
-    """`check.launch` in a process of its own; one that ends without an answer is a finding too. No flags: not asked."""
-    if not argv:
-        return []
+    """`check.launch` in a process of its own; one that ends without an answer is a finding too."""
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -27,10 +25,11 @@ def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
 def check(argv: Sequence[str], *, as_json: bool) -> int:
     """Print each part of the report as soon as it is known."""
     findings: list[Finding] = []
-    for part in (installation, lambda: asked_of_sglang(argv)):
+    parts = [installation, *([lambda: asked_of_sglang(argv)] if argv else [])]  # without flags SGLang is not asked
+    for part in parts:
         found = part()
         findings += found
-        if not as_json and found:
+        if not as_json:
             print(*found, sep="\n", flush=True)
     ok = all(finding.ok for finding in findings)
     if as_json:

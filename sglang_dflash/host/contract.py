@@ -1,7 +1,7 @@
 """The host contract: is the SGLang that is running the one this package was written for?
 
-`require` compares it with the table in `sglang-0.5.23.txt` and stops at the first difference. The same table is checked
-against SGLang's source by `tests/host`, without importing it.
+`require` compares it with the table in `sglang-0.5.23.txt` and stops at the first difference. `source.py` compares
+the same table with SGLang's source, without importing it.
 """
 
 import importlib

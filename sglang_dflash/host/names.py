@@ -1,7 +1,7 @@
 """The host contract's data: every SGLang name this package hooks, overrides or calls, read from a text file.
 
 `sglang-0.5.23.txt` says what it holds and how to add a line; `contract.py` compares it with the SGLang that is running,
-`tests/host` with SGLang's source.
+`source.py` with SGLang's source.
 """
 
 from collections.abc import Iterator

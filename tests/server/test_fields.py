@@ -17,8 +17,6 @@ from tests.server.lib.fuzz import ODD
 
 pytestmark = pytest.mark.full
 
-JSON = {"Content-Type": "application/json"}
-
 # Of shapes that the fuzzer has no use for.
 SHAPES = (
     1,
@@ -82,8 +80,9 @@ def test_no_field_ends_a_server(ours: Server, door: str) -> None:
     for name in DOORS[door].names():
         for value in (*ODD, *SHAPES):
             bad = DOORS[door].request(**{name: value})
+            sent = bad._replace(body=json.dumps(bad.body).encode())  # httpx's own `json` refuses NaN
             try:  # a connection of its own: after status 500 the server closes it
-                httpx.post(f"{ours.url}{bad.path}", content=json.dumps(bad.body), headers=JSON, timeout=60)
+                httpx.post(f"{ours.url}{sent.path}", timeout=60, **sent.content)
             except httpx.TransportError as error:
                 pytest.fail(f"{name} of {door}: {value!r}, or a value before it: {error}")
         assert ours.generate(PROMPT, **GREEDY).token_ids == before, name

@@ -145,29 +145,31 @@ def test_what_ends_a_scheduler_is_named(made_: Any, sentence: str) -> None:
         check_parameters(made_, MANAGER, "the request")
 
 
+def asked(**fields: Any) -> GenerateReqInput:
+    """As SGLang has it when `check_asked` sees it."""
+    request = GenerateReqInput(**fields)
+    request._determine_batch_size()
+    request._handle_parallel_sampling()
+    return request
+
+
 @pytest.mark.parametrize(
     ("n", "n_prompts"), [(1, 1), (1, MOST_ANSWERS + 1), (MOST_ANSWERS, 1), (MOST_ANSWERS // 4, 4), (-5, 1)]
 )
 def test_many_answers_pass(n: int, n_prompts: int) -> None:
-    request = GenerateReqInput(input_ids=[[5]] * n_prompts, sampling_params={"n": n})
-    request._determine_batch_size()
-    request._handle_parallel_sampling()
+    request = asked(input_ids=[[5]] * n_prompts, sampling_params={"n": n})
     check_asked(None, request)
 
 
 @pytest.mark.parametrize(("n", "n_prompts"), [(MOST_ANSWERS + 1, 1), (2**70, 1), (MOST_ANSWERS // 4 + 1, 4)])
 def test_answers_past_memory_are_refused(n: int, n_prompts: int) -> None:
-    request = GenerateReqInput(input_ids=[[5]] * n_prompts, sampling_params={"n": n})
-    request._determine_batch_size()
-    request._handle_parallel_sampling()
+    request = asked(input_ids=[[5]] * n_prompts, sampling_params={"n": n})
     with pytest.raises(ValueError, match=f"n is {n}, of {n_prompts} prompts; ask for at most 65536 answers at once"):
         check_asked(None, request)
 
 
 def test_an_adapter_s_id_is_no_client_s() -> None:
-    request = GenerateReqInput(input_ids=[5], lora_path="adapter", lora_id=[])
-    request._determine_batch_size()
-    request._handle_parallel_sampling()
+    request = asked(input_ids=[5], lora_path="adapter", lora_id=[])
     with pytest.raises(ValueError, match="lora_id is SGLang's own and no client's"):
         check_asked(None, request)
 
