@@ -7,8 +7,8 @@
         assert [a.token_ids for a in answers] == [reference(p, 64) for p in prompts]
 
 A server takes a minute or more to start on two cores, so tests that share one should stand in one module: only the
-`MAX_LIVE` servers used last stay up. All run with SGLang's strict memory check: a slot that is lost while requests run,
-or that is missing once none does, ends the scheduler.
+servers used last stay up, as many as memory has room for. All run with SGLang's strict memory check: a slot that is
+lost while requests run, or that is missing once none does, ends the scheduler.
 """
 
 import time
@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from launch import parameters, tiny
@@ -29,7 +30,8 @@ from sglang_dflash.bench.server import Server
 from tests.server.lib.variants import VARIANTS
 
 FIRST_PORT = 31300
-MAX_LIVE = 4  # about 2.5 GiB each, in each of two processes
+MAX_LIVE, MIN_LIVE = 4, 3  # 2.3 GiB each, two ranks 3, in each of two processes; a test may use all three arms
+ROOM = 6 * 2**30  # bytes that a start wants: two ranks, and as many that the other process starts meanwhile
 # Steps are compared with the plain-torch draft's, which verifies whole blocks and copies nothing.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -117,7 +119,7 @@ class ServerPool:
             list(threads.map(self._drop, tuple(self.live)))
 
     def _start(self, key: Key) -> Server:
-        while len(self.live) >= MAX_LIVE:
+        while len(self.live) >= MAX_LIVE or (len(self.live) >= MIN_LIVE and psutil.virtual_memory().available < ROOM):
             self._drop(next(iter(self.live)))
         server = Server(
             tiny.command(key.arm, key.pair, *tiny.FLAGS, *KIND_FLAGS.get(key.target, ()), *key.flags),

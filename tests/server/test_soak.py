@@ -1,18 +1,23 @@
 """The soak, in its short form on the suite's own server, and in the long one on four (`make soak`)."""
 
+import resource
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from sglang_dflash.bench.server import Server
 from tests.server.conftest import require_nothing_lost
 from tests.server.lib.soak import Entry, Report, Soak, complaints, write_book
+from tests.server.lib.talk import ask_and_never_read, stream
 from tests.server.lib.variants import RETRACT, VARIANTS
 from tests.server.test_lifecycle import TIGHT
 
 N_SHORT, N_LONG = 200, 2500
 SEED = 7
+N_UNREAD, N_READ = 9500, 32
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,35 @@ def test_long(server: Callable, book: list[Entry], flags: tuple[str, ...], env: 
     report = soaked(server(flags=flags, env=dict(env)), book, N_LONG)
     if flags is TIGHT:
         assert report.n_retractions > 0, "memory sufficed"
+
+
+@pytest.mark.full
+@pytest.mark.soak
+def test_thousands_of_streams_that_nobody_reads(ours: Server, book: list[Entry]) -> None:
+    """Those that are read come whole, while thousands wait, and when all of those hang up."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    read = [book[i % len(book)] for i in range(N_READ)]
+    with ThreadPoolExecutor(N_READ) as clients:
+        with ExitStack() as connections:
+
+            def ask(n: int) -> None:
+                for i in range(n):
+                    entry = book[i % len(book)]
+                    connections.enter_context(ask_and_never_read(ours, entry.prompt, max_new_tokens=16))
+
+            ask(N_UNREAD // 10)
+            answers = [clients.submit(last, ours, entry) for entry in read]
+            ask(N_UNREAD - N_UNREAD // 10)
+            assert ours.load()["num_waiting_reqs"] > N_UNREAD // 2
+            assert [answer.result() for answer in answers[: N_READ // 2]] == [e.token_ids for e in read[: N_READ // 2]]
+        assert [answer.result() for answer in answers] == [entry.token_ids for entry in read]
+    require_nothing_lost(ours)
+
+
+def last(server: Server, entry: Entry) -> list[int]:
+    *_, whole = stream(server, entry.prompt, **entry.options)
+    return whole.token_ids
 
 
 def test_the_soak_sees_a_wrong_token_and_a_leak() -> None:

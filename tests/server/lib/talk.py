@@ -1,6 +1,7 @@
 """What the batteries say to a server beyond one plain completion: conversations, streams, aborts, and its counters."""
 
 import json
+import socket
 from collections.abc import Iterator, Sequence
 from functools import cache
 from random import Random
@@ -10,6 +11,7 @@ import httpx
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from launch.tiny import DENSE, HYBRID
+from sglang_dflash.bench.ports import HOST
 from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.train.corpus import draw
 
@@ -62,3 +64,12 @@ def stream(
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
                 yield Generation(chunk["output_ids"], chunk["text"], chunk["meta_info"])
+
+
+def ask_and_never_read(server: Server, prompt: Sequence[int], **sampling: Any) -> socket.socket:
+    """A stream that nobody reads: it ends in the kernel's buffers, or with the connection."""
+    body = json.dumps({"input_ids": list(prompt), "stream": True, "sampling_params": {"temperature": 0} | sampling})
+    head = f"POST /generate HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+    connection = socket.create_connection((HOST, server.port), timeout=TIMEOUT_S)
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+    return connection
