@@ -81,11 +81,17 @@ def test_most_requests_are_answered_and_many_are_refused(off: Server) -> None:
 
 
 def test_a_difference_is_seen(off: Server) -> None:
-    greedy = Request("/generate", {"input_ids": [5], "sampling_params": {"temperature": 0, "max_new_tokens": 4}})
+    asked = {"temperature": 0, "max_new_tokens": 4}
+    greedy = Request("/generate", {"input_ids": [5], "sampling_params": asked, "return_logprob": True})
     right = send(off, greedy)
-    ((tokens, end, _),) = right.answers
+    ((tokens, end, scores),) = right.answers
     assert difference(greedy, right, right) == ""
     assert "with it" in difference(greedy, right, right._replace(answers=[([*tokens[:-1], 7], end, [])]))
     assert "status 200 without speculation, 400 with it" in difference(greedy, right, right._replace(status=400))
+    scored = right._replace(answers=[(tokens, end, [score - 0.1 for score in scores])])
+    assert "log-probabilities" in difference(greedy, right, scored)
+    first = greedy._replace(body=greedy.body | {"sampling_params": asked | {"temperature": 0.7, "top_k": 1}})
+    assert difference(first, right, scored) == ""
+    assert "with it" in difference(first, right, right._replace(answers=[([*tokens[:-1], 7], end, scores)]))
     drawn = Request("/generate", {"input_ids": [5], "sampling_params": {"temperature": 1.5}})
     assert difference(drawn, right, right._replace(answers=[([7], end, [])])) == ""
