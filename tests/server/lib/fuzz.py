@@ -35,17 +35,25 @@ class Request(NamedTuple):
     body: dict[str, Any]
 
     @property
-    def is_greedy(self) -> bool:
-        asked = self.body.get("sampling_params", self.body)
-        if not isinstance(asked, dict):
-            return False
-        # At 1e9 all probabilities are the same number, and the first of them depends on who shares the batch.
-        return asked.get("temperature") == 0 or (asked.get("top_k") == 1 and asked.get("temperature") in TEMPERATURES)
+    def asked(self) -> Any:
+        """Its sampling parameters: a mapping, but where what was drawn is odd."""
+        return self.body.get("sampling_params", self.body)
 
     @property
-    def has_scores_of_its_own(self) -> bool:
-        """SGLang divides the logits it scores by the temperature only where a neighbour's token is drawn."""
-        return self.is_greedy and self.body.get("sampling_params", self.body)["temperature"] == 0
+    def is_greedy(self) -> bool:
+        if not isinstance(self.asked, dict):
+            return False
+        temperature = self.asked.get("temperature")
+        # At 1e9 all probabilities are the same number, and the first of them depends on who shares the batch.
+        return temperature == 0 or (self.asked.get("top_k") == 1 and temperature in TEMPERATURES)
+
+    @property
+    def has_its_own_scores(self) -> bool:
+        """Whether neighbours change no log-probability.
+
+        SGLang divides logits by the temperature, 1 where 0 was asked, only if some token of the batch is drawn.
+        """
+        return self.is_greedy and self.asked["temperature"] == 0
 
 
 class Outcome(NamedTuple):
@@ -259,7 +267,7 @@ def difference(request: Request, off: Outcome, ours: Outcome) -> str:
         if len(scores) != len(our_scores):
             return f"{len(scores)} log-probabilities without speculation, {len(our_scores)} with it"
         pairs = zip(scores, our_scores, strict=True)
-        if request.has_scores_of_its_own and any(abs(a - b) > CONTEXT_ATOL for a, b in pairs if a != b):
+        if request.has_its_own_scores and any(abs(a - b) > CONTEXT_ATOL for a, b in pairs if a != b):
             return f"log-probabilities {scores} without speculation, {our_scores} with it"
     return ""
 
