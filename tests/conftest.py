@@ -66,15 +66,12 @@ class FailuresAtOnce:
             terminal.line(f"\nFAILED at {report.when}: {report.nodeid}\n{report.longreprtext}")
 
 
-def stop_on_sigterm(*_: object) -> None:
-    pytest.exit("SIGTERM", returncode=128 + signal.SIGTERM)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
         os.environ[RUN] = str(os.getpid())
-        signal.signal(signal.SIGTERM, stop_on_sigterm)
+        # KeyboardInterrupt: Hypothesis takes every other exception, pytest's own Exit too, for an example that fails
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
