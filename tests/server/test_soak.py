@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import cycle, islice
 
 import pytest
 
@@ -64,17 +65,14 @@ def test_thousands_of_streams_that_nobody_reads(ours: Server, book: list[Entry])
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     read = book[:N_READ]
+    prompts = cycle(entry.prompt for entry in book)
     with ThreadPoolExecutor(N_READ) as clients:
-        with ExitStack() as connections:
-
-            def ask(n: int) -> None:
-                for i in range(n):
-                    entry = book[i % len(book)]
-                    connections.enter_context(ask_and_never_read(ours, entry.prompt, max_new_tokens=16))
-
-            ask(N_UNREAD // 10)
+        with ExitStack() as unread:
+            for prompt in islice(prompts, N_UNREAD // 10):
+                unread.enter_context(ask_and_never_read(ours, prompt, max_new_tokens=16))
             answers = [clients.submit(last, ours, entry) for entry in read]
-            ask(N_UNREAD - N_UNREAD // 10)
+            for prompt in islice(prompts, N_UNREAD - N_UNREAD // 10):
+                unread.enter_context(ask_and_never_read(ours, prompt, max_new_tokens=16))
             assert ours.load()["num_waiting_reqs"] > N_UNREAD // 2
             assert [answer.result() for answer in answers[: N_READ // 2]] == [e.token_ids for e in read[: N_READ // 2]]
         assert [answer.result() for answer in answers] == [entry.token_ids for entry in read]
