@@ -12,11 +12,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from launch.tiny import DENSE, HYBRID
 from sglang_dflash.bench.ports import HOST
-from sglang_dflash.bench.server import Generation, Server
+from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Generation, Server
 from sglang_dflash.train.corpus import draw
 
 Message = dict[str, str]
-TIMEOUT_S = 120.0
 
 
 @cache
@@ -49,7 +48,7 @@ def steps(answer: Generation) -> dict[int, int]:
 
 def post(server: Server, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
     """Whatever it answers: the caller looks at the status."""
-    return httpx.post(f"{server.url}{path}", json=body or {}, timeout=TIMEOUT_S)
+    return httpx.post(f"{server.url}{path}", json=body or {}, timeout=REQUEST_TIMEOUT_S)
 
 
 def stream(
@@ -59,7 +58,7 @@ def stream(
     body = {"input_ids": list(prompt), "stream": True, "sampling_params": {"temperature": 0} | sampling} | (
         fields or {}
     )
-    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=TIMEOUT_S) as response:
+    with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
@@ -70,6 +69,6 @@ def ask_and_never_read(server: Server, prompt: Sequence[int], **sampling: Any) -
     """A stream that nobody reads: it ends in the kernel's buffers, or with the connection."""
     body = json.dumps({"input_ids": list(prompt), "stream": True, "sampling_params": {"temperature": 0} | sampling})
     head = f"POST /generate HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-    connection = socket.create_connection((HOST, server.port), timeout=TIMEOUT_S)
+    connection = socket.create_connection((HOST, server.port), timeout=REQUEST_TIMEOUT_S)
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     return connection
