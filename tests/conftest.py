@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
         os.environ[RUN] = str(os.getpid())
-        # KeyboardInterrupt: Hypothesis takes every other exception, pytest's own Exit too, for an example that fails
+        # KeyboardInterrupt: Hypothesis takes pytest's own Exit, and SystemExit too, for an example that fails
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
