@@ -70,16 +70,22 @@ class CandidateSelector(nn.Module):
         """As a draft's config says; None for a draft without."""
         return cls(config) if config.dflash_config.get("selector_rank") else None
 
-    def path(self, hidden_BDH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-        """The drafts behind the anchors, int64 [B, D]: in each slot the candidate that goes best behind the last."""
-        tokens_BDK, logits_BDK = best_candidates(hidden_BDH, ends, self.n_candidates)
-        logits_BDK *= self.multiplier
+    def path(self, hidden_TH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+        """Return the drafts after the anchors, int64 [B, D]: in each slot the candidate that follows the last one best.
+
+        Args:
+            hidden_TH: the last hidden states of the drafted slots, T = B x D rows, contiguous.
+            anchor_B: int64, the tokens in slot 0; may be strided.
+        """
+        tokens_TK, logits_TK = best_candidates(hidden_TH, ends, self.n_candidates)
+        logits_TK *= self.multiplier
         if self.cap is not None:
-            logits_BDK = self.cap * torch.tanh(logits_BDK / self.cap)
+            logits_TK = self.cap * torch.tanh(logits_TK / self.cap)
+        blocks = len(anchor_B), -1
         return self.walk(
-            tokens_BDK,
-            logits_BDK,
-            self.hidden_projection(hidden_BDH).contiguous(),
+            tokens_TK.unflatten(0, blocks),
+            logits_TK.unflatten(0, blocks),
+            self.hidden_projection(hidden_TH).unflatten(0, blocks),
             anchor_B.contiguous(),  # a column of the blocks, and kernels index flat memory
             predecessor_VR=self.predecessor_codebook,
             successor_VR=self.successor_codebook,

@@ -247,13 +247,7 @@ class DFlashDraftModel(nn.Module):
         for layer in self.layers:
             hidden_TH, residual_TH = layer(positions, hidden_TH, residual_TH, forward_batch)
         hidden_TH, _ = self.norm(hidden_TH, residual_TH)
-        tokens_BN = input_ids.view(forward_batch.batch_size, -1)
-        hidden_BDH = hidden_TH.view(*tokens_BN.shape, -1)[:, 1:]
-        if self.candidate_selector is None:
-            drafts_BD = likeliest(hidden_BDH, self.ends)
-        else:
-            drafts_BD = self.candidate_selector.path(hidden_BDH, tokens_BN[:, 0], self.ends)
-        tokens_BN = torch.cat([tokens_BN[:, :1], drafts_BD], dim=1)
+        tokens_BN = filled(hidden_TH, input_ids.view(forward_batch.batch_size, -1), self.candidate_selector, self.ends)
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=tokens_BN.view(-1))
 
     def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,6 +287,25 @@ class DFlashDraftModel(nn.Module):
             parameter = parameters[fused]
             loader_of(parameter)(parameter, tensor, *shard)
             self.loaded.add(name)
+
+
+def filled(
+    hidden_TH: torch.Tensor, tokens_BN: torch.Tensor, selector: CandidateSelector | None, ends: TargetEnds
+) -> torch.Tensor:
+    """Return the blocks with their drafts, int64 [B, N]: slot 0 stays the anchor.
+
+    Args:
+        hidden_TH: the draft's last hidden states, T = B x N rows.
+        tokens_BN: int64, the anchors and mask tokens.
+        selector: DFlash 2's; None: every slot gets its likeliest token.
+    """
+    (B, N), H = tokens_BN.shape, hidden_TH.shape[-1]
+    slots_TH = hidden_TH.view(B, N, H)[:, 1:].flatten(0, 1)  # a copy, so that the head is read once for all requests
+    if selector is None:
+        drafts_BD = likeliest(slots_TH, ends).view(B, N - 1)
+    else:
+        drafts_BD = selector.path(slots_TH, tokens_BN[:, 0], ends)
+    return torch.cat([tokens_BN[:, :1], drafts_BD], dim=1)
 
 
 EntryClass = DFlashDraftModel

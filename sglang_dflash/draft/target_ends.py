@@ -1,7 +1,7 @@
 """The target's two ends, its embedding and its head: found and checked once, lent to the draft.
 
-Dimensions: B requests, D drafts per block, H hidden, V vocabulary (this rank's shard of it), K candidates, R
-tensor-parallel ranks.
+Dimensions: T rows, the drafted slots of all requests' blocks; H hidden, V vocabulary (this rank's shard of it), K
+candidates, R tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -80,37 +80,53 @@ def top_k_on(device: torch.device) -> TopK:
     return partial(flashinfer.top_k, sorted=True, deterministic=True)
 
 
-def likeliest(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-    """The target head's argmax, int64 [B, D]; under tensor parallelism every rank returns the same tokens."""
-    logits_BDV = head_logits(hidden_BDH, ends)
-    if ends.tp_group is None:
-        return logits_BDV.argmax(dim=-1)
-    best_BD, token_BD = logits_BDV.max(dim=-1)
-    best_RBD = ends.tp_group.all_gather(best_BD[None].contiguous(), dim=0)  # R ranks
-    token_RBD = ends.tp_group.all_gather((token_BD + ends.first_token)[None].contiguous(), dim=0)
-    return token_RBD.gather(0, best_RBD.argmax(dim=0, keepdim=True))[0]
+def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+    """Return the argmax of the target's head for every row, int64 [T].
 
-
-def best_candidates(hidden_BDH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The target head's K best tokens, int64 [B, D, K], best first, and their logits, fp32; the same on every rank.
-
-    Ranks exchange K logits each and not their shards of the vocabulary.
+    Under tensor parallelism every rank returns the same tokens, and ties go to the lowest id.
     """
-    logits_BDK, token_BDK = ends.top_k(head_logits(hidden_BDH, ends).flatten(0, 1), k)
-    shape = *hidden_BDH.shape[:2], -1
-    logits_BDK, token_BDK = logits_BDK.view(shape).float(), token_BDK.view(shape).long() + ends.first_token
+    logits_TV = head_logits(hidden_TH, ends)
     if ends.tp_group is None:
-        return token_BDK, logits_BDK
-    all_logits = ends.tp_group.all_gather(logits_BDK.contiguous(), dim=-1)  # [B, D, R K]
-    all_tokens = ends.tp_group.all_gather(token_BDK.contiguous(), dim=-1)
-    logits_BDK, place_BDK = all_logits.topk(k, dim=-1)
-    return all_tokens.gather(-1, place_BDK), logits_BDK
+        return logits_TV.argmax(dim=-1)
+    best_T, token_T = logits_TV.max(dim=-1)
+    return first_best(best_T, token_T + ends.first_token, ends.tp_group)
 
 
-def head_logits(hidden_BDH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-    """[B, D, V], of this rank's shard. A quantized head computes as it does for the target."""
+def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
+    """Return, for every row, the token of the rank whose value is the largest, int64 [T]; the first rank on ties.
+
+    Args:
+        best_T: the largest value of this rank's shard of the vocabulary.
+        token_T: int64, its token id in the whole vocabulary.
+    Ranks exchange 2 T numbers each, and not their shards.
+    """
+    best_RT = group.all_gather(best_T[None], dim=0)  # R ranks
+    token_RT = group.all_gather(token_T[None], dim=0)
+    return token_RT.gather(0, best_RT.argmax(dim=0, keepdim=True))[0]
+
+
+def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the target head's K best tokens of every row, int64 [T, K], best first, and their logits, fp32 [T, K].
+
+    The same on every rank. Ranks exchange K logits and ids a row each, and not their shards of the vocabulary.
+    """
+    logits_TK, token_TK = ends.top_k(head_logits(hidden_TH, ends), k)
+    logits_TK, token_TK = logits_TK.float(), token_TK.long() + ends.first_token
+    if ends.tp_group is None:
+        return token_TK, logits_TK
+    all_logits = ends.tp_group.all_gather(logits_TK.contiguous(), dim=-1)  # [T, R K]
+    all_tokens = ends.tp_group.all_gather(token_TK.contiguous(), dim=-1)
+    logits_TK, place_TK = all_logits.topk(k, dim=-1)
+    return all_tokens.gather(-1, place_TK), logits_TK
+
+
+def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
+    """Return the logits of this rank's shard of the vocabulary, [T, V].
+
+    Rows are packed, so that the head is read once: a product of a strided [B, D, H] makes PyTorch expand the head and
+    read it once per request. A quantized head computes as it does for the target.
+    """
     if ends.quantized:
-        logits_TV = ends.head.quant_method.apply(ends.head, hidden_BDH.flatten(0, 1))
-        return logits_TV[:, : ends.n_vocab].view(*hidden_BDH.shape[:2], -1)
+        return ends.head.quant_method.apply(ends.head, hidden_TH)[:, : ends.n_vocab]
     weight_VH = ends.head.weight[: ends.n_vocab]
-    return hidden_BDH.to(weight_VH.dtype) @ weight_VH.T
+    return hidden_TH.to(weight_VH.dtype) @ weight_VH.T

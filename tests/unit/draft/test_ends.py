@@ -25,9 +25,9 @@ def test_a_head_that_is_the_embedding_itself_is_borrowed_whole() -> None:
     embedding = torch.nn.Embedding(5, 4).requires_grad_(False)
     ends = target_ends(SimpleNamespace(lm_head=embedding, get_input_embeddings=lambda: embedding))
     assert (ends.embed, ends.head, ends.n_vocab, ends.tp_group) == (embedding, embedding, 5, None)
-    hidden_1DH = torch.randn(1, 3, 4)
-    scores = [[float(vector @ hidden) for vector in embedding.weight] for hidden in hidden_1DH[0]]
-    assert likeliest(hidden_1DH, ends).tolist() == [[row.index(max(row)) for row in scores]]
+    hidden_TH = torch.randn(3, 4)
+    scores = [[float(vector @ hidden) for vector in embedding.weight] for hidden in hidden_TH]
+    assert likeliest(hidden_TH, ends).tolist() == [row.index(max(row)) for row in scores]
 
 
 def test_ends_with_adapters_are_borrowed_without_them() -> None:
@@ -62,20 +62,20 @@ def test_ranks_with_a_shard_of_the_head_each_find_the_same_token(n_ranks: int) -
     weight_VH = torch.randn(n_ranks * n_each, 4)
     weight_VH[2] *= 10
     weight_VH[7] = weight_VH[2]
-    hidden_BDH = torch.randn(3, 6, 4)
-    hidden_BDH[0, 0] = weight_VH[2]
+    hidden_TH = torch.randn(18, 4)
+    hidden_TH[0] = weight_VH[2]
 
     def on_rank(rank: int) -> torch.Tensor:
         group.here.rank = rank
-        padded = torch.cat([weight_VH[rank * n_each : (rank + 1) * n_each], hidden_BDH.flatten(0, 1) * 1e3])
+        padded = torch.cat([weight_VH[rank * n_each : (rank + 1) * n_each], hidden_TH * 1e3])
         ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=padded), n_each, rank * n_each, cast(Any, group))
-        return likeliest(hidden_BDH, ends)
+        return likeliest(hidden_TH, ends)
 
     with ThreadPoolExecutor(n_ranks) as pool:
         found = list(pool.map(on_rank, range(n_ranks)))
-    whole_BD = (hidden_BDH @ weight_VH.T).argmax(dim=-1)
-    assert all(torch.equal(token_BD, whole_BD) for token_BD in found)
-    assert whole_BD[0, 0] == 2
+    whole_T = (hidden_TH @ weight_VH.T).argmax(dim=-1)
+    assert all(torch.equal(token_T, whole_T) for token_T in found)
+    assert whole_T[0] == 2
 
 
 class Doubles:
@@ -95,6 +95,6 @@ def test_a_quantized_head_computes_as_it_does_for_the_target(monkeypatch: pytest
     monkeypatch.setattr(f"{target_ends.__module__}.get_parallel", lambda: SimpleNamespace(attn_dp_enabled=False))
     ends = target_ends(SimpleNamespace(lm_head=head, get_input_embeddings=lambda: embed))
     assert ends.quantized
-    hidden = torch.tensor([[[3.0, 1], [1, 3]]])
-    assert head_logits(hidden, ends).tolist() == [[[6, 2], [2, 6]]]
-    assert likeliest(hidden, ends).tolist() == [[0, 1]]
+    hidden = torch.tensor([[3.0, 1], [1, 3]])
+    assert head_logits(hidden, ends).tolist() == [[6, 2], [2, 6]]
+    assert likeliest(hidden, ends).tolist() == [0, 1]

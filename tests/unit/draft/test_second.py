@@ -63,5 +63,5 @@ def test_a_path_is_the_plain_one(fields: dict[str, float | None]) -> None:
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=head), VOCAB, 0, cast(Any, None))
     # As the draft has them: behind the anchors, and a column of the blocks.
     hidden_BDH, anchor_B = torch.randn(B, N, H)[:, 1:], torch.randint(0, VOCAB, (B, N))[:, 0]
-    got = ours.path(hidden_BDH, anchor_B, ends)
+    got = ours.path(hidden_BDH.flatten(0, 1), anchor_B, ends)
     assert torch.equal(got, theirs.walk(hidden_BDH, hidden_BDH @ head.T, anchor_B))
