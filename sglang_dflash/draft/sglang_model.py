@@ -32,8 +32,9 @@ from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
 from sglang_dflash.draft.checkpoint import COPIED_FROM_TARGET
+from sglang_dflash.draft.fill import filled
 from sglang_dflash.draft.second import BlockConv, CandidateSelector, convolved
-from sglang_dflash.draft.target_ends import TargetEnds, likeliest
+from sglang_dflash.draft.target_ends import TargetEnds
 from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side, loader_of
 
 
@@ -287,25 +288,6 @@ class DFlashDraftModel(nn.Module):
             parameter = parameters[fused]
             loader_of(parameter)(parameter, tensor, *shard)
             self.loaded.add(name)
-
-
-def filled(
-    hidden_TH: torch.Tensor, tokens_BN: torch.Tensor, selector: CandidateSelector | None, ends: TargetEnds
-) -> torch.Tensor:
-    """Return the blocks with their drafts, int64 [B, N]: slot 0 stays the anchor.
-
-    Args:
-        hidden_TH: the draft's last hidden states, T = B x N rows.
-        tokens_BN: int64, the anchors and mask tokens.
-        selector: DFlash 2's; None: every slot gets its likeliest token.
-    """
-    (B, N), H = tokens_BN.shape, hidden_TH.shape[-1]
-    slots_TH = hidden_TH.view(B, N, H)[:, 1:].flatten(0, 1)  # a copy, so that the head is read once for all requests
-    if selector is None:
-        drafts_BD = likeliest(slots_TH, ends).view(B, N - 1)
-    else:
-        drafts_BD = selector.path(slots_TH, tokens_BN[:, 0], ends)
-    return torch.cat([tokens_BN[:, :1], drafts_BD], dim=1)
 
 
 EntryClass = DFlashDraftModel

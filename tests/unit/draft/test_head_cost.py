@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_dflash.draft.fill import filled
 from sglang_dflash.draft.second import CandidateSelector
-from sglang_dflash.draft.sglang_model import filled
 from sglang_dflash.draft.target_ends import TargetEnds
 from tests.unit.draft.test_second import as_sglang_says
 from tests.unit.model.test_second import SECOND
