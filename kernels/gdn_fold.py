@@ -26,10 +26,10 @@ class Kept(NamedTuple):
 
     slot_B: torch.Tensor  # a negative one marks padding, which is left alone
     n_B: torch.Tensor  # tokens of the block that are kept, 0..N; 0 leaves the state alone
-    # Where the state after `track_n` <= n tokens is wanted as well; a negative slot or a count below 1: nowhere.
-    # None, both: nowhere for any request.
+    # The state after token `track_step` < n of the block is stored in `track_slot` as well; nowhere where either is
+    # negative. None, both: nowhere for any request.
     track_slot_B: torch.Tensor | None = None
-    track_n_B: torch.Tensor | None = None
+    track_step_B: torch.Tensor | None = None
 
 
 def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
@@ -38,8 +38,8 @@ def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kep
         if slot < 0:
             continue
         wanted = [(slot, int(kept.n_B[b]))]
-        if kept.track_slot_B is not None and kept.track_n_B is not None:
-            wanted.append((int(kept.track_slot_B[b]), int(kept.track_n_B[b])))
+        if kept.track_slot_B is not None and kept.track_step_B is not None:
+            wanted.append((int(kept.track_slot_B[b]), int(kept.track_step_B[b]) + 1))
         before_LHVK = state_LSHVK[:, slot].double()
         for target, n in wanted:
             if target >= 0 and n > 0:
@@ -66,8 +66,8 @@ def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: K
     slot_B = kept.slot_B
     before_LBHVK = state_LSHVK.index_select(1, slot_B.clamp(min=0)).float()
     wanted = [(slot_B, kept.n_B)]
-    if kept.track_slot_B is not None and kept.track_n_B is not None:  # first: both start from the state of before
-        wanted.insert(0, (kept.track_slot_B, kept.track_n_B))
+    if kept.track_slot_B is not None and kept.track_step_B is not None:  # first: both start from the state of before
+        wanted.insert(0, (kept.track_slot_B, kept.track_step_B + 1))
     for target_B, length_B in wanted:
         row_W = ((slot_B >= 0) & (target_B >= 0) & (length_B > 0)).nonzero().flatten()
         if len(row_W):
@@ -100,10 +100,10 @@ def state_after(
     return after_LBHVK.addcmul_(state_LBHVK, end_LB1H.transpose(2, 3)[..., None].exp())
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "track_slots", "track_lengths"])
+@triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "track_slots", "track_steps"])
 def _gdn_fold_kernel(
     state, record, slots, lengths,
-    track_slots, track_lengths,  # or None
+    track_slots, track_steps,  # or None
     stride_layer, stride_slot, stride_record_layer, stride_row,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -123,10 +123,10 @@ def _gdn_fold_kernel(
         layer_state = state + layer.to(tl.int64) * stride_layer
         S = tl.load(layer_state + slot * stride_slot + cell, mask=here, other=0).to(tl.float32)
         rows = record + layer.to(tl.int64) * stride_record_layer + request.to(tl.int64) * stride_row
-        track_slot, track_n = -1, 0
+        track_slot, track_step = -1, -1
         if track_slots is not None:
             track_slot = tl.load(track_slots + request).to(tl.int64)
-            track_n = tl.load(track_lengths + request)
+            track_step = tl.load(track_steps + request)
         before = 0.0
         # Token by token, each fading what came before it: every state on the way exists, the tracked one too.
         for i in range(n):
@@ -135,7 +135,7 @@ def _gdn_fold_kernel(
             k_K = tl.load(rows + i * X + H * V + h // (H // G) * K + column, mask=in_K, other=0)
             S = S * tl.exp(total - before) + delta_V[:, None] * k_K[None]
             before = total
-            if (i + 1 == track_n) & (track_slot >= 0):
+            if (i == track_step) & (track_slot >= 0):
                 tl.store(layer_state + track_slot * stride_slot + cell, S.to(state.dtype.element_ty), mask=here)
         tl.store(layer_state + slot * stride_slot + cell, S.to(state.dtype.element_ty), mask=here)
 
@@ -170,7 +170,7 @@ def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *
     shapes.check_strided(torch.float32, record_LRNX=record_LRNX)
     given = {name: tensor for name, tensor in kept._asdict().items() if tensor is not None}
     if len(given) == 3:
-        raise ValueError(f"{list(given)[2]} is given alone; track_slot_B and track_n_B go together")
+        raise ValueError(f"{list(given)[2]} is given alone; track_slot_B and track_step_B go together")
     shapes.check(torch.int32, torch.int64, **given)
     H, V, K, X, B, R = (shapes[letter] for letter in "HVKXBR")
     if H % n_key_heads or B > R or record_width(H, V, n_key_heads, K) != X:

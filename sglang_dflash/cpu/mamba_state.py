@@ -4,6 +4,7 @@ Dimension key: B requests, L layers, S slots of the state pool, R rows of the ve
 `...` is the state itself.
 """
 
+import numpy as np
 import torch
 
 
@@ -72,3 +73,34 @@ def scatter_states_with_mask(
 def no_fused_conv_scatter(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
     """SGLang asks whether one launch may move all convolution windows; without a kernel it moves them pair by pair."""
     return False
+
+
+def fused_commit_track_indices(
+    accept_index: torch.Tensor,
+    accept_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    draft_token_num: int,
+    mamba_track_interval: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Find in every block the slot of the last accepted token, and of the one that completes a track interval.
+
+    With prefix p and n accepted tokens, the largest multiple of the interval is m = (p + n) // interval * interval.
+    Slot m - p - 1 reaches it if m > p.
+
+    Args:
+        accept_index: int64 [B, at most N], the rows of the accepted tokens in [B * N].
+        accept_lens: int32 or int64 [B], accepted tokens, 1..N.
+        seq_lens: int64 [B], tokens before the block; None: nothing is tracked.
+        draft_token_num: N.
+    Returns:
+        Both int64 [B], the second with -1 where no multiple is reached; None without `seq_lens`.
+    """
+    index_BN, n_B = accept_index.numpy(), accept_lens.numpy()
+    row_B = np.arange(len(n_B))
+    last_B = index_BN[row_B, n_B - 1] - row_B * draft_token_num
+    if seq_lens is None:
+        return torch.from_numpy(last_B), None
+    prefix_B = seq_lens.numpy()
+    slot_B = (prefix_B + n_B) // mamba_track_interval * mamba_track_interval - prefix_B - 1
+    tracked_B = index_BN[row_B, slot_B.clip(0)] - row_B * draft_token_num
+    return torch.from_numpy(last_B), torch.from_numpy(np.where(slot_B >= 0, tracked_B, -1))

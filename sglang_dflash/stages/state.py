@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
+    fused_commit_track_indices,
     scatter_mamba_states_after_mtp_verify,
     track_mamba_states_all_layers,
 )
@@ -60,23 +61,21 @@ class NoState:
 class SnapshotState:
     """Verify stores the state after every token; commit copies the right one back."""
 
-    def __init__(self, worker: TpModelWorker) -> None:
+    def __init__(self, worker: TpModelWorker, width: int) -> None:
         self.worker = worker
+        self.slots = BlockSlots(worker, width)
 
     def attach(self, backend: AttentionBackend) -> None:
         return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        track_B = None
-        if batch.mamba_track_indices is not None:
-            track_B = tracked_step(batch, plan, n_committed_B)
         commit_mamba_states_after_verify(
             self.worker,
             batch,
             accept_lens=n_committed_B,
             accept_index=plan.verified.tokens_BN,  # only its shape is read when the steps are given
             draft_token_num=plan.width,
-            prepared_step_indices=(n_committed_B.long() - 1, track_B),
+            prepared_step_indices=self.slots.last_and_tracked(batch, plan, n_committed_B),
         )
 
 
@@ -87,13 +86,13 @@ class FoldState:
     SGLang's in the attention backend, so the backend hands one to the other, eagerly and in captured graphs alike. The
     windows of the causal convolution are small and stay SGLang's.
 
-    Launches of a commit on a GPU, whatever the number of layers: one that folds, tracked states included; one of
-    SGLang's for the windows, or one per copy where they are not bf16; and on B numbers two elementwise ones, seven more
-    to find the tracked step.
+    Launches of a commit on a GPU, whatever the number of layers: one of SGLang's finds the slots whose states are kept,
+    one folds, tracked states included, and one of SGLang's copies the windows (one per copy where they are not bf16).
     """
 
-    def __init__(self, worker: TpModelWorker) -> None:
+    def __init__(self, worker: TpModelWorker, width: int) -> None:
         self.runner = worker.model_runner
+        self.slots = BlockSlots(worker, width)
         pool = self.runner.req_to_token_pool.mamba_pool
         if not isinstance(pool, RecordPool):
             raise NotSupported(
@@ -113,16 +112,13 @@ class FoldState:
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
         backend = self.runner.attn_backend.linear_attn_backend
         slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
-        track_slot_B = track_step_B = track_n_B = None
+        last_B, tracked_B = self.slots.last_and_tracked(batch, plan, n_committed_B)
+        track_slot_B = None
         if batch.mamba_track_indices is not None:
             track_slot_B = backend._translate_mamba_indices(batch.mamba_track_indices)
-            track_step_B = tracked_step(batch, plan, n_committed_B)
-            track_n_B = track_step_B + 1
-        kept = Kept(slot_B, n_committed_B, track_slot_B, track_n_B)
+        kept = Kept(slot_B, n_committed_B, track_slot_B, tracked_B)
         self.fold(self.states_LSHVK, self.record_LRNX[:, :, : plan.width], kept, n_key_heads=self.n_key_heads)
-        scatter_mamba_states_after_mtp_verify(
-            self.windows, slot_B, n_committed_B.long() - 1, track_slot_B, track_step_B
-        )
+        scatter_mamba_states_after_mtp_verify(self.windows, slot_B, last_B, track_slot_B, tracked_B)
 
 
 class InPlaceState:
@@ -212,25 +208,40 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
     )
 
 
-def tracked_step(batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> torch.Tensor:
-    """The slot of the block whose state the radix cache can resume from, int64 [B]; -1 if there is none."""
-    return crossing_step(plan.prefix_len_B, n_committed_B, track_interval(batch.tree_cache.page_size))
+class BlockSlots:
+    """Finds the slots of a block of `width` tokens whose recurrent states a commit keeps, in one launch.
+
+    SGLang's kernel also serves trees, so it asks for the row of every accepted token. In a chain slot i of request b is
+    row b * width + i, whatever is accepted: the table is made once.
+    """
+
+    def __init__(self, worker: TpModelWorker, width: int) -> None:
+        n_rows = len(worker.model_runner.req_to_token_pool.req_to_token)  # more than can run at once
+        device = worker.model_runner.req_to_token_pool.req_to_token.device
+        self.row_QN = torch.arange(n_rows * width, device=device).view(n_rows, width)
+
+    def last_and_tracked(
+        self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return two slots per request, int64 [B]: the last one kept, and the one that the radix cache can resume from.
+
+        The second is the slot after which the committed length is a multiple of the track interval, or -1. It is None
+        for all where nothing is tracked.
+        """
+        tracks = batch.mamba_track_indices is not None
+        return fused_commit_track_indices(
+            self.row_QN[: plan.n_requests],
+            n_committed_B,
+            plan.prefix_len_B if tracks else None,
+            plan.width,
+            track_interval(batch.tree_cache.page_size) if tracks else 0,
+        )
 
 
 @cache
 def track_interval(page_size: int) -> int:
     """Committed lengths that are multiples of it are tracked; a server's never changes."""
     return mamba_track_grid(page_size)
-
-
-def crossing_step(prefix_len_B: torch.Tensor, n_committed_B: torch.Tensor, interval: int) -> torch.Tensor:
-    """The slot of the block after which the committed length is a multiple of `interval`, int64 [B]; -1 if none is.
-
-    With prefix p and n new tokens that multiple is m = (p + n) // interval * interval, and slot m - p - 1 reaches it
-    if m > p.
-    """
-    reached_B = (prefix_len_B + n_committed_B) // interval * interval
-    return (reached_B - prefix_len_B - 1).clamp(min=-1)
 
 
 def prompts_only() -> bool:
@@ -258,11 +269,11 @@ def make_state(worker: TpModelWorker, asked: GdnState, width: int) -> State:
     if mambaish_config(config) is None or prompts_only():
         return NoState()
     if not folds(config, asked):
-        return SnapshotState(worker)
+        return SnapshotState(worker, width)
     pools = worker.model_runner.req_to_token_pool
     if pools.short_conv_pool.enabled or pools.ngram_pool.enabled:
         raise NotSupported(
             "SGLANG_DFLASH_GDN_STATE=fold does not advance the states of the target's per-layer embeddings; "
             "set SGLANG_DFLASH_GDN_STATE=snapshot"
         )
-    return InPlaceState(worker) if width == 1 else FoldState(worker)
+    return InPlaceState(worker) if width == 1 else FoldState(worker, width)

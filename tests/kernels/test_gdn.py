@@ -117,7 +117,7 @@ def test_outputs_and_every_kept_prefix_follow_the_definition(verify, fold, N, B,
         state_LSHVK = before.repeat(L, 1, 1, 1, 1)
         n_B = torch.full((B,), n, device=device)
         record_LRNX = x["record_RNX"].repeat(L, 1, 1, 1)
-        fold(state_LSHVK, record_LRNX[:, :, :N], Kept(x["slot_B"], n_B, nowhere_B, n_B), n_key_heads=G)
+        fold(state_LSHVK, record_LRNX[:, :, :N], Kept(x["slot_B"], n_B, nowhere_B, n_B - 1), n_key_heads=G)
         for b, slot in enumerate(x["slot_B"].tolist()):
             for layer in range(L):
                 torch.testing.assert_close(
@@ -135,7 +135,7 @@ def test_a_crossing_leaves_its_state_in_the_tracking_slot(verify, fold, device):
     verify(*arguments(x))
     before = x["state_SHVK"].repeat(L, 1, 1, 1, 1)
     after = before.clone()
-    where = [torch.tensor(row, device=device) for row in ([4, 6, 2], [1, 3, -1], [3, 0, 1])]
+    where = [torch.tensor(row, device=device) for row in ([4, 6, 2], [1, 3, -1], [2, -1, 0])]
     fold(after, x["record_RNX"][:, :N].repeat(L, 1, 1, 1), Kept(x["slot_B"], *where), n_key_heads=G)
     for layer in range(L):
         for b, slot, n in ((0, 5, 4), (1, 2, 6), (2, 6, 2), (0, 1, 3)):
@@ -149,13 +149,13 @@ def test_where_nothing_is_tracked_only_the_own_state_moves(verify, fold, device)
     verify(*arguments(x))
     record, n_B = x["record_RNX"][:, :4].repeat(L, 1, 1, 1), torch.tensor([3, 1], device=device)
     nowhere, left_out = (x["state_SHVK"].repeat(L, 1, 1, 1, 1) for _ in range(2))
-    fold(nowhere, record, Kept(x["slot_B"], n_B, torch.full_like(n_B, -1), n_B), n_key_heads=1)
+    fold(nowhere, record, Kept(x["slot_B"], n_B, torch.full_like(n_B, -1), n_B - 1), n_key_heads=1)
     fold(left_out, record, Kept(x["slot_B"], n_B), n_key_heads=1)
     assert torch.equal(left_out, nowhere)
     assert not torch.equal(left_out, x["state_SHVK"].repeat(L, 1, 1, 1, 1))
 
 
-def test_a_tracking_slot_without_its_count_is_told(device):
+def test_a_tracking_slot_without_its_step_is_refused(device):
     x = inputs(2, 4, 1, 2, 8, 8, device)
     n_B = torch.tensor([3, 1], device=device)
     with pytest.raises(ValueError, match="track_slot_B is given alone"):
@@ -171,7 +171,7 @@ def test_padding_and_empty_blocks_are_left_alone(fold, device):
     before = x["state_SHVK"].repeat(L, 1, 1, 1, 1)
     after, nowhere = before.clone(), torch.tensor([-1, -1], device=device)
     slots, n = torch.tensor([-1, 4], device=device), torch.tensor([3, 0], device=device)
-    fold(after, x["record_RNX"].repeat(L, 1, 1, 1), Kept(slots, n, nowhere, n), n_key_heads=1)
+    fold(after, x["record_RNX"].repeat(L, 1, 1, 1), Kept(slots, n, nowhere, n - 1), n_key_heads=1)
     assert torch.equal(after, before)
 
 

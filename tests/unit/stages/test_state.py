@@ -24,21 +24,31 @@ from sglang_dflash.stages.state import (
     InPlaceState,
     NoState,
     SnapshotState,
-    crossing_step,
     decoding_one_token,
     make_state,
     why_whole_blocks,
 )
 from tests.fixtures.recurrent import make_pool
 
+BLOCKS = st.integers(2, 16).flatmap(
+    lambda width: st.tuples(
+        st.just(width), st.lists(st.tuples(st.integers(0, 500), st.integers(1, width)), min_size=1, max_size=5)
+    )
+)
 
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size=1, max_size=5), st.integers(16, 96))
-def test_crossing_step_is_the_last_slot_that_completes_an_interval(requests, interval):
+
+@given(BLOCKS, st.integers(16, 96), st.sampled_from([torch.int32, torch.int64]))
+def test_tracked_slot_is_the_last_that_completes_an_interval(blocks, interval, dtype):
     """The definition, token by token: after slot i, prefix + i + 1 tokens are committed."""
+    width, requests = blocks
     want = [max((i for i in range(n) if (prefix + i + 1) % interval == 0), default=-1) for prefix, n in requests]
     prefix_len_B = torch.tensor([prefix for prefix, _ in requests])
-    n_committed_B = torch.tensor([n for _, n in requests], dtype=torch.int32)
-    assert crossing_step(prefix_len_B, n_committed_B, interval).tolist() == want
+    n_committed_B = torch.tensor([n for _, n in requests], dtype=dtype)
+    rows = torch.arange(len(requests) * width).view(-1, width)
+    last_B, tracked_B = mamba_state.fused_commit_track_indices(rows, n_committed_B, prefix_len_B, width, interval)
+    assert tracked_B.tolist() == want
+    assert last_B.tolist() == [n - 1 for _, n in requests]
+    assert mamba_state.fused_commit_track_indices(rows, n_committed_B, None, width, 0)[1] is None
 
 
 class LinearBackend:
@@ -95,10 +105,12 @@ def test_a_state_goes_as_far_as_tokens_are_kept_and_a_copy_as_far_as_the_interva
         for name in ("fused_mamba_state_scatter_with_mask", "fused_conv_window_scatter_with_mask"):
             monkeypatch.setattr(module, name, mamba_state.scatter_states_with_mask)
     monkeypatch.setattr(mamba_state_scatter_triton, "_conv_multi_eligible", mamba_state.no_fused_conv_scatter)
+    monkeypatch.setattr(state, "fused_commit_track_indices", mamba_state.fused_commit_track_indices)
 
     pool = after_counting_verify(kind, width=4)
     requests = SimpleNamespace(
         mamba_pool=pool,
+        req_to_token=torch.zeros(5, 8),
         get_speculative_mamba2_params_all_layers=pool.get_speculative_mamba2_params_all_layers,
         short_conv_pool=SimpleNamespace(conv_state=None),
         ngram_pool=SimpleNamespace(context=None),
@@ -119,7 +131,7 @@ def test_a_state_goes_as_far_as_tokens_are_kept_and_a_copy_as_far_as_the_interva
         prefix_len_B=torch.tensor([62, 10, 60]), n_requests=3, width=4, verified=SimpleNamespace(tokens_BN=tokens_BN)
     )
     # The third request keeps all of its block and ends at the interval; the first keeps three, and was there after two.
-    make(SimpleNamespace(model_runner=runner)).commit(batch, plan, torch.tensor([3, 2, 4], dtype=torch.int32))
+    make(SimpleNamespace(model_runner=runner), 4).commit(batch, plan, torch.tensor([3, 2, 4], dtype=torch.int32))
 
     # Requests are in slots 3, 1 and 2, their copies in 5, 6 (none is due) and 4.
     n_tokens = torch.tensor([0, 2, 4, 3, 4, 2, 0])
@@ -133,7 +145,7 @@ def target(monkeypatch: pytest.MonkeyPatch, pool: Any, *, recurrent: bool = True
     monkeypatch.setattr(state, "mambaish_config", lambda config: recurrent or None)
     monkeypatch.setattr(state, "hybrid_gdn_config", lambda config: gated or None)
     off = SimpleNamespace(enabled=False)
-    pools = SimpleNamespace(mamba_pool=pool, short_conv_pool=off, ngram_pool=off)
+    pools = SimpleNamespace(mamba_pool=pool, short_conv_pool=off, ngram_pool=off, req_to_token=torch.zeros(5, 8))
     return SimpleNamespace(model_runner=SimpleNamespace(model_config=None, req_to_token_pool=pools))
 
 
