@@ -65,7 +65,7 @@ def build_stages(
         *states,
         widths,
         widest=most,
-        reserve_bytes=reserve_bytes(target, draft, choice, most),
+        reserve_bytes=reserve_bytes(target, draft, choice, widths),
     )
     return Stages(
         planner=planner,

@@ -45,6 +45,9 @@ class Copier(Protocol):
         """By class of matches the blocks that were continued by a copy and the copied drafts that were accepted, since
         the start; nothing where nothing is copied. Waits for the device."""
 
+    def forget(self) -> None:
+        """Set all counts to zero; no request runs."""
+
 
 class NoCopies:
     def read(self, batch: ScheduleBatch) -> None:
@@ -58,6 +61,9 @@ class NoCopies:
 
     def totals(self) -> list[list[int]]:
         return []
+
+    def forget(self) -> None:
+        return
 
 
 class Step(NamedTuple):
@@ -107,6 +113,10 @@ class TextCopies:
 
     def totals(self) -> list[list[int]]:
         return self.totals_K2.tolist()
+
+    def forget(self) -> None:
+        self.totals_K2.zero_()
+        self.counts_QK2.zero_()
 
 
 class RandomCopies(TextCopies):

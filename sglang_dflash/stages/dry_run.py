@@ -72,8 +72,9 @@ class DryRun:
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
     def end(self) -> None:
-        """Leave nothing behind that serving would take for its own."""
+        """Leave nothing that serving would take for its own."""
         self.stages.context_kv.late.forget()
+        self.stages.copier.forget()
         self.stages.verifier.restore()
         # With it the scheduler would not wait until the first prompt has read the tables.
         self.runner.shared_read_done_event = None
@@ -168,13 +169,27 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
     return memory.max_memory_allocated() - before
 
 
-def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, widest: int) -> int:
-    """What steps and prompts need of the memory that is free now: for sampling, which runs dry here, and for a
-    prompt's features, which the layers hand out one by one and which are then joined."""
-    n_requests, n_vocab = target.max_running_requests, target.model_config.vocab_size
-    sampling = peak_bytes(lambda: choice.dry_run(n_requests, widest), target.device)
+def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, widths: Sequence[int]) -> int:
+    """Return the bytes that steps and prompts need of the memory that is free now.
+
+    They are for sampling, which runs dry here, and for a prompt's features: layers hand them out one by one, and then
+    they are joined. A server that only reads prompts (no widths) samples one slot per request.
+
+    Raises:
+        RuntimeError: sampling does not fit.
+    """
+    n_requests, n_vocab, n_slots = target.max_running_requests, target.model_config.vocab_size, max(widths, default=1)
+    logits_bytes = 4 * n_requests * n_slots * n_vocab
+    try:
+        sampling = peak_bytes(lambda: choice.dry_run(n_requests, n_slots), target.device)
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            f"sampling {n_slots} tokens of each of {n_requests} requests does not fit into the memory that is left "
+            f"(their logits alone are {logits_bytes / 2**30:.1f} GiB); lower --max-running-requests or "
+            "--mem-fraction-static"
+        ) from error
     target.sampling_prewarm_result = SamplingPrewarmResult(
-        sampling_input_bytes=4 * n_requests * widest * n_vocab, sampling_headroom_bytes=sampling
+        sampling_input_bytes=logits_bytes, sampling_headroom_bytes=sampling
     )
     schedule = get_schedule()
     n_tokens = max(schedule.chunked_prefill_size or 0, 0) or schedule.max_prefill_tokens  # None, 0 and less: no chunks

@@ -48,6 +48,17 @@ def test_a_prompt_and_its_steps_are_copied_from() -> None:
     assert copies.text_QM[1, :2].tolist() == [50, 51]
 
 
+def test_forget_leaves_no_counts_of_dry_runs() -> None:
+    """A dry run's text is all zeros, so every place matches and every block is a copy."""
+    copies = TextCopies(TABLE, VOCABULARY)
+    step(copies, M // 2, 2, [0, 0, 0, 0], [0, 0, 0, 7])
+    assert copies.counts_QK2.any()
+    assert any(any(row) for row in copies.totals())
+    copies.forget()
+    assert not copies.counts_QK2.any()
+    assert not any(any(row) for row in copies.totals())
+
+
 def test_a_rejected_copy_is_not_text() -> None:
     copies = TextCopies(TABLE, VOCABULARY)
     copies.read(batch_of(TEXT, rows=[3]))

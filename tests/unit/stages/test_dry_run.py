@@ -154,11 +154,12 @@ def test_it_leaves_no_event_for_the_scheduler(monkeypatch: pytest.MonkeyPatch) -
     dry, recorded = make(monkeypatch, device="cpu", tracks=False)
     ended = list[str]()
     recorded.late = SimpleNamespace(forget=lambda: ended.append("late rows"))  # type: ignore[attr-defined]
+    recorded.forget = lambda: ended.append("counts of copies")  # type: ignore[attr-defined]
     recorded.restore = lambda: ended.append("engine")  # type: ignore[attr-defined]
     dry.runner.shared_read_done_event = object()
     dry.end()
     assert dry.runner.shared_read_done_event is None
-    assert ended == ["late rows", "engine"]
+    assert ended == ["late rows", "counts of copies", "engine"]
 
 
 def test_on_a_device_steps_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +229,7 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch: pyt
     )
     weight = torch.zeros(3, 10, dtype=torch.bfloat16)  # ten features of two bytes a token
     draft = SimpleNamespace(model=SimpleNamespace(fc=SimpleNamespace(weight=weight)))
-    assert reserve_bytes(target, draft, choice, BLOCK) == 500 + 2 * 100 * 20  # type: ignore[arg-type]
+    assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 100 * 20  # type: ignore[arg-type]
     (shape, info, positions), *rest = drawn
     assert not rest
     assert shape == (6 * BLOCK, V)
@@ -239,7 +240,19 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch: pyt
 
     for no_chunks in (None, -1, 0):
         schedule.chunked_prefill_size = no_chunks
-        assert reserve_bytes(target, draft, choice, BLOCK) == 500 + 2 * 7 * 20  # type: ignore[arg-type]
+        assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 7 * 20  # type: ignore[arg-type]
+
+    drawn.clear()
+    reserve_bytes(target, draft, choice, ())  # type: ignore[arg-type]
+    assert [shape for shape, *_ in drawn] == [(6, V)], "a server that only reads prompts samples one slot per request"
+    assert target.sampling_prewarm_result.sampling_input_bytes == 4 * 6 * V
+
+    def no_memory(output: Any, info: Any, **others: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    choice.sampler = no_memory
+    with pytest.raises(RuntimeError, match=r"sampling 4 tokens of each of 6 requests .* lower --max-running-requests"):
+        reserve_bytes(target, draft, choice, (1, BLOCK))  # type: ignore[arg-type]
 
 
 def test_where_the_host_computes_nothing_is_measured() -> None:
