@@ -25,7 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sglang_dflash.rehearsal import host, streams, watch
+from sglang_dflash.rehearsal import cost, host, streams, watch
 from sglang_dflash.rehearsal.pool import MIB, Pool
 from sglang_dflash.rehearsal.tape import CaptureError, Node, Tape, capture_error, keep
 
@@ -60,6 +60,7 @@ class Graph:
         self.nodes = tape.nodes
         if dangling := tape.dangling():
             raise CaptureError(f"a captured forward reads memory that is free when it is replayed: {dangling}")
+        cost.require_one_read(self.nodes)
         seconds = time.perf_counter() - self._began
         logger.debug("captured %d launches in %.2f s, pool %d MiB", len(self.nodes), seconds, _pool.n_bytes // MIB)
 

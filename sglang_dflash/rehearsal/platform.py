@@ -48,12 +48,13 @@ class RehearsalPlatform(CpuPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         from sglang_dflash.host import contract as host
         from sglang_dflash.host.names import SECTIONS
-        from sglang_dflash.rehearsal import models, overlap, seams
+        from sglang_dflash.rehearsal import cost, models, overlap, seams
 
         seams.lora()
         super().post_load_model(model)
         seams.graphs()
         models.layers(model)
+        cost.watch_parameters(model)
         seams.attention()
         if flags.read(os.environ).rehearse.streams:
             host.check(SECTIONS["streams"])

@@ -58,6 +58,11 @@ class Tape(TorchDispatchMode):
             return host.keep(func(*args, **kwargs))
         name = func._schema.name
         require_capturable(func, name, args, kwargs)
+        # In inference mode a composite comes whole: `matmul` would hide whether it launches `mm` or `bmm`.
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
         out = func(*args, **kwargs)
         if name in ALLOCATES:
             return self.pool.like(out)

@@ -1,0 +1,84 @@
+"""Cost rules, which values cannot show: a captured forward reads no weight twice.
+
+Bytes are logical: an expanded dimension counts as often as it is expanded, since a GPU's batched product reads a weight
+again for every batch. Operations that look rows up read these rows alone, so an embedding that is also the head counts
+as the head.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from sglang_dflash.rehearsal.tape import CaptureError, Node, storage_of, tensors
+
+LOOKS_UP = {f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take")}
+ROUNDING = 1e-6
+
+_models: list[weakref.ref[nn.Module]] = []
+
+
+class Span(NamedTuple):
+    """Where a parameter lies in its storage, in bytes."""
+
+    name: str
+    begin: int
+    end: int
+
+
+def watch_parameters(model: nn.Module) -> None:
+    """Hold captured forwards to the rule for this model's parameters."""
+    _models.append(weakref.ref(model))
+
+
+def require_one_read(nodes: Iterable[Node]) -> None:
+    """Raise for a captured forward that reads a parameter more than once.
+
+    Raises:
+        CaptureError: with the parameters and how often each is read.
+    """
+    by_storage = spans()
+    read: Counter[str] = Counter()
+    for node in nodes:
+        if getattr(getattr(node.run, "_schema", None), "name", "") in LOOKS_UP:
+            continue
+        for operand in tensors((node.args, node.kwargs)):
+            for name, times in reads_of(operand, by_storage.get(storage_of(operand), [])):
+                read[name] += times
+    if again := {name: times for name, times in read.items() if times > 1 + ROUNDING}:
+        many = ", ".join(f"{name} {times:.3g} times" for name, times in again.items())
+        raise CaptureError(f"a captured forward reads weights more than once: {many}")
+
+
+def spans() -> dict[int, list[Span]]:
+    """Parameters of the watched models by storage, as they lie now: a draft stacks its layers' after loading."""
+    found: dict[int, list[Span]] = {}
+    for reference in _models:
+        model = reference()
+        if model is None:
+            continue
+        for name, parameter in model.named_parameters():
+            found.setdefault(storage_of(parameter), []).append(Span(f"{type(model).__name__}.{name}", *ends(parameter)))
+    return found
+
+
+def reads_of(operand: torch.Tensor, candidates: Iterable[Span]) -> Iterator[tuple[str, float]]:
+    """Yield each parameter that `operand` overlaps, and how often reading `operand` once reads it."""
+    begin, end = ends(operand)
+    for span in candidates:
+        common = min(end, span.end) - max(begin, span.begin)
+        if common > 0:
+            yield span.name, operand.numel() * operand.element_size() / (end - begin) * common / (span.end - span.begin)
+
+
+def ends(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor in its storage, and the byte after its last."""
+    size = tensor.element_size()
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * size
+    return begin, begin + (extent * size if tensor.numel() else 0)

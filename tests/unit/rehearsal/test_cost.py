@@ -1,0 +1,85 @@
+"""The emulation's cost rules: which captured forwards read a weight twice."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from sglang_dflash.draft.fill import filled
+from sglang_dflash.draft.target_ends import TargetEnds
+from sglang_dflash.rehearsal import cost, graph
+from sglang_dflash.rehearsal.graph import Graph, launch
+from sglang_dflash.rehearsal.tape import CaptureError
+
+B, N, H, V = 3, 4, 8, 20
+
+
+class Tied(nn.Module):
+    """An embedding that is also the head, and two layers whose weights lie in one stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.randn(V, H), requires_grad=False)
+        stack_LHH = torch.randn(2, H, H)
+        self.first, self.second = (nn.Parameter(weight, requires_grad=False) for weight in stack_LHH)
+        self.stack_LHH = stack_LHH
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tied]:
+    monkeypatch.setattr(cost, "_models", [])
+    tied = Tied()
+    cost.watch_parameters(tied)
+    return tied
+
+
+def capture(forward: Callable[[], Any]) -> Graph:
+    captured = Graph()
+    with torch.inference_mode(), graph.graph(captured):
+        forward()
+    return captured
+
+
+def draft(model: Tied, hidden_TH: torch.Tensor) -> torch.Tensor:
+    ends = TargetEnds(nn.Identity(), SimpleNamespace(weight=model.head), V, 0, cast(Any, None))
+    return filled(hidden_TH, torch.zeros(B, N, dtype=torch.int64), None, ends)
+
+
+def test_forward_that_reads_each_weight_once_is_captured(model: Tied) -> None:
+    """With a lookup in the tied embedding, layers one by one, and the head over packed rows."""
+    token_T = torch.zeros(B * N, dtype=torch.int64)
+
+    def forward() -> torch.Tensor:
+        hidden_TH = nn.functional.embedding(token_T, model.head)
+        return draft(model, nn.functional.linear(hidden_TH @ model.first, model.second))
+
+    assert len(capture(forward).nodes) > 4
+
+
+def test_stack_of_layers_is_read_once_by_a_batched_product(model: Tied) -> None:
+    hidden_TH = torch.randn(B * N, H)
+    capture(lambda: torch.matmul(hidden_TH, model.stack_LHH))
+
+
+def test_head_over_strided_blocks_is_refused(model: Tied) -> None:
+    """PyTorch expands the weight there, and a GPU's batched product reads it once per request."""
+    hidden_BDH = torch.randn(B, N, H)[:, 1:]
+    with pytest.raises(CaptureError, match=r"reads weights more than once: Tied\.head 3 times"):
+        capture(lambda: hidden_BDH @ model.head.T)
+
+
+def test_weight_used_twice_is_refused(model: Tied) -> None:
+    hidden_TH = torch.randn(B * N, H)
+    with pytest.raises(CaptureError, match=r"Tied\.first 2 times, Tied\.second 2 times"):
+        capture(lambda: torch.matmul(hidden_TH @ model.first @ model.second, model.stack_LHH))
+
+
+def test_weight_passed_to_two_kernels_is_refused(model: Tied) -> None:
+    kernel = launch(lambda x_TH, weight_HH: x_TH @ weight_HH)
+    hidden_TH = torch.randn(B * N, H)
+    capture(lambda: kernel(hidden_TH, model.first))
+    with pytest.raises(CaptureError, match=r"Tied\.first 2 times"):
+        capture(lambda: kernel(kernel(hidden_TH, model.first), model.first))
