@@ -135,6 +135,8 @@ class InPlaceState:
     def attach(self, backend: AttentionBackend) -> None:
         linear = gdn_backend(backend)
         linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
+        # Qwen3.5 then hands a verify's projections over as they are: decoding unpacks and convolves them in one launch.
+        linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
         if batch.mamba_track_indices is None:
@@ -149,8 +151,11 @@ class InPlaceState:
         )
 
 
-def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., torch.Tensor]:
-    """What takes the place of the backend's `forward_extend`; prompts go where they went."""
+def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
+    """Return a `forward_extend` that decodes where it is asked to verify; prompts go where they went.
+
+    It returns what `forward_decode` returns: the outputs, with the gates z beside them where projections came packed.
+    """
     extend, decode = backend.forward_extend, backend.forward_decode
 
     def forward_extend(*, forward_batch: ForwardBatch, **others: Any) -> torch.Tensor:

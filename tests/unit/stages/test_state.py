@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton
 from sglang.srt.layers.attention import hybrid_linear_attn_backend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative import spec_utils
@@ -72,6 +73,20 @@ class LinearBackend:
 def test_a_block_of_one_token_is_decoded_and_prompts_are_not(mode, way):
     forward = decoding_one_token(LinearBackend())
     assert forward(forward_batch=SimpleNamespace(forward_mode=mode), layer=7) == (way, 7)
+
+
+def test_only_width_1_asks_for_packed_projections(monkeypatch):
+    """SGLang's Qwen3.5 then leaves unpacking to the backend, which only decoding does."""
+    monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
+    worker = target(monkeypatch, make_pool(RecordPool, 1, 16))
+    asks = {}
+    for width in (16, 1, 4):  # the others are made before and after
+        backend: Any = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
+        backend.linear_attn_backend = linear = GDNAttnBackend.__new__(GDNAttnBackend)
+        linear.kernel_dispatcher = SimpleNamespace(verify_kernel=None)
+        make_state(worker, GdnState.FOLD, width).attach(backend)
+        asks[width] = getattr(linear, "supports_packed_verify", False)
+    assert asks == {16: False, 1: True, 4: False}
 
 
 def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
