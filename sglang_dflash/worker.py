@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
@@ -57,7 +56,7 @@ from sglang_dflash.metrics.trace import traced
 from sglang_dflash.stages import ranks
 from sglang_dflash.stages.build import build_stages, widths_of
 from sglang_dflash.stages.dry_run import DryRun, own_states
-from sglang_dflash.stages.engines import from_first_rank
+from sglang_dflash.stages.greedy import verified_logits
 from sglang_dflash.stages.outputs import hidden_states_of_prompts, keep_hidden_states, sampling_masks_by_block
 from sglang_dflash.stages.state import folds, make_state
 from sglang_dflash.step import Plan, Target
@@ -84,6 +83,7 @@ class DFlashWorker(BaseSpecWorker):
         self.widest = widest(self.config.block_size, self.widths)
         self.draft_kv = draft_kv(self.config.draft_window, self.widest)
         ends = target_ends(self.target_runner.model)
+        self.logits = verified_logits(self.target_runner, ends)
         self.making_draft = partial(ranks.making_draft, self.target_runner, self.config.block_size)
         with self.making_draft():
             self._draft_worker = build_draft_tp_worker(
@@ -99,8 +99,7 @@ class DFlashWorker(BaseSpecWorker):
             use_records()
         keep_hidden_states(self.target_runner.model)
         # What is verified may end so far past the longest prefix: one in flight, one being planned.
-        longest = self.target_runner.model_config.context_len + 2 * self.widest
-        self.draft_runner.model.attach(ends, max_position=longest)
+        self.draft_runner.model.attach(ends, max_position=self.target_runner.model_config.context_len + 2 * self.widest)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
 
@@ -161,6 +160,7 @@ class DFlashWorker(BaseSpecWorker):
             draft,
             self.draft_kv.slots(target, draft),
             (self.state, self.state_for),
+            logits=self.logits,
             widths=self.widths,
             copy=self.flags.copy,
             block_size=config.block_size,
@@ -171,7 +171,7 @@ class DFlashWorker(BaseSpecWorker):
         n_requests, widths = target.max_running_requests, sorted(self.stages.verifier.engines)
         with own_states(target.req_to_token_pool, n_requests):
             dry_run.warm_up(widths, n_requests)
-            agree, kind = from_first_rank(get_dp_tp_group()), self.flags.width_policy
+            agree, kind = ranks.from_first_of_ours(), self.flags.width_policy
             policy = make_policy(kind, widths, n_requests=n_requests, seconds=dry_run.seconds, agree=agree)
         dry_run.end()
         self.calls, trace = traced(self.stages, self.flags.width_trace)

@@ -9,6 +9,7 @@ flashinfer, triton, trtllm_mha) plan and run, and Triton kernels run in Triton's
     host         which tensors are the host's, and who may read them
     streams      which stream may still be writing what another reads; watch: what touches which memory (`,streams`)
     overlap      where SGLang orders streams on CUDA alone
+    exchange     counts what ranks hand one another in a step
     attention    what paged attention computes, and FlashAttention's entry points
     flashinfer   FlashInfer's compiled modules, under its own Python; trtllm: the kernels behind its TensorRT-LLM part
     capability   which GPU SGLang's attention and FlashInfer are told of

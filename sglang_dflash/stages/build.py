@@ -19,6 +19,7 @@ from sglang_dflash.stages.copier import make_copier
 from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.stages.dry_run import reserve_bytes
 from sglang_dflash.stages.engines import build_engines
+from sglang_dflash.stages.greedy import Whole
 from sglang_dflash.stages.planner import Planner
 from sglang_dflash.stages.ranks import draft_scope, why_whole_blocks
 from sglang_dflash.stages.state import State, prompts_only
@@ -45,6 +46,7 @@ def build_stages(
     slots: DraftSlots,
     states: tuple[State, Callable[[int], State]],
     *,
+    logits: Whole,
     widths: Sequence[int],
     copy: Copy,
     block_size: int,
@@ -55,11 +57,12 @@ def build_stages(
     Args:
         worker: the target's.
         states: the widest's recurrent state, which is attached already, and what makes another width's.
+        logits: what the target's verifies end with.
         on_host: the target runs on the host's processor.
     """
     target = worker.model_runner
     most = widest(block_size, widths)
-    planner, choice = Planner(target, block_size, most, mask_token_id), Choice(target)
+    planner, choice = Planner(target, block_size, most, mask_token_id), Choice(target, logits)
     engines = build_engines(
         worker,
         *states,

@@ -21,9 +21,9 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask
-from sglang.srt.utils.async_probe import sanitize_nan_logits
 from sglang_dflash_kernels.accept import Accepted
 
+from sglang_dflash.stages.greedy import Whole, argmax
 from sglang_dflash.stages.penalties import Penalties
 from sglang_dflash.stages.processors import Processors
 from sglang_dflash.stages.sampling import over_slots
@@ -31,11 +31,13 @@ from sglang_dflash.step import Plan, Target
 
 
 class Choice:
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, logits: Whole) -> None:
+        """`logits`: what the target's verifies end with."""
         self.sampler = runner.sampler
         self.device = runner.device
         self.vocab_size = runner.model_config.vocab_size
         self.ranks = SpecTpSync(get_dp_tp_group())
+        self.logits = logits
         self.penalties = Penalties(runner.model_config.vocab_size, runner.device)
         self.processors = Processors()
 
@@ -62,7 +64,43 @@ class Choice:
         target: Target,
         grammar_barrier: Callable[[], None] | None,
     ) -> torch.Tensor:
-        """target_BN, int64: what the target says after each slot. Edits the logits in place."""
+        """target_BN, int64: what the target says after each slot. Edits the logits in place.
+
+        The output is left without logits where only the largest of each row was read.
+        """
+        output = target.output
+        if self._reads_only_the_largest(batch):
+            target_T = self.logits.likeliest(output.next_token_logits)
+            output.next_token_logits = None
+        else:
+            output.next_token_logits = self.logits.whole(output.next_token_logits)
+            target_T = self._draw(batch, plan, tokens_BN, target, grammar_barrier)
+        is_greedy = batch.sampling_info.is_all_greedy
+        site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if is_greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
+        return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
+
+    def _reads_only_the_largest(self, batch: ScheduleBatch) -> bool:
+        """Whether every request is greedy, and none edits its logits or wants something else made of them."""
+        info = batch.sampling_info
+        return (
+            info.is_all_greedy
+            and info.sampling_mask_batch_indices is None
+            and info.logit_bias is None
+            and not info.has_custom_logit_processor
+            and not batch.has_grammar
+            and not batch.return_logprob
+            and not self.penalties.are_asked_for(batch.reqs)
+        )
+
+    def _draw(
+        self,
+        batch: ScheduleBatch,
+        plan: Plan,
+        tokens_BN: torch.Tensor,
+        target: Target,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        """The target's token at every slot, [T], from its edited logits."""
         info = batch.sampling_info
         logits_TV = target.output.next_token_logits
         self.penalties.apply(batch, plan, tokens_BN, logits_TV)
@@ -72,16 +110,12 @@ class Choice:
             logits_TV.view(*tokens_BN.shape, -1).add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
             self.processors.apply(batch, plan, tokens_BN, logits_TV)
-        site = SpecTpSyncSite.DFLASH_ACCEPT_GREEDY if info.is_all_greedy else SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE
         if info.is_all_greedy and info.sampling_mask_batch_indices is None:
-            sanitize_nan_logits(logits_TV, "DFLASH verify logits")
-            target_T = logits_TV.argmax(dim=-1)
-        else:
-            if batch.return_logprob:  # the sampler turns logits into probabilities in place
-                logits_TV = logits_TV.clone()
-            drawn = self._sample(logits_TV, info, plan.verified.positions_BN)
-            target_T, target.output.sampling_mask_output = drawn
-        return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
+            return argmax(logits_TV)
+        if batch.return_logprob:  # the sampler turns logits into probabilities in place
+            logits_TV = logits_TV.clone()
+        target_T, target.output.sampling_mask_output = self._sample(logits_TV, info, plan.verified.positions_BN)
+        return target_T
 
     def remember(self, batch: ScheduleBatch, accepted: Accepted) -> None:
         """After `choose`, for the same batch: what the step added to each text."""

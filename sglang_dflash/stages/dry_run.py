@@ -49,7 +49,8 @@ class DryRun:
             stages.drafter.draft(whole, graphs=True)
             for width in widths:
                 logits_TV, features_TC = self._after_draft(size, width)()
-                stages.choice.penalties.dry_run(self._plan(size, width).verified.tokens_BN, logits_TV)
+                whole_TV = stages.choice.logits.whole(logits_TV)
+                stages.choice.penalties.dry_run(self._plan(size, width).verified.tokens_BN, whole_TV)
             # As a prompt's rows are written, and those of steps that draft nothing: all of them.
             n_kept_B = torch.ones_like(anchors.rows_B, dtype=torch.int32)
             stages.context_kv.append(DUMMY * size, anchors, features_TC[:size], n_kept_B)
@@ -115,7 +116,8 @@ class DryRun:
             output = stages.verifier.forward(forward_batch).logits_output
             logits_TV, features_TC = output.next_token_logits, output.hidden_states
             tokens_BN = stages.copier.copy(plan, plan.verified.tokens_BN)
-            accepted = stages.accept(tokens_BN, logits_TV.argmax(dim=-1).view(tokens_BN.shape), plan.prefix_len_B)
+            target_T = stages.choice.logits.likeliest(logits_TV)
+            accepted = stages.accept(tokens_BN, target_T.view(tokens_BN.shape), plan.prefix_len_B)
             stages.copier.weigh(accepted)
             stages.verifier.commit(batch, plan, accepted.n_committed_B)
             stages.context_kv.append(DUMMY * n_requests, plan, features_TC, accepted.n_committed_B)

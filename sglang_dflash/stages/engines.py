@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import torch
-from sglang.srt.distributed.parallel_state import GroupCoordinator
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
@@ -23,6 +21,7 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.utils import get_available_gpu_memory
 
 from sglang_dflash.stages.lora import keep_buffers, routing_of
+from sglang_dflash.stages.ranks import from_first_rank
 from sglang_dflash.stages.state import State
 from sglang_dflash.stages.verifier import WidthEngine
 
@@ -125,13 +124,3 @@ def capturing(sizes: list[int]) -> Iterator[None]:
     decode = dataclasses.replace(config.decode, bs=sizes)
     with get_exec().graph.override(cuda_graph_config=dataclasses.replace(config, decode=decode)):
         yield
-
-
-def from_first_rank(group: GroupCoordinator) -> Callable[[np.ndarray], None]:
-    """Overwrites an array with the first rank's, over the host network; called by all ranks of `group` alike."""
-
-    def agree(values: np.ndarray) -> None:
-        if group.world_size > 1:
-            torch.distributed.broadcast(torch.from_numpy(values), src=group.ranks[0], group=group.cpu_group)
-
-    return agree

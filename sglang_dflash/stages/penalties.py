@@ -67,6 +67,11 @@ class Penalties:
 
     # -- decode -------------------------------------------------------------------------------------------------------
 
+    def are_asked_for(self, reqs: list[Req]) -> bool:
+        """Whether a request of the batch asks for a penalty."""
+        self._look_at(reqs)
+        return self.asked is not None
+
     def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
         """Penalise the logits of every slot, in place, by the output and the drafts up to the slot."""
         self._look_at(batch.reqs)

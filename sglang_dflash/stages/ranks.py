@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import GroupCoordinator
+from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch
@@ -25,12 +28,28 @@ from sglang.srt.speculative.spec_utils import draft_tp_context
 from sglang_dflash.stages import state
 from sglang_dflash.stages.forward import Forward
 
+Agree = Callable[[np.ndarray], None]
 Scope = Callable[[], AbstractContextManager]
 KeepUp = Callable[[ScheduleBatch], None]
 
 
 def meet() -> bool:
     return get_parallel().attn_dp_enabled
+
+
+def from_first_rank(group: GroupCoordinator) -> Agree:
+    """Overwrites an array with the first rank's, over the host network; called by all ranks of `group` alike."""
+
+    def agree(values: np.ndarray) -> None:
+        if group.world_size > 1:
+            torch.distributed.broadcast(torch.from_numpy(values), src=group.ranks[0], group=group.cpu_group)
+
+    return agree
+
+
+def from_first_of_ours() -> Agree:
+    """The same among the ranks that share requests."""
+    return from_first_rank(get_dp_tp_group())
 
 
 def draft_scope(target: ModelRunner) -> Scope:

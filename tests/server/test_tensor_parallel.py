@@ -1,4 +1,4 @@
-"""Two ranks, over gloo: they emit what one rank emits, and draw the same tokens.
+"""Two ranks, over gloo: they emit what one rank emits, draw the same tokens, and exchange little for greedy requests.
 
 SGLang seeds its ranks alike, and ranks that draw alike need no exchange to agree. Here each has random numbers of
 its own (`unlike_ranks/`). With `SGLANG_SPEC_TP_SYNC=off`, which lets each keep what it drew, the last test fails: their
@@ -7,16 +7,21 @@ steps differ in length, and the server stops answering.
 
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from launch import parameters
+from launch.parameters import EXACT, PLAIN, QUESTIONS, REQUEST_FLAGS, Case, Reply, greedy
 from launch.tiny import HYBRID
 from sglang_dflash.bench.server import Server
-from tests.server.lib.rows import require_logprobs
-from tests.server.lib.variants import TWO_NODES
+from sglang_dflash.rehearsal.exchange import steps_in
+from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rows import GAP, require_logprobs
+from tests.server.lib.variants import TRACK, TWO_NODES
 
-UNLIKE = parameters.path_with(Path(__file__).parent / "unlike_ranks")
+FOLDER = Path(__file__).parent
+UNLIKE, COUNTED = (parameters.path_with(FOLDER / name) for name in ("unlike_ranks", "counted_exchange"))
 TWO_RANKS = {"flags": ("--tp", "2"), "env": dict(TWO_NODES) | UNLIKE}
 MAX_NEW_TOKENS = 48
 
@@ -58,3 +63,75 @@ def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> N
     assert len({tuple(answer.token_ids) for answer in answers}) == len(prompts)
     for prompt, answer in zip(prompts, answers, strict=True):
         require_logprobs(HYBRID.target, prompt, answer)
+
+
+# -- what a step exchanges --------------------------------------------------------------------------------------------
+
+VOCABULARY = 1024  # of the tiny pair
+# Two ranks' best value and token id, of the verify and of the draft, whose graph is padded to less than twice its rows.
+PER_ROW = 2 * 2 * (1 + 2)
+NEEDS_LOGITS = (
+    greedy("frequency_penalty", "penalised", 0, frequency_penalty=1.2),
+    greedy("min_new_tokens", "min_new_tokens", 0, min_new_tokens=MAX_NEW_TOKENS),
+    greedy("logit_bias", "biased", 0, logit_bias={"20": 6.0}),
+    greedy("regex", "grammar", 0, regex=r"([a-z]+ )+[a-z]+\."),
+    greedy("temperature > 0", "sampled", 0, temperature=1.0),
+    Case("logprobs", "logprobs", {}, {"return_logprob": True}),
+    Case("return_sampling_mask", "masks", {}, {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}),
+    parameters.processor("a processor", 0, parameters.NEWLINE),
+)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((TRACK, ()), id="cpu"),
+        pytest.param(((*attention("fa3"), *GRAPHS, *TRACK), SM90), id="rehearsed"),
+    ],
+)
+def counted(request: pytest.FixtureRequest, server: Callable) -> Server:
+    """Its ranks say what each step exchanged; `rehearsed`: every verify of up to eight requests is a captured graph."""
+    flags, env = request.param
+    return server(flags=[*flags, "--tp", "2", *REQUEST_FLAGS], env=dict(env) | dict(TWO_NODES) | COUNTED)
+
+
+def gathered_per_row(
+    server: Server, asked: list[tuple[list[int], Case]], concurrency: int = 8
+) -> tuple[list[Reply], list[float]]:
+    """The answers, and of every step how many elements a rank had gathered when it ended, for each row it verified."""
+    n_before = len(server.log_text())
+    replies = parameters.ask_all(server, asked, concurrency=concurrency)
+    steps = steps_in(server.log_text()[n_before:])
+    gathers = [sum(n for name, n in step.items() if "allgather" in name) for step in steps]
+    return replies, [n / step["rows"] for n, step in zip(gathers, steps, strict=True)]
+
+
+def test_greedy_steps_gather_numbers_not_logits(counted: Server) -> None:
+    prompts = [parameters.chat(question) for question in QUESTIONS]
+    _, gathered = gathered_per_row(counted, [(prompt, PLAIN) for prompt in prompts])
+    assert len(gathered) > 20
+    assert 0 < max(gathered) <= PER_ROW
+
+
+@pytest.mark.parametrize("case", NEEDS_LOGITS, ids=str)
+def test_steps_that_need_logits_gather_them(counted: Server, case: Case) -> None:
+    """This also shows that the count sees a gather, in a captured graph's step too."""
+    _, gathered = gathered_per_row(counted, [(parameters.chat(QUESTIONS[0]), case)])
+    assert len(gathered) >= 2
+    assert min(gathered) >= VOCABULARY
+
+
+def test_mixed_batches_answer_as_without_speculation(counted: Server, off: Server) -> None:
+    """Every case beside others and beside plain ones: steps of both kinds take turns."""
+    cases = [*EXACT, *[PLAIN] * len(EXACT)]
+    asked = [(parameters.chat(question), case) for case in cases for question in QUESTIONS[:2]]
+    Random(0).shuffle(asked)
+    expected = parameters.ask_all(off, asked)
+    replies, gathered = gathered_per_row(counted, asked, concurrency=3)
+    assert min(gathered) <= PER_ROW < VOCABULARY <= max(gathered)
+    for (_, case), wanted, found in zip(asked, expected, replies, strict=True):
+        assert isinstance(wanted, list), f"{case}: {wanted}"
+        assert isinstance(found, list), f"{case}: {found}"
+        assert [sample.outcome for sample in found] == [sample.outcome for sample in wanted], case
+        for a, b in zip(found, wanted, strict=True):
+            assert parameters.furthest(parameters.numbers_of(a), parameters.numbers_of(b)) <= GAP, case

@@ -1,7 +1,5 @@
 """What of a target the draft borrows, and what it cannot."""
 
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, local
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +9,7 @@ from sglang.srt.lora.layers import BaseLayerWithLoRA
 
 from sglang_dflash.draft.target_ends import TargetEnds, head_logits, likeliest, target_ends
 from sglang_dflash.errors import NotSupported
+from tests.fixtures.thread_ranks import ThreadRanks
 
 
 def test_a_target_that_scales_what_is_embedded_is_refused() -> None:
@@ -38,27 +37,12 @@ def test_ends_with_adapters_are_borrowed_without_them() -> None:
     assert [ends.head, ends.embed] == layers
 
 
-class Ranks:
-    """A tensor-parallel group whose ranks are threads."""
-
-    def __init__(self, n: int) -> None:
-        self.here, self.together = local(), Barrier(n)
-        self.given: list[Any] = [None] * n
-
-    def all_gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        self.given[self.here.rank] = part
-        self.together.wait()
-        gathered = torch.cat(self.given, dim=dim)
-        self.together.wait()
-        return gathered
-
-
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_ranks_with_a_shard_of_the_head_each_find_the_same_token(n_ranks: int) -> None:
     """The whole head's argmax, and on a tie the first of its tokens, though a shard's rows past the vocabulary are
     padding that scores higher."""
     torch.manual_seed(n_ranks)
-    n_each, group = 5, Ranks(n_ranks)
+    n_each, group = 5, ThreadRanks(n_ranks)
     weight_VH = torch.randn(n_ranks * n_each, 4)
     weight_VH[2] *= 10
     weight_VH[7] = weight_VH[2]
@@ -66,13 +50,11 @@ def test_ranks_with_a_shard_of_the_head_each_find_the_same_token(n_ranks: int) -
     hidden_TH[0] = weight_VH[2]
 
     def on_rank(rank: int) -> torch.Tensor:
-        group.here.rank = rank
         padded = torch.cat([weight_VH[rank * n_each : (rank + 1) * n_each], hidden_TH * 1e3])
         ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=padded), n_each, rank * n_each, cast(Any, group))
         return likeliest(hidden_TH, ends)
 
-    with ThreadPoolExecutor(n_ranks) as pool:
-        found = list(pool.map(on_rank, range(n_ranks)))
+    found = group.run(on_rank)
     whole_T = (hidden_TH @ weight_VH.T).argmax(dim=-1)
     assert all(torch.equal(token_T, whole_T) for token_T in found)
     assert whole_T[0] == 2

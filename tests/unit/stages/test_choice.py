@@ -25,6 +25,7 @@ from sglang_dflash_kernels.accept import accept_ref
 
 from sglang_dflash.stages import choice as choice_module
 from sglang_dflash.stages.choice import Choice
+from sglang_dflash.stages.greedy import Whole
 from sglang_dflash.stages.processors import Processors
 from sglang_dflash.stages.sampling import over_slots
 from sglang_dflash.step import Block, Plan, Target
@@ -89,15 +90,16 @@ def draw(logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_T: torch.Te
 ONE_RANK = SimpleNamespace(world_size=1)
 
 
-def make_choice(ranks: Any = ONE_RANK) -> Choice:
+def make_choice(ranks: Any = ONE_RANK, logits: Whole | None = None) -> Choice:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice_module, "get_dp_tp_group", lambda: ranks)
         runner: Any = SimpleNamespace(sampler=Sampler(), device="cpu", model_config=SimpleNamespace(vocab_size=V))
-        return Choice(runner)
+        return Choice(runner, logits or Whole())
 
 
 def batch_of(info: SamplingBatchInfo, *reqs: Any, return_logprob: bool = False) -> Any:
-    return SimpleNamespace(reqs=list(reqs), sampling_info=info, return_logprob=return_logprob, device="cpu")
+    asked = {"return_logprob": return_logprob, "has_grammar": False}
+    return SimpleNamespace(reqs=list(reqs), sampling_info=info, device="cpu", **asked)
 
 
 def chosen(
@@ -116,6 +118,7 @@ def chosen(
     block = Block(tokens_BN, prefix_len_B[:, None] + torch.arange(tokens_BN.shape[1]), nothing, nothing, 0, nothing)
     plan = Plan(nothing, block, prefix_len_B, nothing, nothing)
     run: Any = SimpleNamespace(logits_output=LogitsProcessorOutput(next_token_logits=logits_BNV.flatten(0, 1)))
+    batch.has_grammar = grammar_tree is not None
     return choice.choose(batch, plan, tokens_BN, Target(run, nothing, grammar_tree), None)
 
 
@@ -266,6 +269,64 @@ def test_a_greedy_batch_takes_the_argmax_alone():
     logits_BNV = torch.randn(2, N, V)
     want_BN = logits_BNV.argmax(-1)
     assert torch.equal(chosen(choice, batch_of(info_of([{"top_k": 1}] * 2)), logits_BNV, [5, 9]), want_BN)
+
+
+class Kinds(Whole):
+    """Remembers what is asked of the logits."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        self.asked.append("likeliest")
+        return super().likeliest(logits_TV)
+
+    def whole(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        self.asked.append("whole")
+        return super().whole(logits_TV)
+
+
+GREEDY = {"top_k": 1}
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "sampling", "return_logprob", "grammar_tree"),
+    [
+        ([GREEDY] * 2, {}, {}, False, None),
+        ([GREEDY, {"seed": 1}], {}, {}, False, None),
+        ([GREEDY] * 2, {"logit_bias": torch.zeros(2, V)}, {}, False, None),
+        (
+            [GREEDY] * 2,
+            {"has_custom_logit_processor": True, "custom_logit_processor": {}, "custom_params": [None] * 2},
+            {},
+            False,
+            None,
+        ),
+        ([GREEDY] * 2, {}, {"presence_penalty": 0.5}, False, None),
+        ([GREEDY] * 2, {}, {}, True, None),
+        ([GREEDY] * 2, {}, {}, False, "drafts"),
+    ],
+    ids=["greedy", "sampled", "bias", "processor", "penalty", "logprobs", "grammar"],
+)
+def test_logits_are_whole_only_where_a_request_needs_them(
+    monkeypatch, rows, fields, sampling, return_logprob, grammar_tree
+):
+    """The rest of the step is given them; a greedy step hands none on."""
+    monkeypatch.setattr(choice_module, "build_grammar_vocab_mask", lambda **_: None)
+    kinds = Kinds()
+    choice = make_choice(logits=kinds)
+    batch = batch_of(info_of(rows, **fields), request([1]), request([2], **sampling), return_logprob=return_logprob)
+    choice.begin(batch)
+    choice.anchors(batch, torch.tensor([5, 6]))
+    output = LogitsProcessorOutput(next_token_logits=torch.randn(2 * N, V))
+    zeros_BN = torch.zeros(2, N, dtype=torch.int64)
+    block = Block(zeros_BN, zeros_BN, zeros_BN, zeros_BN, 0, None)
+    plan = Plan(block, block, zeros_BN[:, 0], zeros_BN[:, 0], zeros_BN[:, 0])
+    batch.has_grammar = grammar_tree is not None
+    choice.choose(batch, plan, zeros_BN, Target(SimpleNamespace(logits_output=output), None, grammar_tree), None)
+    is_plain = rows == [GREEDY] * 2 and not (fields or sampling or return_logprob or grammar_tree)
+    assert kinds.asked == (["likeliest"] if is_plain else ["whole"])
+    assert (output.next_token_logits is None) == is_plain
 
 
 def request(prompt: list[int], **sampling: Any) -> Req:

@@ -15,6 +15,7 @@ from sglang_dflash_kernels.penalise import Asked, penalise_ref
 from sglang_dflash.stages import dry_run
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.dry_run import IN_A_ROW, DryRun, Stages, batch_sizes, own_states, peak_bytes, reserve_bytes
+from sglang_dflash.stages.greedy import Whole
 from sglang_dflash.stages.penalties import Penalties
 from sglang_dflash.step import Block, Plan
 
@@ -98,6 +99,7 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple
     )
     recorded = Recorded()
     recorded.block_size, recorded.penalties = BLOCK, recorded  # type: ignore[attr-defined]
+    recorded.logits = Whole()  # type: ignore[attr-defined]
     recorded.worker = SimpleNamespace(model_runner=runner)  # type: ignore[attr-defined]
     stages = Stages(recorded, recorded, recorded, recorded, accept_ref, recorded, recorded)  # type: ignore[arg-type]
     return DryRun(stages, on_host=device == "cpu"), recorded

@@ -1,0 +1,58 @@
+"""Counts what ranks exchange: the elements of each collective operation, eager ones and those of replayed graphs.
+
+A replay runs its operations again (`graph.py`), so one dispatch mode sees both. The CPU's server can be watched too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+COLLECTIVES = ("c10d::", "_c10d_functional::")
+SAID = "a step exchanged "
+
+
+class Exchange(TorchDispatchMode):
+    """While it is entered: the elements that collective operations had on this rank, by the operation's name.
+
+    A call counts as its largest tensor: what is gathered from all ranks, or what is sent to all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func._schema.name
+        if name.startswith(COLLECTIVES):
+            leaves = pytree.tree_leaves((args, kwargs))
+            sizes = [leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self.elements[name.partition("::")[2]] += max(sizes, default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the worker's `decode`: each rank prints a line about each step, which `steps_in` reads."""
+
+    @functools.wraps(decode)
+    def counted(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        with Exchange() as exchange:
+            result = decode(self, batch, *args, **kwargs)
+        step = {"rows": len(batch.reqs) * result.speculative_num_draft_tokens} | exchange.elements
+        print(SAID + json.dumps(step), flush=True)
+        return result
+
+    return counted
+
+
+def steps_in(log: str) -> list[dict[str, int]]:
+    """Of every step and rank in a server's log: the rows verified, and the elements of each collective operation."""
+    return [json.loads(found) for found in re.findall(SAID + r"(\{.*?\})", log)]  # two may share a line

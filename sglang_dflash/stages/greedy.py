@@ -1,0 +1,123 @@
+"""The logits of a verify where ranks share the head: each keeps its shard, and a greedy batch gathers none.
+
+SGLang's forward ends with every rank's shard of the vocabulary gathered, cast and stored by every rank. A greedy batch
+reads only the largest logit of each row. So a verify, captured or not, ends with the shards. Then the batch decides:
+ranks exchange their best values and token ids, or SGLang gathers the logits as its forward would have.
+
+Which kind a target is of is decided once, before its graphs are captured.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.utils.async_probe import sanitize_nan_logits
+
+from sglang_dflash.draft.target_ends import TargetEnds, first_best
+from sglang_dflash.stages import ranks
+
+logger = logging.getLogger(__name__)
+
+CHECKED = "DFLASH verify logits"  # what SGLang's check for NaN calls them
+
+
+def argmax(logits_TV: torch.Tensor) -> torch.Tensor:
+    sanitize_nan_logits(logits_TV, CHECKED)
+    return logits_TV.argmax(dim=-1)
+
+
+class Whole:
+    """A verify ends with the logits of the whole vocabulary, on every rank."""
+
+    def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """Return the argmax of every row, int64 [T]; the lowest id on ties."""
+        return argmax(logits_TV)
+
+    def whole(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary, fp32 [T, V]."""
+        return logits_TV
+
+
+class Shards(Whole):
+    """A verify ends with this rank's shard of the logits, in the type that the head computes.
+
+    A cast to fp32 keeps order and ties, so the shard's own type has the same largest value.
+    """
+
+    def __init__(self, runner: ModelRunner, processor: LogitsProcessor, ends: TargetEnds) -> None:
+        self.runner, self.processor, self.ends = runner, processor, ends
+        keep_shards(processor)
+
+    def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """The same on every rank: ranks exchange two numbers a row."""
+        ends = self.ends
+        assert ends.tp_group is not None
+        real_TV = logits_TV[:, : ends.n_vocab]
+        sanitize_nan_logits(real_TV, CHECKED)
+        best_T, token_T = real_TV.max(dim=-1)
+        return first_best(best_T, token_T + ends.first_token, ends.tp_group)
+
+    def whole(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        """Gather and cast as SGLang's forward does, into the same buffer; the shards are gathered by then."""
+        gathered = self.processor._logits_gatherer(logits_TV)
+        metadata = SimpleNamespace(next_token_logits_buffer=self._buffer(len(logits_TV)))
+        return self.processor._copy_logits_to_buffer(gathered, metadata)  # type: ignore[arg-type]
+
+    def _buffer(self, n_rows: int) -> torch.Tensor | None:
+        """SGLang's, for the logits of all captured forwards; None where it is too small, or nothing is captured."""
+        shared = self.runner.graph_shared_output
+        if shared is None or n_rows > shared.max_rows:
+            return None
+        return shared.get_logits_buffer(self.runner.model_config.vocab_size, rows=n_rows)
+
+
+def keep_shards(processor: LogitsProcessor) -> None:
+    """Have `processor` end a verify with the shard. To be called before graphs are captured.
+
+    SGLang finishes the logits of some soft-capped heads by functions of their own. `why_whole` refuses such heads, so
+    these functions are free to finish a verify's.
+    """
+
+    def is_verify(logits: object, hidden_states: object, head: object, metadata: LogitsMetadata) -> bool:
+        return metadata.forward_mode.is_target_verify()
+
+    def finish(shard_TV: torch.Tensor, metadata: LogitsMetadata, use_buffer: bool) -> torch.Tensor:
+        """Every captured graph keeps its output: so that all share memory, it lies where SGLang's logits would."""
+        buffer = metadata.next_token_logits_buffer
+        if buffer is None:
+            return shard_TV
+        return buffer.view(shard_TV.dtype).flatten()[: shard_TV.numel()].view_as(shard_TV).copy_(shard_TV)
+
+    processor._can_gather_softcap_fused = is_verify  # type: ignore[method-assign, assignment]
+    processor._gather_softcap_fused = finish  # type: ignore[method-assign, assignment]
+
+
+def verified_logits(runner: ModelRunner, ends: TargetEnds) -> Whole:
+    """What the target's verifies end with."""
+    if ends.tp_group is None:
+        return Whole()
+    processors = [module for module in runner.model.modules() if isinstance(module, LogitsProcessor)]
+    if why := why_whole(processors, ends):
+        logger.info("every verify gathers the logits of all ranks, greedy or not: %s", why)
+        return Whole()
+    return Shards(runner, processors[0], ends)
+
+
+def why_whole(processors: list[LogitsProcessor], ends: TargetEnds) -> str:
+    """Why every verify gathers the logits of all ranks, if it is so."""
+    if ranks.meet():
+        return "ranks of attention data parallelism exchange rows as well as shards"
+    if len(processors) != 1:
+        return f"the target makes its logits in {len(processors)} places"
+    processor = processors[0]
+    if processor.final_logit_softcapping:
+        return "soft-capped logits may be equal where the shards' are not"
+    if processor.use_attn_tp_group or not processor.do_tensor_parallel_all_gather:
+        return "SGLang does not gather them over the ranks that share the head"
+    if processor.vocab_size != ends.head.org_vocab_size:
+        return "the head has other tokens than the target's configuration"
+    return ""

@@ -1,0 +1,15 @@
+"""Every rank writes down what each of its steps exchanged, in processes that have this folder on PYTHONPATH.
+
+Python imports `sitecustomize` before anything else, so the worker is met while it is being loaded.
+"""
+
+from after_loading import edit_after_loading
+
+
+def report_steps(worker) -> None:
+    from sglang_dflash.rehearsal import exchange
+
+    worker.DFlashWorker.decode = exchange.report_steps(worker.DFlashWorker.decode)
+
+
+edit_after_loading({"sglang_dflash.worker": report_steps})

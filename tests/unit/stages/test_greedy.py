@@ -1,0 +1,203 @@
+"""Logits that stay with their ranks: the same tokens as of the whole, and SGLang's own logits where they are needed."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from sglang.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
+from torch import nn
+
+from sglang_dflash.draft.target_ends import TargetEnds
+from sglang_dflash.stages import greedy
+from sglang_dflash.stages.greedy import Shards, Whole, verified_logits, why_whole
+from tests.fixtures.thread_ranks import ThreadRanks
+
+ROWS, H, V = 6, 4, 21  # two ranks have 11 rows of the head each, of which the last is padding
+N_RANKS, N_EACH = 2, 11
+
+
+class Rank:
+    """What one rank has of a target."""
+
+    def __init__(self, group: ThreadRanks, rank: int, weight_VH: torch.Tensor, *, scale: float | None = None) -> None:
+        self.processor = LogitsProcessor.__new__(LogitsProcessor)
+        nn.Module.__init__(self.processor)
+        facts = {
+            "vocab_size": V, "logit_scale": scale, "final_logit_softcapping": None, "defer_verify_gather": False,
+            "do_tensor_parallel_all_gather": True, "do_tensor_parallel_all_gather_dp_attn": False,
+            "use_attn_tp_group": False, "use_tp_lm_head_all_to_all": False, "use_fp32_lm_head": False,
+            "use_fp32_lm_head_output": False, "rl_on_policy_target": None, "_logits_gatherer": group.all_gather,
+        }  # fmt: skip
+        vars(self.processor).update(facts)
+        real = weight_VH[rank * N_EACH : (rank + 1) * N_EACH]
+        padding = weight_VH.new_full((N_EACH - len(real), H), 100.0)
+        self.head = nn.Module()
+        self.head.weight = nn.Parameter(torch.cat([real, padding]))
+        self.head.org_vocab_size = V
+        self.ends = TargetEnds(nn.Identity(), self.head, len(real), rank * N_EACH, cast(Any, group))
+        shared = GraphSharedOutput(device=torch.device("cpu"), max_rows=ROWS + 2)
+        self.buffer = shared.get_logits_buffer(V, rows=ROWS + 2)
+        self.runner: Any = SimpleNamespace(
+            model=nn.ModuleList([self.processor]),
+            graph_shared_output=shared,
+            model_config=SimpleNamespace(vocab_size=V),
+        )
+
+    def forward(self, hidden_TH: torch.Tensor, mode: ForwardMode, *, captured: bool) -> torch.Tensor:
+        """What SGLang's forward ends with."""
+        buffer = self.buffer[: len(hidden_TH)] if captured else None
+        return self.processor._get_logits(hidden_TH, self.head, LogitsMetadata(mode, next_token_logits_buffer=buffer))
+
+
+def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that two tokens of unlike ranks, and two of one, are equally likely to follow."""
+    torch.manual_seed(0)
+    weight_VH = torch.randn(V, H).to(dtype)
+    weight_VH[3] *= 4
+    weight_VH[14] = weight_VH[3]
+    weight_VH[17] *= 5
+    weight_VH[18] = weight_VH[17]
+    hidden_TH = torch.randn(ROWS, H).to(dtype)
+    hidden_TH[0], hidden_TH[1] = weight_VH[3], weight_VH[17]
+    return hidden_TH, weight_VH
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype: torch.dtype, captured: bool) -> None:
+    """Of the logits that SGLang would have gathered: the lowest id on ties, and never a row of padding."""
+    hidden_TH, weight_VH = hidden_and_head(dtype)
+    group = ThreadRanks(N_RANKS)
+
+    def on_rank(rank: int) -> torch.Tensor:
+        one = Rank(group, rank, weight_VH)
+        shards = verified_logits(one.runner, one.ends)
+        return shards.likeliest(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured))
+
+    found = group.run(on_rank)
+    whole_T = (hidden_TH @ weight_VH.T).float().argmax(dim=-1)
+    assert [token_T.tolist() for token_T in found] == [whole_T.tolist()] * N_RANKS
+    assert whole_T[:2].tolist() == [3, 17]
+    assert group.n_gathered == N_RANKS * 2 * ROWS
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_whole_logits_are_those_of_sglangs_forward(dtype: torch.dtype, captured: bool, scale: float | None) -> None:
+    hidden_TH, weight_VH = hidden_and_head(dtype)
+    group = ThreadRanks(N_RANKS)
+
+    def on_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        one = Rank(group, rank, weight_VH, scale=scale)
+        plain_TV = one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured).clone()
+        shards = verified_logits(one.runner, one.ends)
+        return plain_TV, shards.whole(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured))
+
+    for plain_TV, whole_TV in group.run(on_rank):
+        assert whole_TV.dtype == plain_TV.dtype == torch.float32
+        assert torch.equal(whole_TV, plain_TV)
+        assert whole_TV.shape == (ROWS, V)
+
+
+def test_captured_shards_and_logits_share_sglangs_buffer() -> None:
+    """Each captured graph keeps its output; had each its own shard, graphs would take memory by the batch size."""
+    hidden_TH, weight_VH = hidden_and_head(torch.bfloat16)
+    group = ThreadRanks(N_RANKS)
+
+    def on_rank(rank: int) -> None:
+        one = Rank(group, rank, weight_VH)
+        shards = verified_logits(one.runner, one.ends)
+        shard_TV = one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=True)
+        assert shard_TV.shape == (ROWS, N_EACH)
+        assert shard_TV.dtype == torch.bfloat16
+        assert shard_TV.data_ptr() == one.buffer.data_ptr()
+        assert shards.whole(shard_TV).data_ptr() == one.buffer.data_ptr()
+
+    group.run(on_rank)
+
+
+def test_a_batch_larger_than_the_buffer_has_memory_of_its_own() -> None:
+    hidden_TH, weight_VH = hidden_and_head(torch.float32)
+    hidden_TH = hidden_TH.repeat(2, 1)
+    group = ThreadRanks(N_RANKS)
+
+    def on_rank(rank: int) -> torch.Tensor:
+        one = Rank(group, rank, weight_VH)
+        shards = verified_logits(one.runner, one.ends)
+        whole_TV = shards.whole(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=False))
+        assert not one.buffer.any()
+        return whole_TV
+
+    for whole_TV in group.run(on_rank):
+        torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
+
+
+def test_prompts_end_with_gathered_logits_as_before() -> None:
+    hidden_TH, weight_VH = hidden_and_head(torch.float32)
+    group = ThreadRanks(N_RANKS)
+
+    def on_rank(rank: int) -> torch.Tensor:
+        one = Rank(group, rank, weight_VH)
+        verified_logits(one.runner, one.ends)
+        return one.forward(hidden_TH, ForwardMode.EXTEND, captured=False)
+
+    for whole_TV in group.run(on_rank):
+        torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
+
+
+def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ranks last then, beside minus infinity; and padding, which SGLang's check never sees, is left alone."""
+    monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", "1")
+    logits_TV = torch.tensor([[float("nan"), -3.0, -2.0, float("nan")], [float("nan")] * 3 + [-float("inf")]])
+    want_T = Whole().likeliest(logits_TV.clone())
+    group = ThreadRanks(N_RANKS)
+
+    def on_rank(rank: int) -> tuple[list[int], torch.Tensor]:
+        shards = Shards.__new__(Shards)
+        shards.ends = TargetEnds(nn.Identity(), None, 2, 2 * rank, cast(Any, group))
+        shard_TV = torch.cat([logits_TV[:, 2 * rank : 2 * rank + 2], torch.full((2, 1), float("nan"))], dim=1)
+        return shards.likeliest(shard_TV).tolist(), shard_TV
+
+    for found, shard_TV in group.run(on_rank):
+        assert found == want_T.tolist() == [2, 0]
+        assert shard_TV[:, 2].isnan().all()
+
+
+def test_a_head_that_no_ranks_share_is_left_alone() -> None:
+    one = Rank(ThreadRanks(1), 0, torch.zeros(V, H))
+    kind = verified_logits(one.runner, one.ends._replace(tp_group=None))
+    assert type(kind) is Whole
+    assert "_gather_softcap_fused" not in vars(one.processor)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"final_logit_softcapping": 30.0}, "soft-capped"),
+        ({"use_attn_tp_group": True}, "does not gather them over the ranks"),
+        ({"do_tensor_parallel_all_gather": False}, "does not gather them over the ranks"),
+        ({"vocab_size": V - 1}, "other tokens"),
+        ({}, ""),
+    ],
+)
+def test_what_keeps_the_full_gather_is_decided_at_launch(
+    change: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
+    vars(one.processor).update(change)
+    kind = verified_logits(one.runner, one.ends)
+    assert (type(kind) is Whole) == bool(why)
+    assert why in caplog.text
+    assert ("every verify gathers the logits of all ranks" in caplog.text) == bool(why)
+
+
+def test_ranks_that_meet_and_two_processors_keep_the_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
+    assert "in 2 places" in why_whole([one.processor] * 2, one.ends)
+    monkeypatch.setattr(greedy.ranks, "meet", lambda: True)
+    assert "attention data parallelism" in why_whole([one.processor], one.ends)
