@@ -8,13 +8,14 @@ flashinfer, triton, trtllm_mha) plan and run, and Triton kernels run in Triton's
     graph        capture and replay, of what tape takes down
     host         which tensors are the host's, and who may read them
     streams      which stream may still be writing what another reads; watch: what touches which memory (`,streams`)
+    branches     streams inside of a captured forward
     overlap      where SGLang orders streams on CUDA alone
     exchange     counts what ranks hand one another in a step
     attention    what paged attention computes, and FlashAttention's entry points
     flashinfer   FlashInfer's compiled modules, under its own Python; trtllm: the kernels behind its TensorRT-LLM part
     capability   which GPU SGLang's attention and FlashInfer are told of
     seams        where SGLang names CUDA although another platform runs, each with its reason
-    models       layers of single families of targets
+    models       layers of single families of targets; qwen: Qwen3.5 and Qwen3-Next as CUDA has them
     platform     what SGLang asks
 
 What is proved: which Python runs in capture and replay, and that its metadata is right; that nothing captured depends

@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 
 Function = TypeVar("Function", bound=Callable)
 
-_pool = Pool()
+_pool = Pool(stream=streams.current_stream)
 _tape: Tape | None = None
+tape_of: Callable[[Pool], Tape] = Tape  # what takes a capture down
 
 
 class Graph:
@@ -48,7 +49,7 @@ class Graph:
         assert _tape is None, "one stream is captured at a time"
         host.watch(capture_error)
         self._began = time.perf_counter()
-        _tape = Tape(_pool)
+        _tape = tape_of(_pool)
         _tape.__enter__()
 
     def capture_end(self) -> None:
@@ -57,6 +58,7 @@ class Graph:
         tape, _tape = _tape, None
         tape.__exit__(None, None, None)
         host.unwatch()
+        tape.end()
         self.nodes = tape.nodes
         if dangling := tape.dangling():
             raise CaptureError(f"a captured forward reads memory that is free when it is replayed: {dangling}")
@@ -81,12 +83,13 @@ class Graph:
 @contextlib.contextmanager
 def graph(cuda_graph: Graph, pool: object = None, stream: object = None) -> Iterator[None]:
     """What stands for `torch.cuda.graph`."""
-    cuda_graph.capture_begin(pool)
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(abandon)
-        yield
-        on_failure.pop_all()
-    cuda_graph.capture_end()
+    with streams.StreamContext(stream) if isinstance(stream, streams.Stream) else contextlib.nullcontext():
+        cuda_graph.capture_begin(pool)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(abandon)
+            yield
+            on_failure.pop_all()
+        cuda_graph.capture_end()
 
 
 def abandon() -> None:
@@ -119,7 +122,8 @@ def launch(fn: Function) -> Function:
         _tape = None
         try:
             with watch.launch(), _disable_current_modes(), host.unwatched():
-                out = fn(*args, **kwargs)
+                with tape.launching():
+                    out = fn(*args, **kwargs)
                 return tape.record(fn, args, kwargs, out, mutates=True)
         finally:
             _tape = tape
@@ -131,6 +135,18 @@ class EventInGraph(streams.Event):
     """Recorded while a graph is captured, it is recorded at that point of every replay (CUDA's external events)."""
 
     record = launch(streams.Event.record)
+
+
+def takes_part(stream: object) -> bool:
+    """Whether what `stream` is given now is captured."""
+    return _tape is not None and _tape.takes_part(stream)
+
+
+def record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
+    """The allocator does not give this memory away before `stream` is done with it; while it captures, not at all."""
+    streams.record_stream(tensor, stream)
+    if _tape is not None:
+        _tape.kept.append(tensor)
 
 
 def pool() -> Pool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.rehearsal import graph, host, streams, watch
+from sglang_dflash.rehearsal import branches, graph, host, streams, watch
 
 _SRT = "sglang.srt."
 
@@ -24,13 +24,14 @@ def device() -> dict[str, Any]:
     for name, value in streams.names().items():
         setattr(torch.cpu, name, value)
     watch.install()
+    graph.tape_of = branches.BranchedTape
     from triton.runtime.interpreter import GridExecutor
 
     GridExecutor.__call__ = watch.interpreted(GridExecutor.__call__)
     return {
         "torch.Tensor.cpu": watch.to_host,
         "torch.Tensor.pin_memory": watch.pin,
-        "torch.Tensor.record_stream": streams.record_stream,
+        "torch.Tensor.record_stream": graph.record_stream,
         _SRT + "utils.common.async_d2h": watch.async_d2h,
     }
 

@@ -37,9 +37,11 @@ class RehearsalPlatform(CpuPlatform):
     def init_backend(self) -> None:
         from sglang_dflash.cpu import install
         from sglang_dflash.cpu.platform import register_choices
-        from sglang_dflash.rehearsal import models, overlap, seams
+        from sglang_dflash.rehearsal import models, overlap, qwen, seams
 
         seams.device()
+        qwen.device()
+        qwen.before_models()
         models.before_loading()
         register_choices()
         with_streams = overlap.device() if flags.read(os.environ).rehearse.streams else {}

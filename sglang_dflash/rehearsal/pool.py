@@ -4,15 +4,16 @@ The rules are CUDACachingAllocator's, as far as they decide who gets whose bytes
 to 1 MiB comes from segments of 2 MiB, more from segments of 20 MiB or of what is asked; the smallest block that fits
 is taken, the lowest address of equals; what is left over is split off; neighbours join when they are free.
 
-A block is free as soon as the last tensor over it is gone, and the next tensor may have it, in this graph or in a later
-one. Captured launches know addresses only and keep nothing alive. So what is read too late is read overwritten, as on
-a GPU.
+A block is free as soon as the last tensor over it is gone, and the next tensor of its stream may have it, in this graph
+or in a later one: a segment belongs to the stream that asked for it. Captured launches know addresses only and keep
+nothing alive. So what is read too late is read overwritten, as on a GPU.
 """
 
 from __future__ import annotations
 
 import weakref
 from bisect import bisect_right, insort
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,12 +29,14 @@ CAPACITY = 4096 * MIB  # of addresses: a page takes no memory before it is writt
 class Pool:
     """Invariant: `_free[segment]` are a segment's free (offset, size), ascending, no two of them adjacent."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = CAPACITY, stream: Callable[[], object] = lambda: None) -> None:
+        """`stream`: returns the current one."""
+        self.stream = stream
         self._memory = np.empty(capacity, np.uint8)
         self._whole = from_numpy(self._memory).untyped_storage()
         self._base = self._memory.ctypes.data
         self._starts: list[int] = []  # of the segments, ascending
-        self._small: dict[int, bool] = {}
+        self._kind: dict[int, tuple[bool, object]] = {}  # of a segment: whether its blocks are small; its stream
         self._free: dict[int, list[tuple[int, int]]] = {}
         self.n_bytes = 0  # of all segments
 
@@ -44,12 +47,18 @@ class Pool:
         """An uninitialised tensor of the same type, shape and strides, in a block of its own while it lives."""
         if not tensor.numel():
             return torch.empty_like(tensor)
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        n_bytes = extent * tensor.element_size()
+        n_bytes = extent(tensor) * tensor.element_size()
         segment, offset, size = self._take(-(-n_bytes // ROUND) * ROUND)
         block = self._memory[offset : offset + n_bytes]
         weakref.finalize(block, self._give, segment, offset, size).atexit = False
         return from_numpy(block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def span(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Return the addresses of a tensor's block, first and behind the last; of its cells, if that is all it has."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != self._base or storage.nbytes() != self._memory.nbytes:
+            return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        return tensor.data_ptr(), tensor.data_ptr() + extent(tensor) * tensor.element_size()
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
         """The cells of a tensor in the pool, without its ownership of them: what a captured launch knows of it."""
@@ -58,10 +67,11 @@ class Pool:
 
     def _take(self, size: int) -> tuple[int, int, int]:
         small = size <= SMALL
+        kind = small, self.stream()
         fits = [
             (n, offset, segment)
             for segment, free in self._free.items()
-            if self._small[segment] == small
+            if self._kind[segment] == kind
             for offset, n in free
             if n >= size
         ]
@@ -85,7 +95,7 @@ class Pool:
         segment = self.n_bytes
         self.n_bytes += n
         self._starts.append(segment)
-        self._small[segment] = size <= SMALL
+        self._kind[segment] = size <= SMALL, self.stream()
         self._free[segment] = [(segment, n)]
         return n, segment, segment
 
@@ -98,3 +108,8 @@ class Pool:
             before = free.pop(at - 1)
             offset, size = before[0], before[1] + size
         insort(free, (offset, size))
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Elements from the first to the last, those that strides leave out included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

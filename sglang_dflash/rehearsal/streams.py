@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -172,6 +172,10 @@ class Stream(Actor):
         super().__init__(f"stream {len(_streams)} (of {file.rsplit('/', 1)[-1]}:{line})")
         _streams.append(self)
 
+    @property
+    def stream_id(self) -> int:
+        return id(self)
+
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
 
@@ -190,6 +194,7 @@ class Stream(Actor):
         return True
 
     def synchronize(self) -> None:
+        require_waiting(f"waiting for {self.name}")
         self.act()
         HOST.join(self.clock)
 
@@ -212,6 +217,7 @@ class Event:
         (stream or current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
+        require_waiting("waiting for an event")
         HOST.join(self.clock)
 
     def query(self) -> bool:
@@ -222,6 +228,24 @@ class Event:
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds of the host's."""
         return (end.recorded_at - self.recorded_at) * 1e3
+
+
+_refusal: Callable[[str], Exception] | None = None
+
+
+def refuse_waits(refusal: Callable[[str], Exception] | None) -> None:
+    """From now on the host may not wait for a device; None: it may again."""
+    global _refusal
+    _refusal = refusal
+
+
+def require_waiting(what: str) -> None:
+    """
+    Raises:
+        refusal's: the host may not wait.
+    """
+    if _refusal is not None:
+        raise _refusal(what)
 
 
 _streams: list[Stream] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ class Tape(TorchDispatchMode):
         # Storages that the forward neither made nor was given by the pool: on a GPU, memory a replay reads by address.
         self.outside: dict[int, torch.Tensor] = {}
         self.n_uses: dict[int, int] = {}
+        self.kept: list[torch.Tensor] = []  # `record_stream`: their blocks are free again when the capture ends
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -65,7 +67,7 @@ class Tape(TorchDispatchMode):
             return parts
         out = func(*args, **kwargs)
         if name in ALLOCATES:
-            return self.pool.like(out)
+            return self.new(out)
         if name.startswith("c10d::"):  # writes to its arguments, which its schema does not say
             return self.record(functools.partial(run_collective, func), args, kwargs, out, mutates=True)
         return self.record(func, args, kwargs, out, mutates=func._schema.is_mutable)
@@ -111,7 +113,22 @@ class Tape(TorchDispatchMode):
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values in the pool."""
-        return self.pool.like(tensor).copy_(tensor)
+        return self.new(tensor).copy_(tensor)
+
+    def new(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Uninitialised cells like it."""
+        return self.pool.like(tensor)
+
+    def launching(self) -> AbstractContextManager[None]:
+        """While a launch runs."""
+        return nullcontext()
+
+    def takes_part(self, stream: object) -> bool:
+        """Whether launches on `stream` come here: all do where streams are not watched."""
+        return True
+
+    def end(self) -> None:
+        """Check what a capture must have done before it ends."""
 
     def dangling(self) -> list[str]:
         """Outside memory that this tape alone keeps: on a GPU it is free, and replays read whatever comes there."""

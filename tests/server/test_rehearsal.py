@@ -97,6 +97,16 @@ def running(line: str) -> int:
     return int(found[1])
 
 
+def test_what_cuda_has_by_default_is_captured(serving: Serving) -> None:
+    """Gated DeltaNet's projections on two streams, and fused with the convolution for one token and for no block."""
+    rehearsal, log = serving.rehearsal, serving.server.log_text()
+    captured = rehearsal.captures and rehearsal.target == "hybrid"
+    widths = re.findall(r"Captured the fused projection of Gated DeltaNet for (\d+) token", log)
+    assert set(widths) == ({"1"} if captured and rehearsal.verifies_one_token else set())
+    assert "Falling back from fused GDN decode projection" not in log
+    assert ("A captured forward also runs on stream" in log) == (captured and rehearsal.watches_streams)
+
+
 def test_after_a_hit_the_draft_sees_what_it_should(serving: Serving, questions: Callable) -> None:
     """A ring has nothing of a prefix that was found in the cache: its lengths are others than the target's."""
     rehearsal = serving.rehearsal
@@ -142,6 +152,11 @@ FAULTY = {
     # SGLang sees that its metadata was made for another number of requests; of another backend it would not.
     "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "full-CG prefill metadata"),
     "a_barrier_left_out": (REHEARSALS["fa3-graphs-streams"], "UnorderedAccess"),
+    "a_branch_not_forked": (
+        REHEARSALS["fa3-graphs-streams-1-and-16"],
+        "has not waited for the stream that is captured: not permitted",
+    ),
+    "a_branch_not_joined": (REHEARSALS["fa3-graphs-streams-1-and-16"], "reads what may not be written yet"),
 }
 
 

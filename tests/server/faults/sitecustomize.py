@@ -10,6 +10,7 @@ from after_loading import edit_after_loading
 DRAFTER, VERIFIER = "sglang_dflash.stages.drafter", "sglang_dflash.stages.verifier"
 DRAFT_MODEL = "sglang_dflash.draft.sglang_model"
 SCHEDULER = "sglang.srt.managers.scheduler"
+QWEN = "sglang.srt.models.qwen3_5"
 FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 
 
@@ -79,6 +80,30 @@ def a_barrier_left_out(scheduler) -> None:
     scheduler.Scheduler._apply_war_barrier = lambda self: None
 
 
+def a_branch_not_forked(qwen) -> None:
+    """Gated DeltaNet's gates are projected on another stream, which waits for nothing."""
+    _project_forgetting(qwen, lambda layer: layer.alt_stream)
+
+
+def a_branch_not_joined(qwen) -> None:
+    """Gated DeltaNet's gates are projected on another stream, and nothing waits for it."""
+    _project_forgetting(qwen, lambda layer: qwen.torch.cuda.current_stream())
+
+
+def _project_forgetting(qwen, stream_of) -> None:
+    project = qwen.Qwen3_5GatedDeltaNet._forward_input_proj
+
+    def forgetting(self, hidden_states):
+        stream = stream_of(self)
+        stream.wait_stream = lambda other: None
+        try:
+            return project(self, hidden_states)
+        finally:
+            del stream.wait_stream
+
+    qwen.Qwen3_5GatedDeltaNet._forward_input_proj = forgetting
+
+
 FAULTS = {
     fault.__name__: (fault, module)
     for fault, module in (
@@ -88,6 +113,8 @@ FAULTS = {
         (a_page_table_in_new_memory, FLASH_ATTENTION),
         (prompts_on_the_last_width, VERIFIER),
         (a_barrier_left_out, SCHEDULER),
+        (a_branch_not_forked, QWEN),
+        (a_branch_not_joined, QWEN),
     )
 }
 fault, module = FAULTS[os.environ["FAULT"]]

@@ -54,6 +54,14 @@ class Rehearsal(NamedTuple):
     def captures(self) -> bool:
         return EAGER[0] not in self.flags
 
+    @property
+    def watches_streams(self) -> bool:
+        return "streams" in dict(self.env)["SGLANG_DFLASH_REHEARSE"]
+
+    @property
+    def verifies_one_token(self) -> bool:
+        return dict(self.env).get("SGLANG_DFLASH_WIDTHS", "fixed") != "fixed"
+
 
 REHEARSALS = {
     "fa3-eager": Rehearsal((*attention("fa3"), *EAGER)),
@@ -164,6 +172,22 @@ REHEARSALS = {
     "fa3-graphs-streams": Rehearsal((*attention("fa3"), *GRAPHS, *REQUEST_FLAGS), STREAMS),
     "flashinfer-prefill-graphs-pages-streams": Rehearsal(
         (*attention("flashinfer"), *BREAKABLE, *PAGES, *TRACK), STREAMS
+    ),
+    # Captured forwards of two streams; steps of one token, which decode in the fused projection, beside whole blocks.
+    "fa3-graphs-streams-1-and-16": Rehearsal(
+        (*attention("fa3"), *SMALL_GRAPHS, *TRACK),
+        (*STREAMS, ("SGLANG_DFLASH_WIDTHS", "1,16")),
+        full=False,
+        knows_steps=False,
+        n_prompts=4,
+        max_new_tokens=32,
+    ),
+    # A change of engines between two steps, and the table of the draft's rings.
+    "fa3-graphs-streams-widths": Rehearsal(
+        (*attention("fa3"), *GRAPHS, *TRACK), STREAMS + RANDOM_WIDTHS, knows_steps=False, n_prompts=8
+    ),
+    "fa3-graphs-streams-window": Rehearsal(
+        (*attention("fa3"), *GRAPHS, *TRACK, *window(64)), STREAMS, draft_window=64, n_prompts=8
     ),
     "fa3-graphs-stock": Rehearsal((*attention("fa3"), *BREAKABLE), arm=Arm.STOCK),
     "fa3-graphs-stock-dense": Rehearsal((*attention("fa3"), *GRAPHS), arm=Arm.STOCK, target="dense"),

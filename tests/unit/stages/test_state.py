@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearA
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
 from sglang.srt.speculative import spec_utils
 from sglang_dflash_kernels.gdn_verify import split_record
 
@@ -87,6 +88,7 @@ def test_only_width_1_asks_for_packed_projections(monkeypatch):
         make_state(worker, GdnState.FOLD, width).attach(backend)
         asks[width] = getattr(linear, "supports_packed_verify", False)
     assert asks == {16: False, 1: True, 4: False}
+    assert "supports_packed_verify" in Qwen3_5GatedDeltaNet.forward.__code__.co_consts, "SGLang does not ask for it"
 
 
 def after_counting_verify(kind: type[MambaPool], width: int) -> Any:

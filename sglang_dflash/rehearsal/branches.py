@@ -1,0 +1,179 @@
+"""Streams inside of a captured forward, by the rules of CUDA's capture (`,streams`).
+
+A capture begins on one stream. Another stream takes part from its first wait for a stream that does, and the first one
+must wait for it again before the capture ends. Launches of two streams that touch the same memory must be ordered by
+such waits, since a replay keeps no other order. The graphs' pool keeps the blocks of each stream apart, so a block that
+is free again is given to launches of its own stream only, and they must come after every other stream's last use.
+
+Replays are one launch on one stream: what is inside of a graph is checked here, once.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_dflash.rehearsal import host, streams, watch
+from sglang_dflash.rehearsal.operands import Tensors, operands, tensors
+from sglang_dflash.rehearsal.pool import Pool
+from sglang_dflash.rehearsal.streams import Access, Memory, access, current_stream
+from sglang_dflash.rehearsal.tape import Tape, capture_error, storage_of
+from sglang_dflash.rehearsal.tape import tensors as leaves
+
+logger = logging.getLogger(__name__)
+
+Span = tuple[int, int]  # addresses of a tensor's memory, from and up to
+
+_used: set[str] = set()  # streams that a captured forward has used beside its own
+
+
+class BranchedTape(Tape):
+    """A tape that knows which stream each launch is on."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool)
+        self.origin = current_stream()
+        self.began = self.origin.act()
+        self.last: dict[streams.Actor, Access] = {}  # launches
+        self.outside_memory: dict[int, Memory] = {}
+        self.pool_memory: dict[Span, Memory] = {}
+        self.touched = Touched()
+
+    def __enter__(self) -> BranchedTape:
+        streams.refuse_waits(capture_error)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        streams.refuse_waits(None)
+        super().__exit__(*error)
+
+    def new(self, tensor: torch.Tensor) -> torch.Tensor:
+        cells = super().new(tensor)
+        if not cells.numel():
+            return cells
+        by, taken = self.launch("the allocator"), self.pool.span(cells)
+        for other in overlapping(self.pool_memory, taken):
+            self.pool_memory.pop(other).hand_over(by)
+        self.pool_memory[taken] = Memory()
+        return cells
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        self.touched = Touched()
+        watch.kernels_seen_by.append(self.touched)
+        try:
+            with self.touched:
+                yield
+        finally:
+            watch.kernels_seen_by.pop()
+
+    def record(self, run: Callable[..., Any], args: tuple, kwargs: dict, out: Any, *, mutates: bool) -> Any:
+        n_nodes, touched = len(self.nodes), self.touched
+        self.touched = Touched()  # which keeps no tensor longer than the forward does
+        placed = super().record(run, args, kwargs, out, mutates=mutates)
+        if len(self.nodes) == n_nodes:
+            return placed  # a view
+        name, read, written = operands_of(run, args, kwargs, touched)
+        given = {storage_of(tensor) for tensor in (*leaves((args, kwargs)), *written, *read)}
+        made = [tensor for tensor in leaves(placed) if tensor.numel() and storage_of(tensor) not in given]
+        by = self.launch(name)
+        for tensor in read:
+            for memory in self.memories(tensor):
+                memory.read(by)
+        for tensor in (*written, *made):
+            for memory in self.memories(tensor):
+                memory.write(by)
+        self.last[by.actor] = by
+        return placed
+
+    def launch(self, what: str) -> Access:
+        """Something on the current stream, now.
+
+        Raises:
+            CaptureError: that stream takes no part in the capture.
+        """
+        stream = current_stream()
+        if stream is not self.origin:
+            if not self.takes_part(stream):
+                raise capture_error(f"{what} on {stream.name}, which has not waited for the stream that is captured")
+            if stream.name not in _used:
+                _used.add(stream.name)
+                logger.info("A captured forward also runs on %s", stream.name)
+        return access(stream, what)
+
+    def takes_part(self, stream: object) -> bool:
+        assert isinstance(stream, streams.Stream)
+        return stream is self.origin or stream.clock.get(self.origin, 0) >= self.began
+
+    def memories(self, tensor: torch.Tensor) -> list[Memory]:
+        """Of all tensors that share memory with this one."""
+        if host.is_marked(tensor):
+            return []
+        if not self.pool.owns(tensor):
+            return [self.outside_memory.setdefault(tensor.untyped_storage().data_ptr(), Memory())]
+        where = self.pool.span(tensor)
+        self.pool_memory.setdefault(where, Memory())
+        return [self.pool_memory[other] for other in overlapping(self.pool_memory, where)]
+
+    def end(self) -> None:
+        """
+        Raises:
+            CaptureError: launches of another stream have not been waited for.
+        """
+        for stream, last in self.last.items():
+            if not last.before(self.origin):
+                raise capture_error(f"the end of the capture before it has waited for {stream.name} ({last})")
+
+
+class Touched(TorchDispatchMode):
+    """Inside of one launch: what it reads and writes of the memory there was before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: Tensors = []
+        self.written: Tensors = []
+        self.made: set[int] = set()  # storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        name = func._schema.name
+        if name in watch.NO_ACCESS:
+            return out
+        written, read = operands(func, args, kwargs)
+        given = {storage_of(tensor) for tensor in (*written, *read)}
+        made = {storage_of(tensor) for tensor in tensors((out,))} - given
+        if any(part in name for part in watch.READS_NOTHING):
+            read = []
+        if written or made or not any(True for _ in tensors((out,))):  # else a view
+            self.by_stream(name, read, written, False)
+        self.made |= made
+        return out
+
+    def by_stream(self, what: str, read: Tensors, written: Tensors, asynchronous: bool) -> None:
+        """As `Watch.by_stream`: a kernel in Triton's interpreter is seen by what it changes."""
+        self.read += [tensor for tensor in read if storage_of(tensor) not in self.made]
+        self.written += [tensor for tensor in written if storage_of(tensor) not in self.made]
+
+
+def operands_of(run: Callable[..., Any], args: tuple, kwargs: dict, touched: Touched) -> tuple[str, Tensors, Tensors]:
+    """Return a launch's name, what it reads and what it writes."""
+    if isinstance(run, torch._ops.OpOverload):
+        name = run._schema.name
+        written, read = operands(run, args, kwargs)
+        return name, [] if any(part in name for part in watch.READS_NOTHING) else read, written
+    if isinstance(run, functools.partial):  # between ranks: its schema does not say what it writes
+        return "a collective operation", [], [tensor for tensor in leaves((args, kwargs)) if tensor.numel()]
+    return run.__qualname__, touched.read, touched.written
+
+
+def overlapping(memories: dict[Span, Memory], where: Span) -> list[Span]:
+    start, end = where
+    return [(first, last) for first, last in memories if first < end and start < last]
