@@ -1,4 +1,4 @@
-"""Cost rules, which values cannot show: a captured forward reads no weight twice.
+"""Cost rules of captured forwards, which values cannot show: no weight is read twice, no launch is too many.
 
 Bytes are logical: an expanded dimension counts as often as it is expanded, since a GPU's batched product reads a weight
 again for every batch. Operations that look rows up read these rows alone, so an embedding that is also the head counts
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from sglang_dflash.rehearsal.tape import CaptureError, Node, storage_of, tensors
+from sglang_dflash.stages import budget
 
 LOOKS_UP = {f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take")}
 ROUNDING = 1e-6
@@ -34,6 +35,40 @@ class Span(NamedTuple):
 def watch_parameters(model: nn.Module) -> None:
     """Hold captured forwards to the rule for this model's parameters."""
     _models.append(weakref.ref(model))
+
+
+def require_cheap(nodes: list[Node]) -> None:
+    """Hold a captured forward to the rules.
+
+    Raises:
+        CaptureError: it breaks one.
+    """
+    require_one_read(nodes)
+    require_launches(nodes)
+
+
+def require_launches(nodes: list[Node]) -> None:
+    """Raise for a captured draft forward that launches more than its budget; the target's forwards are SGLang's own.
+
+    Raises:
+        CaptureError: with both numbers.
+    """
+    from sglang_dflash.draft.sglang_model import DFlashDraftModel  # imports SGLang's layers, whose kernels come first
+
+    read = {storage_of(operand) for node in nodes for operand in tensors((node.args, node.kwargs))}
+    for model in filter(None, (reference() for reference in _models)):
+        if not isinstance(model, DFlashDraftModel) or not any(storage_of(p) in read for p in model.parameters()):
+            continue
+        most = budget.draft_forward(
+            len(model.layers),
+            second=model.candidate_selector is not None,
+            ranks=model.attentions[0].o_proj.tp_size > 1,
+        )
+        if len(nodes) > most:
+            raise CaptureError(
+                f"a captured draft forward of {len(model.layers)} layers launches {len(nodes)} times, at most {most} "
+                "are allowed; see stages/budget.py"
+            )
 
 
 def require_one_read(nodes: Iterable[Node]) -> None:

@@ -35,6 +35,7 @@ Function = TypeVar("Function", bound=Callable)
 
 _pool = Pool(stream=streams.current_stream)
 _tape: Tape | None = None
+_last_replay: streams.Access | None = None
 tape_of: Callable[[Pool], Tape] = Tape  # what takes a capture down
 
 
@@ -62,7 +63,7 @@ class Graph:
         self.nodes = tape.nodes
         if dangling := tape.dangling():
             raise CaptureError(f"a captured forward reads memory that is free when it is replayed: {dangling}")
-        cost.require_one_read(self.nodes)
+        cost.require_cheap(self.nodes)
         seconds = time.perf_counter() - self._began
         logger.debug("captured %d launches in %.2f s, pool %d MiB", len(self.nodes), seconds, _pool.n_bytes // MIB)
 
@@ -70,6 +71,7 @@ class Graph:
         """Nothing: a tape runs as it is."""
 
     def replay(self) -> None:
+        _in_order()
         with torch.inference_mode(), watch.launch():
             for run, args, kwargs, outs in self.nodes:
                 result = run(*args, **kwargs)
@@ -78,6 +80,19 @@ class Graph:
 
     def reset(self) -> None:
         self.nodes = []
+
+
+def _in_order() -> None:
+    """All graphs share memory, so one replay must come after the other, whatever streams they run on.
+
+    Raises:
+        UnorderedAccess: it runs on another stream than the last one, and no event orders the two.
+    """
+    global _last_replay
+    by = streams.access(streams.current_stream(), "Graph.replay")
+    if _last_replay is not None and not _last_replay.before(by.actor):
+        raise streams.unordered(by, "replays into memory that another graph may still use", _last_replay)
+    _last_replay = by
 
 
 @contextlib.contextmanager

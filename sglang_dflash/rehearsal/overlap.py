@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_dflash.rehearsal import branches, graph, host, streams, watch
+from sglang_dflash.rehearsal import branches, graph, host, launches, streams, watch
 
 _SRT = "sglang.srt."
 
@@ -54,6 +54,7 @@ def scheduler() -> None:
     _launch("mem_cache.allocation.write_cache_indices")
     _mark_host_buffers()
 
+    launches.install()
     run = Scheduler.run_event_loop
 
     @functools.wraps(run)

@@ -60,9 +60,7 @@ class Tape(TorchDispatchMode):
             return host.keep(func(*args, **kwargs))
         name = func._schema.name
         require_capturable(func, name, args, kwargs)
-        # In inference mode a composite comes whole: `matmul` would hide whether it launches `mm` or `bmm`.
-        with self:
-            parts = func.decompose(*args, **kwargs)
+        parts = decomposed(self, func, args, kwargs)
         if parts is not NotImplemented:
             return parts
         out = func(*args, **kwargs)
@@ -138,6 +136,18 @@ class Tape(TorchDispatchMode):
             for storage, tensor in self.outside.items()
             if held(storage) <= self.n_uses[storage] + 1
         ]
+
+
+def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run a composite operation part by part, each seen by `mode`; NotImplemented where it is none.
+
+    In inference mode PyTorch hands composites to modes whole: `matmul` would hide whether it launches `mm` or `bmm`.
+    """
+    TorchDispatchMode.__enter__(mode)  # a watch's own waits for its streams
+    try:
+        return func.decompose(*args, **kwargs)
+    finally:
+        TorchDispatchMode.__exit__(mode, None, None, None)
 
 
 def run_collective(func: Any, *args: Any, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from sglang_dflash.rehearsal import host, streams
 from sglang_dflash.rehearsal.operands import Tensors, is_hosts, operands, tensors
 from sglang_dflash.rehearsal.pool import Pool
 from sglang_dflash.rehearsal.streams import HOST, Access, Memory, access, current_stream
-from sglang_dflash.rehearsal.tape import ALLOCATES, same_bytes, waits
+from sglang_dflash.rehearsal.tape import ALLOCATES, decomposed, same_bytes, waits
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ READS_NOTHING = ("aten::new_", "_like")  # of the tensor whose shape and type th
 _watch: Watch | None = None
 _n_launches = 0  # that this is inside of
 kernels_seen_by: list[Any] = []  # the last one, in a watch's place
+_n_launched = 0  # since the start, by a watched thread
 
 
 class Watch(TorchDispatchMode):
@@ -64,6 +65,9 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        parts = decomposed(self, func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
         out = func(*args, **kwargs)
         name = func._schema.name
         if name in NO_ACCESS or self.in_factory:
@@ -78,6 +82,8 @@ class Watch(TorchDispatchMode):
         if not _n_launches and (written or read) and is_hosts(name, args, (*written, *read)):
             self.by_host(name, read, written)
             return host.keep(out)
+        if name not in ALLOCATES:
+            _launched()
         asynchronous = bool(kwargs.get("non_blocking") or (name == "aten::copy_" and args[2:3] == (True,)))
         by = self.by_stream(name, read, written, asynchronous)
         for tensor in made:
@@ -140,10 +146,22 @@ class Watch(TorchDispatchMode):
             self.wait()
 
 
+def n_launched() -> int:
+    """Launches and copies that streams were given since the start, those of a replayed graph counted as one."""
+    return _n_launched
+
+
+def _launched() -> None:
+    global _n_launched
+    if _watch is not None and not _n_launches:
+        _n_launched += 1
+
+
 @contextlib.contextmanager
 def launch() -> Iterator[None]:
-    """What runs inside is the device's."""
+    """What runs inside is the device's, and one launch."""
     global _n_launches
+    _launched()
     _n_launches += 1
     try:
         yield
@@ -266,6 +284,7 @@ def _to(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
                 copy = copy.clone()
         if _watch is not None and self.numel():
             by = _watch.by_stream("Tensor.to", [self], [], non_blocking)
+            _launched()
             _watch.make(copy, by, written=True)
             if not non_blocking:
                 _watch.wait()

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from sglang_dflash.draft.fill import filled
+from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.draft.target_ends import TargetEnds
-from sglang_dflash.rehearsal import cost, graph
+from sglang_dflash.rehearsal import cost, graph, streams
 from sglang_dflash.rehearsal.graph import Graph, launch
 from sglang_dflash.rehearsal.tape import CaptureError
+from sglang_dflash.stages import budget
 
 B, N, H, V = 3, 4, 8, 20
 
@@ -83,3 +85,41 @@ def test_weight_passed_to_two_kernels_is_refused(model: Tied) -> None:
     capture(lambda: kernel(hidden_TH, model.first))
     with pytest.raises(CaptureError, match=r"Tied\.first 2 times"):
         capture(lambda: kernel(kernel(hidden_TH, model.first), model.first))
+
+
+def test_replays_on_two_streams_need_an_event_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All captured graphs share memory, also two that have nothing else in common."""
+    monkeypatch.setattr(graph, "_last_replay", None)
+    x_B, y_B = torch.zeros(4), torch.zeros(4)
+    first, second = capture(lambda: x_B + 1), capture(lambda: y_B + 1)
+    one, other = streams.Stream(), streams.Stream()
+    for captured in (first, second, first):
+        with streams.StreamContext(one):
+            captured.replay()
+    with streams.StreamContext(other), pytest.raises(streams.UnorderedAccess, match=r"Graph\.replay on stream"):
+        second.replay()
+    other.wait_stream(one)
+    with streams.StreamContext(other):
+        second.replay()
+
+
+def test_draft_forward_over_its_launches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_models", [])
+    model = DFlashDraftModel.__new__(DFlashDraftModel)
+    nn.Module.__init__(model)
+    model.weight = nn.Parameter(torch.ones(H, H), requires_grad=False)
+    model.layers = nn.ModuleList([nn.Module()])
+    model.layers[0].self_attn = SimpleNamespace(o_proj=SimpleNamespace(tp_size=1))
+    model.candidate_selector = None
+    cost.watch_parameters(model)
+    most = budget.draft_forward(1, second=False, ranks=False)
+
+    def forward(n_launches: int) -> torch.Tensor:
+        hidden_TH = torch.randn(N, H) @ model.weight
+        for _ in range(n_launches - 2):  # the input is one, the product another
+            hidden_TH = hidden_TH + 1
+        return hidden_TH
+
+    capture(lambda: forward(most))
+    with pytest.raises(CaptureError, match=rf"1 layers launches {most + 1} times, at most {most}"):
+        capture(lambda: forward(most + 1))

@@ -1,0 +1,130 @@
+"""Launches of a decode step outside captured graphs, by stage, held to the budget of `stages/budget.py`.
+
+Counted with `,streams`, which tells the host's operations from the device's. Held to it are steps that replay graphs
+and whose requests ask for greedy tokens alone: sampling, penalties and grammars launch more, and are SGLang's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from sglang_dflash.rehearsal import watch
+from sglang_dflash.stages import budget
+
+_step: Counter[str] = Counter()  # launches of the step that runs, by stage
+most: Counter[str] = Counter()  # of every step that was held to the budget
+
+
+class OverBudget(RuntimeError):
+    """A decode step launches more than its budget."""
+
+
+def install() -> None:
+    """Count the stages' launches from now on. Called before they are made."""
+    from sglang_dflash.stages.choice import Choice
+    from sglang_dflash.stages.context_kv import ContextKV
+    from sglang_dflash.stages.copier import TextCopies
+    from sglang_dflash.stages.drafter import Drafter
+    from sglang_dflash.stages.planner import Planner
+    from sglang_dflash.stages.verifier import Verifier
+    from sglang_dflash.worker import DFlashWorker
+
+    methods = {
+        "plan": (Planner, "plan"),
+        "catch_up": (ContextKV, "before_draft"),
+        "draft": (Drafter, "draft"),
+        "copy": (TextCopies, "copy"),
+        "verify": (Verifier, "verify"),
+        "choose": (Choice, "choose"),
+        "remember": (Choice, "remember"),
+        "weigh": (TextCopies, "weigh"),
+        "commit": (Verifier, "commit"),
+        "append": (ContextKV, "append"),
+        "result": (DFlashWorker, "step_result"),
+    }
+    for stage, (owner, name) in methods.items():
+        setattr(owner, name, counted(stage, getattr(owner, name)))
+    DFlashWorker.decode = held(DFlashWorker.decode)  # type: ignore[method-assign]
+    DFlashWorker.describe = telling(DFlashWorker.describe)  # type: ignore[method-assign]
+
+
+def counted(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a stage's method so that its launches count for `stage`."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = watch.n_launched()
+        out = method(*args, **kwargs)
+        _step[stage] += watch.n_launched() - before
+        return out
+
+    return run
+
+
+def held(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the worker's `decode` so that a step over its budget is an error.
+
+    Raises:
+        OverBudget: with the stages, what they launched and what they may.
+    """
+
+    @functools.wraps(decode)
+    def decode_within_budget(self: Any, batch: Any, *args: Any) -> Any:
+        _step.clear()
+        before = watch.n_launched()
+        out = decode(self, batch, *args)
+        _step["others"] = watch.n_launched() - before - _step.total()
+        if out.can_run_cuda_graph and is_plain(batch):
+            require(_step, allowed_of(self))
+        return out
+
+    return decode_within_budget
+
+
+def is_plain(batch: Any) -> bool:
+    """Whether the requests ask for greedy tokens and nothing else."""
+    info = batch.sampling_info
+    penalised = info.penalizer_orchestrator is not None and info.penalizer_orchestrator.is_required
+    edits = info.logit_bias is not None or info.has_custom_logit_processor or penalised
+    returns = batch.return_logprob or batch.return_hidden_states or info.sampling_mask_batch_indices is not None
+    return info.is_all_greedy and not (edits or returns or batch.has_grammar)
+
+
+def allowed_of(worker: Any) -> dict[str, int]:
+    """Return the budget of a worker's steps, by stage."""
+    planned = {
+        "draft": worker.config.draft_attention_backend == "flashinfer",
+        "verify": worker.target_runner.decode_attention_backend_str == "flashinfer",
+    }
+    return allowed(ring=worker.config.draft_window is not None, planned=[stage for stage in planned if planned[stage]])
+
+
+def allowed(*, ring: bool, planned: Collection[str] = ()) -> dict[str, int]:
+    """Return the budget by stage; `planned`: stages whose forward FlashInfer plans."""
+    return {
+        stage: row.emulated
+        + (budget.RING.get(stage, 0) if ring else 0)
+        + (budget.FLASHINFER_PLAN if stage in planned else 0)
+        for stage, row in budget.LAUNCHES.items()
+    }
+
+
+def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
+    """Raise for a step that launches more than it may."""
+    for stage, n in step.items():
+        most[stage] = max(most[stage], n)
+    if over := [f"{stage} {n} (at most {allowed[stage]})" for stage, n in step.items() if n > allowed[stage]]:
+        raise OverBudget(f"a decode step launches more than its budget: {', '.join(over)}; see stages/budget.py")
+
+
+def telling(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Wrap the worker's `describe` so that `GET /server_info` has the most launches of each stage."""
+
+    @functools.wraps(describe)
+    def describe_with_launches(self: Any) -> dict[str, Any]:
+        return describe(self) | {"launches": dict(most)}
+
+    return describe_with_launches

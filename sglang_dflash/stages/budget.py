@@ -1,0 +1,61 @@
+"""Launches of a decode step, by stage: the budget that the emulation holds every step to.
+
+A launch is a kernel, a copy or a replayed graph. Columns: on a GPU (P, from SGLang's CUDA branches), and the most that
+the emulation may count. The emulation counts more where SGLang has one CUDA kernel and its CPU form is several
+operations: filling a graph's inputs, norms, the windows of a convolution.
+
+    stage      GPU  what is launched on a GPU
+    plan         2  the block's tokens, positions and slots; again for the verified width where that is another
+    catch_up     4  as append, after steps that drafted nothing; else nothing
+    draft        4  the graph's inputs, attention metadata, the graph, the copy of its drafts
+    copy         2  the search for matches, and the n-gram copy itself
+    verify       8  track slots (two), positions, inputs, metadata, state rows, query starts, the graph
+    choose       1  argmax
+    remember     0  a token count per request, where a penalty asks for it
+    weigh        1  counts of copies
+    commit       3  the slots to keep, states, convolution windows
+    append       4  projection, norm, K and V, the write
+    others       2  accept, and the lengths that are published
+    result       0
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Budget(NamedTuple):
+    on_gpu: int
+    emulated: int
+
+
+LAUNCHES = {
+    "plan": Budget(2, 2),
+    "catch_up": Budget(4, 12),
+    "draft": Budget(4, 13),
+    "copy": Budget(2, 2),
+    "verify": Budget(8, 22),
+    "choose": Budget(1, 1),
+    "remember": Budget(0, 0),
+    "weigh": Budget(1, 1),
+    "commit": Budget(3, 5),
+    "append": Budget(4, 12),
+    "others": Budget(2, 2),
+    "result": Budget(0, 0),
+}
+# A windowed draft finds its ring buffer's slots by small operations. The emulation's most, beside the above.
+RING = {"catch_up": 20, "draft": 20, "append": 8}
+# FlashInfer plans every forward by small operations, on a GPU as well.
+FLASHINFER_PLAN = 19
+
+
+def draft_forward(n_layers: int, *, second: bool, ranks: bool) -> int:
+    """Return the most launches of a captured draft forward that the emulation may count.
+
+    On a GPU (P) a layer is 10 launches and the rest 7: embedding, norm, packed rows, head, argmax (2) and the tokens.
+    The emulation counts 7 for a norm, and 2 for an activation and for a write of K and V. A DFlash 2 draft (`second`)
+    has two convolutions and their projection around each of two sublayers, and a selector. Ranks add all-reduces and
+    the exchange of their best tokens.
+    """
+    per_layer = 28 + (8 if second else 0) + (4 if ranks else 0)
+    return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0)

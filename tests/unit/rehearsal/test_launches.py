@@ -1,0 +1,89 @@
+"""Launches of a step outside graphs: how they are counted, and a step that is over its budget."""
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash.rehearsal import graph, launches, watch
+from sglang_dflash.rehearsal.launches import OverBudget, allowed, counted, held, require
+from sglang_dflash.rehearsal.watch import Watch
+from sglang_dflash.stages import budget
+
+
+def n_launched(run: Any) -> int:
+    with torch.inference_mode(), Watch():
+        before = watch.n_launched()
+        run()
+        return watch.n_launched() - before
+
+
+def test_views_and_allocations_are_no_launches() -> None:
+    x_BH = torch.ones(4, 6)
+    assert n_launched(lambda: x_BH.view(2, 12)[:, 1:].T.expand(11, 2)) == 0
+    assert n_launched(lambda: torch.empty_like(x_BH)) == 0
+
+
+def test_composite_operation_counts_its_parts() -> None:
+    """A strided block makes `flatten` copy, then comes one product; a linear layer with a bias is one operation."""
+    hidden_BDH, weight_VH, bias_V = torch.ones(3, 4, 6)[:, 1:], torch.ones(5, 6), torch.ones(5)
+    assert n_launched(lambda: hidden_BDH.flatten(0, 1) @ weight_VH.T) == 2
+    assert n_launched(lambda: torch.nn.functional.linear(torch.ones(2, 6)[:1], weight_VH, bias_V)) == 2  # with `ones`
+
+
+def test_kernel_counts_once_whatever_it_does_inside() -> None:
+    kernel = graph.launch(lambda x: (x + 1).relu().sum())
+    assert n_launched(lambda: kernel(torch.ones(4))) == 2  # with `ones`
+
+
+def test_step_within_budget_passes_and_one_more_is_an_error() -> None:
+    step = Counter({stage: row.emulated for stage, row in budget.LAUNCHES.items()})
+    require(step, allowed(ring=False))
+    step["commit"] += 1
+    with pytest.raises(OverBudget, match=r"commit 6 \(at most 5\); see stages/budget\.py"):
+        require(step, allowed(ring=False))
+    step["commit"] -= 1
+    step["draft"] += budget.RING["draft"]
+    require(step, allowed(ring=True))
+    with pytest.raises(OverBudget, match=r"draft 33 \(at most 13\)"):
+        require(step, allowed(ring=False))
+    require(step, allowed(ring=True, planned=["draft"]))
+
+
+def sampling(**fields: Any) -> SimpleNamespace:
+    plain = {
+        "is_all_greedy": True,
+        "logit_bias": None,
+        "has_custom_logit_processor": False,
+        "sampling_mask_batch_indices": None,
+        "penalizer_orchestrator": None,
+    }
+    return SimpleNamespace(**(plain | fields))
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
+def test_only_plain_greedy_steps_are_held(greedy: bool) -> None:
+    """Whatever no stage has launched is the step's own, and has a budget too."""
+    choose = counted("choose", lambda: torch.ones(4).sum())
+    batch: Any = SimpleNamespace(
+        sampling_info=sampling(is_all_greedy=greedy),
+        return_logprob=False,
+        return_hidden_states=False,
+        has_grammar=False,
+    )
+
+    def decode(worker: Any, batch: Any) -> SimpleNamespace:
+        choose()
+        return SimpleNamespace(can_run_cuda_graph=True)
+
+    config = SimpleNamespace(draft_window=None, draft_attention_backend="fa3")
+    worker = SimpleNamespace(config=config, target_runner=SimpleNamespace(decode_attention_backend_str="fa3"))
+    with torch.inference_mode(), Watch():
+        if greedy:
+            with pytest.raises(OverBudget, match=r"choose 2 \(at most 1\)"):
+                held(decode)(worker, batch)
+        else:
+            held(decode)(worker, batch)
+    assert launches._step["choose"] == 2
