@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_dflash.prove import environment, inside, ops, outside
+from sglang_dflash.prove import draft_graph, environment, inside, ops, outside
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Check, Needs
 
@@ -25,7 +25,10 @@ def checks(place: Place) -> list[Check]:
         Check("stages", "time of every stage of a step", 1, inside.stages, short=True, process=WHOLE),
         Check("kernels", "each kernel computes its definition", 4, ops.definitions, short=True, process=KERNELS),
         Check("bandwidth", "time of each kernel, and its share of the bandwidth", 3, ops.bandwidth, Needs.GPU,
-              short=True, process=KERNELS),
+              short=True, process=KERNELS, expected=ops.EXPECTED),
+        Check("draft graph", "a captured draft forward reads the target's head once for all requests", 2,
+              draft_graph.check, Needs.GPU, short=True,
+              expected="H200: 1.4 / 1.5 / 4.5 ms; with a head read per request 1.4 / 5.7 / 22"),
         *parities(place),
         Check("drafts, every width", "the same as `drafts`, where widths change", 8, inside.drafts_at_every_width,
               process=EVERY),
@@ -36,6 +39,8 @@ def checks(place: Place) -> list[Check]:
         Check("steps, copies", "the same as `steps`, in conversations that repeat themselves", 3,
               inside.steps_with_copies, process=COPIES),
         Check("answers, copies", "the same as `answers`, there", 1, inside.answers_with_copies, process=COPIES),
+        Check("one token", "a step of one token costs little more than decoding without speculation", 6,
+              outside.one_token, Needs.GPU, short=True, expected=f"at most {outside.ONE_TOKEN_WITHIN:.2f} times"),
         Check("law", "above temperature 0 tokens are drawn as without speculation", 6, outside.sampling_law),
         Check("speed", "tokens per second, off, stock and ours, over concurrency", 15, outside.speed),
     ]  # fmt: skip

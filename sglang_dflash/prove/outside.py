@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 from sglang_dflash.bench import law
@@ -20,6 +22,8 @@ from sglang_dflash.prove.served import Launch
 # A request draws its tokens from this; at 1 the tiny pairs are sure of nearly every one.
 TEMPERATURE = 2.0
 N_DRAWS, N_DRAWS_REHEARSED, DRAWN_AT_ONCE = 1200, 400, 8
+N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5
+ONE_TOKEN_WITHIN = 1.1
 SPEED_AT, SPEED_AT_REHEARSED = (1, 8, 16, 32), (1, 4)
 
 
@@ -45,6 +49,33 @@ def parity(attention: str, page_size: int) -> Callable[[Place], Finding]:
         raise AssertionError("the reference was not served")
 
     return check
+
+
+def one_token(place: Place) -> Finding:
+    """Time of a step that verifies one token against decoding without speculation, one request, medians of rounds."""
+    attention = place.backends[0]
+    launch = Launch(place.main_pair, attention, env=(("SGLANG_DFLASH_WIDTHS", "1"), ("SGLANG_DFLASH_COPY", "off")))
+    asked = served.prompts(place, launch.pair)[:1]
+    ms = dict[Arm, float]()
+    for arm in (Arm.OFF, Arm.PLUGIN):  # on a GPU each takes what memory is free
+        with served.serving(place, launch, [arm]) as servers:
+            ms[arm] = median(token_ms(servers[arm], asked) for _ in range(1 + N_ONE_TOKEN_ROUNDS))
+    return judge_one_token(ms[Arm.OFF], ms[Arm.PLUGIN])
+
+
+def token_ms(server: Server, asked: Sequence[Sequence[int]]) -> float:
+    began = perf_counter()
+    (answer,) = served.ask(server, asked, concurrency=1, n_new=N_ONE_TOKEN)
+    return (perf_counter() - began) * 1e3 / len(answer.token_ids)
+
+
+def judge_one_token(off_ms: float, ours_ms: float) -> Finding:
+    """
+    Raises:
+        Failed: ours takes too much longer.
+    """
+    text = f"{ours_ms:.3f} ms a token, {off_ms:.3f} without speculation: {ours_ms / off_ms:.2f} times"
+    return require(ours_ms <= ONE_TOKEN_WITHIN * off_ms, text, {"off_ms": off_ms, "ours_ms": ours_ms})
 
 
 def told(server: Server, asked: Sequence[Sequence[int]], concurrency: int, place: Place) -> list[list[int]]:

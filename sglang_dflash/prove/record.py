@@ -86,6 +86,7 @@ class Check:
         run: returns what it found, or raises `Skipped` or one of `FAILURES`.
         needs: where it can run.
         short: part of the short form.
+        expected: the computed values that stand beside the measured ones in the table, if any.
         process: checks of the same word run in one process, one after the other, over the same server.
     """
 
@@ -96,6 +97,7 @@ class Check:
     needs: Needs = Needs.ANY
     short: bool = False
     process: str = ""
+    expected: str = ""
 
 
 def require(holds: bool, text: str, numbers: dict[str, Any]) -> Finding:

@@ -15,7 +15,7 @@ SHOWN = {Status.PASSED: "yes", Status.FAILED: "**no**", Status.TIMED_OUT: "**no*
 
 def document(place: Place, checks: Sequence[Check], results: Sequence[Result], command: str) -> dict[str, Any]:
     level = f"{place.level}: {'seen on ' if place.gpu else ''}{place.where}"
-    proves = {check.name: check.proves for check in checks}
+    said = {check.name: {"proves": check.proves, "expected": check.expected} for check in checks}
     return head("prove", command) | {
         "level": level,
         "device": place.device,
@@ -24,8 +24,7 @@ def document(place: Place, checks: Sequence[Check], results: Sequence[Result], c
         "environment": {name: portable(value) for name, value in inherited().items()},
         "ok": not any(result.is_bad for result in results),
         "results": [
-            dataclasses.asdict(result) | {"proves": proves[result.name], "text": portable(result.text)}
-            for result in results
+            dataclasses.asdict(result) | said[result.name] | {"text": portable(result.text)} for result in results
         ],
     }
 
@@ -34,11 +33,12 @@ def markdown(document: Mapping[str, Any]) -> str:
     """A line per check; `level` takes the place of P and C in the documents."""
     gpu, level = document["gpu"], document["level"].split(":")[0]
     where = f"{level} ({gpu['name']})" if gpu else f"{level} ({document['device']})"
-    lines = ["| check | what it proves | holds | level | found |", "|---|---|---|---|---|"]
+    lines = ["| check | what it proves | holds | level | found | expected |", "|---|---|---|---|---|---|"]
     for result in document["results"]:
         status = Status(result["status"])
         shown = where if status is not Status.SKIPPED else "–"
-        cells = (result["name"], result["proves"], SHOWN[status], shown, escaped(result["text"]))
+        cells = (*(result[name] for name in ("name", "proves")), SHOWN[status], shown, escaped(result["text"]))
+        cells = (*cells, result["expected"] or "–")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -57,6 +57,12 @@ def test_padding_that_is_not(seen: dict[str, int]) -> None:
         inside.judge_padding(padded(**seen))
 
 
+def test_steps_of_one_token_may_cost_a_tenth_more_than_decoding() -> None:
+    assert outside.judge_one_token(2.0, 2.19).text == "2.190 ms a token, 2.000 without speculation: 1.09 times"
+    with pytest.raises(Failed, match=r"1\.11 times"):
+        outside.judge_one_token(2.0, 2.22)
+
+
 PROMPTS = [[1, 2], [3]]
 SAID = [[5, 6, 7], [8, 9]]
 SWAPPED = [[5, 6, 4], [8, 9]]

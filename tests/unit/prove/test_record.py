@@ -256,9 +256,9 @@ def test_the_table_tells_rehearsed_from_seen(tmp_path: Path) -> None:
     made = document(tmp_path, results)
     assert made["level"] == "R: sm90 rehearsed on a CPU"
     assert report.markdown(made).splitlines()[2:] == [
-        "| drafts | drafts holds | yes | R (sm90) | none \\| changed at all |",
-        "| law | law holds | **no**: timed out | R (sm90) | long |",
-        "| speed | speed holds | – | – | needs a GPU |",
+        "| drafts | drafts holds | yes | R (sm90) | none \\| changed at all | – |",
+        "| law | law holds | **no**: timed out | R (sm90) | long | – |",
+        "| speed | speed holds | – | – | needs a GPU | – |",
     ]
     seen = document(tmp_path, results, H200)
     assert seen["level"] == "G: seen on NVIDIA H200"
