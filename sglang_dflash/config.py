@@ -16,6 +16,7 @@ from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, ar
 from sglang_dflash.memory.sizes import kept_window
 
 DRAFT_QUANTIZATIONS = ("fp8", "unquant")
+FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # an fp8 copy of the head runs there
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,20 @@ def check_arguments(arguments: Arguments) -> None:
     for name in arguments.unsupported:
         raise NotSupported(f"{flag(name)} is not supported with DFLASH ({UNSUPPORTED[name]}); drop the flag")
     _check_parallel(arguments)
+    _check_head(arguments)
+
+
+def _check_head(arguments: Arguments) -> None:
+    if arguments.fp8_head and arguments.device not in FP8_DEVICES:
+        raise NotSupported(
+            f"SGLANG_DFLASH_DRAFT_HEAD=fp8 needs an NVIDIA GPU of compute capability 8.9 or more, found "
+            f"{arguments.device}; set it to full"
+        )
+    if arguments.fp8_head and arguments.load_format == "flash_rl":
+        raise NotSupported(
+            "SGLANG_DFLASH_DRAFT_HEAD=fp8 with --load-format flash_rl is not supported (the copy of the head would not "
+            "follow updates of the target); set it to full"
+        )
 
 
 def _check_parallel(arguments: Arguments) -> None:

@@ -36,11 +36,6 @@ class Rehearse(NamedTuple):
     streams: bool = False  # what is not ordered between two streams, or a stream and the host, is an error
 
 
-class Probe(StrEnum):
-    OFF = "0"
-    ON = "1"
-
-
 class WidthPolicy(StrEnum):
     AUTO = "auto"
     FIXED = "fixed"
@@ -65,6 +60,7 @@ class Flags:
         widths: those it may choose from, ascending; empty: its own.
         width_trace: the directory every step's width is written to; None: nothing is written.
         copy: whether blocks are continued by copies of the request's own text.
+        fp8_head: the draft scores its block with an fp8 copy of the target's head.
         rehearse: see `Rehearse`.
         probe: our worker tells what it looks like inside, see `prove/probe.py`.
         overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
@@ -76,6 +72,7 @@ class Flags:
     widths: tuple[int, ...]
     width_trace: Path | None
     copy: Copy
+    fp8_head: bool
     rehearse: Rehearse
     probe: bool
     overlap: bool
@@ -141,6 +138,13 @@ FLAGS = (
         "trusts any copies, for tests.",
     ),
     Flag(
+        "SGLANG_DFLASH_DRAFT_HEAD",
+        "full",
+        ("full", "fp8"),
+        "Which head scores the draft's block: `full`, the target's; `fp8`, a copy with a scale per row, half as "
+        "large, kept beside it in memory. Answers do not change.",
+    ),
+    Flag(
         "SGLANG_DFLASH_REHEARSE",
         "off",
         ("off", "1", "sm90", "sm100"),
@@ -153,8 +157,8 @@ FLAGS = (
     ),
     Flag(
         "SGLANG_DFLASH_PROBE",
-        Probe.OFF,
-        tuple(Probe),
+        "0",
+        ("0", "1"),
         "`1`: watch every step from inside for `sglang-dflash prove`, and tell it in `/server_info`. Slower.",
     ),
     Flag(
@@ -205,8 +209,9 @@ def read(environ: Mapping[str, str]) -> Flags:
         **_widths(raw["SGLANG_DFLASH_WIDTHS"]),
         width_trace=None if trace == "off" else Path(trace),
         copy=Copy(raw["SGLANG_DFLASH_COPY"]),
+        fp8_head=raw["SGLANG_DFLASH_DRAFT_HEAD"] == "fp8",
         rehearse=_rehearse(raw["SGLANG_DFLASH_REHEARSE"], worker),
-        probe=Probe(raw["SGLANG_DFLASH_PROBE"]) is Probe.ON,
+        probe=raw["SGLANG_DFLASH_PROBE"] == "1",
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
 

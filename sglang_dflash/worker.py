@@ -82,7 +82,7 @@ class DFlashWorker(BaseSpecWorker):
         self.widths = widths_of(self.flags, self.target_runner, self.config.block_size)
         self.widest = widest(self.config.block_size, self.widths)
         self.draft_kv = draft_kv(self.config.draft_window, self.widest)
-        ends = target_ends(self.target_runner.model)
+        ends = target_ends(self.target_runner.model, fp8_head=self.flags.fp8_head)
         self.logits = verified_logits(self.target_runner, ends)
         self.making_draft = partial(ranks.making_draft, self.target_runner, self.config.block_size)
         with self.making_draft():

@@ -48,8 +48,8 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """`weight_bytes` is of all ranks; `image_width` the hidden size of its image encoder, 0 without one;
-    `context_length` the longest text it was made for."""
+    """`weight_bytes` is of all ranks, and so is `fp8_head_bytes`, of a copy of its head; `image_width` the hidden size
+    of its image encoder, 0 without one; `context_length` the longest text it was made for."""
 
     name: str
     attention: AttentionSizes
@@ -59,6 +59,7 @@ class TargetSizes:
     weights_from: str
     image_width: int
     context_length: int
+    fp8_head_bytes: int
     source: str
 
 
@@ -83,7 +84,8 @@ class DraftSizes:
 @dataclass(frozen=True)
 class Serving:
     """A launch. `context` is a request's tokens, prompt and answer; `window` is `--speculative-draft-window-size`;
-    `copies`: our worker keeps texts; `wider`: it verifies as many tokens where that is more than a block."""
+    `copies`: our worker keeps texts; `fp8_head`: and a copy of the target's head; `wider`: it verifies as many tokens
+    where that is more than a block."""
 
     mem_fraction: float
     block_size: int
@@ -95,6 +97,7 @@ class Serving:
     page_size: int = 1
     radix: RadixStates = RadixStates.EXTRA_BUFFER
     copies: bool = False
+    fp8_head: bool = False
     wider: int = 0
 
     def widest(self, worker: Worker) -> int:
@@ -124,6 +127,7 @@ class Capacity:
     worker: Worker
     target_weights: float
     draft_weights: float
+    head_copy: float
     image_bytes: int
     slack_bytes: float
     n_states: int
@@ -156,15 +160,15 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     """
     _check(target, draft, serving)
     tp_size, card = serving.tp_size, card_gib * GIB
-    weights = target.weight_bytes / tp_size, draft.split_bytes / tp_size + draft.whole_bytes
+    copied = target.fp8_head_bytes if serving.fp8_head and worker is Worker.PLUGIN else 0
+    weights = target.weight_bytes / tp_size, draft.split_bytes / tp_size + draft.whole_bytes, copied / tp_size
     image_bytes = IMAGE_CACHE_BYTES if target.image_width else 0
     rest = card * serving.mem_fraction - sum(weights) - image_bytes
     states = _states(target.recurrent, serving, rest, worker)
     n_requests = min(serving.max_requests, states.n_requests)
     per_token = target.attention.bytes_per_token(tp_size)
     draft_per_token = draft.attention.bytes_per_token(tp_size)
-    ring_bytes = 0
-    window = kept_window(serving.window, draft.window)
+    ring_bytes, window = 0, kept_window(serving.window, draft.window)
     if window is not None and worker is Worker.PLUGIN:
         # SGLang's pools have a row for padding, and so do rings.
         ring_bytes = (n_requests + 1) * ring_slots(window, serving.widest(worker), serving.page_size) * draft_per_token

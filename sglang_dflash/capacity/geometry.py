@@ -15,7 +15,7 @@ from sglang_dflash.capacity.division import DraftSizes, TargetSizes
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft import files as draft_files
 from sglang_dflash.draft.fields import Fields
-from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes
+from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, fp8_head_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # of a draft's linear layers, when they load
@@ -104,6 +104,7 @@ def read_target(model: str) -> TargetSizes:
         weight_bytes=weights,
         weights_from=weights_from,
         context_length=config.count("max_position_embeddings", LONGEST),
+        fp8_head_bytes=fp8_head_bytes(config.count("vocab_size"), config.count("hidden_size")),
         image_width=Config(whole["vision_config"], model).count("hidden_size") if whole.get("vision_config") else 0,
         source=source,
     )

@@ -73,6 +73,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--mamba-radix-cache-strategy", choices=STRATEGIES, default="extra_buffer", help="off: --disable-radix-cache")
     add("--page-size", type=int, default=1, help="(%(default)s)")
     add("--copy", choices=("auto", "off"), default=flags.read({}).copy, help="SGLANG_DFLASH_COPY (%(default)s)")
+    add("--draft-head", choices=("full", "fp8"), default="full", help="SGLANG_DFLASH_DRAFT_HEAD (%(default)s)")
     add("--context-length", type=int, help="of the server, for its texts; left out, what the target was made for")
     add("--widest", type=int, default=0, help="of SGLANG_DFLASH_WIDTHS, where it is more than the block")
     add("--json", action="store_true", help="one JSON document instead of tables")
@@ -123,6 +124,7 @@ def answer(options: argparse.Namespace) -> Report:
         page_size=options.page_size,
         radix=STRATEGIES[options.mamba_radix_cache_strategy],
         copies=options.copy != "off",
+        fp8_head=options.draft_head == "fp8",
         wider=options.widest,
     )
     return report_of(target, draft, serving, options.gpu_memory)
@@ -174,6 +176,7 @@ def table(report: Report) -> Table:
     rows = {
         "weights, target": [size(c.target_weights) for c in results],
         "weights, draft": [size(c.draft_weights) for c in results],
+        "draft's copy of the head": [size(c.head_copy) for c in results],
         "target K and V per token": [f"{c.target_bytes_per_token:,} B" for c in results],
         "draft K and V per token": [f"{c.draft_bytes_per_token:,} B" for c in results],
         "draft rings": [size(c.ring_bytes) for c in results],

@@ -17,6 +17,7 @@ from sglang.srt.lora.layers import unwrap_lora_layer
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
+from sglang_dflash.draft.fp8_head import Fp8Head
 from sglang_dflash.errors import STOCK, NotSupported
 
 SCALE = "get_dflash_noise_embedding_scale"  # of SGLang's own worker; no model of SGLang's has it
@@ -34,18 +35,25 @@ class TargetEnds(NamedTuple):
     tp_group: GroupCoordinator | None  # that shares the head; None: every rank has the whole
     top_k: TopK = torch.topk
     quantized: bool = False
+    fp8_head: Fp8Head | None = None  # scores the draft's block instead of `head`
 
 
-def target_ends(model: Any) -> TargetEnds:
+def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
     """Those of the base model: the draft knows no adapter, whatever the target's requests ask for.
 
     Raises:
-        NotSupported: the target wants what the draft embeds to be scaled.
+        NotSupported: the target wants what the draft embeds to be scaled, or `fp8_head` is set and its head cannot be
+            copied.
     """
     if SCALE in dir(model):
         raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
     head, embed = unwrap_lora_layer(model.lm_head), unwrap_lora_layer(model.get_input_embeddings())
     top_k = top_k_on(next(embed.parameters()).device)
+    if fp8_head and (isinstance(head, nn.Embedding) or is_quantized(head)):
+        raise NotSupported(
+            f"SGLANG_DFLASH_DRAFT_HEAD=fp8 copies plain heads only, and that of {type(model).__name__} is "
+            f"{'its embedding' if isinstance(head, nn.Embedding) else 'quantized'}; set it to full"
+        )
     if isinstance(head, nn.Embedding):  # Gemma's: the embedding itself, whole on every rank
         return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None, top_k=top_k)
     if get_parallel().attn_dp_enabled and embed.tp_size > 1 and head.tp_group is not embed.tp_group:
@@ -63,6 +71,7 @@ def target_ends(model: Any) -> TargetEnds:
         tp_group=tp_group,
         top_k=top_k,
         quantized=is_quantized(head),
+        fp8_head=Fp8Head(head) if fp8_head else None,
     )
 
 
@@ -125,7 +134,10 @@ def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
 
     Rows are packed, so that the head is read once: a product of a strided [B, D, H] makes PyTorch expand the head and
     read it once per request. A quantized head computes as it does for the target.
+    An fp8 copy rounds the rows and the hidden states.
     """
+    if ends.fp8_head is not None:
+        return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]
     if ends.quantized:
         return ends.head.quant_method.apply(ends.head, hidden_TH)[:, : ends.n_vocab]
     weight_VH = ends.head.weight[: ends.n_vocab]

@@ -76,6 +76,8 @@ class Arguments:
     sized_after_capture: bool  # an environment variable of SGLang's
     streaming_session: bool
     page_size: int | None
+    fp8_head: bool = False  # an environment variable of the plugin's
+    load_format: str = "auto"
 
     def require_draft_path(self) -> str:
         """Raises ValueError when there is no draft."""
@@ -120,6 +122,8 @@ def arguments_of(server_args: Any) -> Arguments:
         sized_after_capture=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         streaming_session=args.enable_streaming_session,
         page_size=args.page_size,
+        fp8_head=flags.read(os.environ).fp8_head,
+        load_format=args.load_format,
     )
 
 

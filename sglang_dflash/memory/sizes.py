@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from sglang_dflash_kernels.record import record_width
 
-FP32 = 4  # bytes; what records are kept in, whatever the states are
+FP32 = 4  # bytes; what records are kept in, whatever the states are, and the scales of an fp8 copy
 INT32 = 4  # of a token of text
 
 
@@ -34,6 +34,11 @@ def ring_slots(window: int, widest: int, page_size: int) -> int:
 def text_bytes(n_requests: int, context: int) -> int:
     """Of the texts that copies are taken from: a row for each request, and SGLang's row of padding."""
     return (n_requests + 1) * context * INT32
+
+
+def fp8_head_bytes(n_rows: int, width: int) -> int:
+    """Return the bytes of an fp8 copy of a head: one per weight, and a scale per row."""
+    return n_rows * (width + FP32)
 
 
 def block_bytes(

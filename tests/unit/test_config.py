@@ -270,3 +270,22 @@ def test_zero_is_given_too(value: object) -> None:
 def test_every_argument_that_is_refused_is_a_name_of_sglang_s() -> None:
     known = {member for name in SECTIONS["served"] for member in name.members.split()}
     assert set(UNSUPPORTED) <= known
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"device": "sm80"}, "needs an NVIDIA GPU of compute capability 8.9 or more, found sm80; set it to full"),
+        ({"device": "rocm"}, "found rocm; set it to full"),
+        ({"load_format": "flash_rl"}, "with --load-format flash_rl is not supported .*; set it to full"),
+    ],
+)
+def test_an_fp8_head_is_refused_where_it_cannot_be(changes: dict[str, Any], sentence: str) -> None:
+    check_arguments(replace(ARGUMENTS, **changes))
+    with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 .*{sentence}"):
+        check_arguments(replace(ARGUMENTS, fp8_head=True, **changes))
+
+
+@pytest.mark.parametrize("device", ["cpu", "undecided", "sm89", "sm90", "sm100"])
+def test_an_fp8_head_is_accepted_elsewhere(device: str) -> None:
+    check_arguments(replace(ARGUMENTS, fp8_head=True, device=device))

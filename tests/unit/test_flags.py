@@ -18,6 +18,7 @@ def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
         widths=(),
         width_trace=None,
         copy=Copy.AUTO,
+        fp8_head=False,
         rehearse=Rehearse(),
         probe=False,
         overlap=True,

@@ -288,6 +288,17 @@ def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blo
     assert capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.STOCK) == stock
 
 
+def test_an_fp8_copy_of_the_head_is_taken_off_first() -> None:
+    """Each rank copies its shard; SGLang's worker has none."""
+    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=2)
+    copying = replace(serving, fp8_head=True)
+    for worker, n_bytes in ((Worker.PLUGIN, 151936 * (4096 + 4) / 2), (Worker.STOCK, 0)):
+        full, copied = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for serving in (serving, copying))
+        assert (full.head_copy, copied.head_copy) == (0, n_bytes)
+        per_token = full.target_bytes_per_token + full.draft_bytes_per_token
+        assert full.n_tokens - copied.n_tokens == pytest.approx(n_bytes / per_token, abs=1)
+
+
 def test_a_draft_of_sliding_layers_has_rings_without_a_flag() -> None:
     sliding = replace(DRAFT_8B, window=4096)
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192)

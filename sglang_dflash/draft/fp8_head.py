@@ -1,0 +1,62 @@
+"""An fp8 copy of the target's head, which scores the draft's blocks: a block then reads half the bytes.
+
+Drafts need not be exact, so rounding the head can cost acceptance, and changes no answer.
+Dimensions: T rows, the drafted slots of all requests' blocks; H hidden, V rows of the head (this rank's shard).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.fp8_utils import apply_fp8_linear
+
+logger = logging.getLogger(__name__)
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+CHUNK = 4096  # rows that are rounded at a time, so that little memory is needed beside a full KV cache
+
+
+class Fp8Head:
+    """The rows of a head in e4m3, each with a scale, kept equal to the head through updates of its weights."""
+
+    def __init__(self, head: Any) -> None:
+        weight_VH = head.weight
+        self.rows_VH = torch.empty_like(weight_VH, dtype=E4M3, requires_grad=False)
+        self.scale_V1 = weight_VH.new_empty(len(weight_VH), 1, dtype=torch.float32)
+        self.fill(weight_VH)
+        loaded = head.quant_method.process_weights_after_loading
+
+        def loaded_and_copied(layer: Any) -> None:
+            loaded(layer)
+            self.fill(head.weight)
+
+        # SGLang calls this method after every load: from disk, at the end of a session of tensors, over IPC.
+        head.quant_method.process_weights_after_loading = loaded_and_copied
+        n_bytes = self.rows_VH.nbytes + self.scale_V1.nbytes
+        logger.info("draft head: an fp8 copy of %d rows takes %.2f MiB", len(weight_VH), n_bytes / 2**20)
+
+    @torch.no_grad()
+    def fill(self, weight_VH: torch.Tensor) -> None:
+        """Round the rows, in place: captured graphs read the copy."""
+        chunks = (tensor.split(CHUNK) for tensor in (weight_VH, self.rows_VH, self.scale_V1))
+        for weights, rows, scales in zip(*chunks, strict=True):
+            rounded, scale = rounded_rows(weights)
+            rows.copy_(rounded)
+            scales.copy_(scale)
+
+    def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Return the rounded rows times the rounded hidden states, [T, V]: bf16 on a GPU, fp32 elsewhere."""
+        if hidden_TH.is_cuda:  # SGLang's kernels round the hidden states too, and write bf16 or fp16 only
+            return apply_fp8_linear(hidden_TH.bfloat16(), self.rows_VH.T, self.scale_V1)
+        hidden_TH, scale_T1 = rounded_rows(hidden_TH)
+        return (hidden_TH.float() @ self.rows_VH.float().T) * scale_T1 * self.scale_V1.T
+
+
+def rounded_rows(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows in e4m3, and the scale of each, fp32 [T, 1]: its largest value becomes e4m3's."""
+    x_TH = x_TH.float()
+    scale_T1 = (x_TH.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+    return (x_TH / scale_T1).to(E4M3), scale_T1
