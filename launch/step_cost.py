@@ -1,0 +1,76 @@
+"""Computed time of a decode step on an H200, this plugin against SGLang's worker: `python -m launch.step_cost` (P).
+
+Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row takes the larger of its
+bytes over the bandwidth and its products over the arithmetic that a large product reaches; rows follow one another.
+The recurrent kernels are predicted from machine code (`launch.kernel_times`); for SGLang's, bytes alone are counted.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+N, BATCHES = 16, (1, 8, 32)
+BYTES_PER_MS, FLOP_PER_MS = 4.2e9, 0.68e12  # an H200, as large copies and products reach them
+STATE_BYTES_PER_MS = 4.8e9  # of the data sheet, in favour of SGLang's worker, which writes most of them
+VOCABULARY, HIDDEN = 248320, 5120
+GDN_LAYERS, GDN_BYTES, ATTENTION_LAYERS, ATTENTION_BYTES, MLP_BYTES = 48, 231.7e6, 16, 209.7e6, 534.8e6
+HEAD_BYTES = 2 * VOCABULARY * HIDDEN
+DRAFT_BYTES, CONTEXT_KV_BYTES = 3.2e9, 367e6
+STATES_BYTES = GDN_LAYERS * 4 * 48 * 128 * 128  # of a request
+OUTSIDE_MS = 0.1  # small kernels outside graphs, and the gaps between them
+VERIFY_MS, FOLD_MS = {1: 0.30, 8: 0.58, 32: 2.3}, {1: 0.10, 8: 0.77, 32: 3.1}
+COPY_MS = {1: 0.02, 8: 0.02, 32: 0.03}  # at 8k tokens of text, matches in every tile
+
+TARGET_BYTES = GDN_LAYERS * (GDN_BYTES + MLP_BYTES) + ATTENTION_LAYERS * (ATTENTION_BYTES + MLP_BYTES) + HEAD_BYTES
+
+
+class Row(NamedTuple):
+    """Milliseconds of a part of a step, by requests."""
+
+    part: str
+    ours: dict[int, float]
+    sglang: dict[int, float]
+
+
+def product(n_bytes: float, n_rows: int) -> float:
+    """Time of a product of bf16 weights of `n_bytes` with `n_rows` rows."""
+    return max(n_bytes / BYTES_PER_MS, n_bytes * n_rows / FLOP_PER_MS)
+
+
+def rows() -> list[Row]:
+    def both(part: str, ms: dict[int, float]) -> Row:
+        return Row(part, ms, ms)
+
+    snapshots = {B: B * STATES_BYTES * (1 + N) / STATE_BYTES_PER_MS for B in BATCHES}
+    scatter = {B: B * STATES_BYTES * 2 / STATE_BYTES_PER_MS for B in BATCHES}
+    return [
+        both("the target's products", {B: product(TARGET_BYTES, B * N) for B in BATCHES}),
+        both("logits to fp32, argmax", {B: 12 * B * N * VOCABULARY / BYTES_PER_MS for B in BATCHES}),
+        Row("recurrent states, verify", VERIFY_MS, snapshots),
+        Row("recurrent states, commit", FOLD_MS, scatter),
+        both("the draft's layers", {B: product(DRAFT_BYTES, B * N) for B in BATCHES}),
+        both("the draft's head", {B: product(HEAD_BYTES, B * (N - 1)) for B in BATCHES}),
+        both("the drafts' argmax", {B: 2 * B * (N - 1) * VOCABULARY / BYTES_PER_MS for B in BATCHES}),
+        both("context K and V", {B: product(CONTEXT_KV_BYTES, B * N) for B in BATCHES}),
+        Row("n-gram copies", COPY_MS, dict.fromkeys(BATCHES, 0.0)),
+        both("kernels outside graphs", dict.fromkeys(BATCHES, OUTSIDE_MS)),
+    ]
+
+
+def table() -> Iterator[str]:
+    made = rows()
+    total = Row("**step**", *({B: sum(side[B] for side in sides) for B in BATCHES} for sides in by_side(made)))
+    heads = [f"{who} {B}" for B in BATCHES for who in ("ours", "SGLang")]
+    yield f"| ms, by requests | {' | '.join(heads)} |"
+    yield "|---|" + "---:|" * len(heads)
+    for row in (*made, total):
+        yield f"| {row.part} | {' | '.join(f'{side[B]:.2f}' for B in BATCHES for side in (row.ours, row.sglang))} |"
+    ratios = [f"**{total.ours[B] / total.sglang[B]:.2f}** | " for B in BATCHES]
+    yield f"| ours over SGLang's | {' | '.join(ratios)}|"
+
+
+def by_side(made: list[Row]) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
+    return [row.ours for row in made], [row.sglang for row in made]
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

@@ -1,0 +1,25 @@
+"""The computed step: the page has the table that its command prints, and the totals are what the page is for."""
+
+from pathlib import Path
+
+from launch import step_cost
+from sglang_dflash.stages import budget
+
+PAGE = Path(__file__).parents[2] / "sglang_dflash" / "docs" / "step-cost.md"
+
+
+def test_page_has_the_computed_table() -> None:
+    assert "\n".join(step_cost.table()) in PAGE.read_text()
+
+
+def test_step_is_at_most_085_of_sglangs_at_8_and_32_requests() -> None:
+    ours, sglang = step_cost.by_side(step_cost.rows())
+    for B in (8, 32):
+        assert sum(side[B] for side in ours) <= 0.85 * sum(side[B] for side in sglang)
+
+
+def test_launches_of_the_page_are_the_budget() -> None:
+    """Beside a step's own there are the scheduler's, the relay's and those of the copies to the host."""
+    others = 6 + 1 + 2
+    total = sum(row.on_gpu for stage, row in budget.LAUNCHES.items() if stage != "catch_up")
+    assert f"-{total + others}**" in PAGE.read_text()
