@@ -53,7 +53,10 @@ def require_launches(nodes: list[Node]) -> None:
     Raises:
         CaptureError: with both numbers.
     """
-    from sglang_dflash.draft.sglang_model import DFlashDraftModel  # imports SGLang's layers, whose kernels come first
+    # Not above: these import SGLang's layers, whose kernels are replaced first.
+    from sglang.srt.runtime_context import get_parallel
+
+    from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
     read = {storage_of(operand) for node in nodes for operand in tensors((node.args, node.kwargs))}
     for model in filter(None, (reference() for reference in _models)):
@@ -62,7 +65,7 @@ def require_launches(nodes: list[Node]) -> None:
         most = budget.draft_forward(
             len(model.layers),
             second=model.candidate_selector is not None,
-            ranks=model.attentions[0].o_proj.tp_size > 1,
+            ranks=get_parallel().tp_size > 1,
         )
         if len(nodes) > most:
             raise CaptureError(

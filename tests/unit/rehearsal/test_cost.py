@@ -109,7 +109,7 @@ def test_draft_forward_over_its_launches_is_refused(monkeypatch: pytest.MonkeyPa
     nn.Module.__init__(model)
     model.weight = nn.Parameter(torch.ones(H, H), requires_grad=False)
     model.layers = nn.ModuleList([nn.Module()])
-    model.layers[0].self_attn = SimpleNamespace(o_proj=SimpleNamespace(tp_size=1))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=1))
     model.candidate_selector = None
     cost.watch_parameters(model)
     most = budget.draft_forward(1, second=False, ranks=False)
