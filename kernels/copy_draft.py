@@ -1,28 +1,29 @@
-"""Draft what stood behind the last tokens when the text had them before: continue a block's guesses by a copy.
+"""Draft by n-gram lookup (prompt lookup): replace a block's last guesses by a copy from the request's own text.
 
-Place d of a block is behind its slot d: behind the anchor (d = 0), or behind the first d of its guesses. There
+Place d of a block follows its slot d: the anchor (d = 0), or the first d of its guesses. For each place
 
     tail      = the text, the anchor and those d guesses
     length    = the longest run of tokens that ends both the tail and an earlier prefix of the text, LONGEST at most;
                 0 where it is less than SHORTEST
-    source    = where that prefix ends; of several the latest, and -1 where there is none
+    source    = the end of that prefix; the latest of several, and -1 if there is none
     copy[i]   = tail[source + i mod (len(tail) - source)]          (a run that reaches the end goes round)
 
 The copy is taken from the first place whose matches, of such a length, this request may trust:
 
     2 (prior + gain) > 1 + n            prior is 1 for LONGEST tokens, -1 for fewer
 
-`gain` and `n` are what `weigh_copies` counted: tokens that copies committed more than the block at places that were
-reached, and how often. So a copy must be worth half a token more than the block it replaces, on average over the
-request's own steps and one that is imagined. A text without a run of SHORTEST tokens that comes again keeps its blocks.
+`weigh_copies` counts `gain` and `n`: tokens that copies committed more than the block at places that were reached, and
+how often. So a copy must be worth half a token more than the block it replaces, on average over the request's own
+steps and one that is imagined. If no run of SHORTEST tokens recurs, the block stays as it is.
 
 Shapes: B requests, N slots per block, D = N - 1 drafts and as many places; Q rows of M tokens of text, one per request
 the server can hold; K classes of length, two counts (2) for each: gain and n.
 Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup; splicing copies into a block is ours.
-Cost: reads the text once, 4M bytes per request, and writes 4N of it; 4.2 MB for 32 requests of 32k tokens. One launch.
+Cost: reads the text once, 4M bytes per request, and writes 4N of it; 4.2 MB for 32 requests of 32k tokens. Two
+launches: one clears 4BN bytes, the kernel does the rest. Its time does not depend on how much of the text matches.
 
-A token below 0 is not text (a picture's place): it matches nothing, and the block's own guess stands where it would be
-copied. Rows are written behind the prefix: what was verified is there when the next step asks.
+A token below 0 is not text (a picture's place): it matches nothing, and is not copied: the block's own guess stays.
+What was verified is written after the prefix, so that it is part of the text when the next step asks.
 """
 
 from typing import NamedTuple
@@ -159,40 +160,66 @@ def copied_from(n: int, place: int | np.ndarray, source: int | np.ndarray, N: in
     return source + ahead % (n + place + 1 - source)
 
 
+TILE, N_WARPS = 128, 4  # a program compares so many positions of the text at once, one per thread
+PROGRAMS, LEAST = 512, 16  # programs of a launch, four per multiprocessor of an H200; of a request, where these are few
+PLACES = 16  # of a program; a wider block takes several, which read the text again
+
+_PLACES, _WINDOW, _RUN = map(tl.constexpr, (PLACES, PLACES + LONGEST, (1 << LONGEST) - 1))
+
+
 @triton.jit(
     do_not_specialize=["N", "M"],
     do_not_specialize_on_alignment=["tokens", "prefix_len", "rows", "source_out", "length_out"],
 )
 def _copy_draft_kernel(
-    tokens, prefix_len, rows, text, counts, drafted, place_out, source_out, length_out, M, N,
+    tokens, prefix_len, rows, text, counts, drafted, place_out, source_out, length_out, found, M, N,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
+    """Search tiles of a request's text for matches; the request's last program to finish decides and writes.
+
+    `found` [B, N] is zero before the launch. found[b, d] becomes the best match of place d, as length and source in one
+    number. found[b, N - 1] counts the programs of request b that have finished.
+
+    If token d of a block matches token p of the text, the match grows with tokens d - 1 and p - 1, and so does that of
+    place d + 1 at p + 1 with d and p. So PLACES places and their tails are one window of tokens, which is compared once
+    for each position of the text. Bit j of `equal` is set where the window's token j, from its end, agrees with the
+    text. The match of the place that is s before the window's end is the run of ones from bit s up.
+    """
     b = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, BLOCK_N)  # [N]; a place and the slot it stands behind are one number
     n = tl.load(prefix_len + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
-    line, block = text + row * M, tokens + b * N
-    own = tl.load(block + slot, mask=slot < N, other=-2)  # [N]
-    best = tl.zeros([BLOCK_N], tl.int32)
-    for start in range(0, tl.where(N > 1, n, 0), BLOCK_M):  # an anchor alone is only written down
-        last = start + tl.arange(0, BLOCK_M)  # [M], where a match ends
-        goes = (slot < N - 1)[:, None] & (last < n)[None]  # [N, M]
-        length = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
-        for o in range(_SHORTEST):
-            token = tl.load(line + last - o, mask=(last >= o) & (last < n), other=-1)  # [M]
-            tail = _tail(block, line, slot, n, o, N)  # [N]
-            goes = goes & (token[None] == tail[:, None]) & (token >= 0)[None]
-            length += goes.to(tl.int32)
-        if tl.max(tl.max(length, axis=1), axis=0) == _SHORTEST:
-            for o in range(_SHORTEST, _LONGEST):
-                token = tl.load(line + last - o, mask=(last >= o) & (last < n), other=-1)
-                tail = _tail(block, line, slot, n, o, N)
-                goes = goes & (token[None] == tail[:, None]) & (token >= 0)[None]
-                length += goes.to(tl.int32)
-            found = tl.where(length >= _SHORTEST, (length << _LENGTH_BIT) + last[None] + 1, 0)
-            best = tl.maximum(best, tl.max(found, axis=1))
-    length = best >> _LENGTH_BIT  # [N]
-    source = tl.where(length > 0, best & _POSITION, -1)
+    n_tiles = tl.where(N > 1, tl.cdiv(n + _PLACES - 1, BLOCK_M), 0)  # an anchor alone is only written down
+    n_searching = tl.minimum(tl.maximum(n_tiles, 1), tl.num_programs(1))
+    if tl.program_id(1) >= n_searching:
+        return
+    line, block, best = text + row * M, tokens + b * N, found + b * N
+    last = (tl.program_id(2) + 1) * _PLACES - 1  # the window ends with this slot; negative slots are the text's end
+    j = tl.arange(0, _WINDOW)  # [W]
+    from_text = tl.load(line + n + last - j, mask=(last < j) & (n + last >= j), other=-1)
+    from_block = tl.load(block + last - j, mask=(last >= j) & (last - j < N - 1), other=-1).to(tl.int32)
+    window = tl.where(last < j, from_text, from_block)
+    bit = 1 << j
+    is_text = tl.sum(tl.where(window >= 0, bit, 0), axis=0)
+    s = tl.arange(0, _PLACES)  # [P]
+    found_PM = tl.zeros([_PLACES, BLOCK_M], tl.int32)
+    for tile in range(tl.program_id(1), n_tiles, tl.num_programs(1)):
+        end = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M], the position that the window's end is compared with
+        at = end[None] - j[:, None]  # [W, M]
+        token = tl.load(line + at, mask=at.to(tl.uint32) < n.to(tl.uint32), other=-1)  # a position below 0 is large
+        equal = tl.sum(tl.where(token == window[:, None], bit[:, None], 0), axis=0) & is_text
+        run = (equal[None] >> s[:, None]) & _RUN  # [P, M]
+        power = ~run & (run + 1)  # 2^length; as a float it has the length in its exponent, 127 up, and no fraction
+        length = power.to(tl.float32).to(tl.int32, bitcast=True) - (127 << 23)  # 23 bits up
+        found_PM = tl.maximum(found_PM, (length << _LENGTH_BIT - 23) + end[None] - s[:, None] + 1)
+    longest = tl.max(found_PM, axis=1)
+    tl.atomic_max(best + last - s, longest, mask=longest >= (_SHORTEST << _LENGTH_BIT), sem="relaxed")
+    tl.debug_barrier()  # the next line publishes the maxima of all threads
+    if tl.atomic_add(best + N - 1, 1) != n_searching * tl.num_programs(2) - 1:
+        return
+    slot = tl.arange(0, BLOCK_N)  # [N]; a place and the slot it follows are one number
+    match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")  # other programs wrote it
+    length = match >> _LENGTH_BIT  # [N]
+    source = tl.where(length > 0, match & _POSITION, -1)
     kind = (length >= 2).to(tl.int32) + (length >= 4) + (length >= 8) + (length >= 16)
     count = counts + (row * _CLASSES + kind) * 2
     gain, n_seen = tl.load(count), tl.load(count + 1)
@@ -204,6 +231,7 @@ def _copy_draft_kernel(
     from_text = tl.load(line + at, mask=at < n, other=-1).to(tl.int64)
     from_block = tl.load(block + at - n, mask=(at >= n) & (at - n < N), other=-1)
     copied = tl.where(at < n, from_text, from_block)
+    own = tl.load(block + slot, mask=slot < N, other=-2)
     drafts = tl.where((slot > place) & (copied >= 0), copied, own)
     tl.store(drafted + b * N + slot, drafts, mask=slot < N)
     tl.store(line + n + slot, drafts.to(tl.int32), mask=(slot < N) & (n + slot < M))
@@ -212,23 +240,18 @@ def _copy_draft_kernel(
     tl.store(length_out + b * (N - 1) + slot, length, mask=slot < N - 1)
 
 
-@triton.jit
-def _tail(block, line, slot, n, o, N):
-    """Token o before the last of each place's tail; nothing's, where there is none."""
-    from_block = tl.load(block + slot - o, mask=(slot >= o) & (slot < N), other=-2).to(tl.int32)
-    from_text = tl.load(line + n + slot - o, mask=(slot < o) & (n + slot >= o), other=-2)
-    return tl.where(slot >= o, from_block, from_text)
-
-
 def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """The kernel: one program per request, over its text."""
+    """Launch the kernel: programs of all requests, parts of the longest text there can be, and parts of a block."""
     B, N = tokens_BN.shape
+    M = texts.text_QM.shape[1]
     int32_2BD = tokens_BN.new_empty(2, B, N - 1, dtype=torch.int32)
     out = Copied(torch.empty_like(tokens_BN), tokens_BN.new_empty(B, dtype=torch.int32), *int32_2BD)
     if B:
-        block_n = triton.next_power_of_2(N)
-        blocks = {"BLOCK_N": block_n, "BLOCK_M": 512 if block_n <= 16 else 128}  # what fits into registers
-        _copy_draft_kernel[(B,)](tokens_BN, *texts, *out, texts.text_QM.shape[1], N, **blocks, num_warps=16)
+        found_BN = tokens_BN.new_zeros(B, N, dtype=torch.int32)
+        n_parts = min(triton.cdiv(M + PLACES, TILE), max(PROGRAMS // B, LEAST))
+        grid = B, n_parts, max(1, triton.cdiv(N - 1, PLACES))
+        blocks = {"BLOCK_N": triton.next_power_of_2(N), "BLOCK_M": TILE}
+        _copy_draft_kernel[grid](tokens_BN, *texts, *out, found_BN, M, N, **blocks, num_warps=N_WARPS)
     return out
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,10 @@ import triton
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 NOTHING = 7  # a scoreboard that is none
 # From issue to result, of what sets a scoreboard. Guesses for Hopper: microbenchmarks agree to a fifth or so.
-CYCLES = {"LDG": 800, "LDGSTS": 800, "LDS": 30, "LDSM": 33, "SHFL": 24, "MUFU": 22, "BAR": 30, "HMMA": 33}
+CYCLES = {
+    **{"LDG": 800, "LDGSTS": 800, "ATOMG": 800, "MEMBAR": 800},
+    **{"LDS": 30, "LDSM": 33, "SHFL": 24, "MUFU": 22, "BAR": 30, "HMMA": 33},
+}
 OTHERS_CYCLES = 25
 READ_CYCLES = 12  # until a store has read its operands
 
@@ -69,6 +73,12 @@ class Code(NamedTuple):
             way += self.instructions[at:first] + self.instructions[first : last + 1] * n
             at = last + 1
         return way + self.instructions[at:]
+
+
+def stages(way: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Cut a way after each EXIT: programs may leave there, and the others go on."""
+    cuts = [0, *(at + 1 for at, i in enumerate(way) if i.name == "EXIT"), len(way)]
+    return [list(way[first:last]) for first, last in pairwise(cuts)]
 
 
 def read(cubin: bytes) -> Code:
@@ -126,7 +136,7 @@ def cycles(way: Sequence[Instruction]) -> int:
         elif i.name == "DEPBAR":
             n_pending = int(re.search(r"SB0, (0x[0-9a-f]+)", i.rest)[1], 16)
             now = max([now, *groups[: len(groups) - n_pending]])
-        elif i.name == "BAR":
+        elif i.name in ("BAR", "MEMBAR"):
             now += latency
         if i.sets != NOTHING:
             ready[i.sets] = now + (0 if i.name in ("LDGSTS", "LDGDEPBAR") else latency)

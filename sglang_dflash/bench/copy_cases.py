@@ -10,8 +10,8 @@ PERIOD = 61  # tokens after which a text repeats itself: every place of a block 
 
 
 def copy_cases(B: int, N: int, sizes: Sizes, device: str) -> list[Case]:
-    """Texts of three quarters of the positions there are. Launches write the same again."""
-    n_text = sizes.n_positions * 3 // 4
+    """Return cases with texts of four fifths of the positions, 32,768 of 40,960. Launches write the same again."""
+    n_text = sizes.n_positions * 4 // 5
     words_P = torch.randint(sizes.n_vocab, (PERIOD,), device=device, dtype=torch.int32)
     text_QM = words_P.repeat(-(-sizes.n_positions // PERIOD))[: sizes.n_positions].repeat(2 * B, 1)
     texts = Texts(

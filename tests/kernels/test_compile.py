@@ -67,6 +67,28 @@ def test_the_predicted_times_are_what_the_page_says() -> None:
     assert python("-m", "launch.kernel_times").stdout in page
 
 
+COPIES = """
+import json
+from launch import kernel_times
+rows = []
+for n_text, B in ((32768, 1), (131072, 1), (32768, 32), (131072, 32)):
+    compiled, _, bounds = kernel_times.copy_bounds(B, n_text)
+    (loop,) = compiled.code.loops
+    names = [i.name for i in compiled.code.instructions[loop.first : loop.last + 1]]
+    rows.append((max(bounds), sum(name in ("BRA", "BAR", "EXIT") for name in names)))
+print(json.dumps(rows))
+"""
+
+
+def test_searches_of_long_texts_are_short_whatever_matches() -> None:
+    """Predicted microseconds on an H200. A loop whose only branch is its own runs alike for all texts."""
+    run = python("-c", COPIES)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(run.stdout)
+    assert [n_branches for _, n_branches in rows] == [1] * 4
+    assert all(us < limit for (us, _), limit in zip(rows, (10, 12, 25, 70), strict=True)), rows
+
+
 WRONG = """
 from launch import compile_kernels
 from sglang_dflash_kernels import specialisations
@@ -140,3 +162,4 @@ def test_machine_code_is_read_and_followed() -> None:
     way = code.executed([3])
     assert [i.name for i in way] == ["LDG", *["FFMA", "BRA"] * 3, "EXIT", "BRA"]
     assert sass.cycles(way) == sass.CYCLES["LDG"] + 3 * (4 + 5) + 5 + 1
+    assert [len(stage) for stage in sass.stages(way)] == [8, 1]

@@ -1,11 +1,16 @@
+import importlib
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.copy_draft import (
+    LEAST,
     LONGEST,
     N_CLASSES,
+    TILE,
     Copied,
     Texts,
     check_texts,
@@ -90,12 +95,12 @@ def test_lengths_are_counted_up_to_the_longest_and_the_texts_start(form) -> None
 
 
 @FORMS
-def test_a_text_is_searched_to_its_last_token(form) -> None:
-    """A run of 7 that the anchor goes on: the match ends with the text, at a token by itself behind whole tiles."""
-    text = [*range(100, 610), 7, 7, 7]
-    got, _ = one(form, text, [7, 0, 0], ALWAYS, room=520)
+@pytest.mark.parametrize("n", [4 * TILE, 4 * TILE + 1])
+def test_a_text_is_searched_to_its_last_token(form, n) -> None:
+    """The anchor continues a run of 7 that ends the text: at the end of a tile, or at the first token of one."""
+    got, _ = one(form, [*range(100, 97 + n), 7, 7, 7], [7, 0, 0], ALWAYS, room=n + 7)
     assert got.tokens_BN.tolist() == [[7, 7, 7]]
-    assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (513, 3)
+    assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (n, 3)
 
 
 @FORMS
@@ -180,12 +185,125 @@ def test_the_torch_form_is_the_definition(data) -> None:
         (4, 5, 1, 2),
         (2, 2, 0, 1),
         (2, 24, 300, 2),
+        (1, 17, 140, 2),
+        (1, 40, 200, 2),
+        (40, 3, 30, 2),
     ],
 )
 def test_the_kernel_is_the_definition(sizes, device) -> None:
     torch.manual_seed(sum(sizes))
     for _ in range(3):
         assert_same(copy_draft_triton, *drawn(*sizes, device=device))
+
+
+@pytest.fixture
+def share(monkeypatch) -> Callable[[int], None]:
+    """Set the number of programs that search each text."""
+
+    def share(n_programs: int) -> None:
+        kernel = importlib.import_module("sglang_dflash_kernels.copy_draft")
+        monkeypatch.setattr(kernel, "PROGRAMS", n_programs)
+        monkeypatch.setattr(kernel, "LEAST", n_programs)
+
+    return share
+
+
+@pytest.fixture
+def backwards(monkeypatch, device) -> None:
+    """Run the programs of a launch last to first, where they are interpreted."""
+    if device == "cpu":
+        builder = type(importlib.import_module("triton.runtime.interpreter").interpreter_builder)
+        stock = builder.set_grid_idx
+
+        def set_grid_idx(self, *at: int) -> None:
+            stock(self, *(n - 1 - i for n, i in zip(self.grid_dim, at, strict=True)))
+
+        monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+
+
+@pytest.mark.parametrize("n_programs", [1, 2, 3, 7])
+@pytest.mark.parametrize("N", [5, 20])
+def test_programs_that_share_a_text_find_what_one_finds(N, n_programs, share, device) -> None:
+    torch.manual_seed(N + n_programs)
+    share(n_programs)
+    tokens_BN, texts = drawn(2, N, 5 * TILE + 3, 3, device)
+    full = texts._replace(prefix_len_B=torch.tensor([5 * TILE + 3, 2 * TILE], device=device))
+    assert_same(copy_draft_triton, tokens_BN, full)
+
+
+def test_a_program_that_finishes_first_does_not_decide(share, backwards, device) -> None:
+    torch.manual_seed(0)
+    share(3)
+    for N in (5, 20):
+        tokens_BN, texts = drawn(3, N, 3 * TILE, 2, device)
+        full = texts._replace(prefix_len_B=torch.tensor([3 * TILE, 5, TILE + 1], device=device))
+        assert_same(copy_draft_triton, tokens_BN, full)
+
+
+def test_of_equal_matches_in_two_tiles_the_latest_wins(share, backwards) -> None:
+    """With a program for each tile, and with one for all of them."""
+    for n_programs in (8, 1):
+        share(n_programs)
+        for ends in ([20, TILE + 20], [TILE - 1, 2 * TILE, 3 * TILE + 1], [5, 6 * TILE]):
+            text = [*range(1000, 1000 + 7 * TILE)]
+            for end in ends:
+                text[end - 3 : end] = [1, 2, 3]
+            got, _ = one(copy_draft_triton, [*text, 1, 2], [3, 0, 0], room=8 * TILE)
+            assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (ends[-1], 3)
+
+
+def test_a_longer_match_in_an_earlier_tile_wins(share) -> None:
+    share(8)
+    text = [*range(1000, 1000 + 4 * TILE)]
+    text[50:54], text[3 * TILE : 3 * TILE + 3] = [9, 1, 2, 3], [1, 2, 3]
+    got, _ = one(copy_draft_triton, [*text, 9, 1, 2], [3, 0], room=5 * TILE)
+    assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (54, 4)
+
+
+@FORMS
+@pytest.mark.parametrize("end", [LONGEST, TILE - 1, TILE, TILE + 1, TILE + 15, 2 * TILE])
+def test_a_match_that_crosses_two_tiles_is_whole(form, end) -> None:
+    run, text = list(range(LONGEST)), list(range(1000, 1000 + 3 * TILE))
+    text[end - LONGEST : end] = run
+    got, _ = one(form, [*text, *run[:-3]], run[-3:], room=4 * TILE)
+    assert got.source_BD.tolist() == [[end - 2, end - 1]]
+    assert got.length_BD.tolist() == [[LONGEST - 2, LONGEST - 1]]
+
+
+def test_a_text_longer_than_a_pass_of_its_programs(device) -> None:
+    """Many requests: each text has LEAST programs, and one is longer than their tiles."""
+    torch.manual_seed(0)
+    B, n = 40, LEAST * TILE + 200
+    tokens_BN, texts = drawn(B, 4, n, 3, device)
+    prefix_len_B = torch.randint(0, 20, (B,), device=device)
+    prefix_len_B[[3, 7]] = torch.tensor([n, LEAST * TILE - 1], device=device)
+    assert_same(copy_draft_triton, tokens_BN, texts._replace(prefix_len_B=prefix_len_B))
+
+
+@FORMS
+def test_a_text_that_fills_its_row_stays_as_it_is(form) -> None:
+    text = [1, 2, 3, 4, *range(100, 100 + TILE), 1, 2]
+    got, row = one(form, text, [3, 0, 0], ALWAYS, room=len(text))
+    assert (got.tokens_BN.tolist(), row) == ([[3, 4, 100]], text)
+
+
+@FORMS
+@pytest.mark.parametrize("nothing", [-1, -2, -(2**31)])
+def test_negative_tokens_match_none_of_their_like(form, nothing) -> None:
+    got, _ = one(form, [5, nothing, 6, 7, 5, nothing, 6], [7, 8], ALWAYS)
+    assert got.length_BD.tolist() == [[0]]
+    got, _ = one(form, [5, 6, 7, nothing, 5, 6], [7, nothing, 0], ALWAYS)
+    assert got.length_BD.tolist() == [[3, 0]]
+    assert got.tokens_BN.tolist() == [[7, nothing, 5]]
+
+
+@FORMS
+def test_a_place_beyond_the_first_sixteen_is_copied_from(form) -> None:
+    run = list(range(100, 120))
+    block = [1, *range(200, 217), *run[:4], 0, 0]
+    got, _ = one(form, [*run, 7], block, ALWAYS)
+    assert got.place_B.tolist() == [20]
+    assert got.tokens_BN.tolist() == [[*block[:22], *run[4:6]]]
 
 
 def test_int32_rows_and_what_does_not_fit() -> None:

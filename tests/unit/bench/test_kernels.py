@@ -57,7 +57,7 @@ def test_the_cases_of_copies_agree_with_the_definition_and_count_their_bytes() -
         case.check()
         case.launch()
     # The text, the block in and out and into the text, matches, counts; prefix lengths, rows and places.
-    assert copy.n_bytes == 3 * (4 * 96 + 5 * (8 + 8 + 4) + 4 * 8 + 5 * 8 + 20)
+    assert copy.n_bytes == 3 * (4 * 102 + 5 * (8 + 8 + 4) + 4 * 8 + 5 * 8 + 20)
     # Guesses and what was committed, matches and a token behind each, counts in and out; lengths, rows and a total.
     assert weigh.n_bytes == 3 * (5 * 16 + 4 * 12 + 5 * 16 + 24 + 16)
 
