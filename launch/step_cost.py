@@ -18,7 +18,7 @@ DRAFT_BYTES, CONTEXT_KV_BYTES = 3.2e9, 367e6
 STATES_BYTES = GDN_LAYERS * 4 * 48 * 128 * 128  # of a request
 OUTSIDE_MS = 0.1  # small kernels outside graphs, and the gaps between them
 VERIFY_MS, FOLD_MS = {1: 0.30, 8: 0.58, 32: 2.3}, {1: 0.10, 8: 0.77, 32: 3.1}
-COPY_MS = {1: 0.02, 8: 0.02, 32: 0.03}  # at 8k tokens of text, matches in every tile
+COPY_MS = {1: 0.01, 8: 0.01, 32: 0.02}  # 32k tokens of text a request
 
 TARGET_BYTES = GDN_LAYERS * (GDN_BYTES + MLP_BYTES) + ATTENTION_LAYERS * (ATTENTION_BYTES + MLP_BYTES) + HEAD_BYTES
 
