@@ -8,12 +8,13 @@ as the head.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 
 from sglang_dflash.rehearsal.tape import CaptureError, Node, storage_of, tensors
 from sglang_dflash.stages import budget
@@ -81,9 +82,9 @@ def require_one_read(nodes: Iterable[Node]) -> None:
         CaptureError: with the parameters and how often each is read.
     """
     by_storage = spans()
-    read: Counter[str] = Counter()
+    read: defaultdict[str, float] = defaultdict(float)
     for node in nodes:
-        if getattr(getattr(node.run, "_schema", None), "name", "") in LOOKS_UP:
+        if isinstance(node.run, OpOverload) and node.run._schema.name in LOOKS_UP:
             continue
         for operand in tensors((node.args, node.kwargs)):
             for name, times in reads_of(operand, by_storage.get(storage_of(operand), [])):
@@ -117,6 +118,6 @@ def reads_of(operand: torch.Tensor, candidates: Iterable[Span]) -> Iterator[tupl
 def ends(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of a tensor in its storage, and the byte after its last."""
     size = tensor.element_size()
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * size
+    extent = 1 + sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset()) * size
     return begin, begin + (extent * size if tensor.numel() else 0)

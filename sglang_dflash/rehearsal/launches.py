@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 from sglang_dflash.rehearsal import watch
@@ -23,14 +24,13 @@ class OverBudget(RuntimeError):
 
 
 def install() -> None:
-    """Count the stages' launches from now on. Called before they are made."""
+    """Count the stages' launches from now on. Called before stages are made."""
     from sglang_dflash.stages.choice import Choice
     from sglang_dflash.stages.context_kv import ContextKV
     from sglang_dflash.stages.copier import TextCopies
     from sglang_dflash.stages.drafter import Drafter
     from sglang_dflash.stages.planner import Planner
     from sglang_dflash.stages.verifier import Verifier
-    from sglang_dflash.worker import DFlashWorker
 
     methods = {
         "plan": (Planner, "plan"),
@@ -43,12 +43,16 @@ def install() -> None:
         "weigh": (TextCopies, "weigh"),
         "commit": (Verifier, "commit"),
         "append": (ContextKV, "append"),
-        "result": (DFlashWorker, "step_result"),
     }
     for stage, (owner, name) in methods.items():
-        setattr(owner, name, counted(stage, getattr(owner, name)))
-    DFlashWorker.decode = held(DFlashWorker.decode)  # type: ignore[method-assign]
-    DFlashWorker.describe = telling(DFlashWorker.describe)  # type: ignore[method-assign]
+        setattr(owner, name, counted(stage, attrgetter(name)(owner)))
+
+
+def hold(worker: Any) -> None:
+    """Hold the steps of this DFLASH worker to the budget."""
+    worker.step_result = counted("result", worker.step_result)
+    worker.decode = held(worker, worker.decode)
+    worker.describe = telling(worker.describe)
 
 
 def counted(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,21 +68,21 @@ def counted(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def held(decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the worker's `decode` so that a step over its budget is an error.
+def held(worker: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a worker's `decode` so that a step over its budget is an error.
 
     Raises:
         OverBudget: with the stages, what they launched and what they may.
     """
 
     @functools.wraps(decode)
-    def decode_within_budget(self: Any, batch: Any, *args: Any) -> Any:
+    def decode_within_budget(batch: Any, *args: Any) -> Any:
         _step.clear()
         before = watch.n_launched()
-        out = decode(self, batch, *args)
+        out = decode(batch, *args)
         _step["others"] = watch.n_launched() - before - _step.total()
         if out.can_run_cuda_graph and is_plain(batch):
-            require(_step, allowed_of(self))
+            require(_step, allowed_of(worker))
         return out
 
     return decode_within_budget
@@ -121,10 +125,10 @@ def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
 
 
 def telling(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Wrap the worker's `describe` so that `GET /server_info` has the most launches of each stage."""
+    """Wrap a worker's `describe` so that `GET /server_info` has the most launches of each stage."""
 
     @functools.wraps(describe)
-    def describe_with_launches(self: Any) -> dict[str, Any]:
-        return describe(self) | {"launches": dict(most)}
+    def describe_with_launches() -> dict[str, Any]:
+        return describe() | {"launches": dict(most)}
 
     return describe_with_launches

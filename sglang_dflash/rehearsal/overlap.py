@@ -60,6 +60,8 @@ def scheduler() -> None:
     @functools.wraps(run)
     def run_event_loop(self: Scheduler) -> None:
         """What came before, weights, pools, captures, is done."""
+        if self.draft_worker is not None:  # ours: the built-in one is refused with streams
+            launches.hold(self.draft_worker)
         with watch.Watch(graph.pool()):
             run(self)
 

@@ -74,7 +74,7 @@ def test_only_plain_greedy_steps_are_held(greedy: bool) -> None:
         has_grammar=False,
     )
 
-    def decode(worker: Any, batch: Any) -> SimpleNamespace:
+    def decode(batch: Any) -> SimpleNamespace:
         choose()
         return SimpleNamespace(can_run_cuda_graph=True)
 
@@ -83,7 +83,7 @@ def test_only_plain_greedy_steps_are_held(greedy: bool) -> None:
     with torch.inference_mode(), Watch():
         if greedy:
             with pytest.raises(OverBudget, match=r"choose 2 \(at most 1\)"):
-                held(decode)(worker, batch)
+                held(worker, decode)(batch)
         else:
-            held(decode)(worker, batch)
+            held(worker, decode)(batch)
     assert launches._step["choose"] == 2
