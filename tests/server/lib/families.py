@@ -19,7 +19,7 @@ from sglang_dflash.train.draft import Data, Settings, train_draft
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tokens import Rows
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import GRAPHS, SM90, STREAMS, attention
 
 N_LAYERS, VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4, 128, 64, 4, 2, 16
 END, MASK = 2, 3
@@ -167,7 +167,7 @@ REHEARSED = {
         "Qwen3NextConfig",
         EXPERTS | GATED_DELTA_NET | DENSE_MLP | {"shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5},
         flags=HYBRID_FLAGS,
-    ),
+    )._replace(env=STREAMS),  # in captured forwards the norm of K and the experts run on a second stream
     # SGLang refuses it fa3, and this one has no heads that fa4 could not take.
     "gemma-4": rehearsed(
         "Gemma4ForConditionalGeneration", "Gemma4Config", DENSE_MLP | GEMMA4, backend="fa4", outer=GEMMA4_OUTER

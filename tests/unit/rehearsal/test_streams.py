@@ -305,6 +305,20 @@ def test_a_launch_reads_device_memory_without_the_host(watched: Watch) -> None:
         y.zero_()
 
 
+def test_a_launch_that_copies_to_the_host_stays_on_its_stream(watched: Watch, whose: None) -> None:
+    """As SGLang's experts in plain torch, which stand in for a kernel."""
+    x = zeros(4)
+
+    @launch
+    def kernel() -> None:
+        x[: int(x.cpu().numpy().sum())] = 1
+
+    with StreamContext(Stream()):
+        kernel()
+    with pytest.raises(UnorderedAccess):
+        x.zero_()
+
+
 def test_an_interpreted_kernel_writes_what_it_changes(watched: Watch) -> None:
     """Triton's interpreter copies every argument back."""
 
