@@ -78,9 +78,9 @@ def fold_bytes(layers: sizes.RecurrentSizes, B: int) -> int:
 
 
 def copy_bounds(B: int, n_text: int) -> tuple[Compiled, list[sass.Instruction], Bounds]:
-    """Of B texts of `n_text` tokens, in rows just long enough: the code, what a warp that decides executes, the time.
+    """Return the code for B texts of `n_text` tokens, what a warp that decides executes, and the time.
 
-    What is executed does not depend on what the texts say: the loop over tiles has no branch.
+    The loop over tiles has no branch, so the texts' content changes nothing.
     """
     compiled = compile_one(next(copy_launches(B, N, context=n_text + N)))
     n_tiles = -(-(n_text + copy_draft.PLACES - 1) // copy_draft.TILE)

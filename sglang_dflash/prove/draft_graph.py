@@ -18,7 +18,7 @@ from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Finding, require
 
 BATCHES, N_ROUNDS = (1, 8, 32), 20
-# Of one request's time, with 8: the head of 2.5 GB read once per request would be four times as much.
+# Bound of the time of 8 requests over one. A head of 2.5 GB read once per request would make it four.
 MOST_OF_ONE = 2.0
 
 

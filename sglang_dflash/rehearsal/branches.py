@@ -113,7 +113,7 @@ class BranchedTape(Tape):
         return stream is self.origin or stream.clock.get(self.origin, 0) >= self.began
 
     def memories(self, tensor: torch.Tensor) -> list[Memory]:
-        """Of all tensors that share memory with this one."""
+        """Return the accesses of all tensors that share memory with this one."""
         if host.is_marked(tensor):
             return []
         if not self.pool.owns(tensor):
@@ -158,7 +158,7 @@ class Touched(TorchDispatchMode):
         return out
 
     def by_stream(self, what: str, read: Tensors, written: Tensors, asynchronous: bool) -> None:
-        """As `Watch.by_stream`: a kernel in Triton's interpreter is seen by what it changes."""
+        """Record the accesses of a kernel in Triton's interpreter, which is seen by what it changes."""
         self.read += [tensor for tensor in read if storage_of(tensor) not in self.made]
         self.written += [tensor for tensor in written if storage_of(tensor) not in self.made]
 

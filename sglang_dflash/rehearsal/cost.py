@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
+from sglang_dflash.rehearsal.pool import extent
 from sglang_dflash.rehearsal.tape import CaptureError, Node, storage_of, tensors
 from sglang_dflash.stages import budget
 
@@ -26,7 +27,7 @@ _models: list[weakref.ref[nn.Module]] = []
 
 
 class Span(NamedTuple):
-    """Where a parameter lies in its storage, in bytes."""
+    """Bytes of a storage that a parameter takes."""
 
     name: str
     begin: int
@@ -118,6 +119,5 @@ def reads_of(operand: torch.Tensor, candidates: Iterable[Span]) -> Iterator[tupl
 def ends(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte of a tensor in its storage, and the byte after its last."""
     size = tensor.element_size()
-    extent = 1 + sum((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = int(tensor.storage_offset()) * size
-    return begin, begin + (extent * size if tensor.numel() else 0)
+    return begin, begin + (extent(tensor) * size if tensor.numel() else 0)

@@ -54,5 +54,5 @@ def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def steps_in(log: str) -> list[dict[str, int]]:
-    """Of every step and rank in a server's log: the rows verified, and the elements of each collective operation."""
+    """Return, for every step and rank in a log, the rows verified and the elements of each collective operation."""
     return [json.loads(found) for found in re.findall(SAID + r"(\{.*?\})", log)]  # two may share a line

@@ -153,7 +153,7 @@ class EventInGraph(streams.Event):
 
 
 def takes_part(stream: object) -> bool:
-    """Whether what `stream` is given now is captured."""
+    """Return whether launches on `stream` are captured now."""
     return _tape is not None and _tape.takes_part(stream)
 
 

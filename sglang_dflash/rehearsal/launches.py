@@ -89,7 +89,7 @@ def held(worker: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain(batch: Any) -> bool:
-    """Whether the requests ask for greedy tokens and nothing else."""
+    """Return whether the requests ask for greedy tokens and nothing else."""
     info = batch.sampling_info
     penalised = info.penalizer_orchestrator is not None and info.penalizer_orchestrator.is_required
     edits = info.logit_bias is not None or info.has_custom_logit_processor or penalised

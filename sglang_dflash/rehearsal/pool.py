@@ -54,7 +54,10 @@ class Pool:
         return from_numpy(block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def span(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the addresses of a tensor's block, first and behind the last; of its cells, if that is all it has."""
+        """Return the first address of a tensor's block and the one after its last.
+
+        A tensor by address (`address`) has no block: the addresses of its cells.
+        """
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self._base or storage.nbytes() != self._memory.nbytes:
             return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -89,7 +89,7 @@ def models() -> None:
 
 
 def on_cuda(can_use: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
-    """SGLang's conditions for the fused projection, told that the projection is on CUDA."""
+    """Answer SGLang's conditions for the fused projection as if the projection were on CUDA."""
 
     @functools.wraps(can_use)
     def asked(mixed_qkvz: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[bool, str]:

@@ -122,7 +122,7 @@ class Tape(TorchDispatchMode):
         return nullcontext()
 
     def takes_part(self, stream: object) -> bool:
-        """Whether launches on `stream` come here: all do where streams are not watched."""
+        """Return whether launches on `stream` come here. All do where streams are not watched."""
         return True
 
     def end(self) -> None:

@@ -80,7 +80,7 @@ class Choice:
         return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
 
     def _reads_only_the_largest(self, batch: ScheduleBatch) -> bool:
-        """Whether every request is greedy, and none edits its logits or wants something else made of them."""
+        """Return whether all requests are greedy, and none edits its logits or needs more of them."""
         info = batch.sampling_info
         return (
             info.is_all_greedy

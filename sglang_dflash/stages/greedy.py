@@ -97,7 +97,7 @@ def keep_shards(processor: LogitsProcessor) -> None:
 
 
 def verified_logits(runner: ModelRunner, ends: TargetEnds) -> Whole:
-    """What the target's verifies end with."""
+    """Decide what the target's verifies end with: whole logits, or this rank's shard."""
     if ends.tp_group is None:
         return Whole()
     processors = [module for module in runner.model.modules() if isinstance(module, LogitsProcessor)]

@@ -68,7 +68,7 @@ class Penalties:
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def are_asked_for(self, reqs: list[Req]) -> bool:
-        """Whether a request of the batch asks for a penalty."""
+        """Return whether a request of the batch asks for a penalty."""
         self._look_at(reqs)
         return self.asked is not None
 

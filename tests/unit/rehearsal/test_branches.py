@@ -31,7 +31,7 @@ def capture(fn: Forward) -> tuple[Graph, Any]:
 def forked(
     beside: Forward, then: Callable[[Any], Any], *, fork: bool = True, join: bool = True, main: Forward = lambda: None
 ) -> Forward:
-    """As SGLang's models do it: `beside` on another stream, `main` on the first, `then` after both."""
+    """Run `beside` on another stream, `main` on the first and `then` after both, as SGLang's models do."""
     other = Stream()
 
     def forward() -> Any:
