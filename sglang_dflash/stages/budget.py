@@ -49,13 +49,13 @@ RING = {"catch_up": 20, "draft": 20, "append": 8}
 FLASHINFER_PLAN = 19
 
 
-def draft_forward(n_layers: int, *, second: bool, ranks: bool) -> int:
-    """Return the most launches of a captured draft forward that the emulation may count.
+def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -> int:
+    """Return the most launches of a captured draft forward that the emulation may count; the draft is not quantized.
 
     On a GPU (P) a layer is 10 launches and the rest 7: embedding, norm, packed rows, head, argmax (2) and the tokens.
     The emulation counts 7 for a norm, and 2 for an activation and for a write of K and V. A DFlash 2 draft (`second`)
     has two convolutions and their projection around each of two sublayers, and a selector. Ranks add all-reduces and
-    the exchange of their best tokens.
+    the exchange of their best tokens. An fp8 head rounds hidden states: one launch on a GPU, ten operations here.
     """
     per_layer = 28 + (8 if second else 0) + (4 if ranks else 0)
-    return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0)
+    return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0)

@@ -175,7 +175,9 @@ def test_a_block_still_read_on_another_stream_is_not_given_away() -> None:
     capture(lambda: forward(recorded=True))
 
 
-@pytest.mark.parametrize("wait", [lambda: current_stream().synchronize(), lambda: Event().query()], ids=["stream", "event"])
+@pytest.mark.parametrize(
+    "wait", [lambda: current_stream().synchronize(), lambda: Event().query()], ids=["stream", "event"]
+)
 def test_the_host_does_not_wait_inside_of_a_capture(wait: Callable[[], object]) -> None:
     with pytest.raises(CaptureError, match="waiting for"):
         capture(wait)

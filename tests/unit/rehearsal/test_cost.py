@@ -110,9 +110,10 @@ def test_draft_forward_over_its_launches_is_refused(monkeypatch: pytest.MonkeyPa
     model.weight = nn.Parameter(torch.ones(H, H), requires_grad=False)
     model.layers = nn.ModuleList([nn.Module()])
     monkeypatch.setattr("sglang.srt.runtime_context.get_parallel", lambda: SimpleNamespace(tp_size=1))
-    model.candidate_selector = None
+    model.candidate_selector, model.qkv_LXH = None, torch.ones(1)
+    model.ends = TargetEnds(nn.Identity(), None, V, 0, cast(Any, None))
     cost.watch_parameters(model)
-    most = budget.draft_forward(1, second=False, ranks=False)
+    most = budget.draft_forward(1, second=False, ranks=False, fp8_head=False)
 
     def forward(n_launches: int) -> torch.Tensor:
         hidden_TH = torch.randn(N, H) @ model.weight
