@@ -37,8 +37,8 @@ def markdown(document: Mapping[str, Any]) -> str:
     for result in document["results"]:
         status = Status(result["status"])
         shown = where if status is not Status.SKIPPED else "–"
-        cells = (*(result[name] for name in ("name", "proves")), SHOWN[status], shown, escaped(result["text"]))
-        cells = (*cells, result["expected"] or "–")
+        found, expected = escaped(result["text"]), result["expected"] or "–"
+        cells = (result["name"], result["proves"], SHOWN[status], shown, found, expected)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -39,6 +39,11 @@ def watch_parameters(model: nn.Module) -> None:
     _models.append(weakref.ref(model))
 
 
+def watched() -> Iterator[nn.Module]:
+    """Yield the models under the rules that still exist."""
+    yield from filter(None, (reference() for reference in _models))
+
+
 def require_cheap(nodes: list[Node]) -> None:
     """Hold a captured forward to the rules.
 
@@ -61,7 +66,7 @@ def require_launches(nodes: list[Node]) -> None:
     from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
     read = {storage_of(operand) for node in nodes for operand in tensors((node.args, node.kwargs))}
-    for model in filter(None, (reference() for reference in _models)):
+    for model in watched():
         if not isinstance(model, DFlashDraftModel) or not any(storage_of(p) in read for p in model.parameters()):
             continue
         if model.qkv_LXH is None:  # quantized: its products are several operations of a CPU
@@ -101,10 +106,7 @@ def require_one_read(nodes: Iterable[Node]) -> None:
 def spans() -> dict[int, list[Span]]:
     """Parameters of the watched models by storage, as they lie now: a draft stacks its layers' after loading."""
     found: dict[int, list[Span]] = {}
-    for reference in _models:
-        model = reference()
-        if model is None:
-            continue
+    for model in watched():
         for name, parameter in model.named_parameters():
             found.setdefault(storage_of(parameter), []).append(Span(f"{type(model).__name__}.{name}", *ends(parameter)))
     return found

@@ -199,7 +199,7 @@ def qwen_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layer:
-    """What two forwards of Qwen3.5's ask of their layer."""
+    """Attributes of a layer that two forwards of Qwen3.5 read."""
 
     head_dim = 4
     _fused_in_proj_weight = None
@@ -212,7 +212,7 @@ class Layer:
 
 
 class Forgetful(Stream):
-    """Of its waits the one with this number is left out."""
+    """Leave out the wait with this number."""
 
     forgotten = 1
 

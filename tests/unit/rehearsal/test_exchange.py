@@ -1,4 +1,4 @@
-"""What ranks exchange, read back from a server's log."""
+"""Elements that ranks exchange, read back from a server's log."""
 
 from sglang_dflash.rehearsal.exchange import SAID, steps_in
 

@@ -306,7 +306,7 @@ def test_a_launch_reads_device_memory_without_the_host(watched: Watch) -> None:
 
 
 def test_a_launch_that_copies_to_the_host_stays_on_its_stream(watched: Watch, whose: None) -> None:
-    """As SGLang's experts in plain torch, which stand in for a kernel."""
+    """SGLang's experts in plain torch, which stand in for a kernel, do this."""
     x = zeros(4)
 
     @launch

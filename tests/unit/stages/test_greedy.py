@@ -20,7 +20,7 @@ N_RANKS, N_EACH = 2, 11
 
 
 class Rank:
-    """What one rank has of a target."""
+    """One rank's part of a target."""
 
     def __init__(self, group: ThreadRanks, rank: int, weight_VH: torch.Tensor, *, scale: float | None = None) -> None:
         self.processor = LogitsProcessor.__new__(LogitsProcessor)
@@ -47,7 +47,7 @@ class Rank:
         )
 
     def forward(self, hidden_TH: torch.Tensor, mode: ForwardMode, *, captured: bool) -> torch.Tensor:
-        """What SGLang's forward ends with."""
+        """Return the logits that SGLang's forward ends with."""
         buffer = self.buffer[: len(hidden_TH)] if captured else None
         return self.processor._get_logits(hidden_TH, self.head, LogitsMetadata(mode, next_token_logits_buffer=buffer))
 
@@ -68,7 +68,7 @@ def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype: torch.dtype, captured: bool) -> None:
-    """Of the logits that SGLang would have gathered: the lowest id on ties, and never a row of padding."""
+    """Compare with the gathered logits: the lowest id wins ties, and a row of padding never."""
     hidden_TH, weight_VH = hidden_and_head(dtype)
     group = ThreadRanks(N_RANKS)
 
