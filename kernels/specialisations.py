@@ -3,7 +3,7 @@
 The dtypes, layouts and model shapes of a server never change. What does change from launch to launch is an argument
 here, and what Triton would compile for anew without need (a size that happens to be 1 or a multiple of 16, a pointer
 that happens to be aligned) the kernels are told to ignore. `of_server` lists what a server can meet, so that a start-up
-can launch it all; `launch/compile_kernels.py` compares this file with what Triton compiles.
+can launch it all; `tests/tools/compile_kernels.py` compares this file with what Triton compiles.
 """
 
 from collections.abc import Hashable, Iterable

@@ -26,12 +26,12 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from launch import tiny
-from launch.parameters import path_with
-from launch.tiny import Arm, Pair
-from sglang_dflash.bench.ports import free_port
-from sglang_dflash.bench.rows import head as head_of
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.document import head as head_of
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.pairs import Arm, Pair
+from tests.tools.parameters import path_with
 
 HOST_TIME = Path(__file__).parent / "host_time"
 # By name: whose worker, and its flags of environment. Where nothing is computed there is no width to choose.

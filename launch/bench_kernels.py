@@ -3,7 +3,7 @@
     python launch/bench_kernels.py [--rounds 200]
 
 Every case is first compared with its definition on the same inputs; nothing is timed unless all agree. How:
-`sglang_dflash/bench/kernel_times.py`. The row `launch` times a one-cell fill: what any launch costs here. The byte
+`kernels/cases/times.py`. The row `launch` times a one-cell fill: what any launch costs here. The byte
 floor is a case's bytes over the copy bandwidth measured in the same run.
 
 Needs a CUDA device. The last line of stdout is one JSON document; the table goes before it.
@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 import triton
-
-from sglang_dflash.bench.case import QWEN_27B
-from sglang_dflash.bench.kernel_cases import make_cases
-from sglang_dflash.bench.kernel_times import timed
+from sglang_dflash_kernels.cases.make import make_cases
+from sglang_dflash_kernels.cases.sizes import QWEN_27B
+from sglang_dflash_kernels.cases.times import timed
 
 
 def print_table(results: Sequence[dict[str, Any]]) -> None:

@@ -13,8 +13,10 @@ from sglang_dflash_kernels import copy_draft
 from sglang_dflash_kernels.gdn_verify import BLOCK_C
 from sglang_dflash_kernels.record import record_width
 
-from launch import sass
-from launch.compile_kernels import (
+from sglang_dflash.capacity import geometry
+from sglang_dflash.memory import sizes
+from tests.tools import sass
+from tests.tools.compile_kernels import (
     DEVICES,
     Compiled,
     Launch,
@@ -23,8 +25,6 @@ from launch.compile_kernels import (
     fold_launch,
     verify_launch,
 )
-from sglang_dflash.capacity import geometry
-from sglang_dflash.memory import sizes
 
 ARCH, BYTES_PER_US, CYCLES_PER_US, SCHEDULERS = 90, 4.8e6, 1755, 4
 MODEL, N = "Qwen3.5-27B", 16

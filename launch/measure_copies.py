@@ -32,12 +32,12 @@ from sglang_dflash_kernels.copy_draft import N_CLASSES, Texts, copy_draft
 from sglang_dflash_kernels.weigh_copies import weigh_copies
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch import tiny
-from sglang_dflash.bench.rows import file_name, head, write
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, draft_logits, hidden_of_blocks, spec_steps
 from sglang_dflash.model.target import stop_token_ids
-from sglang_dflash.train.corpus import TASKS, draw
+from sglang_dflash.servers.document import file_name, head, write
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.corpus import TASKS, draw
 
 PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
 ANSWER, SHORTEST = 200, 4  # tokens of an answer

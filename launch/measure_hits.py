@@ -26,12 +26,12 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from launch import tiny
 from sglang_dflash.bench.prompts import held_out, tokenize
-from sglang_dflash.bench.rows import file_name, head, write
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.servers.document import file_name, head, write
+from sglang_dflash.tiny import pairs as tiny
 
 ANSWER, SHORTEST = 128, 32  # tokens of an answer
 STRETCHES = (0, 8, 16, 32, 64)  # of the answer's tokens: where a step begins

@@ -25,12 +25,12 @@ from rich.progress import track
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from launch import tiny
 from sglang_dflash.bench.prompts import held_out, tokenize
-from sglang_dflash.bench.rows import file_name, head, write
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, draft_logits, hidden_of_blocks, spec_steps
 from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.servers.document import file_name, head, write
+from sglang_dflash.tiny import pairs as tiny
 
 ANSWER, SHORTEST = 72, 4  # tokens of an answer
 EVERY = 4  # of an answer's tokens begins a block

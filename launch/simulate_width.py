@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from launch import plot_width, tiny
+from launch import plot_width
 from launch.published import (
     CARDS,
     CONCURRENCIES,
@@ -33,8 +33,9 @@ from launch.published import (
     step_seconds,
 )  # fmt: skip
 from launch.width_replay import WIDTHS, Run, mostly, pooled, replay, shares
-from sglang_dflash.bench import machine
-from sglang_dflash.bench.rows import portable, write
+from sglang_dflash.servers import machine
+from sglang_dflash.servers.document import portable, write
+from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.width import policy
 from sglang_dflash.width.chooser import Chooser
 from sglang_dflash.width.cost import StepCost

@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM
 
-from launch import tiny
 from sglang_dflash.bench.prompts import asked, held_out, tokenize
-from sglang_dflash.bench.workloads import HOPELESS_ANSWER, hard_questions, hopeless_prompts
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, accepted_at, spec_steps
 from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.workloads import HOPELESS_ANSWER, hard_questions, hopeless_prompts
 from sglang_dflash.width.chooser import DEFAULT, Chooser
 from sglang_dflash.width.cost import StepCost
 from sglang_dflash.width.policy import Adaptive, Policy

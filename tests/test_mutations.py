@@ -1,8 +1,8 @@
-"""Rows of tests/mutations are about this tree: `python -m launch.mutate` makes the mistakes, which takes minutes."""
+"""Rows of tests/mutations are about this tree: `python -m tests.tools.mutate` makes the mistakes, which takes minutes."""
 
 import ast
 
-from launch.mutate import ROOT, read
+from tests.tools.mutate import ROOT, read
 
 
 def test_every_edit_has_its_place() -> None:

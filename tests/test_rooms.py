@@ -16,10 +16,10 @@ ROOT = Path(__file__).parents[1]
 # From the roof down: a folder of `sglang_dflash/`, or a file that lies at its top.
 FLOORS = (
     {"plugin", "__main__"},
-    {"prove", "demo", "launch"},
-    {"check", "recipe", "pages", "worker", "rehearsal", "bench"},
-    {"config", "cpu", "metrics", "train"},
-    {"stages", "host", "capacity", "model", "mlx"},
+    {"prove", "demo"},
+    {"check", "recipe", "pages", "worker", "rehearsal", "bench", "train"},
+    {"config", "cpu", "metrics", "tiny"},
+    {"stages", "host", "capacity", "model", "mlx", "servers"},
     {"width", "draft", "memory"},
     {"step", "flags", "errors", "sglang_dflash_kernels", "sglang_dflash"},
 )
@@ -32,7 +32,6 @@ def files() -> dict[str, Path]:
     found = {}
     for folder, package in (
         ("sglang_dflash", "sglang_dflash"),
-        ("launch", "launch"),
         ("kernels", "sglang_dflash_kernels"),
     ):
         for path in (ROOT / folder).rglob("*.py"):

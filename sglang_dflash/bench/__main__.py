@@ -17,16 +17,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from sglang_dflash.bench import page, report
-from sglang_dflash.bench.arms import OFF, OURS
 from sglang_dflash.bench.chat import Kind, Prompt, Sampling
 from sglang_dflash.bench.engine import Engine, HttpEngine
-from sglang_dflash.bench.errors import GateError, ServerError
+from sglang_dflash.bench.gate import GateError
 from sglang_dflash.bench.options import TRANSFORMERS, parse
 from sglang_dflash.bench.prompts import Task, complete, is_complete
-from sglang_dflash.bench.rows import Row, noise, write
+from sglang_dflash.bench.rows import Row, noise
 from sglang_dflash.bench.schedule import Bench, Plan, Turn
 from sglang_dflash.bench.served import ServedEngine, kept_in_memory
-from sglang_dflash.bench.server import end_on_sigterm
+from sglang_dflash.servers.arms import OFF, OURS
+from sglang_dflash.servers.document import write
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.server import end_on_sigterm
 
 WIDEST = 1000
 
@@ -39,10 +41,15 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
         ServerError: one cannot be reached, started or loaded.
     """
     if options.backend == TRANSFORMERS:
-        from sglang_dflash.bench import in_torch  # torch and transformers take seconds to import
+        from sglang_dflash.bench.in_torch import TorchEngine  # torch and transformers take seconds to import
+        from sglang_dflash.model import plain
 
-        models = in_torch.load(options.model, options.draft_model)
-        yield [in_torch.TorchEngine(name, models) for name in (OFF, OURS)]
+        try:
+            models = plain.load(options.model, options.draft_model)
+        except (OSError, ValueError) as error:
+            message = f"--model {options.model}, --draft-model {options.draft_model}: {error}"
+            raise ServerError(message) from error
+        yield [TorchEngine(name, models) for name in (OFF, OURS)]
     elif options.serve:
         served, port = list[ServedEngine](), options.port
         for launch in options.launches:

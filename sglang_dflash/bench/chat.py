@@ -14,11 +14,11 @@ from typing import Any
 
 import httpx
 
-from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Steps
 from sglang_dflash.host.names import Name
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.tiny.workloads import Message
 
-Message = dict[str, str]
 PATH = "/v1/chat/completions"
 
 

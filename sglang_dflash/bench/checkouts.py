@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.servers.errors import ServerError
 
 PACKAGE, KERNELS = "sglang_dflash", "sglang_dflash_kernels"
 WHERE = f"import {PACKAGE}, {KERNELS}; print(*(next(iter(one.__path__)) for one in ({PACKAGE}, {KERNELS})), sep='\\n')"

@@ -10,9 +10,9 @@ import httpx
 import psutil
 
 from sglang_dflash.bench.chat import Kind, Prompt, Sampling, TokenIds, ask, ask_streamed, refusal
-from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import Answer, Steps
-from sglang_dflash.bench.server import LIMITS
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.server import LIMITS
 
 # An answer of thousands of tokens from a server that is full takes minutes; an hour means that it hangs.
 TIMEOUT_S = 3600.0

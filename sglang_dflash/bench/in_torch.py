@@ -4,63 +4,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_dflash.bench.arms import OFF, OURS
 from sglang_dflash.bench.chat import Prompt, Sampling, TokenIds
 from sglang_dflash.bench.engine import Processes
-from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.bench.measure import NAN, Answer, Steps
-from sglang_dflash.model import DraftModel, Step
-from sglang_dflash.model.generate import Options, choose, spec_steps
-from sglang_dflash.model.target import check_pair, stop_token_ids
-
-
-@dataclass(frozen=True)
-class Models:
-    target: PreTrainedModel
-    draft: DraftModel
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        return stop_token_ids(self.target) or (self.tokenizer.eos_token_id,)
-
-
-def load(target: str, draft: str) -> Models:
-    """On the GPU in the checkpoint's dtype; without one in fp32, where answers can be compared exactly.
-
-    Raises:
-        ServerError: one of them cannot be loaded, or they do not belong together.
-    """
-    on_gpu = torch.cuda.is_available()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(target, dtype="auto" if on_gpu else torch.float32)
-        model = model.to("cuda" if on_gpu else "cpu").eval()
-        drafter = DraftModel.from_pretrained(draft, dtype=model.dtype, device=model.device)
-        check_pair(drafter.config, model)
-        return Models(model, drafter, AutoTokenizer.from_pretrained(target))
-    except (OSError, ValueError) as error:
-        raise ServerError(f"--model {target}, --draft-model {draft}: {error}") from error
-
-
-@torch.inference_mode()
-def plain_steps(target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[Step]:
-    """One token a step: what `spec_steps` is compared with."""
-    cache, unread = DynamicCache(config=target.config), input_ids
-    for _ in range(options.max_new_tokens):
-        logits_1SV = target(input_ids=unread, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        token = choose(logits_1SV[0, -1:], options)
-        step = Step(token.tolist(), 0)
-        yield step
-        if step.committed[0] in options.stop_token_ids:
-            return
-        unread = token[None]
+from sglang_dflash.model.generate import Options, spec_steps
+from sglang_dflash.model.plain import Models, plain_steps
+from sglang_dflash.servers.arms import OFF, OURS
 
 
 class TorchEngine:

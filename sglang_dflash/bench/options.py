@@ -7,10 +7,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.bench import arms, prompts, tiny
+from sglang_dflash.bench import prompts
 from sglang_dflash.bench.chat import Kind
 from sglang_dflash.bench.presets import PRESETS
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
+from sglang_dflash.servers import arms
+from sglang_dflash.tiny import pairs as tiny
 
 CONCURRENCY = (1, 8, 16, 32)
 TRANSFORMERS = "transformers"

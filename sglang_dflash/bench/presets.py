@@ -7,7 +7,7 @@ other server flags follow `--`.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sglang_dflash.bench import tiny
+from sglang_dflash.tiny import pairs as tiny
 
 
 class Preset(NamedTuple):

@@ -14,9 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from sglang_dflash.bench import workloads
-from sglang_dflash.bench.chat import Message, Prompt, TokenIds
-from sglang_dflash.train.corpus import draw
+from sglang_dflash.bench.chat import Prompt, TokenIds
+from sglang_dflash.tiny import workloads
+from sglang_dflash.tiny.corpus import draw
+from sglang_dflash.tiny.workloads import Message
 
 Conversation = list[Message]
 SEED = 42

@@ -15,9 +15,10 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from sglang_dflash.bench.arms import OURS, STOCK
-from sglang_dflash.bench.rows import Row, compared_with, head, inherited, portable, shown, summarise
+from sglang_dflash.bench.rows import Row, compared_with, shown, summarise
 from sglang_dflash.bench.schedule import Bench
+from sglang_dflash.servers.arms import OURS, STOCK
+from sglang_dflash.servers.document import head, inherited, portable
 
 METHOD = (
     "tokens_per_s: generated tokens over the time from the first request sent to the last answer received, unstreamed, "

@@ -1,19 +1,11 @@
-"""Measurements as rows of a document, their summary, and what every measured document says of itself.
+"""Measurements as rows of a document, and their summary.
 
-Every number of a summary can be recomputed from the rows. Paths of this machine are left out, and what is not known is
-null.
+Every number of a summary can be recomputed from the rows. Unknown values are null.
 """
 
-import json
-import os
-import re
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from sglang_dflash.bench import machine
 from sglang_dflash.bench.measure import Run, Spread, percentile, ratios, spread
 
 # Other processes' share of the machine up to which a measurement counts as undisturbed.
@@ -88,20 +80,6 @@ def compared_with(summary: Sequence[Row], arms: Iterable[str]) -> list[str]:
     return [arm for arm in arms if any(f"over_{arm}" in line for line in summary)]
 
 
-def head(benchmark: str, command: str) -> dict[str, Any]:
-    """What every measured document begins with: what it is, how far it proves something, and where it was seen."""
-    gpus = machine.gpus()
-    return {
-        "benchmark": benchmark,
-        "level": f"G: seen on {gpus[0].split(',')[0]}" if gpus else "C: seen on CPU",
-        "when": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
-        "commit": machine.commit(),
-        "command": portable(command),
-        "machine": machine.describe(),
-        "versions": machine.versions(),
-    }
-
-
 def noise(document: Mapping[str, Any]) -> str:
     """One sentence when other processes were busy while arms were measured, else nothing."""
     told = [row["other_cores"] for row in document["rows"] if row["other_cores"] is not None]
@@ -109,29 +87,6 @@ def noise(document: Mapping[str, Any]) -> str:
     if busiest <= QUIET * cores:
         return ""
     return f"Not a quiet machine: others kept up to {busiest:.1f} of {cores} cores busy, so do not quote these numbers."
-
-
-def write(document: Mapping[str, Any], path: Path) -> str:
-    """Save the document; returns the path as people write it from the repository."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    return str(path).removeprefix(f"{machine.CHECKOUT}/")
-
-
-def file_name(benchmark: str) -> str:
-    """Of a document that is kept: when, where and on which code it was measured, and what."""
-    return f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}-{benchmark}.json"
-
-
-def portable(text: str) -> str:
-    """`text` with paths as seen from the repository; of a path outside it, the last part."""
-    text = text.replace(sys.executable, "python").replace(f"{machine.CHECKOUT}/", "")
-    return re.sub(r"(?<![\w./])(?:/[\w.@+-]+)*/([\w.@+-]+)", r"\1", text)
-
-
-def inherited() -> dict[str, str]:
-    """What this program's own environment tells a server."""
-    return {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "OMP_", "CUDA_VISIBLE_DEVICES"))}
 
 
 def known(value: float, digits: int) -> float | None:

@@ -8,14 +8,15 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from sglang_dflash.bench import checkouts, machine
-from sglang_dflash.bench.arms import Launch, require_worker
+from sglang_dflash.bench import checkouts
 from sglang_dflash.bench.chat import Kind
 from sglang_dflash.bench.engine import HttpEngine, Processes
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import free_port
-from sglang_dflash.bench.progress import wait_ready
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers import machine
+from sglang_dflash.servers.arms import Launch, require_worker
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.progress import wait_ready
+from sglang_dflash.servers.server import Server
 
 GIB_PER_SERVER = 3  # host memory of one serving process group, importing SGLang and torch
 

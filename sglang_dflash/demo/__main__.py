@@ -14,15 +14,15 @@ from tempfile import gettempdir
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from sglang_dflash.bench import tiny
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import HOST, free_port, port_is_free
-from sglang_dflash.bench.progress import wait_ready
-from sglang_dflash.bench.server import Server, end_on_sigterm
-from sglang_dflash.bench.tiny import Arm, Pair, require_worker
 from sglang_dflash.demo.ask import questions
 from sglang_dflash.demo.terminal import compare, legend, summary
 from sglang_dflash.demo.web import Demo, Side, Steps, web_server
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import HOST, free_port, port_is_free
+from sglang_dflash.servers.progress import wait_ready
+from sglang_dflash.servers.server import Server, end_on_sigterm
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.pairs import Arm, Pair, require_worker
 
 LOGS = Path(gettempdir()) / "sglang-dflash"
 DESCRIPTION = "The tiny pair served on a CPU: a few questions with and without speculation, then an OpenAI server."

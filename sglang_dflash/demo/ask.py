@@ -73,7 +73,7 @@ def ask(
 
 def questions() -> list[tuple[str, str]]:
     """(kind, question), none of which the pair was trained on."""
-    from sglang_dflash.train.corpus import draw
+    from sglang_dflash.tiny.corpus import draw
 
     random = Random(1)
     return [(task.replace("_", " "), draw(random, held_out=True, task=task).prompt) for task in TASKS]

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.server import Server
 from sglang_dflash.demo.ask import Answer, Step, ask, questions
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.server import Server
 
 STEP_COLOURS = ("green", "cyan")  # alternating, so that neighbouring steps can be told apart
 

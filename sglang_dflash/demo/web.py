@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import openai
 from tokenizers import Tokenizer
 
-from sglang_dflash.bench.ports import HOST
 from sglang_dflash.demo.ask import Message, Step, ask, questions
+from sglang_dflash.servers.ports import HOST
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_BYTES = 64 * 1024  # of a conversation

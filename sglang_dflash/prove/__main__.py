@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from sglang_dflash.bench.rows import write
-from sglang_dflash.bench.server import end_on_sigterm
 from sglang_dflash.prove import report
 from sglang_dflash.prove.apart import run_apart, run_here
 from sglang_dflash.prove.machine import Place, place_of
 from sglang_dflash.prove.record import Check, Needs, Result, Status
+from sglang_dflash.servers.document import write
+from sglang_dflash.servers.server import end_on_sigterm
 
 LEAST_S = 20.0  # no process is started for less
 MINUTES, MINUTES_SHORT = 60.0, 12.0

@@ -86,7 +86,7 @@ def normed(x_TH: torch.Tensor) -> torch.Tensor:
 
 def check(place: Place) -> Finding:
     """Time the captured forward at each batch size: medians of rounds that run the sizes in turn."""
-    from sglang_dflash.bench.kernel_times import measure
+    from sglang_dflash_kernels.cases.times import measure
 
     assert place.gpu is not None, "times are a GPU's"
     shapes = Shapes()

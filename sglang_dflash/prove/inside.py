@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.bench.workloads import answered_conversations
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
@@ -15,6 +14,7 @@ from sglang_dflash.prove import served
 from sglang_dflash.prove.machine import DENSE, OWN, Gpu, Place
 from sglang_dflash.prove.record import Failed, Finding, Once, Skipped, require
 from sglang_dflash.prove.served import Expected, Launch, Torch, Watched
+from sglang_dflash.tiny.workloads import answered_conversations
 
 STEPS_WITHIN = 0.1  # of tokens per step, where rounding differs
 BYTES_WITHIN = 0.02  # a page of padding, alignment

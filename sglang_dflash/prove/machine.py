@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang_dflash import flags
-from sglang_dflash.bench import tiny
-from sglang_dflash.bench.tiny import Pair
 from sglang_dflash.host.backends import BACKENDS
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.pairs import Pair
 
 # In a process of its own: naming the device takes half a GiB of its memory for as long as the process lives.
 ASK = """

@@ -12,7 +12,7 @@ from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Finding, Once, require
 
 if TYPE_CHECKING:
-    from sglang_dflash.bench.case import Case
+    from sglang_dflash_kernels.cases.sizes import Case
 
 N_ROUNDS, N_ROUNDS_SHORT = 100, 20
 N_SHOWN = 3
@@ -25,7 +25,8 @@ PUBLISHED = {"H200": 4.8e6, "H100": 3.35e6, "B200": 8.0e6}
 def make(place: Place) -> list[Case]:
     if place.gpu is None:
         interpret()
-    from sglang_dflash.bench import case, kernel_cases
+    from sglang_dflash_kernels.cases import make as kernel_cases
+    from sglang_dflash_kernels.cases import sizes as case
 
     if place.gpu is None:
         return kernel_cases.make_cases(case.SMALL, "cpu")
@@ -60,7 +61,7 @@ def definitions(place: Place) -> Finding:
 def bandwidth(place: Place) -> Finding:
     """Microseconds of each case, and its share of the bandwidth of a copy. A kernel that is wrong is timed too: the
     check before this one names it."""
-    from sglang_dflash.bench.kernel_times import timed
+    from sglang_dflash_kernels.cases.times import timed
 
     assert place.gpu is not None, "times are a GPU's"
     bytes_per_us, rows = timed(cases(place), N_ROUNDS_SHORT if place.short else N_ROUNDS)

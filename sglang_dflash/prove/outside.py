@@ -9,15 +9,14 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from sglang_dflash.bench import law
 from sglang_dflash.bench.__main__ import main as bench
-from sglang_dflash.bench.law import N_POSITIONS
-from sglang_dflash.bench.server import Server
-from sglang_dflash.bench.tiny import ARMS, Arm
-from sglang_dflash.prove import served
+from sglang_dflash.prove import law, served
+from sglang_dflash.prove.law import N_POSITIONS
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Finding, require
 from sglang_dflash.prove.served import Launch
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny.pairs import ARMS, Arm
 
 # A request draws its tokens from this; at 1 the tiny pairs are sure of nearly every one.
 TEMPERATURE = 2.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.servers.errors import ServerError
 
 if TYPE_CHECKING:
     from sglang_dflash.prove.machine import Place

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_dflash.bench.rows import head, inherited, portable
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.record import Check, Result, Status
+from sglang_dflash.servers.document import head, inherited, portable
 
 SHOWN = {Status.PASSED: "yes", Status.FAILED: "**no**", Status.TIMED_OUT: "**no**: timed out", Status.SKIPPED: "–"}
 

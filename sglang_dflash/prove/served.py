@@ -11,16 +11,17 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from sglang_dflash.bench import in_torch, tiny
 from sglang_dflash.bench.compare import Difference, differences
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import free_port
 from sglang_dflash.bench.prompts import held_out
-from sglang_dflash.bench.server import Generation, Server
-from sglang_dflash.bench.tiny import Arm
 from sglang_dflash.check import served
+from sglang_dflash.model import plain
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.prove.machine import Place
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.pairs import Arm
 
 N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
@@ -126,7 +127,7 @@ class Torch:
 
     def __init__(self, place: Place, pair: str) -> None:
         models = place.pairs[pair]
-        self.models = in_torch.load(str(models.target), str(models.draft))
+        self.models = plain.load(str(models.target), str(models.draft))
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int, *, copies: bool = False) -> Expected:
         models = self.models

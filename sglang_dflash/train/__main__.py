@@ -19,7 +19,7 @@ from random import Random
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.train import corpus
+from sglang_dflash.tiny import corpus
 from sglang_dflash.train.draft import Data, Second, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.loop import Recipe

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
-from sglang_dflash.train import corpus
+from sglang_dflash.tiny import corpus
 from sglang_dflash.train.draft import Data, Second, Settings, draft_config_for, train_draft
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tiny_target import END, MASK, RECIPES, Kind, chat_rows, make_tokenizer, rows_at, train_target

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sglang_dflash.train import corpus
+from sglang_dflash.tiny import corpus
 from sglang_dflash.train.loop import Recipe, Report, train
 from sglang_dflash.train.tokens import Rows, Tokens, packed, stacked
 

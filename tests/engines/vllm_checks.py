@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from launch import tiny
-from sglang_dflash.bench.ports import free_port
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.tiny import pairs as tiny
 from tests.engines import write_oracle
 from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
 from tests.fixtures import guide

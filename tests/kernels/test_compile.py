@@ -1,4 +1,4 @@
-"""Every kernel, compiled for GPUs that are not here, by `launch/compile_kernels.py` in processes of its own."""
+"""Every kernel, compiled for GPUs that are not here, by `tests/tools/compile_kernels.py` in processes of its own."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang_dflash_kernels import specialisations
 
-from launch import sass
+from tests.tools import sass
 
 ROOT = Path(__file__).parents[2]
 SERVER = specialisations.Server(  # the one whose launches `--short` makes
@@ -31,7 +31,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def compile_kernels(*arguments: str) -> list[dict[str, Any]]:
-    run = python("-m", "launch.compile_kernels", *arguments)
+    run = python("-m", "tests.tools.compile_kernels", *arguments)
     assert run.returncode == 0, run.stderr
     document = json.loads(run.stdout.splitlines()[-1])
     assert document["complaints"] == []
@@ -90,7 +90,7 @@ def test_searches_of_long_texts_are_short_whatever_matches() -> None:
 
 
 WRONG = """
-from launch import compile_kernels
+from tests.tools import compile_kernels
 from sglang_dflash_kernels import specialisations
 for key in ("one", "n_tokens"):
     specialisations.accept = lambda n_tokens: n_tokens if key == "n_tokens" else key

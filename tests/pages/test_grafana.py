@@ -7,9 +7,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from launch.tiny import ROOT
 from sglang_dflash.metrics.table import METRICS, PREFIX, table
 from sglang_dflash.pages import DASHBOARD as DASHBOARD_FILE
+from tests.fixtures.guide import ROOT
 
 PAGE = ROOT / "sglang_dflash" / "docs" / "metrics.md"
 DASHBOARD = json.loads(DASHBOARD_FILE.read_text())

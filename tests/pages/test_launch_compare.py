@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch import parameters
-from launch.compare_workers import Verdict, cell, judge, judge_draws, table
-from launch.parameters import Refusal, Sample
+from tests.tools import parameters
+from tests.tools.compare_workers import Verdict, cell, judge, judge_draws, table
+from tests.tools.parameters import Refusal, Sample
 
 Reply = parameters.Reply
 

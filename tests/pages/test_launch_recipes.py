@@ -6,10 +6,11 @@ import subprocess
 
 import pytest
 
-from launch import tiny
-from launch.tiny import Arm
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.pairs import Arm
+from tests.fixtures.guide import ROOT
 
-RECIPES = sorted((tiny.ROOT / "launch").glob("*.sh"))
+RECIPES = sorted((ROOT / "launch").glob("*.sh"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
@@ -23,9 +24,9 @@ def test_a_recipe_is_short_and_parses(recipe) -> None:
     [("tiny", tiny.HYBRID, tiny.HYBRID_FLAGS), ("tiny_dense", tiny.DENSE, ())],
 )
 def test_the_tiny_recipes_say_what_the_programs_say(name: str, pair: tiny.Pair, flags: tuple[str, ...]) -> None:
-    script = (tiny.ROOT / "launch" / f"serve_{name}_cpu.sh").read_text().replace("\\\n", " ")
+    script = (ROOT / "launch" / f"serve_{name}_cpu.sh").read_text().replace("\\\n", " ")
     words = shlex.split(re.search(r"^exec .venv/bin/python (.*) --port 30000", script, re.MULTILINE)[1])
-    command = [word.removeprefix(f"{tiny.ROOT}/") for word in tiny.command(Arm.PLUGIN, pair, *tiny.FLAGS, *flags)]
+    command = [word.removeprefix(f"{ROOT}/") for word in tiny.command(Arm.PLUGIN, pair, *tiny.FLAGS, *flags)]
     assert words == command[1:]
     exported = shlex.split(re.search(r"^export (.*)$", script, re.MULTILINE)[1])
     assert dict(word.split("=", 1) for word in exported) == {

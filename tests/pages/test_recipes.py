@@ -20,8 +20,6 @@ from typing import Any
 
 import pytest
 
-from launch import recipe_table
-from launch.recipe_table import REHEARSED, TEXT_MODELS
 from sglang_dflash import recipe
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.geometry import Config
@@ -33,6 +31,8 @@ from sglang_dflash.recipe import GPUS, RECIPES
 from tests.fixtures.guide import DOCS, ROOT
 from tests.server.lib import families
 from tests.server.lib.families import FAMILIES
+from tests.tools.tables import recipe_table
+from tests.tools.tables.recipe_table import REHEARSED, TEXT_MODELS
 
 DEVICES = {"h200": "sm90", "b200": "sm100"}
 DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}
@@ -175,7 +175,7 @@ def test_what_cannot_be_is_told(argv: list[str], sentence: str, capsys: pytest.C
 
 def test_the_page_has_the_table() -> None:
     table = "\n".join(recipe_table.rows())
-    assert table in (DOCS / "recipes.md").read_text(), "write `python -m launch.recipe_table` into it"
+    assert table in (DOCS / "recipes.md").read_text(), "write `python -m tests.tools.tables.recipe_table` into it"
 
 
 # -- what the table says is proved, and why the rest is not --------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from launch import step_cost
 from sglang_dflash.stages import budget
+from tests.tools.tables import step_cost
 
 PAGE = Path(__file__).parents[2] / "sglang_dflash" / "docs" / "step-cost.md"
 

@@ -22,12 +22,13 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from launch import parameters, tiny
-from launch.tiny import Arm, Pair
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import free_port
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.pairs import Arm, Pair
 from tests.server.lib.variants import VARIANTS
+from tests.tools import parameters
 
 FIRST_PORT = 31300
 MAX_LIVE, MIN_LIVE = 4, 3  # 2.3 GiB each, two ranks 3, in each of two processes; a test may use all three arms
@@ -74,7 +75,7 @@ class ServerPool:
         """A running server with an empty prefix cache.
 
         Args:
-            arm: "off", "stock" or "plugin"; "off" is always the reference of `launch.parameters`.
+            arm: "off", "stock" or "plugin"; "off" is always the reference of `tests.tools.parameters`.
             target: "hybrid" or "dense"; or what to call `pair`.
             pair: another target and draft than the tiny ones.
             flags: further server arguments; a flag given again replaces the tiny pair's.
@@ -226,7 +227,7 @@ def chat() -> Callable[..., list[int]]:
 @pytest.fixture(scope="session")
 def questions(chat: Callable[..., list[int]]) -> Callable[..., list[list[int]]]:
     """`questions(n, target="hybrid", seed=0)`: `n` held-out chat prompts as token ids."""
-    from sglang_dflash.train.corpus import draw
+    from sglang_dflash.tiny.corpus import draw
 
     def prompts(n: int, target: str = "hybrid", seed: int = 0) -> list[list[int]]:
         random = Random(seed)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launch.tiny import Arm
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny.pairs import Arm
 from tests.server.lib.oracle import Said
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.variants import TWO_NODES

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.bench.ports import free_port
+from sglang_dflash.servers.ports import free_port
 from tests.server.lib.browser import CHROMIUM, Page, opened
 
 pytestmark = [

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from launch.tiny import Arm
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import free_port
-from sglang_dflash.bench.server import Generation, Server
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import Said
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention

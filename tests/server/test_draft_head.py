@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.tiny import HYBRID, Pair
 from sglang_dflash.draft.fp8_head import rounded_rows
 from sglang_dflash.model import generate
+from sglang_dflash.tiny.pairs import HYBRID, Pair
 from tests.server.lib.oracle import Oracle
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.talk import post, steps

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from launch.tiny import Pair
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.rows import require_rows

@@ -15,10 +15,10 @@ import pytest
 import torch
 import transformers
 
-from launch.tiny import Pair
-from sglang_dflash.bench.server import Generation, Server
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, Step, spec_steps
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, REHEARSED, Family, write_pair
 from tests.server.lib.talk import steps
 

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from launch.parameters import REQUEST_FLAGS
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.server import Server
 from tests.server.conftest import require_nothing_lost
 from tests.server.lib.fuzz import Request, difference, differences, neighbours, send
 from tests.server.lib.variants import RETRACT, VARIANTS
 from tests.server.test_lifecycle import TIGHT
+from tests.tools.parameters import REQUEST_FLAGS
 
 N_SHORT, N_LONG = 200, 2500  # requests; the long form has four servers
 PHASES = (Phase.generate, Phase.shrink)

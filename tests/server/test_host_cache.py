@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launch.tiny import Arm
-from sglang_dflash.bench.server import Generation, Server
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
 from tests.server.lib.talk import as_prompt, conversation, steps

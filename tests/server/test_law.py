@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from launch import parameters
-from launch.parameters import SAMPLED, Case
-from sglang_dflash.bench import law
-from sglang_dflash.bench.law import Draw
-from sglang_dflash.bench.server import Server
 from sglang_dflash.check import served
+from sglang_dflash.prove import law
+from sglang_dflash.prove.law import Draw
+from sglang_dflash.servers.server import Server
 from tests.server.conftest import SECOND
 from tests.server.lib.variants import VARIANTS
+from tests.tools import parameters
+from tests.tools.parameters import SAMPLED, Case
 
 FLAGS = VARIANTS["hybrid"].flags
 N = 800  # draws per setting and server; about 20 s for both

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.tiny import HYBRID
-from sglang_dflash.bench.server import Generation, Server
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
 from tests.server.lib.variants import TRACK, VARIANTS
 

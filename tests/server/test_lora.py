@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launch.tiny import Arm
-from sglang_dflash.bench.server import Generation, Server
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib import adapters
 from tests.server.lib.adapters import Adapter

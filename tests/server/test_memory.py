@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from launch import tiny
 from sglang_dflash.capacity import geometry
 from sglang_dflash.check import served
 from sglang_dflash.memory.sizes import ring_slots
+from sglang_dflash.tiny import pairs as tiny
 
 N_REQUESTS, BLOCK, WINDOW = 8, 16, 64  # of the tiny pairs' servers
 FP32 = 4

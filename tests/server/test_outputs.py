@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from launch.parameters import BAN_TOKENS, COMMA
-from launch.tiny import HYBRID
-from sglang_dflash.bench.server import Generation, Server
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.rows import GAP, require_rows
 from tests.server.lib.talk import post, steps, stream
+from tests.tools.parameters import BAN_TOKENS, COMMA
 
 ASKED = {"return_hidden_states": True}
 MASKED = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}

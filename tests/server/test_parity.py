@@ -1,6 +1,6 @@
 """Whatever a request asks for, at temperature 0 its answer is the one without speculation, token for token, in fp32.
 
-Every case of `launch.parameters.EXACT` is asked with every question, all in one shuffle at concurrency 8: a batch
+Every case of `tests.tools.parameters.EXACT` is asked with every question, all in one shuffle at concurrency 8: a batch
 holds penalties beside grammars beside stop strings. Text, finish reason, token counts, logprobs and hidden
 states must agree as well. That the answers are the same means little where a parameter changed nothing or no draft was
 accepted, so both are counted.
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
-from launch import parameters
-from launch.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.server import Server
 from tests.server.lib.variants import VARIANTS
+from tests.tools import parameters
+from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
 
 FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, *parameters.REQUEST_FLAGS)}
 GAP = 1e-4  # of fp32 sums in another order

@@ -16,8 +16,8 @@ import torch
 from sglang.srt.sampling.custom_logit_processor import DeepseekOCRNoRepeatNGramLogitProcessor
 from transformers import AutoModelForCausalLM
 
-from launch.tiny import DENSE, HYBRID
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny.pairs import DENSE, HYBRID
 from tests.fixtures.sequential import penalised
 from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 

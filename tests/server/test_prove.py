@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from launch import parameters
-from launch.tiny import ROOT
+from tests.fixtures.guide import ROOT
+from tests.tools import parameters
 
 COPIES = ("drafts, copies", "steps, copies", "answers, copies")
 ONE_SERVER = ("drafts", "steps", "answers", "padding", "memory", "stages")

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from launch.tiny import Arm
-from sglang_dflash.bench.server import Generation, Server
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import KIND_FLAGS, PAIRS
 from tests.server.lib.quantized import quantized
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from launch import parameters
-from launch.parameters import REQUEST_FLAGS
-from launch.tiny import Pair
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.server import Generation, Server
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.server import Generation, Server
+from sglang_dflash.tiny.pairs import Pair
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.rehearsals import REHEARSALS, Rehearsal
 from tests.server.lib.rows import require_rows
 from tests.server.lib.talk import steps
+from tests.tools import parameters
+from tests.tools.parameters import REQUEST_FLAGS
 
 ON_GRAPH, EAGER = "cpu graph: True", "cpu graph: False"  # in SGLang's line about a batch
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.server import Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.talk import post
 from tests.server.lib.variants import VARIANTS

@@ -11,14 +11,14 @@ from random import Random
 
 import pytest
 
-from launch import parameters
-from launch.parameters import EXACT, PLAIN, QUESTIONS, REQUEST_FLAGS, Case, Reply, greedy
-from launch.tiny import HYBRID
-from sglang_dflash.bench.server import Server
 from sglang_dflash.rehearsal.exchange import steps_in
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.rows import GAP, require_logprobs
 from tests.server.lib.variants import TRACK, TWO_NODES
+from tests.tools import parameters
+from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, REQUEST_FLAGS, Case, Reply, greedy
 
 FOLDER = Path(__file__).parent
 UNLIKE, COUNTED = (parameters.path_with(FOLDER / name) for name in ("unlike_ranks", "counted_exchange"))

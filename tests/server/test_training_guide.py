@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import tiny
-from sglang_dflash.bench.ports import free_port
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.train.loop import LOG
 from tests.fixtures import guide
 

@@ -10,8 +10,8 @@ import httpx
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.tiny import HYBRID
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.oracle import Oracle
 from tests.server.lib.talk import post, steps
 from tests.server.lib.variants import VARIANTS

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 from hypothesis import strategies as st
 
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.server import Server
 
 MAX_NEW_TOKENS = 24
 TIMEOUT_S = 120.0

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import AutoModelForCausalLM
 
-from launch.tiny import Pair
-from sglang_dflash.bench.server import Generation
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, accepted_at, spec_steps
 from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.servers.server import Generation
+from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.talk import steps
 
 

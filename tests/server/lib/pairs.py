@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from launch.tiny import Pair
+from sglang_dflash.tiny.pairs import Pair
 from tests.server.conftest import PAIRS, SECOND
 from tests.server.lib.rehearsals import Rehearsal
 from tests.server.lib.sliding import with_layers

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.tiny import Pair
+from sglang_dflash.tiny.pairs import Pair
 
 PLAIN = ("in_proj_a", "in_proj_b", "lm_head")  # too narrow for blocks, and the head
 FP8_MAX, INT8_MAX, BLOCK = 448.0, 127.0, 128

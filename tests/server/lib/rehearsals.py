@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from launch.parameters import REQUEST_FLAGS
-from launch.tiny import Arm
 from sglang_dflash.draft.record import FULL, SLIDING
+from sglang_dflash.tiny.pairs import Arm
 from tests.server.lib.variants import CHUNKED, PAGES, RANDOM_WIDTHS, TRACK, TWO_NODES, window
+from tests.tools.parameters import REQUEST_FLAGS
 
 SM90 = (("SGLANG_DFLASH_REHEARSE", "sm90"),)
 INTERPRETED = (("SGLANG_DFLASH_REHEARSE", "sm90,kernels"),)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import free_port
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.server import Server
 
 # A replica that is gone is noticed within seconds, and a request that it did not answer goes to another.
 FLAGS = (

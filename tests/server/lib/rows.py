@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from launch.parameters import chosen_from
-from sglang_dflash.bench.server import Generation
+from sglang_dflash.servers.server import Generation
+from tests.tools.parameters import chosen_from
 
 GAP = 1e-4  # of fp32 sums in another order; the values are about 1
 

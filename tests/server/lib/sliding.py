@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from launch.tiny import Pair
+from sglang_dflash.tiny.pairs import Pair
 
 WINDOW = 64
 

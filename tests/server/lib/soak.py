@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from launch.tiny import HYBRID
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.bad_requests import SAMPLING
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
 

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from launch.tiny import DENSE, HYBRID
-from sglang_dflash.bench.ports import HOST
-from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Generation, Server
-from sglang_dflash.train.corpus import draw
+from sglang_dflash.servers.ports import HOST
+from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Generation, Server
+from sglang_dflash.tiny.corpus import draw
+from sglang_dflash.tiny.pairs import DENSE, HYBRID
 
 Message = dict[str, str]
 

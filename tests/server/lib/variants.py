@@ -2,9 +2,9 @@
 
 from typing import NamedTuple
 
-from launch.parameters import REQUEST_FLAGS
 from sglang_dflash.draft.record import FULL, SLIDING
 from tests.server.lib.sliding import WINDOW
+from tests.tools.parameters import REQUEST_FLAGS
 
 
 class Variant(NamedTuple):

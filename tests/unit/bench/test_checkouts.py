@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash.bench import checkouts
-from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.servers.errors import ServerError
 
 ROOT = Path(__file__).parents[3]  # whose editable installation, and working directory, would be found otherwise
 LOOK = (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash.bench.__main__ import run as main
-from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.servers.errors import ServerError
 
 TINY = Path(__file__).parents[3] / "sglang_dflash" / "assets" / "tiny_dense"
 ASKED = ("--num-prompts", "2", "--max-new-tokens", "24", "--repeats", "1")

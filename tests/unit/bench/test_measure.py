@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.bench import measure, tiny
+from sglang_dflash.bench import measure
 from sglang_dflash.bench.chat import steps_of
 from sglang_dflash.bench.compare import Difference, differences
 from sglang_dflash.bench.measure import (
@@ -25,7 +25,9 @@ from sglang_dflash.bench.measure import (
     total,
 )
 from sglang_dflash.bench.report import markdown, means
-from sglang_dflash.bench.rows import noise, portable, row, summarise
+from sglang_dflash.bench.rows import noise, row, summarise
+from sglang_dflash.servers.document import portable
+from sglang_dflash.tiny import pairs as tiny
 
 
 def test_differences_name_the_first_token_that_differs() -> None:

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_dflash.bench import arms, prompts
+from sglang_dflash.bench import prompts
 from sglang_dflash.bench.chat import Sampling, TokenIds
 from sglang_dflash.bench.options import parse
 from sglang_dflash.bench.prompts import Task, asked, complete, is_complete
 from sglang_dflash.bench.schedule import sampling_of
-from sglang_dflash.train.corpus import is_held_out
+from sglang_dflash.servers import arms
+from sglang_dflash.tiny.corpus import is_held_out
 
 URL = ("--base-url", "http://127.0.0.1:30000")
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "draft")

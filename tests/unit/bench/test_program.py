@@ -12,13 +12,15 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from sglang_dflash.bench import arms, report, served
+from sglang_dflash.bench import report, served
 from sglang_dflash.bench.__main__ import every_repeat
 from sglang_dflash.bench.__main__ import run as main
-from sglang_dflash.bench.errors import GateError, ServerError
-from sglang_dflash.bench.ports import free_port
+from sglang_dflash.bench.gate import GateError
 from sglang_dflash.bench.schedule import Bench
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers import arms
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.server import Server
 from tests.fixtures.processes import running
 
 ROOT = Path(__file__).parents[3]

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
-from launch import capacity as readme_table
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.capacity.division import GIB
 from sglang_dflash.capacity.geometry import Config, read_draft, read_target
 from sglang_dflash.check.__main__ import main as check
+from tests.tools.tables import capacity as readme_table
 
 ROOT = Path(__file__).parents[3]
 ASSETS = ROOT / "sglang_dflash" / "assets"

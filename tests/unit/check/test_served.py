@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench.ports import free_port
 from sglang_dflash.check import served
 from sglang_dflash.check.__main__ import main
+from sglang_dflash.servers.ports import free_port
 
 DFLASH = {
     "version": "0.1.0",

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 
-from sglang_dflash.bench.errors import ServerError
 from sglang_dflash.demo import terminal
 from sglang_dflash.demo.ask import Answer, Step, questions
 from sglang_dflash.demo.terminal import Painter, compare, summary
+from sglang_dflash.servers.errors import ServerError
 
 VOCABULARY = {"a": 0, "b": 1, "c": 2, "d": 3}
 
@@ -74,7 +74,7 @@ def test_answers_of_the_same_length_that_differ_are_told(letters: Tokenizer, mon
 
 
 def test_the_questions_are_held_out() -> None:
-    from sglang_dflash.train.corpus import is_held_out
+    from sglang_dflash.tiny.corpus import is_held_out
 
     assert len(questions()) == 4
     assert all(is_held_out(question) for _, question in questions())

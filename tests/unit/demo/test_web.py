@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 
-from sglang_dflash.bench.ports import free_port
 from sglang_dflash.demo import web
 from sglang_dflash.demo.ask import Step
 from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, Steps, Verified, conversation, pieces, web_server
+from sglang_dflash.servers.ports import free_port
 
 QUESTION = [{"role": "user", "content": "</script><b>bold</b>"}]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from launch.tiny import HYBRID
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.draft.weight_update import BUILT, own_checkpoint_only
+from sglang_dflash.tiny.pairs import HYBRID
 
 SERVED = checkpoint.read(str(HYBRID.draft))
 DRAFT = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))

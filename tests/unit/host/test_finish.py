@@ -12,8 +12,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session, SessionReqNode
 
-from launch.parameters import token_ids, tokenizer
 from sglang_dflash.host.requests import create_req, update_finish_state
+from tests.tools.parameters import token_ids, tokenizer
 
 TEXT = "Here are the capitals:\n- The capital of Italy is Rome.\n- The capital of Cuba is Havana."
 STOPS = [".", ".\n", " is ", ":", "\n", " capital of", "Rome", "ba", "zzz"]

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash.bench import tiny
-from sglang_dflash.bench.tiny import Arm
 from sglang_dflash.capacity import geometry
 from sglang_dflash.prove import inside, machine, outside, served
 from sglang_dflash.prove.machine import Gpu, Place
 from sglang_dflash.prove.record import Failed
 from sglang_dflash.prove.served import Launch
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.pairs import Arm
 
 H200 = Gpu("NVIDIA H200", "sm90", 141 << 30)
 

@@ -13,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from sglang_dflash.bench import tiny
 from sglang_dflash.check.findings import ENTRY_POINTS
 from sglang_dflash.prove import __main__ as program
 from sglang_dflash.prove import apart, machine, report
@@ -21,6 +20,7 @@ from sglang_dflash.prove.catalogue import checks, processes
 from sglang_dflash.prove.install import install
 from sglang_dflash.prove.machine import Gpu, Place
 from sglang_dflash.prove.record import Check, Failed, Finding, Needs, Once, Result, Skipped, Status, require
+from sglang_dflash.tiny import pairs as tiny
 
 H200 = Gpu("NVIDIA H200", "sm90", 141 << 30)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 import sglang_dflash
-from sglang_dflash.train import corpus
+from sglang_dflash.tiny import corpus
 from sglang_dflash.train.loop import Recipe
 from sglang_dflash.train.tiny import held_out_prompts, load_pair, make_draft, make_pair, measure
 from sglang_dflash.train.tiny_target import CHAT_TEMPLATE, MASK, SPECIAL_TOKENS, chat_rows, chat_tokens, make_tokenizer

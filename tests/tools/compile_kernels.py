@@ -1,6 +1,6 @@
-"""Compile every kernel for GPUs that are not here, and read the machine code: `python -m launch.compile_kernels`.
+"""Compile every kernel for GPUs that are not here, and read the machine code: `python -m tests.tools.compile_kernels`.
 
-    python -m launch.compile_kernels [--archs 80 90 100] [--short] [--json FILE]
+    python -m tests.tools.compile_kernels [--archs 80 90 100] [--short] [--json FILE]
 
 The project's own launchers run on tensors without memory, of the sizes of published models, behind a driver that
 compiles and does not launch. So dtypes, strides and what Triton specialises on are those of a server, and Triton's own
@@ -39,15 +39,15 @@ from sglang_dflash_kernels import (
     specialisations,
     weigh_copies,
 )
+from sglang_dflash_kernels.cases.sizes import QWEN_27B, Second
 from sglang_dflash_kernels.record import record_width
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from launch import sass
-from sglang_dflash.bench.case import QWEN_27B, Second
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.memory import sizes
+from tests.tools import sass
 
 MODELS = ("Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3-Coder-Next")
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)

@@ -4,13 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-
-from sglang_dflash.bench import kernel_cases
-from sglang_dflash.bench.case import SMALL as SMALL_SIZES
-from sglang_dflash.bench.case import Recurrent
-from sglang_dflash.bench.copy_cases import copy_cases
-from sglang_dflash.bench.kernel_cases import gdn_cases, penalise_case
-from sglang_dflash.bench.second_cases import block_conv_case, select_path_case
+from sglang_dflash_kernels.cases import make as kernel_cases
+from sglang_dflash_kernels.cases.make import block_conv_case, copy_cases, gdn_cases, penalise_case, select_path_case
+from sglang_dflash_kernels.cases.sizes import SMALL as SMALL_SIZES
+from sglang_dflash_kernels.cases.sizes import Recurrent
 
 SMALL = Recurrent(L=2, H=4, G=2, V=8, K=16)
 SIZES = dataclasses.replace(SMALL_SIZES, recurrent=SMALL, dtype=torch.bfloat16)

@@ -1,4 +1,6 @@
-"""The README's table of requests at once, per model and card: `python -m launch.capacity`. Computed, not measured.
+"""The README's table of requests at once, per model and card. Computed, not measured.
+
+    python -m tests.tools.tables.capacity
 
 Every launch is SGLang's default but for the draft: no flag on memory is given. Cards are the smallest power of two that
 our worker serves on.

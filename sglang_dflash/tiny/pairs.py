@@ -7,8 +7,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_dflash.bench import arms
-from sglang_dflash.bench.server import Server
+from sglang_dflash.servers import arms
+from sglang_dflash.servers.server import Server
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 

@@ -1,14 +1,14 @@
-"""The table of `docs/recipes.md`: `python -m launch.recipe_table`. Computed from the recipes, not measured."""
+"""Print the table of `docs/recipes.md`, computed from the recipes: `python -m tests.tools.tables.recipe_table`."""
 
 from collections.abc import Mapping
 
-from launch.capacity import CARDS
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import Capacity, RadixStates, Serving, capacity, default_mem_fraction
 from sglang_dflash.capacity.report import CONTEXT
 from sglang_dflash.flags import Worker
 from sglang_dflash.recipe import GPUS, RECIPES, Recipe
+from tests.tools.tables.capacity import CARDS
 
 CARD_GIB = {"h200": CARDS["H200 141 GB"], "b200": CARDS["B200 192 GB"]}
 

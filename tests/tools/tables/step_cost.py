@@ -1,4 +1,6 @@
-"""Computed time of a decode step on an H200, this plugin against SGLang's worker: `python -m launch.step_cost` (P).
+"""Computed time of a decode step on an H200, this plugin against SGLang's worker (P).
+
+    python -m tests.tools.tables.step_cost
 
 Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row takes the larger of its
 bytes over the bandwidth and its products over the arithmetic that a large product reaches; rows follow one another.

@@ -1,4 +1,4 @@
-"""What a case of the kernels' benchmark is, the sizes that cases are made of, and how results are compared."""
+"""A case of a kernel, the sizes that cases are made of, and the comparison of results with a definition."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

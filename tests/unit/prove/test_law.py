@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from sglang_dflash.bench import law
-from sglang_dflash.bench.law import Draw
+from sglang_dflash.prove import law
+from sglang_dflash.prove.law import Draw
 
 TOKENS = [7, 8, 9, 10]
 WEIGHTS = [0.5, 0.3, 0.15, 0.05]

@@ -2,7 +2,7 @@
 
 import socket
 
-from sglang_dflash.bench.errors import ServerError
+from sglang_dflash.servers.errors import ServerError
 
 HOST = "127.0.0.1"
 

@@ -1,4 +1,4 @@
-"""`sglang_dflash.bench.server` and `.progress` against a stand-in: starting, dying, pausing, stopping."""
+"""`sglang_dflash.servers.server` and `.progress` against a stand-in: starting, dying, pausing, stopping."""
 
 import socket
 import subprocess
@@ -12,11 +12,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from sglang_dflash.bench import server as server_module
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import HOST, free_port, port_is_free
-from sglang_dflash.bench.progress import wait_ready
-from sglang_dflash.bench.server import Server, stage_of
+from sglang_dflash.servers import server as server_module
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import HOST, free_port, port_is_free
+from sglang_dflash.servers.progress import wait_ready
+from sglang_dflash.servers.server import Server, stage_of
 
 ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests" / "fixtures" / "fake_server.py"
@@ -72,7 +72,7 @@ def test_a_taken_port_is_refused_by_its_number(fake: MakeServer) -> None:
 
 def test_two_processes_never_choose_the_same_port() -> None:
     """Even before either has started a server there; a process that is gone holds none."""
-    choose = "from sglang_dflash.bench.ports import free_port; print(free_port(31950), flush=True); input()"
+    choose = "from sglang_dflash.servers.ports import free_port; print(free_port(31950), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", choose], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from sglang_dflash.bench.server import START_TIMEOUT_S, Server
+from sglang_dflash.servers.server import START_TIMEOUT_S, Server
 
 
 def wait_ready(servers: Sequence[Server], console: Console, timeout_s: float = START_TIMEOUT_S) -> float:

@@ -1,21 +1,23 @@
-"""Each kernel at the sizes of a 27B target and its draft: its inputs, the bytes it cannot avoid moving, and the check
-that it does what its definition says.
+"""The cases of every kernel: inputs, the bytes it cannot avoid moving, and a check against its definition.
 
-`launch/bench_kernels.py` and `sglang_dflash.prove` time them; nothing is timed that disagrees.
+One list serves `tests/kernels`, which checks it at small sizes, and `sglang_dflash.prove`, which checks and times it.
 """
 
 import torch
 from sglang_dflash_kernels.accept import accept, accept_ref
 from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context, append_context_ref
+from sglang_dflash_kernels.block_conv import block_conv, block_conv_ref
+from sglang_dflash_kernels.cases.sizes import ROUNDING, Case, Sizes, assert_close, assert_equal
+from sglang_dflash_kernels.copy_draft import N_CLASSES, Texts, copy_draft, copy_draft_ref
 from sglang_dflash_kernels.gdn_fold import Kept, gdn_fold, gdn_fold_ref
 from sglang_dflash_kernels.gdn_verify import Inputs, gdn_verify, gdn_verify_ref
 from sglang_dflash_kernels.penalise import Asked, penalise_, penalise_ref
 from sglang_dflash_kernels.plan_block import plan_block, plan_block_ref
 from sglang_dflash_kernels.record import record_width
+from sglang_dflash_kernels.select_path import select_path, select_path_ref
+from sglang_dflash_kernels.weigh_copies import weigh_copies, weigh_copies_ref
 
-from sglang_dflash.bench.case import ROUNDING, Case, Sizes, assert_close, assert_equal
-from sglang_dflash.bench.copy_cases import copy_cases
-from sglang_dflash.bench.second_cases import block_conv_case, select_path_case
+PERIOD = 61  # tokens after which a text repeats itself: every place of a block has matches, of all lengths
 
 
 def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
@@ -148,6 +150,94 @@ def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[C
     return [
         Case("gdn_verify", f"B={B} N={N}, a layer", verify_bytes, verify, check_verify),
         Case("gdn_fold", f"B={B} N={N} kept={n_kept}", fold_bytes, fold, check_fold),
+    ]
+
+
+def block_conv_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
+    """One side of one sublayer; a draft of L layers has 4 L of these."""
+    S, H, J, _, _ = sizes.second
+    change_T2SJ, base_2SH = torch.randn(B * N, 2, S, J, device=device), torch.randn(2, S, H, device=device)
+    x_TH = torch.randn(B * N, H, device=device).to(sizes.dtype)
+    args = x_TH, change_T2SJ.to(sizes.dtype)[:, 1], base_2SH.to(sizes.dtype)[1]
+
+    def launch() -> torch.Tensor:
+        return block_conv(*args, block_size=N)
+
+    def check() -> None:
+        exact = block_conv_ref(*(tensor.float() for tensor in args), block_size=N)
+        bound = ROUNDING if sizes.dtype == torch.float32 else 2**-8  # rounded to bf16
+        assert_close(launch().float(), exact, within=bound)
+
+    n_values = B * N * (2 * H + S * J) + S * H
+    return Case("block_conv", f"B={B} N={N}, a side", n_values * x_TH.element_size(), launch, check)
+
+
+def select_path_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
+    """Small whole numbers, so that sums are exact and the paths must be the definition's, ties and all."""
+    (_, _, _, K, R), V, D = sizes.second, sizes.n_vocab, N - 1
+
+    def values(*size: int) -> torch.Tensor:
+        return torch.randint(-1, 2, size, device=device, dtype=torch.int8).to(sizes.dtype)
+
+    candidates_BDK = torch.randint(V, (B, D, K), device=device)
+    args = candidates_BDK, values(B, D, K).float(), values(B, D, R), torch.randint(V, (B,), device=device)
+    predecessor_VR, successor_VR = values(V, R), values(V, R)
+
+    def launch() -> torch.Tensor:
+        return select_path(*args, predecessor_VR=predecessor_VR, successor_VR=successor_VR)
+
+    def check() -> None:
+        want = select_path_ref(*args, predecessor_VR=predecessor_VR, successor_VR=successor_VR)
+        assert_equal((launch(),), (want,))
+
+    n_bytes = B * D * (R * (K + 2) * successor_VR.element_size() + 12 * K + 8) + 8 * B
+    return Case("select_path", f"B={B} N={N}", n_bytes, launch, check)
+
+
+def copy_cases(B: int, N: int, sizes: Sizes, device: str) -> list[Case]:
+    """Return cases with texts of four fifths of the positions, 32,768 of 40,960. Launches write the same again."""
+    n_text = sizes.n_positions * 4 // 5
+    words_P = torch.randint(sizes.n_vocab, (PERIOD,), device=device, dtype=torch.int32)
+    text_QM = words_P.repeat(-(-sizes.n_positions // PERIOD))[: sizes.n_positions].repeat(2 * B, 1)
+    texts = Texts(
+        prefix_len_B=torch.full((B,), n_text, device=device),
+        rows_B=torch.randperm(2 * B, device=device)[:B],
+        text_QM=text_QM,
+        counts_QK2=torch.zeros(2 * B, N_CLASSES, 2, dtype=torch.int32, device=device),
+    )
+    tokens_BN = text_QM[texts.rows_B, n_text : n_text + N].long()
+    tokens_BN[:, N // 2 :] = sizes.n_vocab - 1  # from here on the block's guesses are wrong
+    committed_BN = text_QM[texts.rows_B, n_text + 1 : n_text + N + 1].long()
+    n_committed_B = torch.full((B,), N, dtype=torch.int32, device=device)
+    copied, totals_K2 = copy_draft(tokens_BN, texts), torch.zeros_like(texts.counts_QK2[0])
+
+    def copy() -> object:
+        return copy_draft(tokens_BN, texts)
+
+    def check_copy() -> None:
+        got, its = copy_draft(tokens_BN, texts), Texts(*(tensor.cpu() for tensor in texts))
+        want = copy_draft_ref(tokens_BN.cpu(), its)
+        assert_equal((*(field.cpu() for field in got), texts.text_QM.cpu()), (*want, its.text_QM))
+
+    step = tokens_BN, copied, committed_BN, n_committed_B
+
+    def weigh() -> None:
+        weigh_copies(*step, texts, totals_K2=totals_K2)
+
+    def check_weigh() -> None:
+        results = []
+        for run in (weigh_copies, weigh_copies_ref):
+            fresh = torch.zeros_like(texts.counts_QK2), torch.zeros_like(totals_K2)
+            run(*step, texts._replace(counts_QK2=fresh[0]), totals_K2=fresh[1])
+            results.append(fresh)
+        assert_equal(*results)
+
+    D = N - 1
+    copy_bytes = B * (4 * n_text + 20 * N + 8 * D + 8 * N_CLASSES + 20)
+    weigh_bytes = B * (16 * N + 12 * D + 16 * N_CLASSES + 40)
+    return [
+        Case("copy_draft", f"B={B} N={N}, {n_text} tokens", copy_bytes, copy, check_copy),
+        Case("weigh_copies", f"B={B} N={N}", weigh_bytes, weigh, check_weigh),
     ]
 
 

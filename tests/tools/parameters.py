@@ -1,6 +1,6 @@
 """What a request may ask for, as a table, and how one request is asked and read.
 
-Shared by the tests (ours against speculation off) and by `launch.compare_workers` (SGLang's worker too), so that both
+Shared by the tests (ours against speculation off) and by `tests.tools.compare_workers` (SGLang's worker too), so that both
 mean the same thing by a parameter. Token ids are those of the tiny pair's tokenizer.
 """
 
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from launch.tiny import HYBRID
-from sglang_dflash.bench import law
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.server import REQUEST_TIMEOUT_S, Server
+from sglang_dflash.prove import law
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Server
+from sglang_dflash.tiny.pairs import HYBRID
 
 # Some are what the tiny pair was trained on, and drafts are accepted; in others it is unsure, and parameters bite.
 QUESTIONS = (

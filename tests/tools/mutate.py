@@ -1,7 +1,7 @@
 """Mistakes made on purpose: each row of tests/mutations/*.toml is put into a copy of the tree, and its test must fail.
 
-    python -m launch.mutate            # all of them, two at a time
-    python -m launch.mutate gdn_verify # where the file's name, or what the mistake is, has this word
+    python -m tests.tools.mutate            # all of them, two at a time
+    python -m tests.tools.mutate gdn_verify # where the file's name, or what the mistake is, has this word
 
 A row is one edit of one file (`old` stands there once) and the test that sees it, which starts no server. The tests
 that a row names pass without the edit: `make test` runs them.
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from sglang_dflash.bench.checkouts import environment
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "tests" / "mutations"
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".run", ".gpu", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
@@ -77,7 +77,7 @@ def status(mutation: Mutation, tree: Path, env: dict[str, str]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m launch.mutate", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.mutate", description=__doc__.splitlines()[0])
     parser.add_argument("word", nargs="?", default="")
     parser.add_argument("--processes", type=int, default=2)
     asked = parser.parse_args()

@@ -3,9 +3,9 @@ hardly ever; and `repeating`, whose answers are in their own context. Widths and
 
 from random import Random
 
-from sglang_dflash.bench.chat import Message
-from sglang_dflash.train.corpus import draw
+from sglang_dflash.tiny.corpus import draw
 
+Message = dict[str, str]  # role and content
 SEED = 42
 HARD = "everyday questions in English, of which the tiny corpus has none"
 ASKED = (

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.rows import portable
-from sglang_dflash.bench.server import Server
 from sglang_dflash.draft.files import read_object
 from sglang_dflash.flags import Worker
+from sglang_dflash.servers.document import portable
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.server import Server
 
 # In the log of every server whose DFLASH worker is ours, and of no other.
 ANNOUNCEMENT = " serves DFLASH: "

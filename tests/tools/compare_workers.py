@@ -1,8 +1,8 @@
 """What a request may ask for, and who keeps it: SGLang's built-in DFLASH worker and ours, each against no speculation.
 
-    python -m launch.compare_workers            # the tiny pair on this CPU, in fp32, where exact can be decided
+    python -m tests.tools.compare_workers            # the tiny pair on this CPU, in fp32, where exact can be decided
 
-Three servers run side by side and are asked the same things, case by case: every case of `launch/parameters.py` with
+Three servers run side by side and are asked the same things, case by case: every case of `tests/tools/parameters.py` with
 every question. What must be the same is compared token for token, with text, finish reason, counts, logprobs and
 hidden states; what is drawn is compared as a distribution (`bench/law.py`). Three more servers, in SGLang's
 deterministic mode, are asked with seeds. Prints a Markdown table; the JSON document with every case goes to
@@ -20,16 +20,18 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from launch import parameters, tiny
-from launch.parameters import EXACT, PLAIN, QUESTIONS, SAMPLED, Case, Refusal, Reply
-from launch.tiny import Arm, require_worker
-from sglang_dflash.bench import law
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import free_port
-from sglang_dflash.bench.progress import wait_ready
-from sglang_dflash.bench.rows import file_name, head, write
-from sglang_dflash.bench.server import Server, end_on_sigterm
+from sglang_dflash.prove import law
+from sglang_dflash.servers.document import file_name, head, write
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import free_port
+from sglang_dflash.servers.progress import wait_ready
+from sglang_dflash.servers.server import Server, end_on_sigterm
+from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.pairs import Arm, require_worker
+from tests.tools import parameters
+from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, SAMPLED, Case, Refusal, Reply
 
+ROOT = Path(__file__).parents[2]
 WORKERS = (Arm.STOCK, Arm.PLUGIN)
 PARTS = ("exact", "drawn", "seeded")
 GAP = 1e-4  # of fp32 sums in another order
@@ -82,7 +84,7 @@ def serving(
             servers[arm] = Server(
                 tiny.command(arm, tiny.HYBRID, *tiny.FLAGS, *tiny.HYBRID_FLAGS, *own, *flags),
                 port=port,
-                log=tiny.RUN_DIR / f"compare-{port}-{arm}.log",
+                log=ROOT / ".run" / f"compare-{port}-{arm}.log",
                 env=tiny.ENV | tiny.environment(arm) | (parameters.REFERENCE_ENV if is_reference else {}) | env,
                 name=str(arm),
             )
@@ -248,7 +250,7 @@ def document(rows: list[dict[str, Any]], options: argparse.Namespace, command: s
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.compare_workers", description=(__doc__ or "").split("\n")[0]
+        prog="python -m tests.tools.compare_workers", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--draws", type=int, default=600, help="per setting and server (600)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to compare (everything)")
@@ -274,9 +276,14 @@ def main(arguments: Sequence[str] = tuple(sys.argv[1:])) -> None:
     if "seeded" in options.parts:
         with serving(options, SEEDED_FLAGS, SEEDED_ENV, console) as servers:
             comparison.exact(servers, SEEDED, UNSEEDED)
-    command = shlex.join(["python", "-m", "launch.compare_workers", *arguments])
+    command = shlex.join(["python", "-m", "tests.tools.compare_workers", *arguments])
     print(table(comparison.rows))
-    print(write(document(comparison.rows, options, command), options.output or tiny.RESULTS / file_name("workers")))
+    print(
+        write(
+            document(comparison.rows, options, command),
+            options.output or ROOT / "launch" / "results" / file_name("workers"),
+        )
+    )
 
 
 if __name__ == "__main__":

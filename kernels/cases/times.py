@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-from sglang_dflash.bench.case import Case
+from sglang_dflash_kernels.cases.sizes import Case
 
 OVERWRITE_BYTES = 1 << 30
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import httpx
 import psutil
 
-from sglang_dflash.bench.errors import ServerError
-from sglang_dflash.bench.ports import HOST, port_is_free
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.ports import HOST, port_is_free
 
 if TYPE_CHECKING:
     from openai import OpenAI
