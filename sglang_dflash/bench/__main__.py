@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sglang_dflash.bench import page, report
+from sglang_dflash.bench import report
 from sglang_dflash.bench.chat import Kind, Prompt, Sampling
 from sglang_dflash.bench.engine import Engine, HttpEngine
 from sglang_dflash.bench.gate import GateError
@@ -168,9 +168,6 @@ def run(arguments: Sequence[str]) -> None:
     for line in filter(None, (*report.warnings(document), noise(document))):
         console.print(line, style="bold yellow", markup=False)
     print(write(document, with_suffix(options.output, ".json")))
-    html = with_suffix(options.output, ".html")
-    html.write_text(page.render(document))
-    print(html)
 
 
 if __name__ == "__main__":

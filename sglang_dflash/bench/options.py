@@ -28,8 +28,6 @@ examples:
         --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --attention-backend fa3
   the same worker with different environments, and no result unless their answers are equal
     sglang-dflash bench --serve --require-equal --arms off ours ours:SGLANG_DFLASH_WIDTHS=16 -- ...
-  two commits: this one's worker, and that of another checkout
-    sglang-dflash bench --serve --require-equal --arms off ours ours:PYTHONPATH=/other/checkout -- ...
   the README's table, from the tiny pair on CPU cores
     sglang-dflash bench --preset readme
   no server
@@ -108,10 +106,7 @@ def _add_who(add: Add) -> None:
     add("--backend", choices=[*Kind, TRANSFORMERS], help="whose servers (asked of them); transformers: none")
     add("--model", metavar="NAME", help="the model (the first the server lists); with transformers the target")
     add("--draft-model", metavar="NAME", help="the DFlash draft, with transformers")
-    names = (
-        f"of --serve: {', '.join(arms.ARMS)} (all it has); NAME:VAR=VALUE,...: with an environment of its own, "
-        "PYTHONPATH=DIR among it: the worker of another checkout"
-    )
+    names = f"of --serve: {', '.join(arms.ARMS)} (all it has); NAME:VAR=VALUE,...: with an environment of its own"
     add("--arms", nargs="+", metavar="ARM", help=names)
     add("--preset", choices=PRESETS, help="; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items()))
     add("--mtp-steps", **NUMBER, default=3, help="drafts a step of the arm mtp, the target's own MTP layers (3)")
@@ -139,7 +134,7 @@ def _add_how(add: Add) -> None:
     add("--require-equal", action="store_true", help="no result, and status 1, unless all answers are equal")
     add("--tie-gap", type=float, metavar="G", default=0.0, help="forgive near ties of this log-probability (0: none)")
     add("--port", **NUMBER, default=31000, help="look for free ports from here on (31000)")
-    add("--output", type=Path, metavar="PATH", help=".json, .html and logs are added (dflash-bench-<time>)")
+    add("--output", type=Path, metavar="PATH", help=".json and logs are added (dflash-bench-<time>)")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -176,7 +171,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.one_at_a_time is None:
         options.one_at_a_time = arms.value_of("--device", options.server_flags) != "cpu"
     output = options.output or Path(f"dflash-bench-{datetime.now():%Y%m%d-%H%M%S}")
-    options.output = output.with_suffix("") if output.suffix in (".json", ".html") else output
+    options.output = output.with_suffix("") if output.suffix == ".json" else output
 
 
 def _require_room(options: argparse.Namespace) -> None:

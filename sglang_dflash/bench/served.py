@@ -8,10 +8,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from sglang_dflash.bench import checkouts
 from sglang_dflash.bench.chat import Kind
 from sglang_dflash.bench.engine import HttpEngine, Processes
-from sglang_dflash.servers import machine
 from sglang_dflash.servers.arms import Launch, require_worker
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import free_port
@@ -29,9 +27,7 @@ class ServedEngine(HttpEngine):
 
     def __init__(self, launch: Launch, *, log: Path, port: int, console: Console) -> None:
         self.launch, self.console, self.keep = launch, console, False
-        port = free_port(port)
-        env = checkouts.environment(launch.env, log.with_suffix(".links"))
-        self.server = Server(launch.command, port=port, log=log, env=env, name=launch.name)
+        self.server = Server(launch.command, port=free_port(port), log=log, env=launch.env, name=launch.name)
         super().__init__(launch.name, self.server.url)
 
     @property
@@ -56,9 +52,7 @@ class ServedEngine(HttpEngine):
             self.server.stop()
 
     def describe(self) -> dict[str, Any]:
-        checkout = checkouts.named(self.launch.env)
-        commit = {"commit": machine.commit(checkout)} if checkout else {}
-        return super().describe() | {"command": self.launch.command, "env": dict(self.launch.env)} | commit
+        return super().describe() | {"command": self.launch.command, "env": dict(self.launch.env)}
 
     def check(self) -> None:
         """The server that answers is the one that was asked for."""

@@ -1,9 +1,8 @@
 """The arms that are launched: one set of server flags, decoded without speculation, by SGLang's worker, and by ours.
 
-An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE`: the same with an environment of its own (`checkouts.py`: a
-PYTHONPATH). Flags are those of
-`python -m sglang.launch_server` as a model card gives them. Whatever does not begin with `--speculative-` goes to all
-arms alike.
+An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE`: the same with an environment of its own. Flags are those of
+`python -m sglang.launch_server` as a model card gives them. Flags that do not begin with `--speculative-` go to all
+arms.
 """
 
 import re
@@ -101,7 +100,10 @@ def environment_of(arm: str) -> dict[str, str]:
     parts = re.split(r",(?=[A-Za-z_]\w*=)", text) if colon else []
     if not all(re.match(r"[A-Za-z_]\w*=", part) for part in parts):
         raise ValueError(f"--arms {arm}: {text!r} is no environment; write NAME:VAR=VALUE,VAR=VALUE")
-    return dict(part.split("=", 1) for part in parts)
+    env = dict(part.split("=", 1) for part in parts)
+    if "PYTHONPATH" in env:  # an editable installation would still import its own kernels
+        raise ValueError(f"--arms {arm}: PYTHONPATH would mix two checkouts; run the benchmark in each of them")
+    return env
 
 
 def mtp_flags(n_steps: int) -> tuple[str, ...]:

@@ -57,12 +57,12 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit(checkout: Path = CHECKOUT) -> str:
+def commit() -> str:
     """The short commit, with `-dirty` when tracked files differ from it; `unknown` outside a git checkout."""
-    if not (checkout / ".git").exists():  # an installed package may lie inside another repository
+    if not (CHECKOUT / ".git").exists():  # an installed package may lie inside another repository
         return "unknown"
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"],
-        cwd=checkout, capture_output=True, text=True, check=False,
+        cwd=CHECKOUT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return described.stdout.strip() if described.returncode == 0 else "unknown"

@@ -37,7 +37,6 @@ def test_it_reports_what_the_servers_did(server: Callable, tmp_path: Path) -> No
     assert len({row["n_prompt_tokens"] for row in document["rows"]}) == 1
     # Verified whole in these tests.
     assert {width for turn in document["widths"] for width in turn["n_steps"]} == {"16"}
-    assert (tmp_path / "out.html").read_text().count("<svg") == 4
 
 
 def test_token_ids_go_to_the_target_as_they_are(server: Callable, tmp_path: Path) -> None:

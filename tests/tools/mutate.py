@@ -20,8 +20,6 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from sglang_dflash.bench.checkouts import environment
-
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "tests" / "mutations"
 LEFT_OUT = shutil.ignore_patterns(
@@ -54,7 +52,7 @@ class Mutation(NamedTuple):
         """Edits the file below `tree`, and returns what it was."""
         text = (tree / self.file).read_text()
         if text.count(self.old) != 1:
-            raise SystemExit(f"{self}: {self.old!r} stands there {text.count(self.old)} times, not once; mend the row")
+            raise SystemExit(f"{self}: {self.old!r} stands there {text.count(self.old)} times, not once; fix the row")
         (tree / self.file).write_text(text.replace(self.old, self.new))
         return text
 
@@ -87,8 +85,11 @@ def main() -> None:
         for i in range(asked.processes):
             tree = Path(folder).resolve() / str(i)
             shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
-            env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-            free.put((tree, env | environment({"PYTHONPATH": str(tree)}, tree / "links")))
+            links = tree / "links"  # an editable installation would import the kernels of ROOT
+            links.mkdir()
+            (links / "sglang_dflash_kernels").symlink_to(tree / "kernels")
+            path = {"PYTHONPATH": f"{links}{os.pathsep}{tree}", "PYTHONSAFEPATH": "1"}
+            free.put((tree, os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | path))
 
         def seen(mutation: Mutation) -> bool:
             tree, env = free.get()

@@ -4,7 +4,7 @@
 
 Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row takes the larger of its
 bytes over the bandwidth and its products over the arithmetic that a large product reaches; rows follow one another.
-The recurrent kernels are predicted from machine code (`launch.kernel_times`); for SGLang's, bytes alone are counted.
+The recurrent kernels are predicted from machine code (kernels/README.md); for SGLang's, bytes alone are counted.
 """
 
 from collections.abc import Iterator

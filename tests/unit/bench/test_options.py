@@ -57,6 +57,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
             ("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", "--", "--model-path", "x", *DFLASH),
             "two arms are called the same (ours:A=x, ours:A=x)",
         ),
+        (
+            ("--serve", "--arms", "ours:PYTHONPATH=/x", "--", "--model-path", "x", *DFLASH),
+            "PYTHONPATH would mix two checkouts; run the benchmark in each",
+        ),
         ((*URL, "--preset", "readme"), "--base-url and --serve; give one of"),
         (("--preset", "widths", "--concurrency", "1,32"), "--concurrency 32: the servers of --preset widths run 16"),
         ((*URL, "--require-equal", "--temperature", "1"), "--require-equal compares greedy answers"),

@@ -59,9 +59,9 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., S
             own, separator, server_flags = own[:at], ["--"], own[at + 1 :]
         main([*own, "--output", str(tmp_path / "out.json"), *separator, *server_flags])
         out = capsys.readouterr().out
-        assert out.splitlines()[-2:] == [str(tmp_path / "out.json"), str(tmp_path / "out.html")]
+        assert out.splitlines()[-1] == str(tmp_path / "out.json")
         document = json.loads((tmp_path / "out.json").read_text())
-        return SimpleNamespace(out=out, document=document, page=(tmp_path / "out.html").read_text())
+        return SimpleNamespace(out=out, document=document)
 
     return run
 
@@ -158,7 +158,6 @@ def test_of_another_server_it_is_said_what_is_not_known(
     row = ran.document["rows"][0]
     assert (row["committed_per_step"], row["n_equal"], row["other_cores"]) == (None, None, None)
     assert "not known here" in ran.document["level"]
-    assert "No server told it: SGLang does with every answer" in ran.page
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_where_no_server_answers() -> None:
 def test_a_key_is_not_published(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
     ran = bench("--base-url", fake(), "--api-key", "secret-1", *SMALL, "--no-latency")
     again = bench("--base-url", fake(), "--api-key=secret-2", *SMALL, "--no-latency")
-    assert "secret" not in ran.page + again.page + json.dumps([ran.document, again.document])
+    assert "secret" not in ran.out + again.out + json.dumps([ran.document, again.document])
     assert ran.document["summary"][0]["ttft_ms"] == {"p50": None, "p99": None}
 
 
@@ -298,7 +297,6 @@ def test_no_speed_is_shown_when_an_answer_differs(
     assert "tok/s" not in out
     assert "Tokens/sec" not in out
     assert not (tmp_path / "out.json").exists()
-    assert not (tmp_path / "out.html").exists()
     assert running(FAKE) == []
 
 
@@ -339,26 +337,3 @@ def test_an_interrupted_run_keeps_its_whole_repeats() -> None:
     whole = 0
     with pytest.raises(KeyboardInterrupt):
         every_repeat(bench, Console())
-
-
-# ------------------------------------------------------------------------------------------------------- the page
-
-
-def test_the_page_needs_nothing_else(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
-    page = bench("--base-url", f"off={fake()}", f"ours={fake('--announce')}", *SMALL).page
-    assert re.findall(r"<(?:script|link|img|iframe|object|embed)\b|\b(?:src|href)=|url\(|@import", page) == []
-    assert page.count("<svg") == 4  # speed, speedup, acceptance, width
-    for heading in ("Tokens per second", "Speed over concurrency", "Acceptance by position", "Width over time", "Arms"):
-        assert f"<h2>{heading}" in page
-    assert "nan" not in re.sub(r"<pre>.*?</pre>", "", page, flags=re.DOTALL).lower()
-
-
-def test_what_people_wrote_is_text_in_the_page(
-    fake: Callable[..., str], bench: Callable[..., SimpleNamespace], tmp_path: Path
-) -> None:
-    data = tmp_path / "mine.jsonl"
-    data.write_text('{"prompt": "<script>alert(1)</script>"}\n')
-    page = bench("--base-url", f"<b>={fake()}", "--data", str(data), "--concurrency", "1").page
-    assert "<script" not in page
-    assert "<b>" not in page
-    assert "&lt;script&gt;alert(1)" in page
