@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import httpx
 import psutil
@@ -67,12 +67,25 @@ def end_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
+class Process(Protocol):
+    """As much of `subprocess.Popen` as a server is managed with."""
+
+    returncode: Any
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
 class Server:
     """A server process, its port and its log.
 
     The process leads its own group, so that everything it spawned is stopped with it. Use it as a context manager, or
     call `start`, `wait_ready` and `stop`.
     """
+
+    ENDED_BY = (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL)
 
     def __init__(self, command: Sequence[str], *, port: int, log: Path, env: Mapping[str, str], name: str) -> None:
         """
@@ -85,7 +98,7 @@ class Server:
         self.name, self.port, self.log, self.env = name, port, log, dict(env)
         self.command = [*command, "--host", HOST, "--port", str(port)]
         self.url = f"http://{HOST}:{port}"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, trust_env=False, limits=LIMITS)
 
     def __enter__(self) -> Self:
@@ -111,14 +124,17 @@ class Server:
             raise ServerError(f"port {self.port} is taken; stop what listens there, or choose another port")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                self.command,
-                env=os.environ | self.env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self._process = self._spawn(log)
+
+    def _spawn(self, log: IO[bytes]) -> Process:
+        return subprocess.Popen(
+            self.command,
+            env=os.environ | self.env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
     @property
     def pid(self) -> int:
@@ -187,7 +203,7 @@ class Server:
         """
         if self._process is None:
             return
-        for sign in (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL):
+        for sign in self.ENDED_BY:
             if not self.processes():
                 break
             os.killpg(self.pid, sign)
