@@ -47,8 +47,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
         try:
             models = plain.load(options.model, options.draft_model)
         except (OSError, ValueError) as error:
-            message = f"--model {options.model}, --draft-model {options.draft_model}: {error}"
-            raise ServerError(message) from error
+            raise ServerError(f"--model {options.model}, --draft-model {options.draft_model}: {error}") from error
         yield [TorchEngine(name, models) for name in (OFF, OURS)]
     elif options.serve:
         served, port = list[ServedEngine](), options.port
