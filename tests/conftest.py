@@ -7,6 +7,7 @@ and whichever process is free takes the next one.
 
 import os
 import re
+import shutil
 import signal
 from functools import cache
 from pathlib import Path
@@ -15,10 +16,11 @@ import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.fixtures import forking
+from tests.fixtures.forking import RUN
 from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F401  (fixtures of many tests)
 
 ROOT = Path(__file__).parent.parent
-RUN = "TESTS_OF_PROCESS"  # in the environment of all that a run starts
 
 
 def uses_servers(nodeid: str) -> bool:
@@ -80,6 +82,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         for process in psutil.process_iter():
             if process.pid != os.getpid() and run_of(process) == str(os.getpid()):
                 process.kill()
+        shutil.rmtree(forking.hub(), ignore_errors=True)
 
 
 def run_of(process: psutil.Process) -> str | None:

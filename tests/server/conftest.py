@@ -27,7 +27,7 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Arm, Pair
-from tests.server.lib.forked import Forkers
+from tests.server.lib.forked import make_server
 from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
 
@@ -63,7 +63,6 @@ class ServerPool:
     def __init__(self, logs: Path, say: Callable[[str], None]) -> None:
         self.logs, self.say = logs, say
         self.live: dict[Key, Server] = {}
-        self.forkers = Forkers()
 
     def get(
         self,
@@ -120,12 +119,11 @@ class ServerPool:
     def stop_all(self) -> None:
         with ThreadPoolExecutor() as threads:
             list(threads.map(self._drop, tuple(self.live)))
-        self.forkers.stop()
 
     def _start(self, key: Key) -> Server:
         while len(self.live) >= MAX_LIVE or (len(self.live) >= MIN_LIVE and psutil.virtual_memory().available < ROOM):
             self._drop(next(iter(self.live)))
-        server = self.forkers.server(
+        server = make_server(
             tiny.command(key.arm, key.pair, *tiny.FLAGS, *KIND_FLAGS.get(key.target, ()), *key.flags),
             port=free_port(FIRST_PORT),
             log=self.logs / f"{key.arm}-{key.target}-{abs(hash(key)):x}.log",
