@@ -1,16 +1,11 @@
-"""Two processes share the tests: one runs the tests that share servers, the other the rest meanwhile, file by file.
+"""Two processes share the tests file by file; of the two batteries of servers, row by row.
 
-The exactness battery starts a server for each of its variants, which nothing else uses in `make test`, so it is a part
-of the rest; but its default variant's server is shared. Modules that are `full` as a whole have servers of their own,
-and whichever process is free takes the next one.
+What takes long comes first, so that both end at the same time: servers, launched commands, the rest.
 """
 
 import os
-import re
 import shutil
 import signal
-from functools import cache
-from pathlib import Path
 
 import psutil
 import pytest
@@ -19,38 +14,38 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.fixtures import forking
 from tests.fixtures.forking import RUN
 from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F401  (fixtures of many tests)
+from tests.server.lib.rehearsals import REHEARSALS
+from tests.server.lib.variants import VARIANTS
 
-ROOT = Path(__file__).parent.parent
+# Batteries with a server for each row, and their rows.
+BATTERIES = {"tests/server/test_exact.py": VARIANTS, "tests/server/test_rehearsal.py": REHEARSALS}
 
 
 def uses_servers(nodeid: str) -> bool:
     return nodeid.startswith("tests/server/")
 
 
-@cache
-def is_full(file: str) -> bool:
-    return re.search(r"^pytestmark = .*mark\.full", (ROOT / file).read_text(), re.MULTILINE) is not None
+def scope_of(nodeid: str) -> str:
+    """What one process runs as a whole: a file, or a row of a battery."""
+    file, _, test = nodeid.partition("::")
+    case = test.partition("[")[2].rstrip("]")
+    rows = [row for row in BATTERIES.get(file, ()) if case == row or case.startswith(f"{row}-")]
+    return f"{file}[{max(rows, key=len)}]" if rows else file
 
 
-def has_its_own_server(nodeid: str) -> bool:
-    file = nodeid.split("::")[0]
-    if file == "tests/server/test_exact.py":
-        return not re.search(r"\[hybrid(-\d+)?\]$", nodeid)
-    return is_full(file)
-
-
-class ByServers(LoadScopeScheduling):
+class ByScope(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        shared = uses_servers(nodeid) and not has_its_own_server(nodeid)
-        return "servers" if shared else nodeid.split("::")[0]
+        return scope_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServers:
-    return ByServers(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByScope:
+    config.option.loadscopereorder = False  # in the order of collection
+    return ByScope(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (not uses_servers(item.nodeid), "launch" not in item.fixturenames))  # type: ignore[attr-defined]
     for item in items:
         if uses_servers(item.nodeid):
             item.add_marker(pytest.mark.server)
