@@ -8,7 +8,7 @@ from typing import Any
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Flags, WidthPolicy
 from sglang_dflash.width.cost import Agree, StepCost, table
-from sglang_dflash.width.policy import Adaptive, Decision, Policy
+from sglang_dflash.width.policy import Adaptive, Decision, Fixed, Policy, Random
 from sglang_dflash.width.tally import Tally
 
 logger = logging.getLogger(__name__)
@@ -114,11 +114,11 @@ def widest(block_size: int, widths: Sequence[int]) -> int:
 def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, seconds: Measure, agree: Agree) -> Policy:
     """`n_requests` may run at once."""
     if not widths:
-        return Policy("prompts only", widths)
+        return Fixed(1, name="prompts only")
     if kind is WidthPolicy.RANDOM:
-        return Policy("random", widths)
+        return Random(widths)
     if len(widths) == 1:
-        return Policy(f"always {widths[0]}", widths)
+        return Fixed(widths[0])
     sizes = [*(2**i for i in range(n_requests.bit_length()) if 2**i < n_requests), n_requests]
     cost = StepCost(widths, {size: seconds(size, widths) for size in sizes}, agree)
     logger.info("seconds per step, requests x width:\n%s", table(cost.by_size()))

@@ -17,10 +17,10 @@ swept, calls of numpy are dear. Ranks with the same counts decide the same.
 """
 
 import math
+import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
-from random import Random
 from typing import NamedTuple
 
 from sglang_dflash.width.cost import StepCost
@@ -41,20 +41,39 @@ class Decision(NamedTuple):
     rested: bool = False  # a draft after `REST` steps of one token
 
 
-class Policy:
-    """Any of its widths, the same on every rank: one that is fixed, or all of them, for tests."""
+class Policy(ABC):
+    """Decides widths, the same on every rank."""
 
-    cost: StepCost | None = None  # where costs decide
+    name: str
+    cost: StepCost | None = None  # None: costs do not decide
 
-    def __init__(self, name: str, widths: Sequence[int]) -> None:
-        self.name, self.draw = name, partial(Random(0).choice, widths)
-
+    @abstractmethod
     def decide(self, rids: Sequence[str]) -> Decision:
-        """For the next step of these requests."""
-        return Decision(self.draw())
+        """Decide the next step of these requests."""
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        """A step's outcome."""
+        """Learn the outcome of a decided step."""
+        return
+
+
+class Fixed(Policy):
+    def __init__(self, width: int, name: str = "") -> None:
+        self.decision, self.name = Decision(width), name or f"always {width}"
+
+    def decide(self, rids: Sequence[str]) -> Decision:
+        return self.decision
+
+
+class Random(Policy):
+    """For tests."""
+
+    name = "random"
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        self.widths, self.random = widths, random.Random(0)
+
+    def decide(self, rids: Sequence[str]) -> Decision:
+        return Decision(self.random.choice(self.widths))
 
 
 Counts = list[tuple[float, float]]  # by position: how often it was reached, and accepted, by the weight of each time
@@ -134,6 +153,17 @@ class Rhythm:
         self.expected_2 = [REST_KEEP * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
 
 
+class Review(NamedTuple):
+    """What is best for a batch by what is known of it, and what a look at the whole block is worth."""
+
+    rest: int  # steps of one token before each draft
+    best: Decision
+    look: Decision
+    block_s: float  # a step that verifies the whole block
+    price_s: float  # expected loss of a look
+    saving_s: float  # saved for looks, per step
+
+
 class Adaptive(Policy):
     """The width, and the rest, with the most committed tokens per second."""
 
@@ -144,29 +174,30 @@ class Adaptive(Policy):
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
-        self.rids: Sequence[str] = ()  # that `_review` was about; none, where something was learned since
+        self.review: Review | None = None  # of the requests `reviewed`; None where something was learned since
+        self.reviewed: Sequence[str] = ()
         self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0  # rested: steps of one token since the last draft
 
     def decide(self, rids: Sequence[str]) -> Decision:
         self.n_steps += 1
         if self.n_steps % SETTLE == 0:
             self.cost.settle()
-            self.rids = ()
-        if rids != self.rids:
-            self._review(rids)
-        self.saved_s = min(self.saved_s + self.saving_s, self.block_s)
-        decision = self.best if self.n_rested >= self.rest else Decision(1, expected=1.0)
+            self.review = None
+        if self.review is None or rids != self.reviewed:
+            self.review, self.reviewed = self._review(rids), rids
+        review = self.review
+        self.saved_s = min(self.saved_s + review.saving_s, review.block_s)
+        decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
         # Where drafts rest, a look is a draft that does not.
-        if self.saved_s >= self.price_s and (self.best.width == 1 or self.n_rested == 0):
-            self.saved_s -= self.price_s
-            decision = self.look
+        if self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0):
+            self.saved_s -= review.price_s
+            decision = review.look
         rested = self.n_rested >= REST
         self.n_rested = self.n_rested + 1 if decision.width == 1 else 0
         return decision._replace(rested=rested)
 
-    def _review(self, rids: Sequence[str]) -> None:
-        """Sets what is best for these requests by what is known now, and what a look is worth."""
-        self.rids, committed_N, block = rids, self.acceptance.expected(rids), self.widths[-1]
+    def _review(self, rids: Sequence[str]) -> Review:
+        committed_N, block = self.acceptance.expected(rids), self.widths[-1]
         seconds = dict(zip(self.widths, self.cost.of(len(rids)), strict=True))
         factors = dict(zip((0, REST), self.rhythm.factors(), strict=True))
         expected = {
@@ -179,17 +210,22 @@ class Adaptive(Policy):
             ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)
             for rest, width in self.cycles
         )
-        self.rest, self.best = -minus_rest, Decision(width, expected[-minus_rest, width])
-        self.look = Decision(block, expected[REST if width == 1 else 0, block])
-        usual = 1 if self.rest else width
-        gain = committed_N[usual] - committed_N[usual - 1]  # of every wider slot, were all drafts behind accepted
+        rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block])
+        usual = 1 if rest else width
+        # Upper bound: what each wider slot gains if all further drafts are accepted.
+        gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
-        self.block_s = seconds[block]
-        self.price_s = self.block_s - self.look.expected / rate  # beyond as many tokens at the best rate
-        self.saving_s = EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual]
+        return Review(
+            rest,
+            best=Decision(width, expected[rest, width]),
+            look=look,
+            block_s=seconds[block],
+            price_s=seconds[block] - look.expected / rate,  # beyond as many tokens at the best rate
+            saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
+        )
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
         self.acceptance.observe(rids, decision.width, n_accepted_B)
         if decision.width > 1:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.expected - 1)
-            self.rids = ()
+            self.review = None

@@ -26,7 +26,7 @@ from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
 from sglang_dflash.metrics.table import METRICS, PREFIX
 from sglang_dflash.width.chooser import Chooser
-from sglang_dflash.width.policy import Policy
+from sglang_dflash.width.policy import Fixed
 from tests.fixtures import guide
 
 ROOT, DOCS = guide.ROOT, guide.DOCS
@@ -238,7 +238,7 @@ def test_fields_of_server_info_exist(page: Path) -> None:
     """`dflash.a.b` in the pages is `internal_states[0]["dflash"]["a"]["b"]`."""
     worker = (ROOT / "sglang_dflash" / "worker.py").read_text()
     known = set(re.findall(r'^            "(\w+)": ', worker[worker.index("def describe") :], re.MULTILINE))
-    known |= {f"width.{name}" for name in Chooser(Policy("always 1", [1])).describe()}
+    known |= {f"width.{name}" for name in Chooser(Fixed(1)).describe()}
     assert {"draft_kv_bytes", "width.account"} <= known
     assert set(re.findall(r"`dflash\.([\w.]+)`", page.read_text())) <= known
 

@@ -12,9 +12,8 @@ from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.metrics.trace import Trace
-from sglang_dflash.stages.copier import NoCopies
 from sglang_dflash.width.chooser import REPORT, Chooser, candidates, make_policy, widest
-from sglang_dflash.width.policy import Decision, Policy
+from sglang_dflash.width.policy import Decision, Fixed, Policy
 
 
 class Costs:
@@ -34,8 +33,7 @@ class Scripted(Policy):
     """Decides what it is told to, and remembers what it hears."""
 
     def __init__(self, widths: Sequence[int]) -> None:
-        super().__init__("scripted", widths)
-        self.widths = iter(widths)
+        self.name, self.widths = "scripted", iter(widths)
         self.heard: list[tuple] = []
         self.cost = Costs()
 
@@ -61,7 +59,7 @@ def test_outcomes_arrive_late_and_in_order() -> None:
 
 
 def test_an_outcome_of_another_batch_is_noticed() -> None:
-    chooser = Chooser(Policy("always 4", [4]))
+    chooser = Chooser(Fixed(4))
     chooser.decide(["a", "b"])
     with pytest.raises(AssertionError, match="another step"):
         chooser.observe([1], 0.0)
@@ -158,7 +156,7 @@ def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes: bool, o
 
 
 def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
-    chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new", NoCopies()).add)
+    chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new", None).add)
     chooser.decide(["a"])
     chooser.decide(["a", "b"])
     (file,) = (tmp_path / "new").iterdir()
@@ -198,7 +196,7 @@ def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_before_the_first_step_there_is_nothing_to_tell() -> None:
-    assert Chooser(Policy("always 4", [4])).describe() == {
+    assert Chooser(Fixed(4)).describe() == {
         "policy": "always 4", "seconds": {}, "n_steps": {}, "committed": 0, "expected": 0.0, "account": "",
     }  # fmt: skip
 

@@ -468,7 +468,8 @@ def test_without_width_one_nothing_rests() -> None:
         for rested, accepted in ((False, 0.0), (True, 4.0)) * 1000:
             policy.rhythm.observe(rested, accepted, expected=2.0 * policy.rhythm.factors()[rested])
         assert ({policy.decide(["a"]).width for _ in range(100)} == {1, 8}) is rests
-        assert (policy.rest == REST) is rests
+        assert policy.review is not None
+        assert (policy.review.rest == REST) is rests
 
 
 class Taught(Rhythm):
