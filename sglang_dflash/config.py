@@ -1,19 +1,27 @@
-"""One frozen `DFlashConfig` from a draft checkpoint, the server's arguments and the target: checked once, then trusted.
+"""One frozen `DFlashConfig`: all that a launch decides before weights load. Checked once per process, then trusted.
 
-`combine` is a pure function of three records, so that every refusal can be tested without an engine. Each error is one
-sentence and names the flag or field that mends it. How SGLang keeps its arguments is `arguments.py`'s.
+It is made of a draft checkpoint, the server's arguments, the target and the environment flags. `combine` is a pure
+function of these records, so every refusal can be tested without an engine. Each error is one sentence and names the
+flag or field to change. `host/arguments.py` reads SGLang's arguments.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import Copy, Flags, GdnState, current
 from sglang_dflash.host import backends
 from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, arguments_of, flag, target_of
 from sglang_dflash.memory.sizes import kept_window
+from sglang_dflash.memory.texts import why_no_copies
+from sglang_dflash.width.chooser import candidates, widest
+
+if TYPE_CHECKING:
+    from sglang_dflash.memory.draft_kv import DraftKV
 
 DRAFT_QUANTIZATIONS = ("fp8", "unquant")
 FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # an fp8 copy of the head runs there
@@ -21,10 +29,16 @@ FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  #
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """A draft as this server runs it: what the flags and the target made of what its checkpoint says.
+    """What this server runs. SGLang's hooks and the worker read it; nothing in it changes.
 
     Attributes:
         block_size: N, the anchor and the drafts of one step; at most `draft.block_size`, what it was trained for.
+        widths: how many tokens of a block a step may verify, ascending; empty on a prefill-only server.
+        copy: whether blocks are continued by n-gram copies; OFF too where this server cannot.
+        gdn_state: how the target's recurrent states advance; None: it has none, or this server never verifies.
+        attention_dp: attention is data parallel, so groups of ranks serve requests of their own.
+        slots_are_ours: KV slots are filled by prompts and blocks that this server reads, not by a host cache or
+            another server.
         draft_quantization: of the draft's linear layers while they load, for `--speculative-draft-model-quantization`;
             None: none, whatever the target's is.
         dtype: of the draft's weights and activations, and of the target's features, e.g. "bfloat16".
@@ -36,30 +50,49 @@ class DFlashConfig:
     """
 
     block_size: int
+    widths: tuple[int, ...]
+    copy: Copy
+    gdn_state: GdnState | None
+    attention_dp: bool
+    slots_are_ours: bool
     draft_quantization: str | None
     dtype: str
     draft_window: int | None
     draft_attention_backend: str
     disaggregation: str
     draft: Checkpoint
+    target: TargetFacts = field(repr=False)
+    flags: Flags = field(repr=False)
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "DFlashConfig":
-        """The config of this server.
+        """Decide what this process serves.
 
         Args:
             server_args: SGLang's `ServerArgs`, resolved or being resolved.
         Raises:
-            ValueError, NotSupported: see `check_arguments`, `checkpoint.read` and `combine`.
+            ValueError, NotSupported: see `flags.read`, `check_arguments`, `checkpoint.read` and `combine`.
         """
-        arguments = arguments_of(server_args)
-        check_arguments(arguments)
+        flags, arguments = current(), arguments_of(server_args)
+        check_arguments(arguments, flags)
         draft = checkpoint.read(arguments.require_draft_path(), arguments.draft_revision, arguments.config_overrides)
-        return combine(arguments, target_of(server_args), draft)
+        return combine(arguments, target_of(server_args), draft, flags)
+
+    @property
+    def widest(self) -> int:
+        """The most tokens of a request that a step writes."""
+        return widest(self.block_size, self.widths)
+
+    @cached_property
+    def draft_kv(self) -> "DraftKV":
+        """How the draft's context K/V are stored, and how SGLang counts them."""
+        from sglang_dflash.memory.draft_kv import draft_kv
+
+        return draft_kv(self.draft_window, self.widest, self.disaggregation)
 
 
-def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> DFlashConfig:
-    """Check the three against each other and make the config.
+def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags: Flags) -> DFlashConfig:
+    """Check the four against each other and make the config.
 
     Args:
         arguments: which `check_arguments` has accepted.
@@ -75,9 +108,20 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> DFl
     draft_window = _window(arguments, draft, block_size)
     _check_sessions(arguments, draft_window)
     _check_rings(arguments, draft_window)
+    no_copies = why_no_copies(flags.copy, arguments.disaggregation)
+    verifies = arguments.disaggregation != "prefill"
+    whole_blocks = why_whole_blocks(arguments, target) if verifies else ""
+    widths = candidates(flags, block_size, no_copies, whole_blocks)
     return DFlashConfig(
         draft=draft,
+        target=target,
+        flags=flags,
         block_size=block_size,
+        widths=widths if verifies else (),
+        copy=Copy.OFF if no_copies else flags.copy,
+        gdn_state=_gdn_state(target, flags) if verifies else None,
+        attention_dp=arguments.attention_dp,
+        slots_are_ours=arguments.disaggregation == "null" and not arguments.host_cache,
         draft_quantization=None if arguments.draft_quantization == "unquant" else arguments.draft_quantization,
         dtype=_dtype(arguments, target, draft),
         draft_window=draft_window,
@@ -99,7 +143,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> DFl
 # -- what the flags ask for ----------------------------------------------------------------------------------------
 
 
-def check_arguments(arguments: Arguments) -> None:
+def check_arguments(arguments: Arguments, flags: Flags) -> None:
     """Refuse flags that have no exact meaning for a DFlash chain, where SGLang would warn or say nothing.
 
     Raises:
@@ -129,16 +173,17 @@ def check_arguments(arguments: Arguments) -> None:
     for name in arguments.unsupported:
         raise NotSupported(f"{flag(name)} is not supported with DFLASH ({UNSUPPORTED[name]}); drop the flag")
     _check_parallel(arguments)
-    _check_head(arguments)
+    if flags.fp8_head:
+        _check_fp8_head(arguments)
 
 
-def _check_head(arguments: Arguments) -> None:
-    if arguments.fp8_head and arguments.device not in FP8_DEVICES:
+def _check_fp8_head(arguments: Arguments) -> None:
+    if arguments.device not in FP8_DEVICES:
         raise NotSupported(
             f"SGLANG_DFLASH_DRAFT_HEAD=fp8 needs an NVIDIA GPU of compute capability 8.9 or more, found "
             f"{arguments.device}; set it to full"
         )
-    if arguments.fp8_head and arguments.load_format == "flash_rl":
+    if arguments.load_format == "flash_rl":
         raise NotSupported(
             "SGLANG_DFLASH_DRAFT_HEAD=fp8 with --load-format flash_rl is not supported (the copy of the head would not "
             "follow updates of the target); set it to full"
@@ -174,6 +219,28 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the draft's rings would get "
             "the target's number of slots); set it to 0, or drop --speculative-draft-window-size if the draft has none"
         )
+
+
+# -- what the target says ------------------------------------------------------------------------------------------
+
+
+def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
+    """Return why a step verifies the whole block and nothing else; empty if other widths are possible.
+
+    Of recurrent targets only those with Gated DeltaNet verify other widths: SGLang's verify of Mamba2 places a
+    request's states by the number of tokens verified, its commit by that of the pool.
+    """
+    if arguments.attention_dp:
+        return "ranks of attention data parallelism have requests of their own and one width"
+    if target.recurrent and not target.gated_delta_net:
+        return "SGLang finds the recurrent states of this target by the size of the block"
+    return ""
+
+
+def _gdn_state(target: TargetFacts, flags: Flags) -> GdnState | None:
+    if not target.recurrent:
+        return None
+    return flags.gdn_state if target.gated_delta_net else GdnState.SNAPSHOT
 
 
 # -- what the draft says -------------------------------------------------------------------------------------------
@@ -223,13 +290,10 @@ def _check_heads(arguments: Arguments, draft: Checkpoint) -> None:
 
 def _dtype(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> str:
     """The draft reads the target's features and embeddings as they are, so both run in one dtype."""
-    dtype = draft.dtype if arguments.dtype == "auto" else _long_name(arguments.dtype)
+    long_names = {"auto": draft.dtype, "half": "float16", "float": "float32"}
+    dtype = long_names.get(arguments.dtype, arguments.dtype)
     if dtype != target.dtype:
         raise NotSupported(
             f"{draft.path}: the draft is {dtype} and the target runs in {target.dtype}; give --dtype {dtype}"
         )
     return dtype
-
-
-def _long_name(dtype: str) -> str:
-    return {"half": "float16", "float": "float32"}.get(dtype, dtype)

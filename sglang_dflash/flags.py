@@ -1,14 +1,16 @@
 """Environment flags: every variable the plugin reads, typed, in one table.
 
-`read` turns an environment into `Flags` and refuses unknown values and unknown `SGLANG_DFLASH_*` names. What a flag
-does is decided where it is used; this module knows neither SGLang nor the worker.
+`read` turns an environment into `Flags` and refuses unknown values and unknown `SGLANG_DFLASH_*` names; `current` has
+those of this process. What a flag does is decided where it is used; this module knows neither SGLang nor the worker.
 """
 
+import os
 import re
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -214,6 +216,16 @@ def read(environ: Mapping[str, str]) -> Flags:
         probe=raw["SGLANG_DFLASH_PROBE"] == "1",
         overlap=_on(raw["SGLANG_ENABLE_SPEC_V2"]) and _on(raw["SGLANG_ENABLE_DFLASH_SPEC_V2"]),
     )
+
+
+@cache
+def current() -> Flags:
+    """Return the flags of this process, whose environment is read once.
+
+    Raises:
+        ValueError: as `read`, at every call.
+    """
+    return read(os.environ)
 
 
 def table() -> str:

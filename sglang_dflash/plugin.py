@@ -11,18 +11,18 @@ import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash import flags
 from sglang_dflash.errors import HostMismatch
-from sglang_dflash.flags import Worker
+from sglang_dflash.flags import Copy, Worker
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.arguments import asks_for_dflash
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
 if TYPE_CHECKING:
     from sglang_dflash.config import DFlashConfig
-    from sglang_dflash.host.arguments import TargetFacts
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ def register() -> None:
     register_choices()
 
 
-def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> type:
-    """AROUND `SpeculativeAlgorithm.create_worker`: our worker for DFLASH, SGLang's for everything else."""
-    if not algorithm.is_dflash() or flags.read(os.environ).worker is Worker.STOCK:
+def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> Callable[..., Any]:
+    """AROUND `SpeculativeAlgorithm.create_worker`: this plugin's worker for DFLASH, SGLang's for everything else."""
+    if not algorithm.is_dflash() or flags.current().worker is Worker.STOCK:
         return stock(algorithm, server_args)
     host.require()
     from sglang.srt.models.registry import ModelRegistry
@@ -59,23 +59,21 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     from sglang_dflash.config import DFlashConfig
     from sglang_dflash.draft.sglang_model import DFlashDraftModel
     from sglang_dflash.draft.variants import ARCHITECTURES
-    from sglang_dflash.host.arguments import target_of
     from sglang_dflash.worker import DFlashWorker
 
     config = DFlashConfig.from_server_args(server_args)
     ModelRegistry.models.update(dict.fromkeys(ARCHITECTURES, DFlashDraftModel))
-    hook_scheduler(config, target_of(server_args))
-    if flags.read(os.environ).probe:
+    hook_scheduler(config)
+    if config.flags.probe:
         from sglang_dflash.prove.probe import ProbedWorker
 
-        return ProbedWorker
-    return DFlashWorker
+        return partial(ProbedWorker, config)
+    return partial(DFlashWorker, config)
 
 
-def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
-    """What only a scheduler that serves DFLASH needs; it has these modules loaded anyway."""
+def hook_scheduler(config: "DFlashConfig") -> None:
+    """Set the hooks that only a scheduler needs that serves DFLASH; it has these modules loaded anyway."""
     from sglang.srt.plugins.hook_registry import HookType
-    from sglang.srt.runtime_context import get_disagg
 
     from sglang_dflash.draft.weight_update import own_checkpoint_only
     from sglang_dflash.host.draft_input import after_transfer, row_headroom
@@ -88,10 +86,8 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
         update_finish_state,
     )
     from sglang_dflash.host.target_models import complete
-    from sglang_dflash.memory.draft_kv import draft_kv
     from sglang_dflash.memory.records import count_records
-    from sglang_dflash.memory.texts import beside_texts, why_none_are_kept
-    from sglang_dflash.width.chooser import candidates, widest
+    from sglang_dflash.memory.texts import beside_texts
 
     hooks: host.Hooks = {
         HOOKS["validate_request"]: (admit, HookType.AROUND),
@@ -105,20 +101,18 @@ def hook_scheduler(config: "DFlashConfig", target: "TargetFacts") -> None:
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),
     }
-    if target.recurrent:
+    recurrent = config.target.recurrent
+    if recurrent:
         hooks |= {
             HOOKS["session_memory"]: (keep_no_memory, HookType.AROUND),
             HOOKS["turn_end"]: (end_turn, HookType.AROUND),
         }
-    if target.recurrent and get_disagg().disaggregation_mode == "decode":
+    if recurrent and config.disaggregation == "decode":
         hooks[HOOKS["update_running"]] = outcomes_first, HookType.AROUND
-    ours = flags.read(os.environ)
-    no_copies = why_none_are_kept(ours.copy, config.disaggregation)
-    kv = draft_kv(config.draft_window, widest(config.block_size, candidates(ours, config.block_size, no_copies)))
-    host.set_hooks(hooks | {HOOKS[name]: hook for name, hook in kv.hooks(recurrent=target.recurrent).items()})
-    if not no_copies:
+    host.set_hooks(hooks | {HOOKS[name]: hook for name, hook in config.draft_kv.hooks(recurrent=recurrent).items()})
+    if config.copy is not Copy.OFF:
         host.set_hooks({HOOKS["kv_bytes"]: (beside_texts, HookType.AROUND)})
-    complete(target.architecture)
+    complete(config.target.architecture)
 
 
 def add_dflash(result: Any, controller: Any, *_: object) -> Any:
@@ -147,7 +141,7 @@ def add_old_flags(result: None, parser: ArgumentParser) -> None:
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
     """At the first step of argument resolution: what environment flags say about arguments."""
-    if asks_for_dflash(server_args) and not flags.read(os.environ).overlap:
+    if asks_for_dflash(server_args) and not flags.current().overlap:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
         declare_resolution(server_args, "sglang_dflash.flags", disable_overlap_schedule=True)
@@ -156,7 +150,7 @@ def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Around the step that resolves speculative arguments: refuse what cannot be served, before weights load."""
-    if flags.read(os.environ).worker is Worker.STOCK:
+    if flags.current().worker is Worker.STOCK:
         previous(server_args)
         return
     if asks_for_dflash(server_args):
@@ -180,14 +174,9 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     from sglang_dflash.config import DFlashConfig
-    from sglang_dflash.memory.texts import check_copy, why_none_are_kept
-    from sglang_dflash.width.chooser import candidates, widest
 
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
-    ours = flags.read(os.environ)
-    check_copy(ours.copy, config.disaggregation)
-    widths = candidates(ours, config.block_size, why_none_are_kept(ours.copy, config.disaggregation))
     # Written out, so that SGLang's own resolution finds them decided and does not fall back to others.
     declare_resolution(
         server_args,
@@ -198,12 +187,12 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     )
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)
-    if (most := widest(config.block_size, widths)) > config.block_size:
+    if config.widest > config.block_size:
         # SGLang reserves and captures for as many tokens as are verified; what is drafted stays in the other one.
         declare_resolution(
             server_args,
             "sglang_dflash.width",
-            speculative_num_draft_tokens=most,
+            speculative_num_draft_tokens=config.widest,
             speculative_dflash_block_size=config.block_size,
         )
 

@@ -3,29 +3,29 @@
     width      how much of the block to verify   width/chooser.py
     plan       where the block goes              stages/planner.py
     draft      guess the block                   stages/drafter.py, draft/sglang_model.py
-    copy       go on as the text did before      stages/copier.py
+    copy       continue by n-gram copies         stages/copier.py
     verify     the target scores it              stages/verifier.py
     choose     the target's own tokens           stages/choice.py
     accept     the agreed prefix, one more       kernels/accept.py
+    count      tokens, for penalties             stages/choice.py
     commit     recurrent state                   stages/state.py
     publish    the scheduler may go on
     append     context K/V of kept rows          stages/context_kv.py
 
-Every variant (window or not, hybrid or not, ...) is decided when the server starts, as a class.
+Every variant (window or not, hybrid or not, ...) is decided when the server starts, as a class. `config.py` decides
+what it can before weights load.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -43,24 +43,27 @@ from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
 from sglang.srt.speculative.spec_utils import SIMULATE_ACC_LEN
 from sglang_dflash_kernels.accept import Accepted
 
-from sglang_dflash import __version__, flags
+from sglang_dflash import __version__
 from sglang_dflash.config import DFlashConfig
 from sglang_dflash.draft.target_ends import target_ends
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import GdnState
 from sglang_dflash.host import contract
 from sglang_dflash.host.draft_input import DraftInput
 from sglang_dflash.host.names import SECTIONS
-from sglang_dflash.memory.draft_kv import draft_kv, fit_page_tables
+from sglang_dflash.host.results import idle_result, result_of
+from sglang_dflash.memory.draft_kv import fit_page_tables
 from sglang_dflash.memory.records import use_records
 from sglang_dflash.metrics.trace import traced
 from sglang_dflash.stages import ranks
-from sglang_dflash.stages.build import build_stages, widths_of
-from sglang_dflash.stages.dry_run import DryRun, own_states
+from sglang_dflash.stages.build import build_stages
+from sglang_dflash.stages.dry_run import DryRun
 from sglang_dflash.stages.greedy import verified_logits
 from sglang_dflash.stages.outputs import hidden_states_of_prompts, keep_hidden_states, sampling_masks_by_block
-from sglang_dflash.stages.state import folds, make_state
+from sglang_dflash.stages.stages import Stages
+from sglang_dflash.stages.state import State, make_state
 from sglang_dflash.step import Plan, Target
-from sglang_dflash.width.chooser import Chooser, make_policy, widest
+from sglang_dflash.width.chooser import Chooser
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,16 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class DFlashWorker(BaseSpecWorker):
-    def __init__(self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker) -> None:
+    """What serves DFLASH on one rank. Its parts are made in the order in which SGLang makes theirs."""
+
+    state: State  # of the widest; by `init_attention_backends`
+    stages: Stages  # by `prewarm_sampling`, and so are the widths
+    width: Chooser
+
+    def __init__(
+        self, config: DFlashConfig, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
+    ) -> None:
+        """Load the draft. The target is loaded; neither has memory pools yet."""
         super().__init__()
         if SIMULATE_ACC_LEN > 0:
             raise NotSupported(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: acceptance is never simulated; unset it")
@@ -77,14 +89,10 @@ class DFlashWorker(BaseSpecWorker):
         self.device = target_worker.device
         if self.target_runner.lora_manager is not None:
             contract.check(SECTIONS["lora"])
-        self.config = DFlashConfig.from_server_args(server_args)
-        self.flags = flags.read(os.environ)
-        self.widths = widths_of(self.flags, self.target_runner, self.config.block_size)
-        self.widest = widest(self.config.block_size, self.widths)
-        self.draft_kv = draft_kv(self.config.draft_window, self.widest)
-        ends = target_ends(self.target_runner.model, fp8_head=self.flags.fp8_head)
-        self.logits = verified_logits(self.target_runner, ends)
-        self.making_draft = partial(ranks.making_draft, self.target_runner, self.config.block_size)
+        self.config = config
+        self.ranks = ranks.Groups() if config.attention_dp else ranks.OneGroup()
+        ends = target_ends(self.target_runner.model, fp8_head=config.flags.fp8_head)
+        self.logits = verified_logits(self.target_runner, ends, self.ranks)
         with self.making_draft():
             self._draft_worker = build_draft_tp_worker(
                 server_args=server_args,
@@ -92,16 +100,25 @@ class DFlashWorker(BaseSpecWorker):
                 nccl_port=nccl_port,
                 target_model_config=self.target_runner.model_config,
                 algo_label="DFLASH",
-                attention_backend_override=self.config.draft_attention_backend,
+                attention_backend_override=config.draft_attention_backend,
             ).draft_worker
         self.draft_runner = self._draft_worker.model_runner
-        if folds(self.target_runner.model_config, self.flags.gdn_state):
+        if config.gdn_state is GdnState.FOLD:
             use_records()
         keep_hidden_states(self.target_runner.model)
         # What is verified may end so far past the longest prefix: one in flight, one being planned.
-        self.draft_runner.model.attach(ends, max_position=self.target_runner.model_config.context_len + 2 * self.widest)
+        max_position = self.target_runner.model_config.context_len + 2 * config.widest
+        self.draft_runner.model.attach(ends, max_position=max_position)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
+
+    def making_draft(self) -> AbstractContextManager[None]:
+        """Return the context in which SGLang makes what runs the draft."""
+        return self.ranks.making_draft(self.target_runner, self.config.block_size)
+
+    def state_for(self, width: int) -> State:
+        """Make what advances the target's recurrent states after blocks of `width` tokens."""
+        return make_state(self._target_worker, self.config.gdn_state, width)
 
     def alloc_memory_pool(
         self,
@@ -110,7 +127,7 @@ class DFlashWorker(BaseSpecWorker):
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
     ) -> None:
         """The draft's KV pool has the target's slots. With a window it has rings, and a request table of its own."""
-        pool, table = self.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
+        pool, table = self.config.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
         with self.making_draft():
             self._draft_worker.alloc_memory_pool(
                 memory_pool_config=pool,
@@ -119,21 +136,24 @@ class DFlashWorker(BaseSpecWorker):
             )
 
     def init_hicache_draft_plan(self) -> None:
-        """With a hierarchical cache the draft's K/V go to the host and back with the target's. Rings do not: their
-        slots are none of the target's, and nothing of a prefix is found in one anyway."""
+        """With a hierarchical cache the draft's K/V go to the host and back with the target's.
+
+        Ring buffers stay: their slots are not the target's, and hold no reusable prefix.
+        """
         super().init_hicache_draft_plan()
         if self.config.draft_window is not None:
             self._hicache_draft_plan = HiCacheDraftPlan()
 
     def init_attention_backends(self) -> None:
+        """Make the draft's attention backends, and attach the recurrent state to the target's."""
         fit_page_tables(self.draft_runner)
         with self.making_draft():
             super().init_attention_backends()
-        self.state_for = partial(make_state, self._target_worker, self.flags.gdn_state)
-        self.state = self.state_for(self.widest)
+        self.state = self.state_for(self.config.widest)
         self.state.attach(self.target_runner.attn_backend)
 
     def init_cuda_graphs(self) -> None:
+        """Capture the draft's graphs, where SGLang captures the target's."""
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         possible = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
         with self.making_draft():
@@ -141,8 +161,10 @@ class DFlashWorker(BaseSpecWorker):
 
     @torch.no_grad()
     def prewarm_sampling(self) -> SamplingPrewarmResult:
-        """All that a step needs, and a dry run of steps. SGLang's last call before it serves, on the stream that
-        steps run on: PyTorch keeps freed memory for the stream that had it."""
+        """Make the stages and run steps dry. SGLang's last call before it serves.
+
+        It runs on the stream of the steps, because PyTorch keeps freed memory for the stream that had it.
+        """
         wait = torch.get_device_module(self.target_runner.device).synchronize
         wait()  # for what was begun on another stream
         self._init_stages()
@@ -150,31 +172,27 @@ class DFlashWorker(BaseSpecWorker):
         return self.target_runner.sampling_prewarm_result
 
     def _init_stages(self) -> None:
-        """Pools and backends exist now, and SGLang's own graphs."""
+        """Make all that a step needs: pools and backends exist now, and SGLang's own graphs."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
-        on_host = target.device == "cpu" and not self.flags.rehearse.gpu  # what is rehearsed is a GPU
+        on_host = target.device == "cpu" and not config.flags.rehearse.gpu  # the emulation counts as a GPU
         if on_host:  # a step's inputs are new tensors and no graph reads them: no need to copy them
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
         self.stages = build_stages(
             self._target_worker,
             draft,
-            self.draft_kv.slots(target, draft),
+            config.draft_kv.slots(target, draft),
             (self.state, self.state_for),
             logits=self.logits,
-            widths=self.widths,
-            copy=self.flags.copy,
+            ranks=self.ranks,
+            widths=config.widths,
+            copy=config.copy,
             block_size=config.block_size,
             mask_token_id=config.draft.mask_token_id,
+            slots_are_ours=config.slots_are_ours,
             on_host=on_host,
         )
-        dry_run = DryRun(self.stages, on_host=on_host)
-        n_requests, widths = target.max_running_requests, sorted(self.stages.verifier.engines)
-        with own_states(target.req_to_token_pool, n_requests):
-            dry_run.warm_up(widths, n_requests)
-            agree, kind = ranks.from_first_of_ours(), self.flags.width_policy
-            policy = make_policy(kind, widths, n_requests=n_requests, seconds=dry_run.seconds, agree=agree)
-        dry_run.end()
-        self.calls, trace = traced(self.stages, self.flags.width_trace)
+        policy = DryRun(self.stages, on_host=on_host).run(config.flags.width_policy)
+        self.stages, trace = traced(self.stages, config.flags.width_trace)
         self.width = Chooser(policy, trace)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 
@@ -182,13 +200,15 @@ class DFlashWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
+        """Return the attention backends whose need for lengths on the host the scheduler meets."""
         return self.target_runner.attn_backend, self.draft_runner.attn_backend
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
+        """Return the runners whose weights SGLang updates besides the target's."""
         return [("draft", self.draft_runner)]
 
     def clear_cache_pool(self) -> None:
-        """Nothing is cached any more: the slots of rows that are to be written later will be others'."""
+        """Drop the rows that were to be written later: their slots pass to other requests."""
         self.stages.context_kv.late.forget()
 
     def forward_batch_generation(
@@ -198,6 +218,7 @@ class DFlashWorker(BaseSpecWorker):
         grammar_barrier: Callable[[], None] | None = None,
         pp_proxy_tensors: None = None,  # no pipeline parallelism
     ) -> GenerationBatchResult:
+        """Run one step of a batch."""
         publish = on_publish or not_published
         if batch.forward_mode.is_idle():
             return self.idle(batch, publish)
@@ -206,18 +227,18 @@ class DFlashWorker(BaseSpecWorker):
         return self.decode(batch, publish, grammar_barrier)
 
     def describe(self) -> dict[str, Any]:
-        """For `GET /server_info`."""
+        """Return this worker's part of `GET /server_info`."""
         return {
             "version": __version__,
             "block_size": self.config.block_size,
-            "widest": self.widest,
+            "widest": self.config.widest,
             "draft_kv_bytes": int(sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes())),  # numpy's, for JSON
             "width": self.width.describe(),
             "copies": self.stages.copier.totals(),
         }
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        """Called for every decode step, in order, when its outcome has reached the host."""
+        """Learn a decode step's outcome. SGLang calls it for every step, in order, once the counts are on the host."""
         self.width.observe(num_correct_drafts_per_req, time.perf_counter())
 
     # -- the three kinds of step ----------------------------------------------------------------------------------
@@ -243,58 +264,37 @@ class DFlashWorker(BaseSpecWorker):
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
         """One DFlash step. Nothing in it waits for the device."""
-        calls, rids = self.calls, [req.rid for req in batch.reqs]
+        stages, rids = self.stages, [req.rid for req in batch.reqs]
         width = self.width.decide(rids)
-        plan = calls.plan(batch, width)
-        self.stages.context_kv.before_draft(plan)
-        tokens_BN = calls.copy(plan, calls.draft(plan, graphs=batch.can_run_decode_cuda_graph))
-        target = calls.verify(batch, plan, tokens_BN)
-        target_BN = calls.choose(batch, plan, tokens_BN, target, grammar_barrier)
-        accepted = calls.accept(tokens_BN, target_BN, plan.prefix_len_B)
-        self.stages.choice.remember(batch, accepted)
-        calls.weigh(accepted)
-        calls.commit(batch, plan, accepted.n_committed_B)
+        plan = stages.planner.plan(batch, width)
+        stages.context_kv.before_draft(plan)
+        drafts_BN = stages.drafter.draft(plan, graphs=batch.can_run_decode_cuda_graph)
+        copied = stages.copier.copy(plan, drafts_BN)
+        target = stages.verifier.verify(batch, plan, copied.tokens_BN)
+        target_BN = stages.choice.choose(batch, plan, copied.tokens_BN, target, grammar_barrier)
+        accepted = stages.accept(copied.tokens_BN, target_BN, plan.prefix_len_B)
+        stages.choice.count_tokens(batch, accepted)
+        stages.copier.weigh(copied, accepted)
+        stages.verifier.commit(batch, plan, accepted.n_committed_B)
         publish(accepted.next_prefix_len_B)
-        calls.append(rids, plan, target.features_TC, accepted.n_committed_B)
+        stages.context_kv.append(rids, plan, target.features_TC, accepted.n_committed_B)
         return self.step_result(batch, plan, target, accepted)
 
     def idle(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        """A step without requests."""
+        """Run a step without requests, beside ranks that have some."""
         self.stages.verifier.keep_up(batch)
         state = DraftInput.idle(self.device)
         publish(state.new_seq_lens)
-        return GenerationBatchResult(
-            next_token_ids=state.bonus_tokens,
-            accept_lens=state.bonus_tokens.int(),
-            next_draft_input=state,
-            speculative_num_draft_tokens=self.config.block_size,
-            new_seq_lens=state.new_seq_lens,
-        )
+        return idle_result(state, self.config.block_size)
 
     def step_result(
         self, batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accepted
     ) -> GenerationBatchResult:
-        """The step in the scheduler's words: its `accept_lens` counts the bonus."""
-        tokens_T = accepted.committed_BN.view(-1)
-        if batch.return_logprob:
-            compute_spec_logprobs(batch, target.output, tokens_T, chain_stride=plan.width)
+        """Return the step as the scheduler expects it."""
+        result = result_of(batch, plan, target, accepted)
         sampling_masks_by_block(batch, target.output, accepted.n_committed_B, plan.width)
-        return GenerationBatchResult(
-            logits_output=target.output,
-            next_token_ids=tokens_T,
-            accept_lens=accepted.n_committed_B,
-            cap_lens=torch.full((plan.n_requests,), plan.width),  # of each block, for the request's own counts
-            can_run_cuda_graph=target.run.can_run_graph,
-            expert_distribution_metrics=target.run.expert_distribution_metrics,
-            routed_experts_output=target.run.routed_experts_output,
-            indexer_topk_output=target.run.indexer_topk_output,
-            speculative_num_draft_tokens=plan.width,
-            new_seq_lens=accepted.next_prefix_len_B,
-            next_draft_input=DraftInput(bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B),
-            # Read by the copy to the host, on another stream, while later steps run on this one.
-            extra_keep_alive_refs=[accepted],
-        )
+        return result
 
 
 def not_published(next_prefix_len_B: torch.Tensor) -> None:
-    """Without the overlap schedule the scheduler reads the lengths off the result."""
+    """Do nothing: without the overlap schedule the scheduler reads the lengths off the result."""

@@ -6,7 +6,6 @@ SGLang prints while it is imported stands before it and on stderr, which is why 
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -39,7 +38,7 @@ def live() -> str:
     except SystemExit as end:  # the plugin's own way of stopping a launch
         raise RuntimeError(str(end)) from None
     host.require_live()
-    if flags.read(os.environ).worker is Worker.STOCK:
+    if flags.current().worker is Worker.STOCK:
         return "SGLANG_DFLASH_WORKER=stock: SGLang's built-in worker serves DFLASH"
     return "our worker serves DFLASH"
 
@@ -64,10 +63,11 @@ def launch(argv: Sequence[str]) -> str:
     server_args.resolve_once()
     if not asks_for_dflash(server_args):
         raise ValueError("these flags do not ask for DFLASH; add --speculative-algorithm DFLASH")
-    if flags.read(os.environ).worker is Worker.STOCK:
+    if flags.current().worker is Worker.STOCK:
         return "left to SGLang's built-in worker"
     config = DFlashConfig.from_server_args(server_args)
-    return ", ".join(f"{name}={value}" for name, value in vars(config).items())
+    shown = (field.name for field in dataclasses.fields(config) if field.repr)
+    return ", ".join(f"{name}={vars(config)[name]}" for name in shown)
 
 
 if __name__ == "__main__":

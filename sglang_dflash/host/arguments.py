@@ -4,7 +4,6 @@ Two plain records, so that `config.py` and its tests need no engine.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -46,6 +45,7 @@ class TargetFacts:
     n_layers: int
     dtype: str
     recurrent: bool  # some layers keep a state instead of K and V
+    gated_delta_net: bool = False  # these are Gated DeltaNet's
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Arguments:
     sized_after_capture: bool  # an environment variable of SGLang's
     streaming_session: bool
     page_size: int | None
-    fp8_head: bool = False  # an environment variable of the plugin's
     load_format: str = "auto"
+    host_cache: bool = False  # `--enable-hierarchical-cache`
 
     def require_draft_path(self) -> str:
         """Raises ValueError when there is no draft."""
@@ -122,8 +122,8 @@ def arguments_of(server_args: Any) -> Arguments:
         sized_after_capture=envs.SGLANG_ENABLE_POST_CAPTURE_KV_SIZING.get(),
         streaming_session=args.enable_streaming_session,
         page_size=args.page_size,
-        fp8_head=flags.read(os.environ).fp8_head,
         load_format=args.load_format,
+        host_cache=args.enable_hierarchical_cache,
     )
 
 
@@ -144,7 +144,7 @@ def least_given(*values: int | None) -> int | None:
 def target_of(server_args: Any) -> TargetFacts:
     """The target's config as SGLang loads it; SGLang keeps it once built."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
     model_config = model_config_of(server_args)
     text = model_config.hf_text_config
@@ -156,6 +156,7 @@ def target_of(server_args: Any) -> TargetFacts:
         n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets number every pass
         dtype=str(model_config.dtype).removeprefix("torch."),
         recurrent=mambaish_config(model_config) is not None,
+        gated_delta_net=hybrid_gdn_config(model_config) is not None,
     )
 
 
@@ -167,7 +168,7 @@ def device_of(device: str | None) -> str:
     if device is None:
         return "undecided"  # until SGLang resolves its arguments
     if not device.startswith("cuda"):
-        return flags.read(os.environ).rehearse.gpu or device
+        return flags.current().rehearse.gpu or device
     import torch
 
     if not torch.version.cuda:

@@ -6,7 +6,6 @@ the same table with SGLang's source, without importing it.
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +79,7 @@ def require_live() -> None:
     Raises:
         HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
     """
-    if flags.read(os.environ).worker is not Worker.STOCK:
+    if flags.current().worker is not Worker.STOCK:
         require_hooks(HOOKS["create_worker"], HOOKS["add_cli_args"])
 
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_disagg, get_exec, get_schedule
+from sglang.srt.runtime_context import get_exec, get_schedule
 
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.memory.sizes import ring_slots
@@ -46,12 +46,22 @@ class DraftKV(Protocol):
         """For metrics."""
 
 
-def draft_kv(window: int | None, widest: int) -> DraftKV:
-    """`widest`: tokens of a request that a step writes at most."""
-    return Shared() if window is None else Rings(window, widest)
+def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
+    """Return the kind of memory that the draft's context K/V get.
+
+    Args:
+        window: context tokens that the draft keeps; None: all.
+        widest: the most tokens of a request that a step writes.
+        disaggregation: `--disaggregation-mode`.
+    """
+    return Shared(offloads=disaggregation == "decode") if window is None else Rings(window, widest)
 
 
 class Shared:
+    def __init__(self, *, offloads: bool) -> None:
+        """`offloads`: SGLang copies the K/V of retracted requests to the host, as a decode server does."""
+        self.offloads = offloads
+
     def hooks(self, *, recurrent: bool) -> Hooks:
         return {}
 
@@ -59,7 +69,7 @@ class Shared:
         return target, requests
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> SharedSlots:
-        if get_disagg().disaggregation_mode == "decode":
+        if self.offloads:
             copy_along(target.token_to_kv_pool_allocator, draft.token_to_kv_pool)
         return SharedSlots()
 

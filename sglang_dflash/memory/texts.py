@@ -1,4 +1,4 @@
-"""The texts that copies are taken from: which servers keep them, and how many bytes they take."""
+"""The token history that n-gram copies are taken from: which servers keep it, and how many bytes it takes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from sglang_dflash.memory.sizes import text_bytes
 logger = logging.getLogger(__name__)
 
 
-def why_no_copies(disaggregation: str) -> str:
-    """Why a server of that `--disaggregation-mode` cannot copy; empty: it can."""
-    if disaggregation == "decode":
-        return "another server reads the prompts, and their text does not come along"
-    if disaggregation == "prefill":
-        return "it reads prompts and decodes nothing"
-    return ""
+WITHOUT_TEXTS = {  # by `--disaggregation-mode`
+    "decode": "another server reads the prompts, and their text does not come along",
+    "prefill": "it reads prompts and decodes nothing",
+}
 
 
-def check_copy(copy: Copy, disaggregation: str) -> None:
-    """Raises NotSupported: copies are asked for, and cannot be."""
-    if copy in (Copy.ON, Copy.RANDOM) and (reason := why_no_copies(disaggregation)):
+def why_no_copies(copy: Copy, disaggregation: str) -> str:
+    """Return why a server keeps no token history to copy from; empty if it keeps one.
+
+    Args:
+        copy: SGLANG_DFLASH_COPY.
+        disaggregation: `--disaggregation-mode`.
+    Raises:
+        NotSupported: copies are required where they are impossible.
+    """
+    if copy is Copy.OFF:
+        return f"SGLANG_DFLASH_COPY={copy}"
+    reason = WITHOUT_TEXTS.get(disaggregation, "")
+    if reason and copy is not Copy.AUTO:
         raise NotSupported(f"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off")
-
-
-def why_none_are_kept(copy: Copy, disaggregation: str) -> str:
-    """Empty: texts are kept, and copied from."""
-    return f"SGLANG_DFLASH_COPY={copy}" if copy is Copy.OFF else why_no_copies(disaggregation)
+    return reason
 
 
 def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:

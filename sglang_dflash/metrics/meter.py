@@ -126,10 +126,10 @@ class Meter:
         """Of the scheduler whose `SchedulerMetricsReporter` that is; our worker serves it."""
         scheduler = reporter.scheduler
         worker = scheduler.draft_worker
-        worker.calls, times = time_stages(worker.calls, worker.device)
+        worker.stages, times = time_stages(worker.stages, worker.device)
         slots, copier = worker.stages.context_kv.slots, worker.stages.copier
         rows = scheduler.req_to_token_pool
-        pools = {name: Pool(*gauge) for name, gauge in worker.draft_kv.gauges(rows).items()}
+        pools = {name: Pool(*gauge) for name, gauge in worker.config.draft_kv.gauges(rows).items()}
         if scheduler.is_hybrid_ssm:
             # Asked for later: the scheduler makes its observer after this.
             pools["states"] = Pool(
@@ -138,7 +138,7 @@ class Meter:
         return cls(
             Exports(
                 reporter.metrics_collector,
-                widest=worker.widest,
+                widest=worker.config.widest,
                 widths=sorted(worker.stages.verifier.engines),
             ),
             times,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from sglang_dflash.stages.calls import Calls
+from sglang_dflash.stages.stages import Stages, with_methods
 
 SAMPLE_EVERY = 32  # steps
 # In this order; planning and accepting take next to nothing.
@@ -91,8 +91,26 @@ class StageTimes:
             yield stage, seconds
 
 
-def time_stages(calls: Calls, device: str) -> tuple[Calls, StageTimes]:
-    """The calls of a step, measured from now on, and what was measured."""
+class Timer(Protocol):
+    def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
+        """Return `run`, measured as `stage`."""
+
+
+def measured(stages: Stages, times: Timer) -> Stages:
+    """Return `stages` with the methods of `STAGES` measured by `times`."""
+    timed, copier, verifier = times.timed, stages.copier, stages.verifier
+    return stages._replace(
+        drafter=with_methods(stages.drafter, draft=timed("draft", stages.drafter.draft)),
+        copier=with_methods(copier, copy=timed("copy", copier.copy), weigh=timed("weigh", copier.weigh)),
+        verifier=with_methods(
+            verifier, verify=timed("verify", verifier.verify), commit=timed("commit", verifier.commit)
+        ),
+        choice=with_methods(stages.choice, choose=timed("choose", stages.choice.choose)),
+        context_kv=with_methods(stages.context_kv, append=timed("append", stages.context_kv.append)),
+    )
+
+
+def time_stages(stages: Stages, device: str) -> tuple[Stages, StageTimes]:
+    """Return the stages, measured from now on, and what their times are read from."""
     times = StageTimes(HostClock() if device == "cpu" else DeviceClock(device))
-    timed = {stage: times.timed(stage, call) for stage, call in calls._asdict().items() if stage in STAGES}
-    return calls._replace(**timed), times
+    return measured(stages, times), times

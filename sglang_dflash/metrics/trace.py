@@ -1,4 +1,4 @@
-"""Every step in a file, for who wants to know of each (`SGLANG_DFLASH_WIDTH_TRACE`)."""
+"""Write one JSON line per decode step (`SGLANG_DFLASH_WIDTH_TRACE`)."""
 
 from __future__ import annotations
 
@@ -10,42 +10,46 @@ from pathlib import Path
 
 import torch
 
-from sglang_dflash.stages.calls import Calls, Stages
-from sglang_dflash.stages.copier import Copier, TextCopies
+from sglang_dflash.stages.copier import CopyStep, TextCopies
+from sglang_dflash.stages.stages import Stages, with_methods
 from sglang_dflash.step import Plan
 from sglang_dflash.width.chooser import Trace as Outcome
 
 
-def traced(stages: Stages, folder: Path | None) -> tuple[Calls, Outcome | None]:
-    """What a step calls, and what is told of every outcome: nothing without a folder."""
+def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]:
+    """Return the stages and what writes down every step's outcome. Without a folder nothing is traced."""
     if folder is None:
-        return stages.calls(), None
-    trace = Trace(folder, stages.copier)
-    calls = stages.calls()
-    return calls._replace(copy=trace.copy) if trace.copier else calls, trace.add
+        return stages, None
+    copier = stages.copier if isinstance(stages.copier, TextCopies) else None
+    trace = Trace(folder, copier)
+    if copier is not None:
+        stages = stages._replace(copier=with_methods(copier, copy=trace.copy))
+    return stages, trace.add
 
 
 class Trace:
-    """Every step's outcome, a line of JSON each, in a file of this process's own: ranks do not share one.
+    """Writes every step's outcome, a line of JSON each, into a file of this process: ranks do not share one.
 
     Invariant, where copies are made: `places` has the steps without an outcome, oldest first.
     """
 
-    def __init__(self, folder: Path, copier: Copier) -> None:
+    def __init__(self, folder: Path, copier: TextCopies | None) -> None:
+        """`copier`: None where nothing is copied."""
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
-        self.copier = copier if isinstance(copier, TextCopies) else None
+        self.copier = copier
         self.places = deque[torch.Tensor]()
 
-    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
-        """The copier's, whose places go to the host before the step's outcome does."""
+    def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
+        """Copy, and send the places where copies begin to the host ahead of the step's outcome."""
         assert self.copier is not None
-        copied_BN = self.copier.copy(plan, tokens_BN)
-        self.places.append(self.copier.place_B.to("cpu", non_blocking=True))
-        return copied_BN
+        step = self.copier.copy(plan, drafts_BN)
+        assert step.made is not None
+        self.places.append(step.made[0].place_B.to("cpu", non_blocking=True))
+        return step
 
     def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """`copied` are those of the accepted drafts that were copied; they are a step's last ones."""
+        """Write a step. `copied` counts the accepted drafts that were copied; they are the last of a block's."""
         accepted = dict(zip(rids, n_accepted_B, strict=True))
         line = {"s": round(now_s, 6), "width": width, "accepted": accepted}
         if self.copier:

@@ -34,11 +34,10 @@ def make(place: Place) -> list[Case]:
 
 
 def interpret() -> None:
-    """Kernels on CPU tensors."""
+    """Run kernels on CPU tensors, in Triton's interpreter."""
+    from sglang_dflash_kernels.dispatch import override
 
-    from sglang_dflash_kernels.dispatch import Forms
-
-    Forms.form_for = lambda forms, tensor: forms.on_gpu  # type: ignore[method-assign, assignment]
+    override(lambda forms: forms.on_gpu)
 
 
 cases = Once(make)

@@ -17,15 +17,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.names import SECTIONS
 from sglang_dflash.memory.records import RecordPool
-from sglang_dflash.metrics.stage_times import STAGES, DeviceClock, HostClock, Interval
+from sglang_dflash.metrics.stage_times import STAGES, DeviceClock, HostClock, Interval, P, R, measured
+from sglang_dflash.stages.copier import CopyStep
 from sglang_dflash.stages.dry_run import DryRun, own_states
-from sglang_dflash.worker import DFlashWorker
+from sglang_dflash.stages.stages import Stages, with_methods
+from sglang_dflash.step import Plan, Target
+from sglang_dflash.worker import DFlashWorker, Publish
 
 KEPT = 512  # intervals of a stage and size
 PADDING_SLOT = 0
@@ -48,7 +53,12 @@ class ProbedWorker(DFlashWorker):
         super()._init_stages()
         self.probe = Probe(self)
         self.probe.sweep()
-        self.probe.watch()
+        self.stages = self.probe.watch()
+
+    def decode(
+        self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
+    ) -> GenerationBatchResult:
+        return self.probe.times.timed("step", super().decode)(batch, publish, grammar_barrier)
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"probe": self.probe.describe()}
@@ -90,48 +100,42 @@ class Probe:
         with own_states(self.target.req_to_token_pool, max(sizes, default=0)):
             for width in stages.verifier.engines:
                 for n_requests in sizes:
-                    tokens_BN = stages.drafter.draft(dry_run._plan(n_requests, width), graphs=True)
+                    tokens_BN = stages.drafter.draft(dry_run.plan(n_requests, width), graphs=True)
                     self.begin((n_requests, width), tokens_BN)
-                    dry_run._after_draft(n_requests, width)()
+                    dry_run.after_draft(n_requests, width)()
                     self.end()
         stages.context_kv.late.forget()
         stages.verifier.restore()
 
     # -- steps that are served -------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
-        """From now on."""
-        worker, calls, timed = self.worker, self.worker.calls, self.times.timed
-        copy, verify = timed("copy", calls.copy), timed("verify", calls.verify)
+    def watch(self) -> Stages:
+        """Return the worker's stages, watched and measured."""
+        stages, timed = measured(self.worker.stages, self.times), self.times.timed
+        planner, copier, verifier = stages.planner, stages.copier, stages.verifier
 
-        def planned(batch: Any, width: int) -> Any:
-            made = calls.plan(batch, width)
+        def plan(batch: ScheduleBatch, width: int) -> Plan:
+            made = planner.plan(batch, width)
             self.size = self.times.size = (made.n_requests, width)
             return made
 
-        def copied(made: Any, drafted_BN: torch.Tensor) -> torch.Tensor:
-            tokens_BN = copy(made, drafted_BN)
-            self.begin(self.size, tokens_BN)
-            return tokens_BN
+        def copy(plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
+            copied = copier.copy(plan, drafts_BN)
+            self.begin(self.size, copied.tokens_BN)
+            return copied
 
-        def verified(*args: Any) -> Any:
-            target = verify(*args)
+        def verify(batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
+            target = verifier.verify(batch, plan, tokens_BN)
             self.n_served[self.size] += 1
             self.end()
             return target
 
-        worker.calls = calls._replace(
-            plan=timed("plan", planned),
-            draft=timed("draft", calls.draft),
-            copy=copied,
-            verify=verified,
-            choose=timed("choose", calls.choose),
-            accept=timed("accept", calls.accept),
-            commit=timed("commit", calls.commit),
-            append=timed("append", calls.append),
-            weigh=timed("weigh", calls.weigh),
+        return stages._replace(
+            planner=with_methods(planner, plan=timed("plan", plan)),
+            copier=with_methods(copier, copy=copy),
+            verifier=with_methods(verifier, verify=verify),
+            accept=timed("accept", stages.accept),
         )
-        worker.decode = timed("step", worker.decode)  # type: ignore[method-assign]
 
     def begin(self, size: Size, tokens_BN: torch.Tensor) -> None:
         """The draft has run, the target has not."""
@@ -248,8 +252,10 @@ class StageClock:
         self.device_s = defaultdict[tuple[str, Size], deque[float]](lambda: deque(maxlen=KEPT))
         self.pending = deque[tuple[Interval, Size]](maxlen=KEPT)
 
-    def timed(self, stage: str, run: Callable[..., Any]) -> Callable[..., Any]:
-        def run_timed(*args: Any, **others: Any) -> Any:
+    def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
+        """Return `run`, measured as `stage`."""
+
+        def run_timed(*args: P.args, **others: P.kwargs) -> R:
             marked = self.gpu.mark() if self.gpu else None
             began = self.host.mark()
             result = run(*args, **others)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ _RULES = "sglang.srt.arg_groups.attention_hook"
 
 
 def rehearsed() -> Gpu:
-    return GPUS[flags.read(os.environ).rehearse.gpu]
+    return GPUS[flags.current().rehearse.gpu]
 
 
 def facts() -> dict[str, Any]:

@@ -39,7 +39,7 @@ def install() -> None:
         "copy": (TextCopies, "copy"),
         "verify": (Verifier, "verify"),
         "choose": (Choice, "choose"),
-        "remember": (Choice, "remember"),
+        "count": (Choice, "count_tokens"),
         "weigh": (TextCopies, "weigh"),
         "commit": (Verifier, "commit"),
         "append": (ContextKV, "append"),

@@ -1,7 +1,6 @@
 """What SGLang asks of the rehearsal's platform: the CPU platform's answers, but graphs are captured, and a GPU's
 attention backends are its own."""
 
-import os
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ class RehearsalPlatform(CpuPlatform):
 
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
         """As on a GPU, where copies from pinned memory do not wait; without streams there is nothing to wait for."""
-        return flags.read(os.environ).rehearse.streams
+        return flags.current().rehearse.streams
 
     def init_backend(self) -> None:
         from sglang_dflash.cpu import install
@@ -44,7 +43,7 @@ class RehearsalPlatform(CpuPlatform):
         qwen.before_models()
         models.before_loading()
         register_choices()
-        with_streams = overlap.device() if flags.read(os.environ).rehearse.streams else {}
+        with_streams = overlap.device() if flags.current().rehearse.streams else {}
         install.install(seams.as_launches(install.at_import()) | with_streams)
 
     def post_load_model(self, model: torch.nn.Module) -> None:
@@ -58,7 +57,7 @@ class RehearsalPlatform(CpuPlatform):
         models.layers(model)
         cost.watch_parameters(model)
         seams.attention()
-        if flags.read(os.environ).rehearse.streams:
+        if flags.current().rehearse.streams:
             host.check(SECTIONS["streams"])
             overlap.scheduler()
         host.check(SECTIONS["rehearsal"])  # the attention modules load now, and not before

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from sglang_dflash_kernels.dispatch import Forms
+from sglang_dflash_kernels.dispatch import override
 
 from sglang_dflash import flags
 from sglang_dflash.cpu import install, pinned
@@ -44,17 +43,13 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
     from triton.runtime.interpreter import GridExecutor
 
     GridExecutor.__call__ = graph.launch(GridExecutor.__call__)  # every interpreted Triton kernel is one launch
-    _our_kernels(interpreted=flags.read(os.environ).rehearse.kernels)
+    _our_kernels(interpreted=flags.current().rehearse.kernels)
     return launches | {"torch.Tensor.pin_memory": _pin_memory, "torch.Tensor.cpu": _cpu}
 
 
 def _our_kernels(*, interpreted: bool) -> None:
     """An op of ours is one launch as well: a CPU's form, or the kernel, whose launches the interpreter makes."""
-
-    def form_for(forms: Forms, tensor: torch.Tensor) -> Any:
-        return forms.on_gpu if interpreted else graph.launch(forms.on_cpu)
-
-    Forms.form_for = form_for  # type: ignore[method-assign, assignment]
+    override(lambda forms: forms.on_gpu if interpreted else graph.launch(forms.on_cpu))
 
 
 def lora() -> None:

@@ -11,7 +11,7 @@ operations: filling a graph's inputs, norms, the windows of a convolution.
     copy         2  the search for matches, and the n-gram copy itself
     verify       8  track slots (two), positions, inputs, metadata, state rows, query starts, the graph
     choose       1  argmax
-    remember     0  a token count per request, where a penalty asks for it
+    count        0  a token count per request, where a penalty asks for it
     weigh        1  counts of copies
     commit       3  the slots to keep, states, convolution windows
     append       4  projection, norm, K and V, the write
@@ -36,7 +36,7 @@ LAUNCHES = {
     "copy": Budget(2, 2),
     "verify": Budget(8, 22),
     "choose": Budget(1, 1),
-    "remember": Budget(0, 0),
+    "count": Budget(0, 0),
     "weigh": Budget(1, 1),
     "commit": Budget(3, 5),
     "append": Budget(4, 12),

@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.runtime_context import get_disagg, get_memory
 from sglang_dflash_kernels.accept import ACCEPT
 
-from sglang_dflash.flags import Copy, Flags
+from sglang_dflash.flags import Copy
 from sglang_dflash.memory.slots import DraftSlots
-from sglang_dflash.memory.texts import why_none_are_kept
-from sglang_dflash.stages.calls import Stages
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.context_kv import ContextKV
 from sglang_dflash.stages.copier import make_copier
@@ -21,23 +18,11 @@ from sglang_dflash.stages.dry_run import reserve_bytes
 from sglang_dflash.stages.engines import build_engines
 from sglang_dflash.stages.greedy import Whole
 from sglang_dflash.stages.planner import Planner
-from sglang_dflash.stages.ranks import draft_scope, why_whole_blocks
-from sglang_dflash.stages.state import State, prompts_only
+from sglang_dflash.stages.ranks import OneGroup
+from sglang_dflash.stages.stages import Stages
+from sglang_dflash.stages.state import State
 from sglang_dflash.stages.verifier import Verifier
-from sglang_dflash.width.chooser import candidates, widest
-
-
-def widths_of(flags: Flags, target: ModelRunner, block_size: int) -> Sequence[int]:
-    """What this server verifies; nothing where it reads prompts and another goes on."""
-    if prompts_only():
-        return ()
-    no_copies = why_none_are_kept(flags.copy, get_disagg().disaggregation_mode)
-    return candidates(flags, block_size, no_copies, why_whole_blocks(target.model_config))
-
-
-def slots_are_ours() -> bool:
-    """Whether nothing but prompts that this worker reads fills slots: a host cache and another server's prompts do."""
-    return not get_memory().enable_hierarchical_cache and get_disagg().disaggregation_mode == "null"
+from sglang_dflash.width.chooser import widest
 
 
 def build_stages(
@@ -47,17 +32,21 @@ def build_stages(
     states: tuple[State, Callable[[int], State]],
     *,
     logits: Whole,
+    ranks: OneGroup,
     widths: Sequence[int],
     copy: Copy,
     block_size: int,
     mask_token_id: int,
+    slots_are_ours: bool,
     on_host: bool,
 ) -> Stages:
-    """
+    """Make the stages.
+
     Args:
         worker: the target's.
         states: the widest's recurrent state, which is attached already, and what makes another width's.
         logits: what the target's verifies end with.
+        slots_are_ours: nothing fills KV slots but prompts and blocks that this worker reads and verifies.
         on_host: the target runs on the host's processor.
     """
     target = worker.model_runner
@@ -72,8 +61,8 @@ def build_stages(
     )
     return Stages(
         planner=planner,
-        drafter=Drafter(draft, slots, block_size, draft_scope(target)),
-        verifier=Verifier(worker, engines, on_host=on_host),
+        drafter=Drafter(draft, slots, block_size, ranks.draft_scope(target)),
+        verifier=Verifier(worker, engines, ranks, on_host=on_host),
         choice=choice,
         accept=ACCEPT.form_for(planner.req_to_token),
         context_kv=ContextKV(
@@ -82,9 +71,7 @@ def build_stages(
             slots,
             n_requests=target.max_running_requests,
             block_size=block_size,
-            may_wait=slots_are_ours(),
+            may_wait=slots_are_ours,
         ),
-        copier=make_copier(
-            copy, get_disagg().disaggregation_mode, planner.req_to_token, target.model_config.vocab_size
-        ),
+        copier=make_copier(copy, planner.req_to_token, target.model_config.vocab_size),
     )

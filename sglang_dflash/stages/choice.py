@@ -50,7 +50,7 @@ class Choice:
     def anchors(self, batch: ScheduleBatch, drawn_B: torch.Tensor) -> torch.Tensor:
         """anchor_B, int64: the tokens SGLang drew, the same on every rank."""
         anchor_B = self.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, drawn_B).to(torch.int64)
-        self.penalties.count_anchors(anchor_B)
+        self.penalties.count_anchors(batch.reqs, anchor_B)
         self.processors.remember(batch, anchor_B[:, None], torch.ones_like(anchor_B))
         return anchor_B
 
@@ -117,9 +117,9 @@ class Choice:
         target_T, target.output.sampling_mask_output = self._sample(logits_TV, info, plan.verified.positions_BN)
         return target_T
 
-    def remember(self, batch: ScheduleBatch, accepted: Accepted) -> None:
-        """After `choose`, for the same batch: what the step added to each text."""
-        self.penalties.count(accepted)
+    def count_tokens(self, batch: ScheduleBatch, accepted: Accepted) -> None:
+        """Count the tokens that a step has committed, for penalties and custom logit processors."""
+        self.penalties.count(batch.reqs, accepted)
         self.processors.remember(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:

@@ -22,7 +22,6 @@ from sglang_dflash_kernels.copy_draft import COPY_DRAFT, N_CLASSES, Copied, Text
 from sglang_dflash_kernels.weigh_copies import WEIGH_COPIES
 
 from sglang_dflash.flags import Copy
-from sglang_dflash.memory.texts import why_none_are_kept
 from sglang_dflash.step import Plan
 
 NO_TEXT = -1  # where a picture stands SGLang has a number that is no token
@@ -32,14 +31,15 @@ class Copier(Protocol):
     def read(self, batch: ScheduleBatch) -> None:
         """After a prompt, or a part of one, has been read."""
 
-    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
-        """What is verified: the block's guesses (int64 [B, width], slot 0 the anchor) up to a place, then a copy.
+    def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
+        """Replace the end of each block by a copy where that is expected to be accepted more often.
 
-        Behind the block there are mask tokens, where nothing is copied.
+        Args:
+            drafts_BN: int64 [B, width], slot 0 the anchor, then drafts, and mask tokens after the block.
         """
 
-    def weigh(self, accepted: Accepted) -> None:
-        """What became of the last copy."""
+    def weigh(self, step: CopyStep, accepted: Accepted) -> None:
+        """Count what became of the copies that `copy` returned."""
 
     def totals(self) -> list[list[int]]:
         """By class of matches the blocks that were continued by a copy and the copied drafts that were accepted, since
@@ -49,14 +49,22 @@ class Copier(Protocol):
         """Set all counts to zero; no request runs."""
 
 
+class CopyStep(NamedTuple):
+    """What a step verifies, and how it was made."""
+
+    tokens_BN: torch.Tensor  # int64 [B, width], to be verified
+    drafts_BN: torch.Tensor  # int64 [B, width], the block's own guesses
+    made: tuple[Copied, Texts] | None = None  # None: this server copies nothing
+
+
 class NoCopies:
     def read(self, batch: ScheduleBatch) -> None:
         return
 
-    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
-        return tokens_BN
+    def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
+        return CopyStep(drafts_BN, drafts_BN)
 
-    def weigh(self, accepted: Accepted) -> None:
+    def weigh(self, step: CopyStep, accepted: Accepted) -> None:
         return
 
     def totals(self) -> list[list[int]]:
@@ -64,14 +72,6 @@ class NoCopies:
 
     def forget(self) -> None:
         return
-
-
-class Step(NamedTuple):
-    """A step between `copy` and `weigh`."""
-
-    tokens_BN: torch.Tensor  # the block's own guesses
-    copied: Copied
-    texts: Texts
 
 
 class TextCopies:
@@ -84,8 +84,6 @@ class TextCopies:
         self.counts_QK2 = torch.zeros(len(req_to_token), N_CLASSES, 2, dtype=torch.int32, device=self.device)
         self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # of all requests
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
-        self.step: Step | None = None  # None: nothing was drafted
-        self.place_B: torch.Tensor  # int32, where the last step's copies begin: behind so many of its guesses
 
     def read(self, batch: ScheduleBatch) -> None:
         rows = [req.kv.req_pool_idx for req in batch.reqs]
@@ -99,17 +97,15 @@ class TextCopies:
             self.text_QM[row, : len(text)] = text
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
 
-    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
+    def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
-        copied = self.copy_draft(tokens_BN, texts)
-        self.step, self.place_B = Step(tokens_BN, copied, texts) if plan.width > 1 else None, copied.place_B
-        return copied.tokens_BN
+        copied = self.copy_draft(drafts_BN, texts)
+        return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
-    def weigh(self, accepted: Accepted) -> None:
-        if self.step is not None:
-            tokens_BN, copied, texts = self.step
-            said = accepted.committed_BN, accepted.n_committed_B
-            self.weigh_copies(tokens_BN, copied, *said, texts, totals_K2=self.totals_K2)
+    def weigh(self, step: CopyStep, accepted: Accepted) -> None:
+        if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
+            (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
+            self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)
 
     def totals(self) -> list[list[int]]:
         return self.totals_K2.tolist()
@@ -126,13 +122,13 @@ class RandomCopies(TextCopies):
         super().__init__(req_to_token, vocab_size)
         self.generator = torch.Generator(self.device).manual_seed(0)
 
-    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
+    def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
         self.counts_QK2.random_(-8, 9, generator=self.generator)
-        return super().copy(plan, tokens_BN)
+        return super().copy(plan, drafts_BN)
 
 
-def make_copier(copy: Copy, disaggregation: str, req_to_token: torch.Tensor, vocab_size: int) -> Copier:
-    """Of a server with that `--disaggregation-mode`."""
-    if why_none_are_kept(copy, disaggregation):
+def make_copier(copy: Copy, req_to_token: torch.Tensor, vocab_size: int) -> Copier:
+    """Return the copier of this server. `req_to_token`: SGLang's request table [Q, M]."""
+    if copy is Copy.OFF:
         return NoCopies()
     return (RandomCopies if copy is Copy.RANDOM else TextCopies)(req_to_token, vocab_size)

@@ -18,13 +18,16 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.model_executor.model_runner import ModelRunner, SamplingPrewarmResult
 from sglang.srt.runtime_context import get_exec, get_schedule
 
+from sglang_dflash.flags import WidthPolicy
 from sglang_dflash.memory.slots import SharedSlots
-from sglang_dflash.stages.calls import Stages
 from sglang_dflash.stages.choice import Choice
 from sglang_dflash.stages.drafter import block_forward, block_info
 from sglang_dflash.stages.lora import without_adapters
-from sglang_dflash.stages.ranks import tell_all
+from sglang_dflash.stages.ranks import from_first_of_ours
+from sglang_dflash.stages.stages import Stages
 from sglang_dflash.step import Plan
+from sglang_dflash.width.chooser import make_policy
+from sglang_dflash.width.policy import Policy
 
 CONTEXT = 256  # tokens before the block
 ROUNDS = 5
@@ -39,18 +42,28 @@ class DryRun:
         self.runner = stages.verifier.worker.model_runner
         self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # every batch says where tracked states go, or none
 
+    def run(self, kind: WidthPolicy) -> Policy:
+        """Warm up every width and return the policy that chooses among them by what their steps took."""
+        n_requests, widths = self.runner.max_running_requests, sorted(self.stages.verifier.engines)
+        with own_states(self.runner.req_to_token_pool, n_requests):
+            self.warm_up(widths, n_requests)
+            agree = from_first_of_ours()
+            policy = make_policy(kind, widths, n_requests=n_requests, seconds=self.seconds, agree=agree)
+        self.end()
+        return policy
+
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
         """Run a step of every kind that serving will meet. Where the host computes nothing is compiled for a size."""
         if not widths:  # prompts only: nothing is drafted
             return
         stages = self.stages
         for size in [1] if self.on_host else batch_sizes(n_requests):
-            whole, anchors = self._plan(size, stages.planner.block_size), self._plan(size, 1)
+            whole, anchors = self.plan(size, stages.planner.block_size), self.plan(size, 1)
             stages.drafter.draft(whole, graphs=True)
             for width in widths:
-                logits_TV, features_TC = self._after_draft(size, width)()
+                logits_TV, features_TC = self.after_draft(size, width)()
                 whole_TV = stages.choice.logits.whole(logits_TV)
-                stages.choice.penalties.dry_run(self._plan(size, width).verified.tokens_BN, whole_TV)
+                stages.choice.penalties.dry_run(self.plan(size, width).verified.tokens_BN, whole_TV)
             # As a prompt's rows are written, and those of steps that draft nothing: all of them.
             n_kept_B = torch.ones_like(anchors.rows_B, dtype=torch.int32)
             stages.context_kv.append(DUMMY * size, anchors, features_TC[:size], n_kept_B)
@@ -62,10 +75,10 @@ class DryRun:
         All are run in turn, round after round: whatever slows the machine down for a while slows whole rounds, and
         what a width takes of its round is still its own.
         """
-        whole = self._plan(n_requests, self.stages.planner.block_size)
+        whole = self.plan(n_requests, self.stages.planner.block_size)
         runs = [
             lambda: self.stages.drafter.draft(whole, graphs=True),
-            *(self._after_draft(n_requests, width) for width in widths),
+            *(self.after_draft(n_requests, width) for width in widths),
         ]
         _first, *rounds = [[self._time(run) for run in runs] for _ in range(1 + ROUNDS)]
         round_R1 = np.mean(rounds, axis=1, keepdims=True)
@@ -80,7 +93,7 @@ class DryRun:
         # With it the scheduler would not wait until the first prompt has read the tables.
         self.runner.shared_read_done_event = None
 
-    def _plan(self, n_requests: int, width: int) -> Plan:
+    def plan(self, n_requests: int, width: int) -> Plan:
         rows_B = torch.arange(n_requests, dtype=torch.int64, device=self.runner.device)
         prefix_len = min(CONTEXT, self.runner.model_config.context_len // 2)
         return self.stages.planner.place(
@@ -92,10 +105,10 @@ class DryRun:
             width=width,
         )
 
-    def _after_draft(self, n_requests: int, width: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    def after_draft(self, n_requests: int, width: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         """What a step does once its block is filled; returns logits [T, V] and features [T, C]."""
         stages = self.stages
-        plan = self._plan(n_requests, width)
+        plan = self.plan(n_requests, width)
         seen = SharedSlots().seen(plan, plan.verified)
         info = block_info(width, CaptureHiddenMode.FULL, self.runner.device)
         batch = SimpleNamespace(
@@ -111,14 +124,14 @@ class DryRun:
             if self.runner.model_config.model_is_mrope:
                 forward_batch.mrope_positions = forward_batch.positions.expand(3, -1)
             without_adapters(self.runner, forward_batch)
-            tell_all(forward_batch)
+            stages.verifier.ranks.tell_all(forward_batch)
             seen.kv.bind(forward_batch, self.runner.kv_index_translator)
             output = stages.verifier.forward(forward_batch).logits_output
             logits_TV, features_TC = output.next_token_logits, output.hidden_states
-            tokens_BN = stages.copier.copy(plan, plan.verified.tokens_BN)
-            target_T = stages.choice.logits.likeliest(logits_TV)
-            accepted = stages.accept(tokens_BN, target_T.view(tokens_BN.shape), plan.prefix_len_B)
-            stages.copier.weigh(accepted)
+            copied = stages.copier.copy(plan, plan.verified.tokens_BN)
+            target_BN = stages.choice.logits.likeliest(logits_TV).view(copied.tokens_BN.shape)
+            accepted = stages.accept(copied.tokens_BN, target_BN, plan.prefix_len_B)
+            stages.copier.weigh(copied, accepted)
             stages.verifier.commit(batch, plan, accepted.n_committed_B)
             stages.context_kv.append(DUMMY * n_requests, plan, features_TC, accepted.n_committed_B)
             return logits_TV, features_TC

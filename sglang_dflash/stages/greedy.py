@@ -18,7 +18,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from sglang_dflash.draft.target_ends import TargetEnds, first_best
-from sglang_dflash.stages import ranks
+from sglang_dflash.stages.ranks import OneGroup
 
 logger = logging.getLogger(__name__)
 
@@ -96,20 +96,20 @@ def keep_shards(processor: LogitsProcessor) -> None:
     processor._gather_softcap_fused = finish  # type: ignore[method-assign, assignment]
 
 
-def verified_logits(runner: ModelRunner, ends: TargetEnds) -> Whole:
+def verified_logits(runner: ModelRunner, ends: TargetEnds, ranks: OneGroup) -> Whole:
     """Decide what the target's verifies end with: whole logits, or this rank's shard."""
     if ends.tp_group is None:
         return Whole()
     processors = [module for module in runner.model.modules() if isinstance(module, LogitsProcessor)]
-    if why := why_whole(processors, ends):
+    if why := why_whole(processors, ends, ranks):
         logger.info("every verify gathers the logits of all ranks, greedy or not: %s", why)
         return Whole()
     return Shards(runner, processors[0], ends)
 
 
-def why_whole(processors: list[LogitsProcessor], ends: TargetEnds) -> str:
-    """Why every verify gathers the logits of all ranks, if it is so."""
-    if ranks.meet():
+def why_whole(processors: list[LogitsProcessor], ends: TargetEnds, ranks: OneGroup) -> str:
+    """Return why every verify gathers the logits of all ranks; empty if each may keep its shard."""
+    if ranks.meet:
         return "ranks of attention data parallelism exchange rows as well as shards"
     if len(processors) != 1:
         return f"the target makes its logits in {len(processors)} places"

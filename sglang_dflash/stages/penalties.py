@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,14 +28,18 @@ logger = logging.getLogger(__name__)
 FEWEST_ROWS = 8
 
 
+class Asking(NamedTuple):
+    """The P requests of a batch that ask for a penalty."""
+
+    asked: Asked
+    prompt_len_P: torch.Tensor  # int64
+
+
 class Penalties:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # a request that is gone gives its row back
-        # What the requests of the last batch ask for; most batches are the ones before them.
-        self.reqs: list[Req] = []
-        self.asked: Asked | None = None
-        self.prompt_len_P = torch.empty(0)
+        self.last: tuple[list[Req], Asking | None] = [], None  # see `_asking`
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
@@ -43,14 +48,14 @@ class Penalties:
 
         SGLang's penalizers know nothing of a history. `batch.sampling_info` is this step's own copy.
         """
-        asking = [req for req in batch.reqs if asks(req)]
-        for req in asking:
+        reqs = [req for req in batch.reqs if asks(req)]
+        for req in reqs:
             self._seed(req)
-        self._look_at(batch.reqs)
-        if self.asked is None:
+        asking, info = self._asking(batch.reqs), batch.sampling_info
+        if asking is None:
             return
-        asked, info = self.asked, batch.sampling_info
-        n_output_P1 = async_h2d([[len(req.output_ids)] for req in asking], dtype=torch.int64, device=batch.device)
+        asked = asking.asked
+        n_output_P1 = async_h2d([[len(req.output_ids)] for req in reqs], dtype=torch.int64, device=batch.device)
         counts_P1V = self.counts_RV[asked.row_P, None]
         shape = len(batch.reqs), self.counts_RV.shape[1]
         info.acc_additive_penalties = torch.zeros(shape, device=batch.device)
@@ -59,34 +64,34 @@ class Penalties:
             info.acc_scaling_penalties = torch.ones(shape, device=batch.device)
             info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
 
-    def count_anchors(self, anchor_B: torch.Tensor) -> None:
-        """After `begin`: the prompt's own token is the first that is output. A chunk's is drawn again by the next."""
-        if self.asked is not None:
-            anchor_P1 = anchor_B[self.asked.index_P, None].to(torch.int64)
-            self._count(anchor_P1, torch.ones_like(anchor_P1))
+    def count_anchors(self, reqs: list[Req], anchor_B: torch.Tensor) -> None:
+        """Count the prompts' own tokens, the first that are output. A chunk's is drawn again by the next chunk."""
+        if (asking := self._asking(reqs)) is not None:
+            anchor_P1 = anchor_B[asking.asked.index_P, None].to(torch.int64)
+            self._count(asking.asked, anchor_P1, torch.ones_like(anchor_P1))
 
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def are_asked_for(self, reqs: list[Req]) -> bool:
         """Return whether a request of the batch asks for a penalty."""
-        self._look_at(reqs)
-        return self.asked is not None
+        return self._asking(reqs) is not None
 
     def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
         """Penalise the logits of every slot, in place, by the output and the drafts up to the slot."""
-        self._look_at(batch.reqs)
-        if self.asked is None:
+        if (asking := self._asking(batch.reqs)) is None:
             return
-        n_output_P = plan.prefix_len_B[self.asked.index_P] + 1 - self.prompt_len_P  # the anchor is not in the prefix
+        # The anchor is output, and not in the prefix.
+        n_output_P = plan.prefix_len_B[asking.asked.index_P] + 1 - asking.prompt_len_P
         logits_BNV = logits_TV.view(*tokens_BN.shape, -1)
-        penalise_(logits_BNV, tokens_BN, n_output_P, self.counts_RV, self.asked)
+        penalise_(logits_BNV, tokens_BN, n_output_P, self.counts_RV, asking.asked)
 
-    def count(self, accepted: Accepted) -> None:
-        """After `apply`, for the same batch: count what the step committed."""
-        if self.asked is not None:
-            committed_PN = accepted.committed_BN[self.asked.index_P]
+    def count(self, reqs: list[Req], accepted: Accepted) -> None:
+        """Count the tokens that a step of these requests committed."""
+        if (asking := self._asking(reqs)) is not None:
+            index_P = asking.asked.index_P
+            committed_PN = accepted.committed_BN[index_P]
             slot_N = torch.arange(committed_PN.shape[1], device=committed_PN.device)
-            self._count(committed_PN, slot_N < accepted.n_committed_B[self.asked.index_P, None])
+            self._count(asking.asked, committed_PN, slot_N < accepted.n_committed_B[index_P, None])
 
     def dry_run(self, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
         """Run what a request that asks for a penalty will: the first of the batch asks for one of nothing."""
@@ -106,9 +111,8 @@ class Penalties:
 
     # -- the counts ---------------------------------------------------------------------------------------------------
 
-    def _count(self, tokens_PN: torch.Tensor, is_output_PN: torch.Tensor) -> None:
-        assert self.asked is not None
-        cell_PN = self.asked.row_P[:, None] * self.counts_RV.shape[1] + tokens_PN
+    def _count(self, asked: Asked, tokens_PN: torch.Tensor, is_output_PN: torch.Tensor) -> None:
+        cell_PN = asked.row_P[:, None] * self.counts_RV.shape[1] + tokens_PN
         self.counts_RV.view(-1).scatter_add_(0, cell_PN.view(-1), is_output_PN.view(-1).to(torch.int32))
 
     def _seed(self, req: Req) -> None:
@@ -138,18 +142,22 @@ class Penalties:
 
     # -- the parameters -----------------------------------------------------------------------------------------------
 
-    def _look_at(self, reqs: list[Req]) -> None:
-        """Learn what the batch asks for, unless it is the last one again."""
-        if reqs == self.reqs:
-            return
-        self.reqs = list(reqs)
+    def _asking(self, reqs: list[Req]) -> Asking | None:
+        """Return what these requests ask for; None: none asks. Cached, for most batches are the ones before them."""
+        if reqs != self.last[0]:
+            self.last = list(reqs), self._read(reqs)
+        return self.last[1]
+
+    def _read(self, reqs: list[Req]) -> Asking | None:
         index = [i for i, req in enumerate(reqs) if asks(req)]
-        self.asked = None
-        if index:
-            asking, device = [reqs[i] for i in index], self.counts_RV.device
-            self.asked = asked_by(asking, index, [self.row_of[req] for req in asking], device)
-            prompt_lens = [len(req.origin_input_ids) for req in asking]
-            self.prompt_len_P = async_h2d(prompt_lens, dtype=torch.int64, device=device)
+        if not index:
+            return None
+        asking, device = [reqs[i] for i in index], self.counts_RV.device
+        prompt_lens = [len(req.origin_input_ids) for req in asking]
+        return Asking(
+            asked_by(asking, index, [self.row_of[req] for req in asking], device),
+            async_h2d(prompt_lens, dtype=torch.int64, device=device),
+        )
 
 
 def asks(req: Req) -> bool:

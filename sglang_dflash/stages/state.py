@@ -21,15 +21,13 @@ from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
     scatter_mamba_states_after_mtp_verify,
     track_mamba_states_all_layers,
 )
-from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.runtime_context import get_disagg, mamba_track_grid
+from sglang.srt.runtime_context import mamba_track_grid
 from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 from sglang_dflash_kernels.gdn_fold import GDN_FOLD, Kept
 from sglang_dflash_kernels.gdn_verify import GDN_VERIFY, Inputs
@@ -249,31 +247,20 @@ def track_interval(page_size: int) -> int:
     return mamba_track_grid(page_size)
 
 
-def prompts_only() -> bool:
-    """Whether this server reads prompts and another goes on: it never verifies, and has no memory for blocks."""
-    return get_disagg().disaggregation_mode == "prefill"
+def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> State:
+    """Make what advances the target's recurrent states after blocks of `width` tokens.
 
+    The target's memory pools and attention backends exist, its graphs do not.
 
-def folds(model_config: ModelConfig, asked: GdnState) -> bool:
-    """Whether the state of such a target is folded; its memory pools must be `RecordPool`s then."""
-    return not prompts_only() and hybrid_gdn_config(model_config) is not None and asked is GdnState.FOLD
-
-
-def why_whole_blocks(model_config: ModelConfig) -> str:
-    """Why such a target cannot verify less than the block, or nothing. Of recurrent ones those with Gated DeltaNet can:
-    SGLang's verify of Mamba2 places a request's states by the number of tokens verified, its commit by that of the
-    pool."""
-    if mambaish_config(model_config) is None or hybrid_gdn_config(model_config) is not None:
-        return ""
-    return "SGLang finds the recurrent states of this target by the size of the block"
-
-
-def make_state(worker: TpModelWorker, asked: GdnState, width: int) -> State:
-    """For blocks of `width` tokens. The target's memory pools and attention backends exist, its graphs do not."""
-    config = worker.model_runner.model_config
-    if mambaish_config(config) is None or prompts_only():
+    Args:
+        worker: the target's.
+        kind: None: the target has no such states, or nothing is verified.
+    Raises:
+        NotSupported: the target has further states that folding leaves behind.
+    """
+    if kind is None:
         return NoState()
-    if not folds(config, asked):
+    if kind is GdnState.SNAPSHOT:
         return SnapshotState(worker, width)
     pools = worker.model_runner.req_to_token_pool
     if pools.short_conv_pool.enabled or pools.ngram_pool.enabled:

@@ -14,9 +14,10 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_utils import GrammarTree
 
-from sglang_dflash.stages import lora, ranks
+from sglang_dflash.stages import lora
 from sglang_dflash.stages.forward import directly, has_experts, through_runner
 from sglang_dflash.stages.outputs import hidden_states
+from sglang_dflash.stages.ranks import OneGroup
 from sglang_dflash.stages.state import State
 from sglang_dflash.step import Plan, Target
 
@@ -31,15 +32,23 @@ class WidthEngine(NamedTuple):
 
 
 class Verifier:
-    def __init__(self, worker: TpModelWorker, engines: Mapping[int, WidthEngine], *, on_host: bool) -> None:
-        """`engines`: one for each width that will be verified. `on_host`: the target runs on the host's processor."""
+    def __init__(
+        self, worker: TpModelWorker, engines: Mapping[int, WidthEngine], ranks: OneGroup, *, on_host: bool
+    ) -> None:
+        """
+        Args:
+            worker: the target's.
+            engines: one for each width that will be verified.
+            on_host: the target runs on the host's processor.
+        """
         self.worker = worker
         self.engines = engines
+        self.ranks = ranks
         runner = worker.model_runner
         self.own = runner.attn_backend, runner.decode_cuda_graph_runner
         eager = all(engine.graphs is None for engine in engines.values())
         # Beside a device the host's time is hidden.
-        direct = eager and on_host and not has_experts(runner.model) and not ranks.meet()
+        direct = eager and on_host and not has_experts(runner.model) and not ranks.meet
         self.forward = directly(runner) if direct else ranks.beside_idle_ones(through_runner(runner))
         self.keep_up = ranks.keep_up(worker, max(engines, default=0))
 

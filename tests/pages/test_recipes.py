@@ -26,6 +26,7 @@ from sglang_dflash.capacity.geometry import Config
 from sglang_dflash.config import combine
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.record import Checkpoint
+from sglang_dflash.flags import read
 from sglang_dflash.host.arguments import Arguments, TargetFacts
 from sglang_dflash.recipe import GPUS, RECIPES
 from tests.fixtures.guide import DOCS, ROOT
@@ -72,7 +73,7 @@ def test_a_recipe_parses_and_its_pair_is_accepted(
     arguments = replace(Arguments(**parsed["arguments"]), device=DEVICES[gpu])
     tiny = TargetFacts("", "", 64, 128, 4, dtype="bfloat16", recurrent=False)
     some_draft = checkpoint.parse(checkpoints.DRAFT | {"block_size": block_size} | DIVISIBLE, "draft")
-    config = combine(arguments, *published(target, draft) or (tiny, some_draft))
+    config = combine(arguments, *published(target, draft) or (tiny, some_draft), read({}))
     assert (config.block_size, config.draft.block_size) == (block_size, block_size)
     assert config.draft_attention_backend == DRAFT_BACKENDS[gpu]
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from sglang_dflash import flags
 from sglang_dflash.config import combine
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.host.arguments import Arguments, TargetFacts
@@ -114,7 +115,7 @@ def test_a_card_s_line_means_what_the_card_says(
     assert (parsed["flags"]["worker"], parsed["flags"]["overlap"]) == ("plugin", True)
     parsed["arguments"]["accept_thresholds"] = tuple(parsed["arguments"]["accept_thresholds"])
     arguments = replace(Arguments(**parsed["arguments"]), device=card.device)
-    config = combine(arguments, TARGET, checkpoint.read(draft_16))
+    config = combine(arguments, TARGET, checkpoint.read(draft_16), flags.read(card.env))
     assert (config.block_size, config.draft_attention_backend) == (16, card.draft_backend)
     assert config.draft_window == card.draft_window
 
@@ -123,7 +124,7 @@ def test_block_8_of_the_cards_tables_runs_with_a_16_draft(launch: Any, pair: dic
     line = FA3.format(target=pair["hybrid"], draft=draft_16).replace("tokens 16", "tokens 8")
     parsed = parse(launch, line, {}, ["speculative_num_draft_tokens"])
     arguments = replace(Arguments(**parsed["arguments"]), device="sm90", accept_thresholds=(1.0, 1.0))
-    config = combine(arguments, TARGET, checkpoint.read(draft_16))
+    config = combine(arguments, TARGET, checkpoint.read(draft_16), flags.read({}))
     assert (config.block_size, config.draft.block_size) == (8, 16)
 
 

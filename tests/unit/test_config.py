@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from sglang_dflash import config
+from sglang_dflash import config, flags
 from sglang_dflash.config import check_arguments, combine
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
+from sglang_dflash.flags import Copy, GdnState
 from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, is_given
 from sglang_dflash.host.names import SECTIONS
 
@@ -44,6 +45,7 @@ ARGUMENTS = Arguments(
     streaming_session=False,
     page_size=None,
 )
+FLAGS, FP8_HEAD = flags.read({}), flags.read({"SGLANG_DFLASH_DRAFT_HEAD": "fp8"})
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def draft(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_everything_left_to_the_checkpoint(draft: Checkpoint) -> None:
-    served = combine(ARGUMENTS, TARGET, draft)
+    served = combine(ARGUMENTS, TARGET, draft, FLAGS)
     assert (served.block_size, served.draft_window, served.dtype) == (8, None, "bfloat16")
     assert served.draft_attention_backend == "fa3"
     assert served.draft is draft
@@ -61,7 +63,7 @@ def test_everything_left_to_the_checkpoint(draft: Checkpoint) -> None:
 @pytest.mark.parametrize("block_size", [2, 4, 8])
 def test_a_block_may_be_a_prefix_of_the_trained_one(block_size: int, draft: Checkpoint) -> None:
     """And a window as small as the block."""
-    served = combine(replace(ARGUMENTS, block_size=block_size, draft_window=block_size), TARGET, draft)
+    served = combine(replace(ARGUMENTS, block_size=block_size, draft_window=block_size), TARGET, draft, FLAGS)
     assert (served.block_size, served.draft.block_size, served.draft_window) == (block_size, 8, block_size)
 
 
@@ -76,7 +78,7 @@ def test_a_block_may_be_a_prefix_of_the_trained_one(block_size: int, draft: Chec
     ],
 )
 def test_both_in_the_dtype_that_is_given(given: str, dtype: str, draft: Checkpoint) -> None:
-    assert combine(replace(ARGUMENTS, dtype=given), replace(TARGET, dtype=dtype), draft).dtype == dtype
+    assert combine(replace(ARGUMENTS, dtype=given), replace(TARGET, dtype=dtype), draft, FLAGS).dtype == dtype
 
 
 def test_what_dflash_does_anyway_may_be_asked_for(draft: Checkpoint) -> None:
@@ -89,18 +91,18 @@ def test_what_dflash_does_anyway_may_be_asked_for(draft: Checkpoint) -> None:
 def test_an_fp8_target(device: str, asked: str | None, kept: str, draft: Checkpoint) -> None:
     """Its cache is fp8 as well, or its own where SGLang gives it one."""
     arguments = replace(ARGUMENTS, device=device, draft_backend=asked, draft_kv_dtype="fp8_e4m3", page_size=64)
-    assert combine(arguments, TARGET, draft).draft_attention_backend == kept
+    assert combine(arguments, TARGET, draft, FLAGS).draft_attention_backend == kept
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_heads_that_can_be_split(tp_size: int, draft: Checkpoint) -> None:
-    assert combine(replace(ARGUMENTS, tp_size=tp_size), TARGET, draft).draft is draft
+    assert combine(replace(ARGUMENTS, tp_size=tp_size), TARGET, draft, FLAGS).draft is draft
 
 
 def checked(arguments: Arguments, draft: Checkpoint) -> None:
     """In the order of `DFlashConfig.from_server_args`."""
-    check_arguments(arguments)
-    combine(arguments, TARGET, draft)
+    check_arguments(arguments, FLAGS)
+    combine(arguments, TARGET, draft, FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -187,22 +189,22 @@ def test_flags_without_an_exact_meaning_are_refused(
 )
 def test_a_draft_for_another_target_is_refused(changes: dict[str, Any], sentence: str, draft: Checkpoint) -> None:
     with pytest.raises(ValueError, match=sentence):
-        combine(ARGUMENTS, replace(TARGET, **changes), draft)
+        combine(ARGUMENTS, replace(TARGET, **changes), draft, FLAGS)
 
 
 def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft: Checkpoint) -> None:
     asked = replace(ARGUMENTS, streaming_session=True, draft_window=64)
-    combine(replace(asked, page_size=1), TARGET, draft)
-    combine(replace(asked, page_size=16, draft_window=None), TARGET, draft)
+    combine(replace(asked, page_size=1), TARGET, draft, FLAGS)
+    combine(replace(asked, page_size=16, draft_window=None), TARGET, draft, FLAGS)
     with pytest.raises(NotSupported, match=r"a draft window and --page-size 16 .* use --page-size 1"):
-        combine(replace(asked, page_size=16), TARGET, draft)
+        combine(replace(asked, page_size=16), TARGET, draft, FLAGS)
 
 
 def test_rings_are_sized_before_graphs_are_captured(draft: Checkpoint) -> None:
     asked = replace(ARGUMENTS, sized_after_capture=True)
-    combine(asked, TARGET, draft)
+    combine(asked, TARGET, draft, FLAGS)
     with pytest.raises(NotSupported, match=r"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window .* set it to 0"):
-        combine(replace(asked, draft_window=64), TARGET, draft)
+        combine(replace(asked, draft_window=64), TARGET, draft, FLAGS)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +226,7 @@ def test_the_context_that_is_kept(
     kinds = tuple(FULL if window is None else SLIDING for window in kept_by_layers)
     window = max((window for window in kept_by_layers if window is not None), default=None)
     draft = replace(draft, layer_types=kinds, sliding_window=window)
-    assert combine(replace(ARGUMENTS, draft_window=flag), TARGET, draft).draft_window == kept
+    assert combine(replace(ARGUMENTS, draft_window=flag), TARGET, draft, FLAGS).draft_window == kept
 
 
 @pytest.mark.parametrize(
@@ -238,12 +240,12 @@ def test_the_context_that_is_kept(
 )
 def test_a_draft_that_cannot_be_right_is_refused(changes: dict[str, Any], sentence: str, draft: Checkpoint) -> None:
     with pytest.raises(ValueError, match=sentence):
-        combine(ARGUMENTS, TARGET, replace(draft, **changes))
+        combine(ARGUMENTS, TARGET, replace(draft, **changes), FLAGS)
 
 
 def test_a_draft_need_not_say_its_vocabulary(checkpoints: ModuleType, tmp_path: Path) -> None:
     folder = checkpoints.write_draft(tmp_path, vocab_size=None)
-    assert combine(ARGUMENTS, TARGET, checkpoint.read(str(folder))).draft.vocab_size is None
+    assert combine(ARGUMENTS, TARGET, checkpoint.read(str(folder)), FLAGS).draft.vocab_size is None
 
 
 def test_arguments_are_checked_once_and_first(monkeypatch: pytest.MonkeyPatch, draft: Checkpoint) -> None:
@@ -281,11 +283,103 @@ def test_every_argument_that_is_refused_is_a_name_of_sglang_s() -> None:
     ],
 )
 def test_an_fp8_head_is_refused_where_it_cannot_be(changes: dict[str, Any], sentence: str) -> None:
-    check_arguments(replace(ARGUMENTS, **changes))
+    check_arguments(replace(ARGUMENTS, **changes), FLAGS)
     with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 .*{sentence}"):
-        check_arguments(replace(ARGUMENTS, fp8_head=True, **changes))
+        check_arguments(replace(ARGUMENTS, **changes), FP8_HEAD)
 
 
 @pytest.mark.parametrize("device", ["cpu", "undecided", "sm89", "sm90", "sm100"])
 def test_an_fp8_head_is_accepted_elsewhere(device: str) -> None:
-    check_arguments(replace(ARGUMENTS, fp8_head=True, device=device))
+    check_arguments(replace(ARGUMENTS, device=device), FP8_HEAD)
+
+
+GDN = {"recurrent": True, "gated_delta_net": True}
+MAMBA2 = {"recurrent": True}
+SHARED = {"attention_dp": True, "dp_lm_head": True}
+
+
+def decided(draft: Checkpoint, target: dict[str, bool], arguments: dict[str, Any], **env: str) -> config.DFlashConfig:
+    """`env`: environment flags without their prefix."""
+    read = flags.read({f"SGLANG_DFLASH_{name.upper()}": value for name, value in env.items()})
+    return combine(replace(ARGUMENTS, **arguments), replace(TARGET, **target), draft, read)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "widths"),
+    [
+        ({}, {}, (1, 4, 8)),
+        (GDN, {}, (1, 4, 8)),
+        (MAMBA2, {}, (8,)),
+        ({}, SHARED, (8,)),
+        ({}, {"disaggregation": "decode"}, (1, 4, 8)),
+        ({}, {"disaggregation": "prefill"}, ()),
+        (MAMBA2, {"disaggregation": "prefill"}, ()),
+    ],
+)
+def test_what_is_verified(draft: Checkpoint, target: dict, arguments: dict, widths: tuple[int, ...]) -> None:
+    served = decided(draft, target, arguments)
+    assert (served.widths, served.widest) == (widths, 8)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "reason"),
+    [
+        (MAMBA2, {}, "SGLang finds the recurrent states of this target by the size of the block"),
+        (GDN, SHARED, "ranks of attention data parallelism have requests of their own and one width"),
+    ],
+)
+def test_narrow_widths_are_refused_before_weights_load(
+    draft: Checkpoint, target: dict, arguments: dict, reason: str
+) -> None:
+    refusal = rf"^SGLANG_DFLASH_WIDTHS: whole blocks are verified \({reason}\); set it to 8, or drop it$"
+    with pytest.raises(NotSupported, match=refusal):
+        decided(draft, target, arguments, widths="4")
+    assert decided(draft, target, arguments, widths="8").widths == (8,)
+    assert decided(draft, target, arguments | {"disaggregation": "prefill"}, widths="4").widths == ()
+
+
+def test_a_step_writes_more_than_the_block_where_copies_continue_it(draft: Checkpoint) -> None:
+    assert decided(draft, {}, {}, widths="4,24").widest == 24
+    with pytest.raises(NotSupported, match=r"24 is wider than the block of 8, .*SGLANG_DFLASH_COPY=off"):
+        decided(draft, {}, {}, widths="4,24", copy="off")
+    with pytest.raises(NotSupported, match=r"24 is wider than the block of 8, .*reads prompts and decodes nothing"):
+        decided(draft, {}, {"disaggregation": "prefill"}, widths="4,24")
+
+
+@pytest.mark.parametrize(
+    ("asked", "disaggregation", "copy"),
+    [
+        ("auto", "null", Copy.AUTO),
+        ("random", "null", Copy.RANDOM),
+        ("auto", "decode", Copy.OFF),
+        ("off", "null", Copy.OFF),
+    ],
+)
+def test_copies(draft: Checkpoint, asked: str, disaggregation: str, copy: Copy) -> None:
+    assert decided(draft, {}, {"disaggregation": disaggregation}, copy=asked).copy is copy
+
+
+@pytest.mark.parametrize(
+    ("target", "disaggregation", "asked", "state"),
+    [
+        ({}, "null", "fold", None),
+        (GDN, "null", "fold", GdnState.FOLD),
+        (GDN, "null", "snapshot", GdnState.SNAPSHOT),
+        (GDN, "decode", "fold", GdnState.FOLD),
+        (GDN, "prefill", "fold", None),
+        (MAMBA2, "null", "fold", GdnState.SNAPSHOT),
+    ],
+)
+def test_how_recurrent_states_advance(
+    draft: Checkpoint, target: dict, disaggregation: str, asked: str, state: GdnState | None
+) -> None:
+    assert decided(draft, target, {"disaggregation": disaggregation}, gdn_state=asked).gdn_state is state
+
+
+@pytest.mark.parametrize(
+    ("disaggregation", "host_cache", "ours"),
+    [("null", False, True), ("null", True, False), ("prefill", False, False), ("decode", False, False)],
+)
+def test_slots_are_filled_by_others_too(draft: Checkpoint, disaggregation: str, host_cache: bool, ours: bool) -> None:
+    arguments = {"disaggregation": disaggregation, "host_cache": host_cache}
+    assert decided(draft, {}, arguments).slots_are_ours is ours

@@ -127,9 +127,7 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.Monk
 
     from sglang_dflash.config import DFlashConfig
 
-    config = SimpleNamespace(
-        block_size=8, draft_attention_backend="trtllm_mha", draft_quantization=None, disaggregation="null"
-    )
+    config = SimpleNamespace(block_size=8, widest=8, draft_attention_backend="trtllm_mha", draft_quantization=None)
     monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)
     monkeypatch.setattr(plugin.host, "require_live", lambda: None)
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)

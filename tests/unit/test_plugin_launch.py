@@ -17,6 +17,7 @@ CPU = (
     "--model-path {target} --device cpu --attention-backend torch_native --speculative-algorithm DFLASH "
     "--speculative-draft-model-path {draft} --max-total-tokens 1024 --disable-radix-cache --port 39731"
 )
+ATTENTION_DP = "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head"
 
 Folder = Callable[[ModuleType, Path], Path]
 
@@ -64,6 +65,18 @@ BAD = {
     "width beyond the block": Bad(
         "NotSupported: SGLANG_DFLASH_WIDTHS: 17 is wider than the block of 8, behind which there are only copies",
         env={"SGLANG_DFLASH_WIDTHS": "4,17", "SGLANG_DFLASH_COPY": "off"},
+    ),
+    "widths of a Mamba2 target": Bad(
+        "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (SGLang finds the recurrent states of this "
+        "target by the size of the block); set it to 8, or drop it",
+        env={"SGLANG_DFLASH_WIDTHS": "4"},
+        target="mamba2",
+    ),
+    "widths of ranks with requests of their own": Bad(
+        "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (ranks of attention data parallelism have "
+        "requests of their own and one width); set it to 8, or drop it",
+        ATTENTION_DP,
+        env={"SGLANG_DFLASH_WIDTHS": "4"},
     ),
     "lossy acceptance": Bad(
         "NotSupported: --speculative-accept-threshold-single 0.9 would change the output distribution; drop the flag",

@@ -49,6 +49,29 @@ def test_a_bad_launch_is_the_one_line_that_fails(launch: Any, pair: dict[str, st
     assert found["launch"]["text"].startswith("block size 16 is not within 2..8")
 
 
+@pytest.mark.parametrize(
+    ("target", "more", "reason"),
+    [
+        ("mamba2", "", "SGLang finds the recurrent states of this target by the size of the block"),
+        (
+            "hybrid",
+            "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head",
+            "ranks of attention data parallelism have requests of their own and one width",
+        ),
+    ],
+)
+def test_widths_that_a_launch_cannot_verify_are_noticed(
+    target: str, more: str, reason: str, launch: Any, pair: dict[str, str]
+) -> None:
+    line = CPU.format(target=pair[target], draft=pair["draft"]).split() + more.split()
+    found = asked(launch, *line, env={"SGLANG_DFLASH_WIDTHS": "4"})["launch"]
+    assert not found["ok"]
+    assert found["text"] == f"SGLANG_DFLASH_WIDTHS: whole blocks are verified ({reason}); set it to 8, or drop it"
+    found = asked(launch, *line)["launch"]
+    assert found["ok"], found
+    assert "widths=(8,)" in found["text"]
+
+
 def test_an_excluded_plugin_is_noticed(launch: Any) -> None:
     plugin = asked(launch, env={"SGLANG_PLUGINS": "another"})["plugin"]
     assert not plugin["ok"]

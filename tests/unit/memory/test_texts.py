@@ -20,8 +20,7 @@ from sglang_dflash.memory import texts
     ],
 )
 def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -> None:
-    texts.check_copy(copy, disaggregation)
-    assert (not texts.why_none_are_kept(copy, disaggregation)) is kept
+    assert (not texts.why_no_copies(copy, disaggregation)) is kept
 
 
 @pytest.mark.parametrize("copy", [Copy.ON, Copy.RANDOM])
@@ -31,7 +30,7 @@ def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -
 )
 def test_a_server_that_cannot_copy_is_refused_where_it_is_told_to(copy: Copy, disaggregation: str, reason: str) -> None:
     with pytest.raises(NotSupported, match=rf"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off"):
-        texts.check_copy(copy, disaggregation)
+        texts.why_no_copies(copy, disaggregation)
 
 
 def test_what_is_left_beside_texts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from sglang_dflash.metrics.late_counts import LateCounts
 from sglang_dflash.metrics.meter import WRITE_EVERY, Exports, Meter, Pool
 from sglang_dflash.metrics.stage_times import STAGES, StageTimes
 from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
-from sglang_dflash.stages.calls import Calls
+from sglang_dflash.stages.stages import Stages
 
 LABELS = {"model_name": "tiny", "tp_rank": 0}
 BLOCK = 4
@@ -180,14 +180,11 @@ def test_a_scheduler_s_pools_are_found(scraped: Scraped) -> None:
     rows: Any = ReqToTokenPool(size=8, max_context_len=16, device="cpu", enable_memory_saver=False)
     rows.mamba_pool = SimpleNamespace(size=12)
     rows.alloc_rows(3)
+    stage: Any = SimpleNamespace(slots=SharedSlots(), engines=[1, BLOCK], **dict.fromkeys(STAGES, print))
     worker = SimpleNamespace(
-        calls=Calls(*[print] * len(Calls._fields)),
         device="cpu",
-        widest=BLOCK,
-        draft_kv=Rings(64, BLOCK),
-        stages=SimpleNamespace(
-            context_kv=SimpleNamespace(slots=SharedSlots()), copier=None, verifier=SimpleNamespace(engines=[1, BLOCK])
-        ),
+        config=SimpleNamespace(widest=BLOCK, draft_kv=Rings(64, BLOCK)),
+        stages=Stages(*[stage] * len(Stages._fields)),  # type: ignore[arg-type]
     )
     scheduler = SimpleNamespace(
         draft_worker=worker,

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_dflash.metrics import stage_times
 from sglang_dflash.metrics.stage_times import STAGES, DeviceClock, HostClock, StageTimes, time_stages
-from sglang_dflash.stages.calls import Calls
+from sglang_dflash.stages.stages import Stages
 
 
 class Device:
@@ -30,19 +30,21 @@ class Device:
         return event
 
 
-def calls_of(run: Any) -> Calls:
-    return Calls(*(partial(run, name) for name in Calls._fields))
+def stages_of(run: Any) -> Any:
+    """Stages that all are one object, whose methods say which they are."""
+    stage = SimpleNamespace(**{name: partial(run, name) for name in STAGES})
+    return Stages(*[stage] * len(Stages._fields))
 
 
-def step(calls: Calls) -> list[Any]:
+def step(stages: Any) -> list[Any]:
     return [
-        calls.draft("plan", graphs=True),
-        calls.copy("plan"),
-        calls.verify("plan"),
-        calls.choose("plan"),
-        calls.commit("plan"),
-        calls.append("plan"),
-        calls.weigh("plan"),
+        stages.drafter.draft("plan", graphs=True),
+        stages.copier.copy("plan"),
+        stages.verifier.verify("plan"),
+        stages.choice.choose("plan"),
+        stages.verifier.commit("plan"),
+        stages.context_kv.append("plan"),
+        stages.copier.weigh("plan"),
     ]
 
 
@@ -55,7 +57,9 @@ def test_one_step_in_so_many_is_measured_and_all_go_through(monkeypatch: pytest.
         device.now_ms += took_ms[stage]
         return stage, kwargs
 
-    timed, times = time_stages(calls_of(run), "some")
+    stages = stages_of(run)
+    timed, times = time_stages(stages, "some")
+    assert (timed.planner, timed.accept) == (stages.planner, stages.accept), "they take next to nothing"
     for n_step in range(1, 2 * times.every + 2):
         assert step(timed) == [(stage, {"graphs": True} if stage == "draft" else {}) for stage in STAGES]
         assert len(device.events) == 2 * len(STAGES) * (n_step // times.every)
@@ -81,5 +85,5 @@ def test_the_host_s_clock_knows_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_the_clock_is_the_device_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_times.torch, "get_device_module", lambda name: Device())
-    assert isinstance(time_stages(calls_of(print), "cpu")[1].clock, HostClock)
-    assert isinstance(time_stages(calls_of(print), "cuda")[1].clock, DeviceClock)
+    assert isinstance(time_stages(stages_of(print), "cpu")[1].clock, HostClock)
+    assert isinstance(time_stages(stages_of(print), "cuda")[1].clock, DeviceClock)

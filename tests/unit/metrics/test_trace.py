@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from sglang_dflash.metrics.trace import Trace, traced
-from sglang_dflash.stages.calls import Calls
 from sglang_dflash.stages.copier import NoCopies, TextCopies
+from sglang_dflash.stages.stages import Stages
 
 TEXT = [*range(1, 21), *range(1, 16)]  # its last fifteen tokens were there before, and then came 16, 17, ...
 TABLE = torch.zeros(2, 60, dtype=torch.int32)
@@ -34,7 +34,7 @@ def test_copied_drafts_are_the_accepted_ones_behind_the_place(tmp_path: Path) ->
     copies.text_QM[1, :2] = torch.tensor([50, 51])
     trace = Trace(tmp_path, copies)
     block_BN = torch.tensor([[16, 60, 61, 62], [52, 53, 54, 55]])
-    assert trace.copy(plan(4), block_BN).tolist() == [[16, 17, 18, 19], [52, 53, 54, 55]]
+    assert trace.copy(plan(4), block_BN).tokens_BN.tolist() == [[16, 17, 18, 19], [52, 53, 54, 55]]
     trace.copy(plan(1), block_BN[:, :1])  # launched before the first one's outcome is known
     trace.add(["a", "b"], 4, [2, 1], 1.0)  # of b nothing was copied, and two of the block's three guesses failed
     trace.add(["a", "b"], 1, [0, 0], 2.0)
@@ -45,18 +45,19 @@ def test_copied_drafts_are_the_accepted_ones_behind_the_place(tmp_path: Path) ->
 
 
 def test_where_nothing_is_copied_nothing_is_said_of_it(tmp_path: Path) -> None:
-    calls = Calls(*Calls._fields)
-    stages: Any = SimpleNamespace(copier=NoCopies(), calls=lambda: calls)
-    assert traced(stages, None) == (calls, None)
+    stages: Any = Stages(*Stages._fields)._replace(copier=NoCopies())
+    assert traced(stages, None) == (stages, None)
     same, add = traced(stages, tmp_path / "new")
-    assert same == calls
+    assert same == stages
     assert add is not None
     add(["a"], 8, [7], 1.5)
     assert lines(tmp_path / "new") == [{"s": 1.5, "width": 8, "accepted": {"a": 7}}]
 
 
 def test_a_traced_server_calls_the_copier_through_the_trace(tmp_path: Path) -> None:
-    copies, calls = TextCopies(TABLE, vocab_size=100), Calls(*Calls._fields)
-    found, _ = traced(SimpleNamespace(copier=copies, calls=lambda: calls), tmp_path)
-    assert found._replace(copy=calls.copy) == calls
-    assert found.copy.__self__.copier is copies
+    copies = TextCopies(TABLE, vocab_size=100)
+    stages: Any = Stages(*Stages._fields)._replace(copier=copies)
+    found, _ = traced(stages, tmp_path)
+    assert found._replace(copier=copies) == stages
+    assert found.copier.copy.__self__.copier is copies
+    assert found.copier.text_QM is copies.text_QM, "all else is the copier's own"

@@ -401,7 +401,7 @@ def test_a_text_is_known_from_step_to_step_before_its_request_has_it():
     chosen(choice, batch, torch.zeros(1, N, V), [3], drafts_1N)
     assert processor.texts == [[7], [7, 8], [7, 8, 9], [7, 8, 9, 9]]
 
-    choice.remember(batch, accept_ref(drafts_1N, said_1N, torch.tensor([3])))  # 8 and the bonus, 4
+    choice.count_tokens(batch, accept_ref(drafts_1N, said_1N, torch.tensor([3])))  # 8 and the bonus, 4
     req.output_ids.append(7)
     logits_1NV = torch.zeros(1, N, V)
     chosen(choice, batch, logits_1NV, [5], torch.tensor([[4, 4, 9, 9]]))

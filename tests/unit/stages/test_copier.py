@@ -33,9 +33,9 @@ def plan_of(prefix_len: list[int], rows: list[int], width: int) -> Any:
 def step(copies: TextCopies, prefix_len: int, row: int, block: list[int], said: list[int]) -> list[int]:
     """What was verified; the target says `said`."""
     plan = plan_of([prefix_len], [row], len(block))
-    tokens_BN = copies.copy(plan, torch.tensor([block]))
-    copies.weigh(accept_ref(tokens_BN, torch.tensor([said]), plan.prefix_len_B))
-    return tokens_BN[0].tolist()
+    copied = copies.copy(plan, torch.tensor([block]))
+    copies.weigh(copied, accept_ref(copied.tokens_BN, torch.tensor([said]), plan.prefix_len_B))
+    return copied.tokens_BN[0].tolist()
 
 
 def test_a_prompt_and_its_steps_are_copied_from() -> None:
@@ -119,9 +119,9 @@ def test_requests_of_one_step_copy_from_their_own_texts() -> None:
     shifted = [*TEXT[:15], *range(70, 76), *TEXT[:15]]
     copies.read(batch_of(TEXT, shifted, rows=[3, 0]))
     plan = plan_of([len(shifted), len(TEXT)], [0, 3], 3)
-    tokens_BN = copies.copy(plan, torch.tensor([[70, 60, 61], [16, 60, 61]]))
-    assert tokens_BN.tolist() == [[70, 71, 72], [16, 17, 18]]
-    copies.weigh(accept_ref(tokens_BN, torch.tensor([[60, 0, 0], [17, 18, 19]]), plan.prefix_len_B))
+    copied = copies.copy(plan, torch.tensor([[70, 60, 61], [16, 60, 61]]))
+    assert copied.tokens_BN.tolist() == [[70, 71, 72], [16, 17, 18]]
+    copies.weigh(copied, accept_ref(copied.tokens_BN, torch.tensor([[60, 0, 0], [17, 18, 19]]), plan.prefix_len_B))
     worth = {row: counts_K2[-1].tolist() for row, counts_K2 in enumerate(copies.counts_QK2)}
     assert worth == {0: [-1, 1], 1: [0, 0], 2: [0, 0], 3: [2, 1]}
 
@@ -149,17 +149,11 @@ def test_totals_say_what_was_copied_and_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("copy", "disaggregation", "kind"),
-    [
-        (Copy.OFF, "null", NoCopies),
-        (Copy.AUTO, "null", TextCopies),
-        (Copy.RANDOM, "null", RandomCopies),
-        (Copy.AUTO, "prefill", NoCopies),
-        (Copy.AUTO, "decode", NoCopies),
-    ],
+    ("copy", "kind"),
+    [(Copy.OFF, NoCopies), (Copy.AUTO, TextCopies), (Copy.ON, TextCopies), (Copy.RANDOM, RandomCopies)],
 )
-def test_which_servers_copy(copy: Copy, disaggregation: str, kind: type) -> None:
-    assert type(make_copier(copy, disaggregation, TABLE, VOCABULARY)) is kind
+def test_which_servers_copy(copy: Copy, kind: type) -> None:
+    assert type(make_copier(copy, TABLE, VOCABULARY)) is kind
 
 
 def test_random_copies_are_sometimes_taken_and_the_same_on_every_rank() -> None:
@@ -175,4 +169,4 @@ def test_random_copies_are_sometimes_taken_and_the_same_on_every_rank() -> None:
 
 def test_without_copies_a_block_stays_as_it_is() -> None:
     tokens_BN = torch.tensor([[16, 60, 61]])
-    assert NoCopies().copy(plan_of([7], [3], 3), tokens_BN) is tokens_BN
+    assert NoCopies().copy(plan_of([7], [3], 3), tokens_BN).tokens_BN is tokens_BN

@@ -14,9 +14,12 @@ from sglang_dflash_kernels.penalise import Asked, penalise_ref
 
 from sglang_dflash.stages import dry_run
 from sglang_dflash.stages.choice import Choice
-from sglang_dflash.stages.dry_run import IN_A_ROW, DryRun, Stages, batch_sizes, own_states, peak_bytes, reserve_bytes
+from sglang_dflash.stages.copier import CopyStep
+from sglang_dflash.stages.dry_run import IN_A_ROW, DryRun, batch_sizes, own_states, peak_bytes, reserve_bytes
 from sglang_dflash.stages.greedy import Whole
 from sglang_dflash.stages.penalties import Penalties
+from sglang_dflash.stages.ranks import OneGroup
+from sglang_dflash.stages.stages import Stages
 from sglang_dflash.step import Block, Plan
 
 BLOCK, V = 4, 11
@@ -66,11 +69,11 @@ class Recorded:
         assert len(features_TC) == plan.n_requests * plan.width
         self.calls.add(("append", plan.n_requests, plan.width))
 
-    def copy(self, plan: Plan, tokens_BN: torch.Tensor) -> torch.Tensor:
-        self.calls.add(("copy", *tokens_BN.shape))
-        return tokens_BN
+    def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
+        self.calls.add(("copy", *drafts_BN.shape))
+        return CopyStep(drafts_BN, drafts_BN)
 
-    def weigh(self, accepted: Accepted) -> None:
+    def weigh(self, step: CopyStep, accepted: Accepted) -> None:
         self.calls.add(("weigh", *accepted.committed_BN.shape))
 
     def before_draft(self, plan: Plan) -> None:
@@ -99,7 +102,7 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple
     )
     recorded = Recorded()
     recorded.block_size, recorded.penalties = BLOCK, recorded  # type: ignore[attr-defined]
-    recorded.logits = Whole()  # type: ignore[attr-defined]
+    recorded.logits, recorded.ranks = Whole(), OneGroup()  # type: ignore[attr-defined]
     recorded.worker = SimpleNamespace(model_runner=runner)  # type: ignore[attr-defined]
     stages = Stages(recorded, recorded, recorded, recorded, accept_ref, recorded, recorded)  # type: ignore[arg-type]
     return DryRun(stages, on_host=device == "cpu"), recorded
@@ -137,9 +140,9 @@ def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch: pyt
 
 def test_a_dummy_request_fits_into_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     dry, _ = make(monkeypatch, device="cpu", tracks=False)
-    assert dry._plan(2, BLOCK).prefix_len_B.tolist() == [50, 50]
+    assert dry.plan(2, BLOCK).prefix_len_B.tolist() == [50, 50]
     dry.runner.model_config.context_len = 4096
-    assert dry._plan(2, BLOCK).prefix_len_B.tolist() == [dry_run.CONTEXT] * 2
+    assert dry.plan(2, BLOCK).prefix_len_B.tolist() == [dry_run.CONTEXT] * 2
 
 
 def test_positions_have_three_axes_where_the_target_s_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +150,7 @@ def test_positions_have_three_axes_where_the_target_s_do(monkeypatch: pytest.Mon
     dry.runner.model_config.model_is_mrope = True
     verified, forward = list[Any](), recorded.forward
     recorded.forward = lambda batch: verified.append(batch) or forward(batch)  # type: ignore[method-assign]
-    dry._after_draft(2, BLOCK)()
+    dry.after_draft(2, BLOCK)()
     assert verified[0].mrope_positions.tolist() == [verified[0].positions.tolist()] * 3
 
 

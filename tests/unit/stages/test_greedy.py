@@ -11,8 +11,8 @@ from sglang.srt.model_executor.graph_shared_output import GraphSharedOutput
 from torch import nn
 
 from sglang_dflash.draft.target_ends import TargetEnds
-from sglang_dflash.stages import greedy
 from sglang_dflash.stages.greedy import Shards, Whole, verified_logits, why_whole
+from sglang_dflash.stages.ranks import Groups, OneGroup
 from tests.fixtures.thread_ranks import ThreadRanks
 
 ROWS, H, V = 6, 4, 21  # two ranks have 11 rows of the head each, of which the last is padding
@@ -74,7 +74,7 @@ def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype: torch.dtype, captured
 
     def on_rank(rank: int) -> torch.Tensor:
         one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends)
+        shards = verified_logits(one.runner, one.ends, OneGroup())
         return shards.likeliest(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured))
 
     found = group.run(on_rank)
@@ -94,7 +94,7 @@ def test_whole_logits_are_those_of_sglangs_forward(dtype: torch.dtype, captured:
     def on_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         one = Rank(group, rank, weight_VH, scale=scale)
         plain_TV = one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured).clone()
-        shards = verified_logits(one.runner, one.ends)
+        shards = verified_logits(one.runner, one.ends, OneGroup())
         return plain_TV, shards.whole(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured))
 
     for plain_TV, whole_TV in group.run(on_rank):
@@ -110,7 +110,7 @@ def test_captured_shards_and_logits_share_sglangs_buffer() -> None:
 
     def on_rank(rank: int) -> None:
         one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends)
+        shards = verified_logits(one.runner, one.ends, OneGroup())
         shard_TV = one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=True)
         assert shard_TV.shape == (ROWS, N_EACH)
         assert shard_TV.dtype == torch.bfloat16
@@ -127,7 +127,7 @@ def test_a_batch_larger_than_the_buffer_has_memory_of_its_own() -> None:
 
     def on_rank(rank: int) -> torch.Tensor:
         one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends)
+        shards = verified_logits(one.runner, one.ends, OneGroup())
         whole_TV = shards.whole(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=False))
         assert not one.buffer.any()
         return whole_TV
@@ -142,7 +142,7 @@ def test_prompts_end_with_gathered_logits_as_before() -> None:
 
     def on_rank(rank: int) -> torch.Tensor:
         one = Rank(group, rank, weight_VH)
-        verified_logits(one.runner, one.ends)
+        verified_logits(one.runner, one.ends, OneGroup())
         return one.forward(hidden_TH, ForwardMode.EXTEND, captured=False)
 
     for whole_TV in group.run(on_rank):
@@ -169,7 +169,7 @@ def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch: pytest.MonkeyP
 
 def test_a_head_that_no_ranks_share_is_left_alone() -> None:
     one = Rank(ThreadRanks(1), 0, torch.zeros(V, H))
-    kind = verified_logits(one.runner, one.ends._replace(tp_group=None))
+    kind = verified_logits(one.runner, one.ends._replace(tp_group=None), OneGroup())
     assert type(kind) is Whole
     assert "_gather_softcap_fused" not in vars(one.processor)
 
@@ -190,14 +190,13 @@ def test_what_keeps_the_full_gather_is_decided_at_launch(
     caplog.set_level("INFO")
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
     vars(one.processor).update(change)
-    kind = verified_logits(one.runner, one.ends)
+    kind = verified_logits(one.runner, one.ends, OneGroup())
     assert (type(kind) is Whole) == bool(why)
     assert why in caplog.text
     assert ("every verify gathers the logits of all ranks" in caplog.text) == bool(why)
 
 
-def test_ranks_that_meet_and_two_processors_keep_the_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_meet_and_two_processors_keep_the_gather() -> None:
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
-    assert "in 2 places" in why_whole([one.processor] * 2, one.ends)
-    monkeypatch.setattr(greedy.ranks, "meet", lambda: True)
-    assert "attention data parallelism" in why_whole([one.processor], one.ends)
+    assert "in 2 places" in why_whole([one.processor] * 2, one.ends, OneGroup())
+    assert "attention data parallelism" in why_whole([one.processor], one.ends, Groups())

@@ -10,6 +10,7 @@ from sglang.srt.lora.backend.triton_backend import TritonLoRABackend
 from sglang.srt.lora.backend.triton_v2_backend import TritonV2LoRABackend
 
 from sglang_dflash.stages import lora
+from sglang_dflash.stages.ranks import OneGroup
 from sglang_dflash.stages.state import NoState
 from sglang_dflash.stages.verifier import Verifier, WidthEngine
 
@@ -38,7 +39,7 @@ def test_a_width_writes_where_its_own_graphs_read() -> None:
     for width in (16, 1, 4):
         backend.init_decode(width)
         engines[width] = WidthEngine("backend", "graphs", NoState(), lora.routing_of(runner))  # type: ignore[arg-type]
-    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, on_host=False)  # type: ignore[arg-type]
+    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=False)  # type: ignore[arg-type]
     for width in (16, 4, 1, 16):
         verifier.use(width)
         assert backend.cuda_graph_batch_info == f"static of {width}"

@@ -67,7 +67,7 @@ def prefill(penalties: Penalties, reqs: list[Request]) -> None:
         logits_BV = torch.where(logits_BV < 0, logits_BV * scale_BV, logits_BV / scale_BV)
     torch.testing.assert_close(logits_BV, want_BV)
     anchor_B = torch.randint(V, (len(reqs),))
-    penalties.count_anchors(anchor_B)
+    penalties.count_anchors(reqs, anchor_B)
     for req, anchor in zip(reqs, anchor_B.tolist(), strict=True):
         req.text.append(anchor)
 
@@ -87,7 +87,7 @@ def decode(penalties: Penalties, reqs: list[Request]) -> None:
     torch.testing.assert_close(logits_TV, want_TV)
     target_BN = tokens_BN.roll(-1, 1).where(torch.rand(len(reqs), N) < 0.7, torch.randint(V, (len(reqs), N)))
     accepted = accept_ref(tokens_BN, target_BN, prefix_len_B)
-    penalties.count(accepted)
+    penalties.count(reqs, accepted)
     for req, n, committed in zip(reqs, accepted.n_committed_B.tolist(), accepted.committed_BN.tolist(), strict=True):
         req.text += committed[:n]
 
@@ -151,11 +151,11 @@ def test_who_asks_for_nothing_costs_nothing():
 def test_parameters_are_built_once_per_batch():
     penalties, reqs = Penalties(V, torch.device("cpu")), [Request({"presence_penalty": 1.0}, 2), Request({}, 3)]
     prefill(penalties, reqs)
-    asked = penalties.asked
+    _, asking = penalties.last
     decode(penalties, reqs)
-    assert penalties.asked is asked
+    assert penalties.last[1] is asking
     decode(penalties, reqs[:1])
-    assert penalties.asked is not asked
+    assert penalties.last[1] is not asking
 
 
 @pytest.mark.parametrize("params", [*PARAMS, {"min_new_tokens": 1}])

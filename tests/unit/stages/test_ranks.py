@@ -11,16 +11,16 @@ import pytest
 import torch
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-from sglang_dflash.stages import ranks, state
+from sglang_dflash.stages import ranks
 
 BLOCK = 8
 
 
 @pytest.fixture
-def together(monkeypatch: pytest.MonkeyPatch) -> None:
+def together(monkeypatch: pytest.MonkeyPatch) -> ranks.Groups:
     """Three groups of ranks."""
-    monkeypatch.setattr(ranks, "meet", lambda: True)
     monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=3))
+    return ranks.Groups()
 
 
 def replayed(forward: Callable[[Any], Any], n_tokens: list[int]) -> bool:
@@ -28,8 +28,8 @@ def replayed(forward: Callable[[Any], Any], n_tokens: list[int]) -> bool:
     return forward(SimpleNamespace(original_global_num_tokens_cpu=n_tokens, can_run_decode_cuda_graph=True))
 
 
-def test_graphs_run_where_every_rank_has_requests(together: None) -> None:
-    forward = ranks.beside_idle_ones(lambda batch: batch.can_run_decode_cuda_graph)
+def test_graphs_run_where_every_rank_has_requests(together: ranks.Groups) -> None:
+    forward = together.beside_idle_ones(lambda batch: batch.can_run_decode_cuda_graph)
     assert [replayed(forward, n_tokens) for n_tokens in ([8, 16, 8], [8, 0, 16], [0, 8, 8])] == [True, False, False]
 
 
@@ -37,27 +37,21 @@ def test_one_group_of_ranks_asks_nobody() -> None:
     def forward(batch: Any) -> Any:
         return batch
 
-    assert ranks.beside_idle_ones(forward) is forward
-    ranks.tell_all(None)  # type: ignore[arg-type]
-    assert ranks.keep_up(None, BLOCK)(None) is None  # type: ignore[arg-type, func-returns-value]
-    assert ranks.draft_scope(None) is nullcontext  # type: ignore[arg-type]
+    alone = ranks.OneGroup()
+    assert alone.beside_idle_ones(forward) is forward
+    alone.tell_all(None)  # type: ignore[arg-type]
+    assert alone.keep_up(None, BLOCK)(None) is None  # type: ignore[arg-type, func-returns-value]
+    assert alone.draft_scope(None) is nullcontext  # type: ignore[arg-type]
 
 
-def test_all_are_told_of_as_many_requests(together: None) -> None:
+def test_all_are_told_of_as_many_requests(together: ranks.Groups) -> None:
     told = list[Any]()
     batch = SimpleNamespace(
         batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: told.extend(args)
     )
-    ranks.tell_all(batch)  # type: ignore[arg-type]
+    together.tell_all(batch)  # type: ignore[arg-type]
     said, device = told
     assert (said.global_num_tokens, said.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
-
-
-def test_widths_are_chosen_by_no_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "why_whole_blocks", lambda target: "its states")
-    assert ranks.why_whole_blocks(None) == "its states"  # type: ignore[arg-type]
-    monkeypatch.setattr(ranks, "meet", lambda: True)
-    assert ranks.why_whole_blocks(None).endswith("requests of their own and one width")  # type: ignore[arg-type]
 
 
 def test_a_draft_runs_in_its_scope() -> None:
@@ -79,7 +73,7 @@ def test_a_draft_is_made_for_its_block_whatever_is_verified(monkeypatch: pytest.
     spec = SimpleNamespace(speculative_num_draft_tokens=32)
     spec.override = partial(patch.multiple, spec)
     monkeypatch.setattr(ranks, "get_spec", lambda: spec)
-    with ranks.making_draft(None, BLOCK):  # type: ignore[arg-type]
+    with ranks.OneGroup().making_draft(None, BLOCK):  # type: ignore[arg-type]
         assert spec.speculative_num_draft_tokens == BLOCK
     assert spec.speculative_num_draft_tokens == 32
 
@@ -98,7 +92,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
 @pytest.mark.parametrize("others_read_prompts", [True, False])
 def test_a_rank_without_requests_does_what_the_others_do(
-    together: None, ran: list[tuple[str, Any]], others_read_prompts: bool
+    together: ranks.Groups, ran: list[tuple[str, Any]], others_read_prompts: bool
 ) -> None:
     worker = SimpleNamespace(
         device="cpu",
@@ -106,7 +100,7 @@ def test_a_rank_without_requests_does_what_the_others_do(
         model_runner=SimpleNamespace(forward=lambda batch: ran.append(("block", batch))),
     )
     batch = SimpleNamespace(is_extend_in_batch=others_read_prompts)
-    ranks.keep_up(worker, BLOCK)(batch)  # type: ignore[arg-type]
+    together.keep_up(worker, BLOCK)(batch)  # type: ignore[arg-type]
     ((kind, given),) = ran
     if others_read_prompts:
         assert (kind, given) == ("prompts", batch)

@@ -28,7 +28,6 @@ from sglang_dflash.stages.state import (
     SnapshotState,
     decoding_one_token,
     make_state,
-    why_whole_blocks,
 )
 from tests.fixtures.recurrent import make_pool
 
@@ -79,7 +78,7 @@ def test_a_block_of_one_token_is_decoded_and_prompts_are_not(mode, way):
 def test_only_width_1_asks_for_packed_projections(monkeypatch):
     """SGLang's Qwen3.5 then leaves unpacking to the backend, which only decoding does."""
     monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
-    worker = target(monkeypatch, make_pool(RecordPool, 1, 16))
+    worker = target(make_pool(RecordPool, 1, 16))
     asks = {}
     for width in (16, 1, 4):  # the others are made before and after
         backend: Any = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
@@ -157,35 +156,32 @@ def test_a_state_goes_as_far_as_tokens_are_kept_and_a_copy_as_far_as_the_interva
     assert torch.equal(conv, (n_tokens - 1).view(1, 7, 1).expand_as(conv).to(conv.dtype))
 
 
-def target(monkeypatch: pytest.MonkeyPatch, pool: Any, *, recurrent: bool = True, gated: bool = True) -> Any:
-    """A worker whose target has such states, in `pool`."""
-    monkeypatch.setattr(state, "mambaish_config", lambda config: recurrent or None)
-    monkeypatch.setattr(state, "hybrid_gdn_config", lambda config: gated or None)
+def target(pool: Any) -> Any:
+    """A worker whose target has recurrent states in `pool`."""
     off = SimpleNamespace(enabled=False)
     pools = SimpleNamespace(mamba_pool=pool, short_conv_pool=off, ngram_pool=off, req_to_token=torch.zeros(5, 8))
-    return SimpleNamespace(model_runner=SimpleNamespace(model_config=None, req_to_token_pool=pools))
+    return SimpleNamespace(model_runner=SimpleNamespace(req_to_token_pool=pools))
 
 
 @pytest.mark.parametrize(
-    ("recurrent", "gated", "asked", "width", "kind"),
+    ("asked", "width", "kind"),
     [
-        (False, False, GdnState.FOLD, 16, NoState),
-        (True, True, GdnState.FOLD, 16, FoldState),
-        (True, True, GdnState.FOLD, 1, InPlaceState),  # a fold would read all states once more
-        (True, True, GdnState.SNAPSHOT, 16, SnapshotState),
-        (True, True, GdnState.SNAPSHOT, 1, SnapshotState),
-        (True, False, GdnState.FOLD, 16, SnapshotState),  # Mamba2's, which has no records
+        (None, 16, NoState),
+        (GdnState.FOLD, 16, FoldState),
+        (GdnState.FOLD, 1, InPlaceState),  # a fold would read all states once more
+        (GdnState.SNAPSHOT, 16, SnapshotState),
+        (GdnState.SNAPSHOT, 1, SnapshotState),
     ],
 )
-def test_a_target_s_states_are_kept_as_asked(recurrent, gated, asked, width, kind, monkeypatch):
+def test_a_target_s_states_are_kept_as_asked(asked, width, kind, monkeypatch):
     monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
-    worker = target(monkeypatch, make_pool(RecordPool, 1, 4), recurrent=recurrent, gated=gated)
+    worker = target(make_pool(RecordPool, 1, 4))
     assert type(make_state(worker, asked, width)) is kind
 
 
-def test_a_pool_without_records_is_refused(monkeypatch):
+def test_a_pool_without_records_is_refused():
     with pytest.raises(NotSupported, match=r"found MambaPool; set SGLANG_DFLASH_GDN_STATE=snapshot"):
-        make_state(target(monkeypatch, make_pool(MambaPool, 1, 4)), GdnState.FOLD, 16)
+        make_state(target(make_pool(MambaPool, 1, 4)), GdnState.FOLD, 16)
 
 
 @pytest.mark.parametrize("tracked", [True, False])
@@ -210,19 +206,10 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
     assert torch.equal(temporal, want[1])
 
 
-@pytest.mark.parametrize(
-    ("recurrent", "gated_delta_net", "narrow"), [(False, False, True), (True, True, True), (True, False, False)]
-)
-def test_only_some_recurrent_targets_verify_less_than_the_block(recurrent, gated_delta_net, narrow, monkeypatch):
-    monkeypatch.setattr(state, "mambaish_config", lambda config: recurrent or None)
-    monkeypatch.setattr(state, "hybrid_gdn_config", lambda config: gated_delta_net or None)
-    assert (why_whole_blocks(None) == "") is narrow
-
-
 @pytest.mark.parametrize("width", [1, 16])
 @pytest.mark.parametrize("pool", ["short_conv_pool", "ngram_pool"])
-def test_states_of_per_layer_embeddings_are_not_folded(pool, width, monkeypatch):
-    worker = target(monkeypatch, None)
+def test_states_of_per_layer_embeddings_are_not_folded(pool, width):
+    worker = target(None)
     setattr(worker.model_runner.req_to_token_pool, pool, SimpleNamespace(enabled=True))
     with pytest.raises(NotSupported, match=r"per-layer embeddings; set SGLANG_DFLASH_GDN_STATE=snapshot"):
         make_state(worker, GdnState.FOLD, width)

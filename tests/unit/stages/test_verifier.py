@@ -13,8 +13,9 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang_dflash_kernels.accept import accept_ref
 from torch import nn
 
-from sglang_dflash import worker as worker_module
+from sglang_dflash.host import results
 from sglang_dflash.stages.copier import NoCopies
+from sglang_dflash.stages.ranks import OneGroup
 from sglang_dflash.stages.state import NoState
 from sglang_dflash.stages.verifier import Verifier, WidthEngine
 from sglang_dflash.step import Block, Plan, Target
@@ -31,7 +32,7 @@ def make_verifier() -> Verifier:
         1: WidthEngine("backend of 1", "graphs of 1", NoState(), {}),  # type: ignore[arg-type]
         4: WidthEngine("backend of 4", "graphs of 4", NoState(), {}),  # type: ignore[arg-type]
     }
-    return Verifier(SimpleNamespace(model_runner=runner), engines, on_host=True)  # type: ignore[arg-type]
+    return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=True)  # type: ignore[arg-type]
 
 
 def test_prompts_are_read_with_sglangs_own_backend() -> None:
@@ -172,12 +173,12 @@ def test_only_a_plain_target_on_the_host_is_called_directly(
     engine = WidthEngine(runner.attn_backend, graphs, NoState(), {})  # type: ignore[arg-type]
     worker: Any = SimpleNamespace(model_runner=runner)
     batch: Any = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
-    assert Verifier(worker, {4: engine}, on_host=on_host).forward(batch).logits_output == way
+    assert Verifier(worker, {4: engine}, OneGroup(), on_host=on_host).forward(batch).logits_output == way
 
 
 def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for SGLang's own worker: the experts of a step's rows belong to its result."""
-    monkeypatch.setattr(worker_module, "DraftInput", lambda **fields: SimpleNamespace(**fields))
+    monkeypatch.setattr(results, "DraftInput", lambda **fields: SimpleNamespace(**fields))
     output = SimpleNamespace(sampling_mask_output=None)
     run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")  # type: ignore[arg-type]
     tokens_BN = torch.zeros(2, 4, dtype=torch.int64)

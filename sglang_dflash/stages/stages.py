@@ -1,0 +1,41 @@
+"""The stages of a decode step as one value, made once when the server starts. `DFlashWorker.decode` calls them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from sglang_dflash_kernels.accept import Accepted
+
+from sglang_dflash.stages.choice import Choice
+from sglang_dflash.stages.context_kv import ContextKV
+from sglang_dflash.stages.copier import Copier
+from sglang_dflash.stages.drafter import Drafter
+from sglang_dflash.stages.planner import Planner
+from sglang_dflash.stages.verifier import Verifier
+
+Accept = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Accepted]
+Stage = TypeVar("Stage")
+
+
+class Stages(NamedTuple):
+    planner: Planner
+    drafter: Drafter
+    verifier: Verifier
+    choice: Choice
+    accept: Accept
+    context_kv: ContextKV
+    copier: Copier
+
+
+def with_methods(stage: Stage, **methods: Callable[..., Any]) -> Stage:
+    """Return a copy of `stage` with these methods in place of its own; the two share their parts.
+
+    For measuring: a server that is not measured has no wrappers. A stage's attributes are not set again after
+    start-up, so the copy stays as good as the original.
+    """
+    twin = copy.copy(stage)
+    vars(twin).update(methods)
+    return twin
