@@ -1,6 +1,6 @@
 """Measure what speculation is worth: `sglang-dflash bench --help`.
 
-A table for people, and under --output a JSON document and an HTML page; the last lines of stdout are their paths.
+Prints a table, and writes a JSON document under --output. The last line of stdout is its path.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sglang_dflash.bench import report
-from sglang_dflash.bench.chat import Kind, Prompt, Sampling
-from sglang_dflash.bench.engine import Engine, HttpEngine
-from sglang_dflash.bench.gate import GateError
+from sglang_dflash.bench.client import HttpEngine, Kind
+from sglang_dflash.bench.compare import GateError
+from sglang_dflash.bench.engine import Engine, Prompt, Sampling
 from sglang_dflash.bench.options import TRANSFORMERS, parse
 from sglang_dflash.bench.prompts import Task, complete, is_complete
-from sglang_dflash.bench.rows import Row, noise
-from sglang_dflash.bench.schedule import Bench, Plan, Turn
+from sglang_dflash.bench.report import markdown, report, table, warnings
+from sglang_dflash.bench.rows import Row
+from sglang_dflash.bench.schedule import Bench, Schedule, Turn
 from sglang_dflash.bench.served import ServedEngine, kept_in_memory
 from sglang_dflash.servers.arms import OFF, OURS
 from sglang_dflash.servers.document import write
@@ -61,10 +61,8 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
             with kept_in_memory(served, console):
                 yield served
     else:
-        remote = [
-            HttpEngine(name, url, model=options.model or "", api_key=options.api_key)
-            for name, url in options.base_url.items()
-        ]
+        about = {"model": options.model or "", "api_key": options.api_key}
+        remote = [HttpEngine(name, url, **about) for name, url in options.base_url.items()]
         for engine in remote:
             engine.meet(Kind(options.backend) if options.backend else None)
         yield remote
@@ -85,7 +83,7 @@ def completed(tasks: Sequence[Task], first: Engine, sampling: Sampling, concurre
 
 def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Console) -> tuple[Bench, list[Row]]:
     """All that was asked for, with a bar that shows how far it has come."""
-    plan = Plan(
+    schedule = Schedule(
         concurrency=options.concurrency,
         repeats=options.repeats,
         together=not options.serve or not options.one_at_a_time,
@@ -104,7 +102,7 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
             what = f"{tasks[turn.task].name}, {turn.concurrency} in flight: {engine.name}"
             progress.update(shown, advance=1, description=f"repeat {turn.repeat + 1}/{options.repeats}, {what}")
 
-        bench = Bench(engines, tasks, plan, sampling, answered)
+        bench = Bench(engines, tasks, schedule, sampling, answered)
         shown = progress.add_task("warming up", total=bench.n_asked())
         return bench, every_repeat(bench, console)
 
@@ -113,10 +111,10 @@ def every_repeat(bench: Bench, console: Console) -> list[Row]:
     """Ctrl-C, or SIGINT at a time limit, ends it with the repeats that are whole; the first must be."""
     rows: list[Row] = []
     try:
-        for repeat in range(bench.plan.repeats):
+        for repeat in range(bench.schedule.repeats):
             rows += bench.repeat(repeat)
             if not console.is_terminal:
-                console.print(f"repeat {repeat + 1} of {bench.plan.repeats} is measured")
+                console.print(f"repeat {repeat + 1} of {bench.schedule.repeats} is measured")
     except KeyboardInterrupt:
         if not rows:
             raise
@@ -159,14 +157,14 @@ def run(arguments: Sequence[str]) -> None:
     with engines_of(options, console) as engines:
         bench, rows = measure(engines, options, console)
     command = shlex.join(["sglang-dflash", "bench", *without_key(arguments)])
-    document = report.document(bench, rows, options, command=command)
-    table = report.table(document)
-    natural = Console(width=WIDEST).measure(table).maximum  # a narrower terminal wraps lines rather than lose columns
-    Console(width=max(console.width, natural)).print(table)
-    print(report.markdown(document))
-    for line in filter(None, (*report.warnings(document), noise(document))):
+    measured = report(bench, rows, options, command=command)
+    shown = table(measured)
+    natural = Console(width=WIDEST).measure(shown).maximum  # a narrower terminal wraps lines rather than lose columns
+    Console(width=max(console.width, natural)).print(shown)
+    print(markdown(list(measured.arms), measured.lines))
+    for line in warnings(measured):
         console.print(line, style="bold yellow", markup=False)
-    print(write(document, with_suffix(options.output, ".json")))
+    print(write(measured.document(), with_suffix(options.output, ".json")))
 
 
 if __name__ == "__main__":

@@ -1,32 +1,74 @@
-"""Are the answers the same, and where do they part?"""
+"""Comparison of answers, and the gate: with `--require-equal` answers are compared before any speed is shown.
 
-from collections.abc import Sequence
+In fp32 an answer differs or it does not. In a lower precision two tokens can be so close that another batch shape swaps
+them. Such a difference is forgiven only where the first arm itself has the two tokens on top, no further apart than a
+bound fixed beforehand (`--tie-gap`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
-Said = Sequence[int] | str  # an answer's token ids, or its text where the server tells no ids
+Said = Sequence[int | str]  # an answer's token ids, or its text where the server returns no ids
+Likeliest = Callable[[Sequence[int]], Mapping[int, float]]  # log-probabilities of the next tokens after a context
+N_NAMED = 3  # differences in the message of the gate
+
+
+class GateError(RuntimeError):
+    """Answers differ between arms where they must not: there is no speed to show."""
 
 
 class Difference(NamedTuple):
-    prompt: int  # which prompt
-    position: int  # which token of the answer, or which character
-    expected: int | str | None  # the reference's; None where its answer had ended
+    """The first place where an answer is not the reference's."""
+
+    prompt: int  # index
+    position: int  # index of the token, or of the character
+    expected: int | str | None  # of the reference; None where its answer has ended
     found: int | str | None
 
     def __str__(self) -> str:
         return f"prompt {self.prompt}, token {self.position}: expected {self.expected}, found {self.found}"
 
 
+class Unequal(NamedTuple):
+    """A difference from the first arm's answer."""
+
+    where: str  # arm, task and concurrency
+    difference: Difference
+    context: Sequence[int]  # token ids before the difference; empty where they are not known
+
+
 def differences(reference: Sequence[Said], answers: Sequence[Said]) -> list[Difference]:
-    """The first difference of every answer that has one."""
+    """Return the first difference of every answer that has one."""
     found = []
     for prompt, (expected, answer) in enumerate(zip(reference, answers, strict=True)):
-        for position in range(max(len(expected), len(answer))):
-            a, b = _at(expected, position), _at(answer, position)
+        for position, (a, b) in enumerate(zip_longest(expected, answer)):
             if a != b:
                 found.append(Difference(prompt, position, a, b))
                 break
     return found
 
 
-def _at(answer: Said, position: int) -> int | str | None:
-    return answer[position] if position < len(answer) else None
+def lead(likeliest: Mapping[int, float], token: int | str | None) -> float:
+    """Return by how many nats the likeliest token leads `token`; infinite if `token` is not among `likeliest`."""
+    return max(likeliest.values()) - likeliest[token] if isinstance(token, int) and token in likeliest else float("inf")
+
+
+def is_near_tie(unequal: Unequal, likeliest: Likeliest, gap: float) -> bool:
+    """Return whether both tokens are among the `likeliest` of the first arm, within `gap` nats of the top."""
+    top = likeliest(unequal.context) if unequal.context else {}
+    expected, found = unequal.difference.expected, unequal.difference.found
+    return max(lead(top, expected), lead(top, found)) <= gap
+
+
+def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, gap: float) -> int:
+    """Return how many differences are near ties; `gap` 0 forgives none.
+
+    Raises:
+        GateError: there are other differences.
+    """
+    red = [one for one in unequal if not (gap and is_near_tie(one, likeliest, gap))]
+    if red:
+        shown = "; ".join(f"{one.where}, {one.difference}" for one in red[:N_NAMED])
+        raise GateError(f"{len(red)} answers are not {first}'s, so no speed is shown; {shown}")
+    return len(unequal)

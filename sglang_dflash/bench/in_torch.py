@@ -2,23 +2,21 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 import torch
 
-from sglang_dflash.bench.chat import Prompt, Sampling, TokenIds
-from sglang_dflash.bench.engine import Processes
-from sglang_dflash.bench.measure import NAN, Answer, Steps
+from sglang_dflash.bench.engine import Engine, Processes, Prompt, Sampling, TokenIds
+from sglang_dflash.bench.measure import NAN, Completion, Steps
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.plain import Models, plain_steps
 from sglang_dflash.servers.arms import OFF, OURS
 
 
-class TorchEngine:
-    """`off` or `ours`, in this process."""
+class TorchEngine(Engine):
+    """The arm `off` or `ours`, in this process."""
 
     kind = "transformers"
 
@@ -31,20 +29,13 @@ class TorchEngine:
     def processes(self) -> Processes:
         return list[psutil.Process]  # none but this one
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        yield
-
     def flush(self) -> bool:
         return True  # nothing is kept from one request to the next
 
-    def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Answer]:
+    def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
         with self.one_at_a_time:
             answer = self.answer(self.token_ids(prompt, sampling), sampling)
         return lambda: answer
-
-    def likeliest(self, context: Sequence[int]) -> Sequence[tuple[float, int]]:
-        return ()
 
     def token_ids(self, prompt: Prompt, sampling: Sampling) -> Sequence[int]:
         if isinstance(prompt, TokenIds):
@@ -54,7 +45,7 @@ class TorchEngine:
             list(prompt), add_generation_prompt=True, enable_thinking=sampling.thinking, return_dict=False
         )
 
-    def answer(self, ids: Sequence[int], sampling: Sampling) -> Answer:
+    def answer(self, ids: Sequence[int], sampling: Sampling) -> Completion:
         models = self.models
         options = Options(
             max_new_tokens=sampling.max_new_tokens,
@@ -62,33 +53,22 @@ class TorchEngine:
             stop_token_ids=() if sampling.ignore_eos else models.stop_token_ids,
         )
         asked, input_ids = time.perf_counter(), torch.tensor([list(ids)], device=models.target.device)
-        if self.name == OURS:
-            running = spec_steps(models.draft, models.target, input_ids, options)
-        else:
-            running = plain_steps(models.target, input_ids, options)
-        timed = [(step, time.perf_counter()) for step in running]
+        speculate = spec_steps(models.draft, models.target, input_ids, options)
+        steps = speculate if self.name == OURS else plain_steps(models.target, input_ids, options)
+        timed = [(step, time.perf_counter()) for step in steps]
         token_ids = tuple(token for step, _ in timed for token in step.committed)
         accepted = [step.n_accepted for step, _ in timed[1:]]  # the first step is the prompt's
+        reached_D = tuple(sum(n >= place for n in accepted) for place in range(1, max(accepted, default=0) + 1))
         first, last = timed[0][1], timed[-1][1]
-        return Answer(
+        return Completion(
             n_tokens=len(token_ids),
             token_ids=token_ids,
             text=str(models.tokenizer.decode(list(token_ids), skip_special_tokens=True)),
-            steps=Steps(
-                len(accepted),
-                sum(accepted),
-                tuple(sum(n >= position for n in accepted) for position in range(1, max(accepted, default=0) + 1)),
-            ),
+            steps=Steps(len(accepted), sum(accepted), reached_D),
             n_prompt_tokens=len(ids),
             ttft_s=first - asked,
             tpot_s=(last - first) / (len(token_ids) - 1) if len(token_ids) > 1 else NAN,
         )
-
-    def counted(self) -> Steps | None:
-        return None
-
-    def widths(self) -> dict[str, int] | None:
-        return None
 
     def describe(self) -> dict[str, Any]:
         target = self.models.target

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import NamedTuple, TypeVar
 
 import psutil
@@ -45,16 +46,14 @@ class Steps(NamedTuple):
 
 
 def total(steps: Iterable[Steps]) -> Steps:
-    n, n_accepted, reached_D = 0, 0, list[int]()
-    for one in steps:
-        n, n_accepted = n + one.n, n_accepted + one.n_accepted
-        reached_D += [0] * (len(one.reached_D) - len(reached_D))
-        for position, reached in enumerate(one.reached_D):
-            reached_D[position] += reached
-    return Steps(n, n_accepted, tuple(reached_D))
+    every = list(steps)
+    reached_D = map(sum, zip_longest(*(one.reached_D for one in every), fillvalue=0))
+    return Steps(sum(one.n for one in every), sum(one.n_accepted for one in every), tuple(reached_D))
 
 
-class Answer(NamedTuple):
+class Completion(NamedTuple):
+    """The answer to one request, with its counts and times."""
+
     n_tokens: int
     token_ids: tuple[int, ...] = ()  # empty where the server does not tell them
     text: str = ""
@@ -65,15 +64,17 @@ class Answer(NamedTuple):
     tpot_s: float = NAN  # time per output token after the first; nan when unstreamed or when there is no second token
 
 
-class Run(NamedTuple):
-    answers: list[Answer]
+class Measurement(NamedTuple):
+    """A set of prompts through one engine at one concurrency."""
+
+    completions: list[Completion]
     wall_s: float
     other_cores: float  # cores that neither this engine nor this client kept busy: noise; nan where it cannot be told
     counted: Steps | None = None  # of engines that count steps for all requests together
 
     @property
     def n_tokens(self) -> int:
-        return sum(answer.n_tokens for answer in self.answers)
+        return sum(one.n_tokens for one in self.completions)
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,35 +82,31 @@ class Run(NamedTuple):
 
     @property
     def steps(self) -> Steps | None:
-        told = [answer.steps for answer in self.answers if answer.steps is not None]
-        return self.counted or (total(told) if len(told) == len(self.answers) else None)
-
-    @property
-    def committed_per_step(self) -> float:
-        return self.steps.committed_per_step if self.steps else NAN
+        """Return the steps of all requests; None unless all are counted."""
+        told = [one.steps for one in self.completions if one.steps is not None]
+        return self.counted or (total(told) if len(told) == len(self.completions) else None)
 
 
-def joined(runs: Sequence[Run]) -> Run:
-    """One after the other."""
+def joined(runs: Sequence[Measurement]) -> Measurement:
+    """Return successive runs as one."""
     wall_s = sum(run.wall_s for run in runs)
     other_s = sum(run.other_cores * run.wall_s for run in runs)
     counted = [run.counted for run in runs if run.counted is not None]
-    answers = [answer for run in runs for answer in run.answers]
-    return Run(answers, wall_s, other_s / wall_s, total(counted) if counted else None)
+    completions = [one for run in runs for one in run.completions]
+    return Measurement(completions, wall_s, other_s / wall_s, total(counted) if counted else None)
 
 
 def slices(n_prompts: int, concurrency: int) -> list[slice]:
-    """Parts of a run, as short as its first and last requests, which have fewer beside them, allow.
+    """Return the parts of a run. The machine may change its speed within seconds, so parts are short.
 
-    A machine that others use too changes its speed within seconds. Arms that take turns after every part meet the
-    same machine.
+    They are long enough for their first and last requests, which have fewer beside them, to weigh little.
     """
     size = max(LEAST, TURNOVER * concurrency)
     return [slice(start, start + size) for start in range(0, n_prompts, size)]
 
 
 def rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
-    """The same arms, beginning `by` places later, so that no arm is always first."""
+    """Return the arms, beginning `by` places later, so that no arm is always first."""
     first = by % len(arms)
     return [*arms[first:], *arms[:first]]
 
@@ -125,12 +122,12 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Pairwise, repeat by repeat: what slows both arms of a repeat cancels."""
+    """Divide repeat by repeat: what slows both arms of a repeat cancels."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least `percent` of `values` do not exceed (nearest rank); nan of nothing."""
+    """Return the smallest value that `percent` of `values` do not exceed (nearest rank); nan without values."""
     ordered = sorted(value for value in values if value == value)
     if not ordered:
         return NAN
@@ -139,36 +136,30 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def timed(
-    ask: Callable[[Prompt], Callable[[], Answer]],
+    ask: Callable[[Prompt], Callable[[], Completion]],
     prompts: Sequence[Prompt],
     *,
     concurrency: int,
     processes: Callable[[], Iterable[psutil.Process]] | None,
-) -> Run:
+) -> Measurement:
     """Ask every prompt, at most `concurrency` at a time.
 
     Args:
-        ask: returns when the answer has come; what it returns reads the answer, after the clock has stopped.
-        processes: those of the engine; None where they are not on this machine or not known.
+        ask: waits for the answer, and returns a function that reads it after the clock has stopped.
+        processes: lists the engine's processes; None where they are not on this machine or not known.
     """
-    before, began = _busy(processes), time.perf_counter()
+    (machine_s, ours_s), began = _busy(processes), time.perf_counter()
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
         came = list(pool.map(ask, prompts))
     wall_s = time.perf_counter() - began
-    after = _busy(processes)
-    outside_s = (after.machine_s - before.machine_s) - (after.ours_s - before.ours_s)
-    return Run([read() for read in came], wall_s, max(outside_s, 0.0) / wall_s if processes else NAN)
+    machine_after_s, ours_after_s = _busy(processes)
+    outside_s = (machine_after_s - machine_s) - (ours_after_s - ours_s)
+    return Measurement([read() for read in came], wall_s, max(outside_s, 0.0) / wall_s if processes else NAN)
 
 
-class _Busy(NamedTuple):
-    machine_s: float  # CPU seconds of every process on the machine
-    ours_s: float  # of the engine's processes and of this one
-
-
-def _busy(processes: Callable[[], Iterable[psutil.Process]] | None) -> _Busy:
+def _busy(processes: Callable[[], Iterable[psutil.Process]] | None) -> tuple[float, float]:
+    """Return CPU seconds of every process on the machine, and of the engine's processes and this one."""
     machine = psutil.cpu_times()
     group = [process.cpu_times() for process in [*(processes() if processes else ()), psutil.Process()]]
-    return _Busy(
-        machine.user + machine.nice + machine.system + machine.irq + machine.softirq + machine.steal,
-        sum(times.user + times.system for times in group),
-    )
+    busy_s = machine.user + machine.nice + machine.system + machine.irq + machine.softirq + machine.steal
+    return busy_s, sum(times.user + times.system for times in group)

@@ -1,15 +1,18 @@
-"""The command line: which arms, asked what, how often."""
+"""The command line: which arms, asked what, how often.
+
+A preset is a benchmark that pages quote, as options. Options typed beside `--preset` replace its own. Presets serve the
+tiny hybrid pair without an accelerator, unless other server flags follow `--`.
+"""
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dflash.bench import prompts
-from sglang_dflash.bench.chat import Kind
-from sglang_dflash.bench.presets import PRESETS
+from sglang_dflash.bench.client import Kind
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
 from sglang_dflash.servers import arms
 from sglang_dflash.tiny import pairs as tiny
@@ -33,6 +36,49 @@ examples:
   no server
     sglang-dflash bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
 """
+
+
+class Preset(NamedTuple):
+    options: Mapping[str, str]
+    server_flags: Sequence[str]
+    about: str
+
+    def beside(self, typed: Sequence[str]) -> list[str]:
+        """Return the command line of both."""
+        own = {word.split("=", 1)[0] for word in typed if word.startswith("--")}
+        words = [[option, *values.split()] for option, values in self.options.items() if option not in own]
+        return [*(word for option in words for word in option), *typed]
+
+
+SHARED = {
+    **{"--serve": "", "--require-equal": "", "--no-latency": "", "--enable-thinking": "", "--max-new-tokens": "128"},
+    **{"--num-prompts": "16", "--concurrency": "1 8", "--repeats": "3"},
+}
+SERVER_FLAGS = (*tiny.launch_flags(tiny.HYBRID), *tiny.FLAGS, *tiny.HYBRID_FLAGS)
+# 16 requests at once; of repeated flags the last one counts.
+WIDE = ("--max-running-requests", "16", "--max-mamba-cache-size", "160", "--max-total-tokens", "16384")
+COPY_ARMS = (
+    "off stock ours:SGLANG_DFLASH_COPY=off ours:SGLANG_DFLASH_COPY=on "
+    "ours:SGLANG_DFLASH_COPY=on,SGLANG_DFLASH_WIDTHS=1,4,8,16,24,32"
+)
+WIDTH_ARMS = "off ours " + " ".join(f"ours:SGLANG_DFLASH_WIDTHS={width}" for width in (1, 4, 8, 16))
+PRESETS = {
+    "readme": Preset(
+        {**SHARED, "--arms": "off stock ours", "--repeats": "5"},
+        SERVER_FLAGS,
+        "the README's first table",
+    ),
+    "copies": Preset(
+        {**SHARED, "--arms": COPY_ARMS, "--dataset": "synthetic repeating hard"},
+        SERVER_FLAGS,
+        "blocks continued by copies beside blocks alone",
+    ),
+    "widths": Preset(
+        {**SHARED, "--arms": WIDTH_ARMS, "--dataset": "synthetic hard hopeless"},
+        (*SERVER_FLAGS, *WIDE),
+        "the width chosen every step beside always the same one",
+    ),
+}
 
 
 def _positive(text: str) -> int:
@@ -59,7 +105,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         SystemExit: a bad option; one line says which, and what to do.
     """
     parser = _parser()
-    own, server_flags = _split(list(arguments))
+    at = [*arguments, "--"].index("--")
+    own, server_flags = list(arguments[:at]), list(arguments[at + 1 :])
     options, env = parser.parse_args(own), dict[str, str]()
     if options.preset:
         preset = PRESETS[options.preset]
@@ -69,8 +116,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.server_flags = server_flags
     try:
         _check(options)
-        if env:
-            _require_room(options)
+        at_once = int(arms.value_of("--max-running-requests", server_flags) or 0)
+        if env and max(options.concurrency) > at_once:
+            limit = f"the servers of --preset {options.preset} run {at_once} requests at once; name no more"
+            raise ValueError(f"--concurrency {max(options.concurrency)}: {limit}")
         options.tasks = _tasks(options)
         options.launches = (
             arms.launches(options.arms or (), server_flags, mtp_steps=options.mtp_steps, env=env)
@@ -174,19 +223,6 @@ def _check(options: argparse.Namespace) -> None:
     options.output = output.with_suffix("") if output.suffix == ".json" else output
 
 
-def _require_room(options: argparse.Namespace) -> None:
-    """
-    Raises:
-        ValueError: more requests are in flight than a preset's servers run at once.
-    """
-    at_once = int(arms.value_of("--max-running-requests", options.server_flags) or 0)
-    if max(options.concurrency) > at_once:
-        raise ValueError(
-            f"--concurrency {max(options.concurrency)}: the servers of --preset {options.preset} run {at_once} "
-            "requests at once; name no more"
-        )
-
-
 def _tasks(options: argparse.Namespace) -> list[Task]:
     names = options.dataset or ([] if options.data else [SYNTHETIC])
     tasks = [prompts.load(name, options.num_prompts) for name in dict.fromkeys(names)]
@@ -195,14 +231,6 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     if len(set(titles)) < len(titles):
         raise ValueError(f"two sets are called the same ({', '.join(titles)}); rename a --data file")
     return tasks
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What is ours, and what follows `--`."""
-    if "--" not in arguments:
-        return arguments, []
-    at = arguments.index("--")
-    return arguments[:at], arguments[at + 1 :]
 
 
 def named_urls(given: Sequence[str]) -> dict[str, str]:

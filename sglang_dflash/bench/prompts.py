@@ -14,13 +14,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from sglang_dflash.bench.chat import Prompt, TokenIds
+from sglang_dflash.bench.engine import Prompt, TokenIds
 from sglang_dflash.tiny import workloads
-from sglang_dflash.tiny.corpus import draw
-from sglang_dflash.tiny.workloads import Message
+from sglang_dflash.tiny.workloads import SEED, Message, asked
 
-Conversation = list[Message]
-SEED = 42
 N_PROMPTS = 128  # as many as the model cards ask
 SYNTHETIC, HARD, HOPELESS, REPEATING = BUNDLED_SETS = "synthetic", "hard", "hopeless", "repeating"
 BUNDLED = "held-out questions of the tiny corpus"
@@ -66,17 +63,8 @@ class Task:
 
     def describe(self) -> dict[str, Any]:
         text = json.dumps(list(self.prompts), ensure_ascii=False, sort_keys=True)
-        return {
-            "task": self.name,
-            "source": self.source,
-            "n": len(self.prompts),
-            "sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "first": self.prompts[0],
-        }
-
-
-def asked(*turns: str) -> Conversation:
-    return [{"role": "user", "content": turn} for turn in turns]
+        about = {"task": self.name, "source": self.source, "n": len(self.prompts)}
+        return about | {"sha256": hashlib.sha256(text.encode()).hexdigest(), "first": self.prompts[0]}
 
 
 def load(name: str, n: int) -> Task:
@@ -86,7 +74,7 @@ def load(name: str, n: int) -> Task:
         ValueError: it cannot be had.
     """
     if name == SYNTHETIC:
-        return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", held_out(n))
+        return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", workloads.held_out(n))
     if name == HARD:
         return Task(HARD, workloads.HARD, [asked(question) for question in workloads.hard_questions(n)])
     if name == REPEATING:
@@ -114,25 +102,6 @@ def read(path: Path, n: int) -> Task:
     if not prompts:
         raise ValueError(f"{path} holds no line; write one JSON object with a prompt or chat messages per line")
     return Task(path.stem, path.name, prompts)
-
-
-def held_out(n: int, seed: int = SEED) -> list[Conversation]:
-    """`n` different questions that the tiny pair was not trained on."""
-    random, questions = Random(seed), dict[str, None]()
-    while len(questions) < n:
-        questions[draw(random, held_out=True).prompt] = None
-    return [asked(question) for question in questions]
-
-
-def tokenize(conversations: Sequence[Conversation], target: Path, *, thinking: bool) -> list[list[int]]:
-    """Chats as token ids, by the template of a checkpoint."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(target)
-    return [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, enable_thinking=thinking, return_dict=False)
-        for chat in conversations
-    ]
 
 
 def complete(task: Task, answer: Callable[[Sequence[Prompt]], Sequence[str]]) -> Task:

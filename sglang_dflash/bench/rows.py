@@ -1,116 +1,163 @@
-"""Measurements as rows of a document, and their summary.
+"""Measurements as rows of a document, and their summary as lines of a table.
 
-Every number of a summary can be recomputed from the rows. Unknown values are null.
+Every number of a line can be recomputed from the rows. Unknown values are null.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby, zip_longest
+from operator import attrgetter
 from typing import Any
 
-from sglang_dflash.bench.measure import Run, Spread, percentile, ratios, spread
+from sglang_dflash.bench.compare import Difference
+from sglang_dflash.bench.measure import Measurement, Spread, percentile, ratios, spread
 
-# Other processes' share of the machine up to which a measurement counts as undisturbed.
-QUIET = 0.05
-
-Row = dict[str, Any]
+N_SHOWN = 3  # differences that a row names
+MEAN = "mean"  # concurrency of a line over all concurrencies
 
 
-def row(place: Mapping[str, Any], speed: Run, latency: Run | None) -> Row:
-    """One repeat of one arm at one place.
+@dataclass(frozen=True)
+class Row:
+    """One repeat of one arm, for one task and concurrency."""
+
+    task: str
+    concurrency: int
+    arm: str
+    repeat: int
+    wall_s: float
+    n_tokens: int
+    tokens_per_s: float
+    committed_per_step: float | None
+    other_cores: float | None
+    ttft_ms: list[float]  # of each streamed answer
+    tpot_ms: list[float]
+    n_answers: int
+    n_equal: int | None  # answers that are the first arm's; None where answers are not compared
+    first_differences: list[str]
+    n_prompt_tokens: int
+    acceptance_by_position: list[float]
+
+
+@dataclass(frozen=True)
+class Line:
+    """All repeats of one arm, for one task and concurrency."""
+
+    task: str
+    concurrency: int | str
+    arm: str
+    tokens_per_s: Spread
+    committed_per_step: float | None
+    ttft_ms: dict[str, float | None]  # p50 and p99
+    tpot_ms: dict[str, float | None]
+    other_cores_max: float | None
+    over: dict[str, Spread]  # speedup, by the arm that it is over
+    n_answers: int
+    n_equal: int | None  # in the worst repeat
+    first_differences: list[str]
+    acceptance_by_position: list[float]
+    steps_by_width: dict[str, float] = field(default_factory=dict)  # shares
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the line as a document has it: `over_<arm>` for each speedup."""
+        values = asdict(self)
+        over = {f"over_{arm}": one._asdict() for arm, one in values.pop("over").items()}
+        return values | {"tokens_per_s": self.tokens_per_s._asdict()} | over
+
+
+def row(
+    place: tuple[str, int, str, int],
+    speed: Measurement,
+    latency: Measurement | None = None,
+    found: Sequence[Difference] | None = None,
+) -> Row:
+    """Return the row of a measurement.
 
     Args:
-        place: arm, concurrency, repeat and whatever else tells this row from others.
-        latency: a streamed run; None where there was none.
+        place: task, concurrency, arm and repeat.
+        latency: a streamed measurement; None without one.
+        found: differences from the first arm's answers; None where answers are not compared.
     """
-    streamed = latency.answers if latency else []
-    return dict(place) | {
-        "wall_s": round(speed.wall_s, 4),
-        "n_tokens": speed.n_tokens,
-        "tokens_per_s": round(speed.tokens_per_s, 2),
-        "committed_per_step": known(speed.committed_per_step, 4),
-        "other_cores": known(speed.other_cores, 3),
-        "ttft_ms": [round(answer.ttft_s * 1e3, 2) for answer in streamed if answer.ttft_s == answer.ttft_s],
-        "tpot_ms": [round(answer.tpot_s * 1e3, 3) for answer in streamed if answer.tpot_s == answer.tpot_s],
-    }
+    streamed = latency.completions if latency else []
+    n_answers, steps = len(speed.completions), speed.steps
+    return Row(
+        *place, round(speed.wall_s, 4), speed.n_tokens, round(speed.tokens_per_s, 2),
+        known(steps.committed_per_step, 4) if steps else None, known(speed.other_cores, 3),
+        ttft_ms=[round(one.ttft_s * 1e3, 2) for one in streamed if one.ttft_s == one.ttft_s],
+        tpot_ms=[round(one.tpot_s * 1e3, 3) for one in streamed if one.tpot_s == one.tpot_s],
+        n_answers=n_answers,
+        n_equal=None if found is None else n_answers - len(found),
+        first_differences=[str(difference) for difference in (found or [])[:N_SHOWN]],
+        n_prompt_tokens=sum(one.n_prompt_tokens for one in speed.completions),
+        acceptance_by_position=[round(share, 4) for share in steps.acceptance_by_position] if steps else [],
+    )  # fmt: skip
 
 
-def summarise(rows: Sequence[Row], *, place: Sequence[str], arms: Sequence[str], over: Sequence[str]) -> list[Row]:
-    """One line per place and arm; places in ascending order of concurrency, arms in the given one.
+def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> list[Line]:
+    """Return a line per task, concurrency (ascending) and arm (in the order of `arms`).
 
     Args:
-        place: the fields that tell places apart, concurrency last.
-        over: arms that the others' speed is divided by, repeat by repeat; the first arm's is not.
+        over: arms that the others' speed is divided by, repeat by repeat. The first arm's speed is not divided.
     """
     lines = []
-    for where in dict.fromkeys(tuple(row[field] for field in place) for row in rows):
-        here = [row for row in rows if tuple(row[field] for field in place) == where]
-        for arm in dict.fromkeys(row["arm"] for row in here):
-            lines.append(dict(zip(place, where, strict=True)) | _line(here, arm, over, first=arms[0]))
-    first_seen = list(dict.fromkeys(tuple(line[field] for field in place[:-1]) for line in lines))
-    return sorted(
-        lines,
-        key=lambda line: (
-            first_seen.index(tuple(line[field] for field in place[:-1])),
-            line[place[-1]],
-            list(arms).index(line["arm"]),
-        ),
-    )
+    for task in dict.fromkeys(row.task for row in rows):
+        for concurrency in sorted({row.concurrency for row in rows if row.task == task}):
+            here = [row for row in rows if (row.task, row.concurrency) == (task, concurrency)]
+            lines += [_line(here, arm, over, first=arms[0]) for arm in arms if any(row.arm == arm for row in here)]
+    return lines
 
 
-def _line(here: Sequence[Row], arm: str, over: Sequence[str], first: str) -> Row:
-    mine = [row for row in here if row["arm"] == arm]
-    latencies = {kind: [value for row in mine for value in row[kind]] for kind in ("ttft_ms", "tpot_ms")}
-    line = {
-        "arm": arm,
-        "tokens_per_s": rounded(spread(_speeds(here, arm))),
-        "committed_per_step": _middle([row["committed_per_step"] for row in mine]),
-        **{
-            kind: {f"p{p}": known(percentile(values, p), 3) for p in (50, 99)} for kind, values in latencies.items()
-        },
-        "other_cores_max": max((row["other_cores"] for row in mine if row["other_cores"] is not None), default=None),
-    }  # fmt: skip
+def means(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> list[Line]:
+    """Return the mean over concurrencies, repeat by repeat, of tasks that have several."""
+    found, place = list[Row](), attrgetter("task", "arm", "repeat")
+    for _, group in groupby(sorted(rows, key=place), key=place):
+        here = list(group)
+        committed = [row.committed_per_step for row in here if row.committed_per_step is not None]
+        speed = statistics.mean(row.tokens_per_s for row in here)
+        mean = statistics.mean(committed) if len(committed) == len(here) else None
+        one = replace(here[0], concurrency=0, tokens_per_s=speed, committed_per_step=mean, other_cores=None)
+        if len(here) > 1:
+            found.append(replace(one, ttft_ms=[], tpot_ms=[], n_equal=None))
+    return [replace(line, concurrency=MEAN) for line in summarise(found, arms, over)]
+
+
+def _line(here: Sequence[Row], arm: str, over: Sequence[str], first: str) -> Line:
+    mine = [row for row in here if row.arm == arm]
+    worst = min(mine, key=lambda row: row.n_equal or 0)
+    speedups = dict[str, Spread]()
     for other in over:
         theirs = _speeds(here, other)
         if theirs and arm not in (other, first):
-            line[f"over_{other}"] = rounded(ratios(_speeds(here, arm), theirs))
-    return line
-
-
-def compared_with(summary: Sequence[Row], arms: Iterable[str]) -> list[str]:
-    """Those of `arms` that lines of `summarise` have a ratio to."""
-    return [arm for arm in arms if any(f"over_{arm}" in line for line in summary)]
-
-
-def noise(document: Mapping[str, Any]) -> str:
-    """One sentence when other processes were busy while arms were measured, else nothing."""
-    told = [row["other_cores"] for row in document["rows"] if row["other_cores"] is not None]
-    busiest, cores = max(told, default=0.0), document["machine"]["cores"]
-    if busiest <= QUIET * cores:
-        return ""
-    return f"Not a quiet machine: others kept up to {busiest:.1f} of {cores} cores busy, so do not quote these numbers."
+            speedups[other] = _rounded(ratios(_speeds(here, arm), theirs))
+    committed = [row.committed_per_step for row in mine if row.committed_per_step is not None]
+    shares = zip_longest(*(row.acceptance_by_position for row in mine), fillvalue=0.0)
+    return Line(
+        *(worst.task, worst.concurrency, arm, _rounded(spread(_speeds(here, arm)))),
+        committed_per_step=round(statistics.median(committed), 3) if committed else None,
+        ttft_ms=_percentiles([value for row in mine for value in row.ttft_ms]),
+        tpot_ms=_percentiles([value for row in mine for value in row.tpot_ms]),
+        other_cores_max=max((row.other_cores for row in mine if row.other_cores is not None), default=None),
+        over=speedups,
+        n_answers=worst.n_answers,
+        n_equal=worst.n_equal,
+        first_differences=worst.first_differences,
+        acceptance_by_position=[round(statistics.mean(position), 4) for position in shares],
+    )
 
 
 def known(value: float, digits: int) -> float | None:
-    """Rounded; None for nan, which JSON has not."""
+    """Return `value` rounded; None for nan, which JSON does not have."""
     return round(value, digits) if value == value else None
 
 
-def rounded(value: Spread) -> dict[str, float]:
-    return {name: round(number, 3) for name, number in value._asdict().items()}
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    return {f"p{p}": known(percentile(values, p), 3) for p in (50, 99)}
 
 
-def shown(value: Mapping[str, float] | None, digits: int) -> str:
-    """`median (low–high)`, the median alone of one repeat, nothing of None."""
-    if value is None:
-        return ""
-    median, low, high = (f"{value[name]:.{digits}f}" for name in ("median", "low", "high"))
-    return median if low == high else f"{median} ({low}–{high})"
+def _rounded(value: Spread) -> Spread:
+    return Spread(*(round(number, 3) for number in value))
 
 
 def _speeds(rows: Sequence[Row], arm: str) -> list[float]:
-    """Tokens per second by repeat."""
-    return [row["tokens_per_s"] for row in sorted(rows, key=lambda row: row["repeat"]) if row["arm"] == arm]
-
-
-def _middle(values: Sequence[float | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return round(spread(told).median, 3) if told else None
+    """Return tokens per second by repeat."""
+    return [row.tokens_per_s for row in sorted(rows, key=lambda row: row.repeat) if row.arm == arm]

@@ -6,31 +6,30 @@ concurrency before the next one starts. An arm is warmed up before each turn, an
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
-from sglang_dflash.bench.chat import Prompt, Sampling
-from sglang_dflash.bench.compare import Difference, differences
-from sglang_dflash.bench.engine import Engine
-from sglang_dflash.bench.gate import Found, require_equal
-from sglang_dflash.bench.measure import EVERYTHING, Answer, Run, joined, rotated, slices, timed
+from sglang_dflash.bench.compare import Difference, Unequal, differences, require_equal
+from sglang_dflash.bench.engine import Engine, Prompt, Sampling
+from sglang_dflash.bench.measure import EVERYTHING, Completion, Measurement, joined, rotated, slices, timed
 from sglang_dflash.bench.prompts import Task
 from sglang_dflash.bench.rows import Row, row
 
 N_WARM_UP = 2  # unmeasured prompts after an arm gets the machine back; at first as many as are in flight
-N_SHOWN = 3  # differences that a row names
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """How much is measured.
+class Schedule:
+    """The amount of measuring.
 
-    together: arms are in memory side by side and change after every part; otherwise after everything.
-    short_turns: a part is a few prompts (`measure.slices`), so that arms that share a machine meet the same machine.
-    latency: the first repeat is also asked streamed.
-    tie_gap: answers have to be equal but for near ties of that gap in log-probability (`gate.py`); None: they need not.
+    Attributes:
+        together: arms are in memory side by side and take turns after every part, not after everything.
+        short_turns: a part is a few prompts (`slices`), so that arms meet the same machine.
+        latency: the first repeat is also streamed.
+        tie_gap: answers must be equal but for near ties within this gap (`compare.py`); None: they need not be.
     """
 
     concurrency: Sequence[int]
@@ -53,17 +52,17 @@ class Turn(NamedTuple):
 Place = tuple[int, int, int]  # task, concurrency, arm
 
 
-def turns(plan: Plan, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> Iterator[Turn]:
-    """Those of one repeat, in order. Where speed and latency are both measured, speed comes first."""
-    kinds = (False, True) if plan.latency and repeat == 0 else (False,)
-    places = [(task, concurrency) for task in range(len(n_prompts)) for concurrency in plan.concurrency]
-    if not plan.together:
+def turns(schedule: Schedule, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> Iterator[Turn]:
+    """Yield the turns of a repeat, in order; speed is measured before latency."""
+    kinds = (False, True) if schedule.latency and repeat == 0 else (False,)
+    places = [(task, concurrency) for task in range(len(n_prompts)) for concurrency in schedule.concurrency]
+    if not schedule.together:
         for arm in rotated(range(n_arms), repeat):
             for task, concurrency in places:
                 yield from (Turn(repeat, task, concurrency, EVERYTHING, arm, stream) for stream in kinds)
         return
     for task, concurrency in places:
-        parts = slices(n_prompts[task], concurrency) if plan.short_turns else [EVERYTHING]
+        parts = slices(n_prompts[task], concurrency) if schedule.short_turns else [EVERYTHING]
         for n, part in enumerate(parts, start=repeat):
             for arm in rotated(range(n_arms), n):
                 yield from (Turn(repeat, task, concurrency, part, arm, stream) for stream in kinds)
@@ -77,66 +76,71 @@ def sampling_of(task: Task, sampling: Sampling) -> Sampling:
 
 @dataclass
 class Bench:
-    """Engines, the first of which the others are compared with, and what they were seen to do."""
+    """Engines, and their measurements so far. The others are compared with the first one."""
 
     engines: Sequence[Engine]
     tasks: Sequence[Task]
-    plan: Plan
+    schedule: Schedule
     sampling: Sampling
     answered: Callable[[Turn, Engine], None]  # called with each answer that came
-    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # by arm, as `Engine.describe` tells it
+    about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
-    widths: list[dict[str, Any]] = field(default_factory=list)  # of each turn whose engine tells
-    reference: dict[int, list[Answer]] = field(default_factory=dict)  # by task
+    widths: list[dict[str, Any]] = field(default_factory=list)  # steps by width of every turn
+    reference: dict[int, list[Completion]] = field(default_factory=dict)  # by task
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
     warm: set[tuple[int, int]] = field(default_factory=set)  # arm and concurrency that have been seen
 
     def n_asked(self) -> int:
-        """Prompts of all measured turns."""
-        sizes = [len(task.prompts) for task in self.tasks]
-        every = (turns(self.plan, r, n_prompts=sizes, n_arms=len(self.engines)) for r in range(self.plan.repeats))
-        return sum(len(range(*turn.part.indices(sizes[turn.task]))) for one in every for turn in one)
-
-    @property
-    def compares(self) -> bool:
-        """Whether answers can be expected to be the same."""
-        return self.sampling.temperature == 0
+        """Return the number of prompts of all measured turns."""
+        every = (turn for repeat in range(self.schedule.repeats) for turn in self._turns(repeat))
+        return sum(len(self.tasks[turn.task].prompts[turn.part]) for turn in every)
 
     def repeat(self, number: int) -> list[Row]:
-        """One row per task, concurrency and arm.
+        """Measure a repeat. Return a row per task, concurrency and arm.
 
         Raises:
             GateError: answers differ that have to be equal.
         """
-        speeds, latencies = defaultdict[Place, list[Run]](list), defaultdict[Place, list[Run]](list)
-        sizes = [len(task.prompts) for task in self.tasks]
-        order = turns(self.plan, number, n_prompts=sizes, n_arms=len(self.engines))
-        for arm, its_turns in groupby(order, key=lambda turn: turn.arm):
+        speeds, latencies = defaultdict[Place, list[Measurement]](list), defaultdict[Place, list[Measurement]](list)
+        for arm, its_turns in groupby(self._turns(number), key=lambda turn: turn.arm):
             with self.engines[arm].running():
-                if not self.plan.together:  # it has just started
+                if not self.schedule.together:  # it has just started
                     self.warm = {seen for seen in self.warm if seen[0] != arm}
                 for turn in its_turns:
                     (latencies if turn.stream else speeds)[turn.task, turn.concurrency, arm].append(self.run(turn))
         if not self.reference:
-            self.reference = {i: joined(speeds[i, self.plan.concurrency[0], 0]).answers for i in range(len(sizes))}
+            first = self.schedule.concurrency[0]
+            self.reference = {task: joined(speeds[task, first, 0]).completions for task in range(len(self.tasks))}
         runs = {place: joined(its_runs) for place, its_runs in speeds.items()}
-        found = {place: self._differences(place, run) for place, run in runs.items()} if self.compares else {}
-        if self.plan.tie_gap is not None:
-            streamed = {place: self._differences(place, joined(its_runs)) for place, its_runs in latencies.items()}
-            # A stream tells no token ids, from which a near tie is told.
-            self._require_equal([found] if self.plan.tie_gap else [found, streamed], self.plan.tie_gap)
-        return [self._row(place, number, runs[place], latencies[place], found.get(place)) for place in runs]
+        streams = {place: joined(its_runs) for place, its_runs in latencies.items()}
+        greedy = self.sampling.temperature == 0
+        found = {place: self._differences(place, run) for place, run in runs.items() if greedy}
+        if self.schedule.tie_gap is not None:
+            different = list(found.items())
+            if not self.schedule.tie_gap:  # streams have no token ids, which the judge of near ties needs
+                different += [(place, self._differences(place, run)) for place, run in streams.items()]
+            self._require_equal(different, self.schedule.tie_gap)
+        rows = []
+        for place, run in runs.items():
+            task, concurrency, arm = place
+            where = self.tasks[task].name, concurrency, self.engines[arm].name, number
+            rows.append(row(where, run, streams.get(place), found.get(place)))
+        return rows
 
-    def run(self, turn: Turn) -> Run:
-        """A measured turn after a short unmeasured one."""
+    def _turns(self, repeat: int) -> Iterator[Turn]:
+        sizes = [len(task.prompts) for task in self.tasks]
+        return turns(self.schedule, repeat, n_prompts=sizes, n_arms=len(self.engines))
+
+    def run(self, turn: Turn) -> Measurement:
+        """Measure a turn, after a short one that is not measured."""
         engine, prompts = self.engines[turn.arm], self.tasks[turn.task].prompts
         self.about[engine.name] = self.about.get(engine.name) or engine.describe()
         n_warm = N_WARM_UP if (turn.arm, turn.concurrency) in self.warm else max(N_WARM_UP, turn.concurrency)
         self.warm.add((turn.arm, turn.concurrency))
-        self._ask(turn, prompts[:n_warm])
+        self._ask(turn, prompts[:n_warm], measured=False)
         began_s, widths, counted = time.monotonic() - self.began_s, engine.widths(), engine.counted()
-        run = self._ask(turn, prompts[turn.part], then=self.answered)
+        run = self._ask(turn, prompts[turn.part], measured=True)
         now, n_steps = engine.counted(), engine.widths()
         if widths is not None and n_steps is not None:
             new = {width: n - widths.get(width, 0) for width, n in n_steps.items() if n > widths.get(width, 0)}
@@ -144,48 +148,35 @@ class Bench:
             self.widths.append(place | {"began_s": round(began_s, 2), "wall_s": round(run.wall_s, 2), "n_steps": new})
         return run if counted is None or now is None else run._replace(counted=now.since(counted))
 
-    def _ask(self, turn: Turn, prompts: Sequence[Prompt], then: Callable[[Turn, Engine], None] | None = None) -> Run:
+    def _ask(self, turn: Turn, prompts: Sequence[Prompt], *, measured: bool) -> Measurement:
         engine, sampling = self.engines[turn.arm], sampling_of(self.tasks[turn.task], self.sampling)
         self.flushed[engine.name] = engine.flush()
 
-        def ask(prompt: Prompt) -> Callable[[], Answer]:
+        def ask(prompt: Prompt) -> Callable[[], Completion]:
             read = engine.ask(prompt, sampling, stream=turn.stream)
-            if then is not None:
-                then(turn, engine)
+            if measured:
+                self.answered(turn, engine)
             return read
 
         return timed(ask, prompts, concurrency=turn.concurrency, processes=engine.processes)
 
-    def _row(
-        self, place: Place, repeat: int, speed: Run, latencies: Sequence[Run], found: Sequence[Difference] | None
-    ) -> Row:
-        task, concurrency, arm = place
-        where = {"task": self.tasks[task].name, "concurrency": concurrency, "arm": self.engines[arm].name}
-        steps = speed.steps
-        return row(where | {"repeat": repeat}, speed, joined(latencies) if latencies else None) | {
-            "n_answers": len(speed.answers),
-            "n_equal": None if found is None else len(speed.answers) - len(found),
-            "first_differences": [str(difference) for difference in (found or [])[:N_SHOWN]],
-            "n_prompt_tokens": sum(answer.n_prompt_tokens for answer in speed.answers),
-            "acceptance_by_position": [round(share, 4) for share in steps.acceptance_by_position] if steps else [],
-        }
-
-    def _require_equal(self, found: Sequence[Mapping[Place, Sequence[Difference]]], gap: float) -> None:
-        different = []
-        for (task, concurrency, arm), its_differences in chain.from_iterable(each.items() for each in found):
+    def _require_equal(self, found: Sequence[tuple[Place, Sequence[Difference]]], gap: float) -> None:
+        unequal = []
+        for (task, concurrency, arm), its_differences in found:
             where = f"{self.engines[arm].name}, {self.tasks[task].name} at {concurrency}"
             for difference in its_differences:
                 expected = self.reference[task][difference.prompt]
                 agreed = (*expected.prompt_ids, *expected.token_ids[: difference.position])
                 by_ids = isinstance(difference.expected, int) and expected.prompt_ids
-                different.append(Found(where, difference, agreed if by_ids else ()))
-        self.n_near_ties += require_equal(different, self.engines[0], gap)
+                unequal.append(Unequal(where, difference, agreed if by_ids else ()))
+        first = self.engines[0]
+        with first.running() if gap and unequal else nullcontext():
+            self.n_near_ties += require_equal(unequal, first.name, first.likeliest, gap)
 
-    def _differences(self, place: Place, speed: Run) -> list[Difference]:
-        """From the first arm's at the first concurrency, by token ids where both are of one kind and tell them."""
+    def _differences(self, place: Place, run: Measurement) -> list[Difference]:
+        """Compare with the first arm at the first concurrency: token ids between engines of one kind, else texts."""
         task, _, arm = place
-        reference, answers = self.reference[task], speed.answers
-        by_ids = self.engines[arm].kind == self.engines[0].kind and all(one.token_ids for one in (*reference, *answers))
-        if by_ids:
-            return differences([one.token_ids for one in reference], [one.token_ids for one in answers])
-        return differences([one.text for one in reference], [one.text for one in answers])
+        reference, found = self.reference[task], run.completions
+        if self.engines[arm].kind == self.engines[0].kind and all(one.token_ids for one in (*reference, *found)):
+            return differences([one.token_ids for one in reference], [one.token_ids for one in found])
+        return differences([one.text for one in reference], [one.text for one in found])

@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from sglang_dflash.bench.chat import Kind
-from sglang_dflash.bench.engine import HttpEngine, Processes
-from sglang_dflash.servers.arms import Launch, require_worker
+from sglang_dflash.bench.client import HttpEngine, Kind
+from sglang_dflash.bench.engine import Processes
+from sglang_dflash.servers.arms import ServerCommand, require_worker
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.progress import wait_ready
@@ -25,7 +25,7 @@ class ServedEngine(HttpEngine):
     Invariant: outside `running` it has no CPU time; with `keep` it stays in memory there.
     """
 
-    def __init__(self, launch: Launch, *, log: Path, port: int, console: Console) -> None:
+    def __init__(self, launch: ServerCommand, *, log: Path, port: int, console: Console) -> None:
         self.launch, self.console, self.keep = launch, console, False
         self.server = Server(launch.command, port=free_port(port), log=log, env=launch.env, name=launch.name)
         super().__init__(launch.name, self.server.url)
@@ -36,20 +36,16 @@ class ServedEngine(HttpEngine):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        if self.keep:
-            self.server.resume()
-            try:
-                yield
-            finally:
-                self.server.pause()
-            return
-        self.server.start()
         try:
-            wait_ready([self.server], self.console)
-            self.check()
+            if self.keep:
+                self.server.resume()
+            else:
+                self.server.start()
+                wait_ready([self.server], self.console)
+                self.check()
             yield
         finally:
-            self.server.stop()
+            (self.server.pause if self.keep else self.server.stop)()
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"command": self.launch.command, "env": dict(self.launch.env)}
@@ -58,19 +54,6 @@ class ServedEngine(HttpEngine):
         """The server that answers is the one that was asked for."""
         require_worker(self.server, ours=self.launch.ours)
         self.meet(Kind.SGLANG)
-
-
-def require_memory(n_servers: int) -> None:
-    """
-    Raises:
-        ServerError: less host memory is free than that many servers need.
-    """
-    free_gib, needed_gib = psutil.virtual_memory().available / 2**30, GIB_PER_SERVER * n_servers
-    if free_gib < needed_gib:
-        raise ServerError(
-            f"{n_servers} servers need about {needed_gib:.0f} GiB of host memory and {free_gib:.0f} are free; "
-            "use --one-at-a-time, or fewer --arms"
-        )
 
 
 @contextmanager
@@ -82,7 +65,10 @@ def kept_in_memory(engines: Sequence[ServedEngine], console: Console) -> Iterato
     Raises:
         ServerError: too little memory for all of them, or one does not start or is not what it should be.
     """
-    require_memory(len(engines))
+    free_gib, needed_gib = psutil.virtual_memory().available / 2**30, GIB_PER_SERVER * len(engines)
+    if free_gib < needed_gib:
+        need = f"{len(engines)} servers need about {needed_gib:.0f} GiB of host memory and {free_gib:.0f} are free"
+        raise ServerError(f"{need}; use --one-at-a-time, or fewer --arms")
     others = [engine for engine in engines if not engine.launch.ours]
     try:
         for started in (*([engine] for engine in engines if engine.launch.ours), others):

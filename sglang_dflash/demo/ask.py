@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, cast
 
 import openai
 
+from sglang_dflash.bench.measure import Steps
+
 TASKS = ("times_table", "json_record", "python_function", "story")
 MAX_TOKENS = 160
 
@@ -33,7 +35,7 @@ class Answer(NamedTuple):
 
     @property
     def committed_per_step(self) -> float:
-        return 1 + self.n_accepted / self.n_steps if self.n_steps else 1.0
+        return Steps(self.n_steps, self.n_accepted).committed_per_step if self.n_steps else 1.0
 
 
 def ask(

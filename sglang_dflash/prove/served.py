@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoTokenizer
 
-from sglang_dflash.bench.compare import Difference, differences
-from sglang_dflash.bench.prompts import held_out
+from sglang_dflash.bench.compare import Difference, differences, lead
+from sglang_dflash.bench.measure import Steps
 from sglang_dflash.check import served
 from sglang_dflash.model import plain
 from sglang_dflash.model.generate import Options, spec_steps
@@ -22,6 +21,7 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Arm
+from sglang_dflash.tiny.workloads import held_out
 
 N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
@@ -153,8 +153,7 @@ def histogram(answer: Generation) -> dict[int, int]:
 def committed_per_step(histograms: Sequence[dict[int, int]]) -> float:
     """Accepted drafts and the bonus."""
     total = sum((Counter(one) for one in histograms), Counter())
-    n_steps = sum(total.values())
-    return 1 + sum(n * count for n, count in total.items()) / n_steps if n_steps else float("nan")
+    return Steps(total.total(), sum(n * count for n, count in total.items())).committed_per_step
 
 
 # -- answers that should be the same -------------------------------------------------------------------------------
@@ -198,10 +197,7 @@ def served_gap(off: Server) -> Any:
     def gap(text: Sequence[int], said: int) -> float:
         fields = {"return_logprob": True, "top_logprobs_num": TOP}
         meta = off.generate(list(text), fields=fields, max_new_tokens=1).meta
-        top = {token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]}
-        with contextlib.suppress(KeyError):
-            return max(top.values()) - top[said]
-        return float("inf")
+        return lead({token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]}, said)
 
     return gap
 

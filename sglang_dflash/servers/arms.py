@@ -29,7 +29,7 @@ SPECULATIVE = "--speculative-"
 MTP_FIELDS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
-class Launch(NamedTuple):
+class ServerCommand(NamedTuple):
     name: str
     command: tuple[str, ...]  # without host and port
     env: Mapping[str, str]  # on top of this process's own
@@ -38,7 +38,7 @@ class Launch(NamedTuple):
 
 def launches(
     names: Sequence[str], flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}
-) -> list[Launch]:
+) -> list[ServerCommand]:
     """The arms, in the order they are compared in; without names all the model has.
 
     Args:
@@ -67,15 +67,15 @@ def launches(
     return found
 
 
-def launch(name: str, flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}) -> Launch:
+def launch(name: str, flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}) -> ServerCommand:
     kind, plain, env = kind_of(name), without_speculation(flags), {**env, **environment_of(name)}
     shown = portable(name)
     if kind == OFF:
-        return Launch(shown, (*SERVE, *plain), env, ours=False)
+        return ServerCommand(shown, (*SERVE, *plain), env, ours=False)
     if kind == MTP:
-        return Launch(shown, (*SERVE, *plain, *mtp_flags(mtp_steps)), env, ours=False)
+        return ServerCommand(shown, (*SERVE, *plain, *mtp_flags(mtp_steps)), env, ours=False)
     worker = Worker.PLUGIN if kind == OURS else Worker.STOCK
-    return Launch(shown, (*SERVE, *flags), {"SGLANG_DFLASH_WORKER": str(worker), **env}, ours=kind == OURS)
+    return ServerCommand(shown, (*SERVE, *flags), {"SGLANG_DFLASH_WORKER": str(worker), **env}, ours=kind == OURS)
 
 
 def kind_of(arm: str) -> str:

@@ -1,52 +1,112 @@
-"""Documents of measurements: the header that each begins with, and how they are saved.
+"""Documents of measurements: what each says about machine, versions and commit, and how it is saved.
 
-Paths of this machine are left out.
+No document names the host, or a path of it.
 """
 
+import importlib.metadata
 import json
 import os
+import platform
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sglang_dflash.servers import machine
+import psutil
+
+CHECKOUT = Path(__file__).parents[2]  # where the package is not installed into site-packages
+PACKAGES = ("sglang", "torch", "transformers", "triton", "flashinfer-python", "sglang-kernel", "sglang-dflash")
 
 
 def head(benchmark: str, command: str) -> dict[str, Any]:
-    """What every measured document begins with: what it is, how far it proves something, and where it was seen."""
-    gpus = machine.gpus()
+    """Return the header of a document: benchmark, level of proof, time, commit, command, machine and versions."""
+    found = gpus()
     return {
         "benchmark": benchmark,
-        "level": f"G: seen on {gpus[0].split(',')[0]}" if gpus else "C: seen on CPU",
+        "level": f"G: seen on {found[0].split(',')[0]}" if found else "C: seen on CPU",
         "when": f"{datetime.now(UTC):%Y-%m-%dT%H:%MZ}",
-        "commit": machine.commit(),
+        "commit": commit(),
         "command": portable(command),
-        "machine": machine.describe(),
-        "versions": machine.versions(),
+        "machine": machine(),
+        "versions": versions(),
     }
 
 
 def write(document: Mapping[str, Any], path: Path) -> str:
-    """Save the document; returns the path as people write it from the repository."""
+    """Save the document. Return its path, relative to the repository if it lies there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    return str(path).removeprefix(f"{machine.CHECKOUT}/")
+    return str(path).removeprefix(f"{CHECKOUT}/")
 
 
 def file_name(benchmark: str) -> str:
-    """Of a document that is kept: when, where and on which code it was measured, and what."""
-    return f"{datetime.now(UTC):%Y-%m-%d}-{machine.kind()}-{machine.commit()}-{benchmark}.json"
+    """Return the name of a document that is kept: date, machine, commit and benchmark."""
+    return f"{datetime.now(UTC):%Y-%m-%d}-{machine_name()}-{commit()}-{benchmark}.json"
 
 
 def portable(text: str) -> str:
-    """`text` with paths as seen from the repository; of a path outside it, the last part."""
-    text = text.replace(sys.executable, "python").replace(f"{machine.CHECKOUT}/", "")
+    """Return `text` with paths relative to the repository, and only the last part of other paths."""
+    text = text.replace(sys.executable, "python").replace(f"{CHECKOUT}/", "")
     return re.sub(r"(?<![\w./])(?:/[\w.@+-]+)*/([\w.@+-]+)", r"\1", text)
 
 
 def inherited() -> dict[str, str]:
-    """What this program's own environment tells a server."""
+    """Return the variables of this process that a server inherits and heeds."""
     return {k: v for k, v in os.environ.items() if k.startswith(("SGLANG_", "OMP_", "CUDA_VISIBLE_DEVICES"))}
+
+
+def cpu_model() -> str:
+    with open("/proc/cpuinfo") as cpuinfo:
+        found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read(), re.MULTILINE)
+    return found.group(1) if found else platform.machine()
+
+
+def gpus() -> list[str]:
+    """Return name, driver and memory of every NVIDIA GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+    listed = subprocess.run(query, capture_output=True, text=True, check=False)
+    return listed.stdout.strip().splitlines() if listed.returncode == 0 else []
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "cpu": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": gpus(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def machine_name() -> str:
+    """Return a short name for file names: `cpu-2core`, `nvidia-h200`."""
+    names = gpus()
+    label = names[0].split(",")[0] if names else f"cpu-{len(os.sched_getaffinity(0))}core"
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def commit() -> str:
+    """Return the short commit, with `-dirty` if tracked files differ; `unknown` outside a git checkout."""
+    if not (CHECKOUT / ".git").exists():  # an installed package may lie inside another repository
+        return "unknown"
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"],
+        cwd=CHECKOUT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return described.stdout.strip() if described.returncode == 0 else "unknown"

@@ -26,6 +26,18 @@ REPEATING = "conversations that ask a question of the tiny corpus four times ove
 N_TIMES = 4
 
 
+def asked(*turns: str) -> list[Message]:
+    return [{"role": "user", "content": turn} for turn in turns]
+
+
+def held_out(n: int, seed: int = SEED) -> list[list[Message]]:
+    """Return `n` different questions that the tiny pair was not trained on."""
+    random, questions = Random(seed), dict[str, None]()
+    while len(questions) < n:
+        questions[draw(random, held_out=True).prompt] = None
+    return [asked(question) for question in questions]
+
+
 def hard_questions(n: int) -> list[str]:
     return [question.format(subject) for subject in ABOUT for question in ASKED][:n]
 
@@ -34,7 +46,7 @@ def repeating_conversations(n: int) -> list[list[Message]]:
     """As many as make about `n` prompts. What was answered before is the model's own, so it is missing here."""
     random = Random(SEED)
     questions = [draw(random, held_out=True)[1] for _ in range(max(n // N_TIMES, 1))]
-    return [[Message(role="user", content=question) for _ in range(N_TIMES)] for question in questions]
+    return [asked(*[question] * N_TIMES) for question in questions]
 
 
 def answered_conversations(n: int) -> list[list[Message]]:

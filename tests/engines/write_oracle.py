@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sglang_dflash.bench.prompts import held_out, tokenize
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.target import stop_token_ids
+from sglang_dflash.tiny.workloads import held_out
 from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,7 +29,9 @@ def said(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
     options = Options(
         max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=stop_token_ids(target), draft_window=case.draft_window
     )
-    for prompt in tokenize(held_out(case.n_prompts, seed=5), folder, thinking=False)[:n_prompts]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    for conversation in held_out(case.n_prompts, seed=5)[:n_prompts]:
+        prompt = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
         steps = spec_steps(draft, target, torch.tensor([prompt]), options)
         yield {"prompt": prompt, "stop": options.stop_token_ids, "steps": [tuple(step) for step in steps]}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dflash.bench.chat import HTTP_NAMES
+from sglang_dflash.bench.client import HTTP_NAMES
 from sglang_dflash.host import contract
 from sglang_dflash.host.names import SECTIONS, SGLANG, Name
 from sglang_dflash.host.source import problem

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash.bench.__main__ import main
-from sglang_dflash.bench.chat import Sampling, TokenIds
-from sglang_dflash.bench.engine import HttpEngine
+from sglang_dflash.bench.client import HttpEngine
+from sglang_dflash.bench.engine import Sampling, TokenIds
 from tests.server.lib.variants import VARIANTS
 
 pytestmark = pytest.mark.full
@@ -55,6 +55,7 @@ def test_a_server_tells_its_two_likeliest_tokens(server: Callable) -> None:
     answer = engine.ask([{"role": "user", "content": "Hello"}], Sampling(max_new_tokens=4), stream=False)()
     assert len(answer.prompt_ids) == answer.n_prompt_tokens
     for n in range(4):
-        (best, token), (second, other) = engine.likeliest([*answer.prompt_ids, *answer.token_ids[:n]])
+        top = engine.likeliest([*answer.prompt_ids, *answer.token_ids[:n]])
+        (token, best), (other, second) = top.items()
         assert (token, best > second, other != token) == (answer.token_ids[n], True, True)
     assert engine.ask(TokenIds(answer.prompt_ids), Sampling(max_new_tokens=4), stream=False)() == answer

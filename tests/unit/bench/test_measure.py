@@ -4,16 +4,18 @@ import math
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_dflash.bench import measure
-from sglang_dflash.bench.chat import steps_of
-from sglang_dflash.bench.compare import Difference, differences
+from sglang_dflash.bench.client import steps_of
+from sglang_dflash.bench.compare import Difference, differences, lead
 from sglang_dflash.bench.measure import (
-    Answer,
-    Run,
+    Completion,
+    Measurement,
+    Spread,
     Steps,
     joined,
     percentile,
@@ -24,8 +26,8 @@ from sglang_dflash.bench.measure import (
     timed,
     total,
 )
-from sglang_dflash.bench.report import markdown, means
-from sglang_dflash.bench.rows import noise, row, summarise
+from sglang_dflash.bench.report import markdown, noise
+from sglang_dflash.bench.rows import Line, Row, means, row, summarise
 from sglang_dflash.servers.document import portable
 from sglang_dflash.tiny import pairs as tiny
 
@@ -40,11 +42,18 @@ def test_differences_name_the_first_token_that_differs() -> None:
     ]
 
 
+def test_the_lead_over_a_token_is_infinite_where_it_is_not_among_the_likeliest() -> None:
+    likeliest = {7: -0.5, 8: -0.75}
+    assert [lead(likeliest, token) for token in (7, 8, 9, None, "x")] == [0.0, 0.25, math.inf, math.inf, math.inf]
+    assert lead({}, 7) == math.inf
+
+
 def test_a_run_counts_tokens_and_steps() -> None:
     # 2 steps accept 3 drafts between them, 1 step accepts none: (3 + 0 + 3 bonus) / 3 steps
-    answers = [Answer(6, steps=Steps(2, 3)), Answer(2, steps=Steps(1, 0))]
-    run = Run(answers, wall_s=4.0, other_cores=0.0)
-    assert (run.tokens_per_s, run.committed_per_step) == (2.0, 2.0)
+    answers = [Completion(6, steps=Steps(2, 3)), Completion(2, steps=Steps(1, 0))]
+    run = Measurement(answers, wall_s=4.0, other_cores=0.0)
+    assert (run.tokens_per_s, run.steps) == (2.0, Steps(3, 3))
+    assert Steps(3, 3).committed_per_step == 2.0
 
 
 def test_ratios_are_taken_repeat_by_repeat() -> None:
@@ -98,17 +107,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_answers_are_read_after_the_clock_has_stopped(machine: Machine) -> None:
     """An answer takes 2 s, reading it 100."""
 
-    def ask(prompt: str) -> Callable[[], Answer]:
+    def ask(prompt: str) -> Callable[[], Completion]:
         machine.now_s += 2
 
-        def read() -> Answer:
+        def read() -> Completion:
             machine.now_s += 100
-            return Answer(3, text=prompt)
+            return Completion(3, text=prompt)
 
         return read
 
     run = timed(ask, ["a", "b"], concurrency=1, processes=None)
-    assert [answer.text for answer in run.answers] == ["a", "b"]
+    assert [answer.text for answer in run.completions] == ["a", "b"]
     assert (run.wall_s, run.tokens_per_s) == (4, 1.5)
     assert math.isnan(run.other_cores), "nothing is known of the engine"
 
@@ -119,12 +128,12 @@ def test_cores_of_others_are_neither_the_engines_nor_ours(
 ) -> None:
     """In 2 s of wall clock the engine computed 5 s and this process 1 s; clocks do not tick all at once."""
 
-    def ask(prompt: str) -> Callable[[], Answer]:
+    def ask(prompt: str) -> Callable[[], Completion]:
         machine.now_s += 2
         machine.engine_s += 5
         machine.ours_s += 1
         machine.others_s += others_s
-        return lambda: Answer(1)
+        return lambda: Completion(1)
 
     run = timed(ask, ["a"], concurrency=1, processes=lambda: [machine.process("engine_s")])
     assert run.other_cores == other_cores
@@ -133,26 +142,27 @@ def test_cores_of_others_are_neither_the_engines_nor_ours(
 def test_at_most_so_many_requests_are_in_flight_and_no_fewer() -> None:
     together, in_flight, most = threading.Barrier(3, timeout=20), list[int](), 0
 
-    def ask(prompt: int) -> Callable[[], Answer]:
+    def ask(prompt: int) -> Callable[[], Completion]:
         nonlocal most
         in_flight.append(prompt)
         most = max(most, len(in_flight))
         together.wait()
         in_flight.remove(prompt)
-        return lambda: Answer(prompt)
+        return lambda: Completion(prompt)
 
     run = timed(ask, range(9), concurrency=3, processes=None)
-    assert [answer.n_tokens for answer in run.answers] == list(range(9))
+    assert [answer.n_tokens for answer in run.completions] == list(range(9))
     assert most == 3
 
 
 def test_parts_are_joined() -> None:
     """Half of 3 s and none of 1 s are other processes'."""
     one, other = (
-        Run([Answer(n, steps=Steps(1, n - 1))], wall_s, cores) for n, wall_s, cores in ((5, 3.0, 0.5), (3, 1.0, 0))
+        Measurement([Completion(n, steps=Steps(1, n - 1))], wall_s, cores)
+        for n, wall_s, cores in ((5, 3.0, 0.5), (3, 1.0, 0))
     )
     run = joined([one, other])
-    assert (run.n_tokens, run.tokens_per_s, run.committed_per_step, run.other_cores) == (8, 2.0, 4.0, 0.375)
+    assert (run.n_tokens, run.tokens_per_s, run.steps, run.other_cores) == (8, 2.0, Steps(2, 6), 0.375)
 
 
 def test_percentiles_are_values_that_occurred() -> None:
@@ -181,21 +191,22 @@ def test_steps_of_several_answers_are_summed() -> None:
 
 
 def test_a_run_has_steps_only_if_every_answer_tells() -> None:
-    told, untold = Answer(2, steps=Steps(1, 0)), Answer(2)
-    assert Run([told, untold], 1.0, 0.0).steps is None
-    assert math.isnan(Run([told, untold], 1.0, 0.0).committed_per_step)
-    assert Run([untold, untold], 1.0, 0.0, counted=Steps(2, 2)).committed_per_step == 2.0
+    told, untold = Completion(2, steps=Steps(1, 0)), Completion(2)
+    assert Measurement([told, untold], 1.0, 0.0).steps is None
+    assert math.isnan(Steps(0, 0).committed_per_step)
+    assert Measurement([untold, untold], 1.0, 0.0, counted=Steps(2, 2)).steps == Steps(2, 2)
 
 
 def test_tables_have_the_model_cards_layout() -> None:
-    def line(arm: str, concurrency: int, speed: float, ratio: float | None, committed: float | None) -> dict:
-        over = {} if ratio is None else {"over_off": {"median": ratio}}
-        place = {"task": "GSM8K", "concurrency": concurrency, "arm": arm}
-        return place | {"tokens_per_s": {"median": speed}, "committed_per_step": committed} | over
+    def line(arm: str, concurrency: int, speed: float, ratio: float | None, committed: float | None) -> Line:
+        latencies: dict[str, float | None] = {"p50": None, "p99": None}
+        over = {} if ratio is None else {"off": Spread(ratio, ratio, ratio)}
+        shown = "GSM8K", concurrency, arm, Spread(speed, speed, speed), committed
+        return Line(*shown, latencies, latencies, None, over, 1, None, [], [])
 
-    summary = [line("off", 1, 84.2, None, 1.0), line("ours", 1, 396.6, 4.71, 7.0)]
-    summary += [line("off", 8, 625.0, None, 1.0), line("ours", 8, 2270.4, 3.63, 8.0)]
-    assert markdown({"arms": {"off": {}, "ours": {}}, "summary": summary}).split("\n\n") == [
+    lines = [line("off", 1, 84.2, None, 1.0), line("ours", 1, 396.6, 4.71, 7.0)]
+    lines += [line("off", 8, 625.0, None, 1.0), line("ours", 8, 2270.4, 3.63, 8.0)]
+    assert markdown(["off", "ours"], lines).split("\n\n") == [
         "Tokens/sec (speedup over off, medians)",
         "| Task | Concurrency | off | ours |\n|---|---:|---:|---:|\n"
         "| GSM8K | 1 | 84 | 397 (4.7x) |\n|  | 8 | 625 | 2270 (3.6x) |",
@@ -209,46 +220,53 @@ SPEEDS = {"ours": (300, 360), "off": (100, 90), "stock": (150, 120)}
 ARMS = ["off", "stock", "ours"]
 
 
-def measured() -> list[dict]:
+def measured() -> list[Row]:
     rows = []
     for concurrency in (8, 1):
         for arm, speeds in SPEEDS.items():
             for repeat in (1, 0) if arm == "ours" else (0, 1):
-                answer = Answer(speeds[repeat] * concurrency, steps=Steps(4, 8), ttft_s=0.01, tpot_s=0.002)
-                run = Run([answer], wall_s=1.0, other_cores=0.1 + 0.3 * repeat)
-                place = {"task": "t", "arm": arm, "concurrency": concurrency, "repeat": repeat}
-                rows.append(row(place, run, run))
+                answer = Completion(speeds[repeat] * concurrency, steps=Steps(4, 8), ttft_s=0.01, tpot_s=0.002)
+                run = Measurement([answer], wall_s=1.0, other_cores=0.1 + 0.3 * repeat)
+                rows.append(row(("t", concurrency, arm, repeat), run, run))
     return rows
 
 
 def test_the_summary_compares_arms_per_concurrency() -> None:
-    lines = summarise(measured(), place=["task", "concurrency"], arms=ARMS, over=["off", "stock"])
-    assert [(line["concurrency"], line["arm"]) for line in lines] == [(c, arm) for c in (1, 8) for arm in ARMS]
+    lines = summarise(measured(), ARMS, ["off", "stock"])
+    assert [(line.concurrency, line.arm) for line in lines] == [(c, arm) for c in (1, 8) for arm in ARMS]
     off, stock, ours = lines[:3]
-    assert ours["tokens_per_s"] == {"median": 330, "low": 300, "high": 360}
-    assert ours["over_off"] == {"median": 3.5, "low": 3, "high": 4}
-    assert ours["over_stock"] == {"median": 2.5, "low": 2, "high": 3}
-    assert ours["committed_per_step"] == 3
-    assert ours["other_cores_max"] == 0.4
-    assert not {"over_off", "over_stock"} & set(off)
-    assert "over_stock" not in stock
-    assert off["ttft_ms"]["p50"] == 10
+    assert ours.tokens_per_s == (330, 300, 360)
+    assert ours.over == {"off": (3.5, 3, 4), "stock": (2.5, 2, 3)}
+    assert ours.committed_per_step == 3
+    assert ours.other_cores_max == 0.4
+    assert off.over == {}
+    assert set(stock.over) == {"off"}
+    assert off.ttft_ms["p50"] == 10
+
+
+def test_a_line_in_a_document_has_its_speedups_by_name() -> None:
+    *_, ours = summarise(measured(), ARMS, ["off"])
+    line = ours.as_json()
+    assert line["over_off"] == {"median": 3.5, "low": 3, "high": 4}
+    assert line["tokens_per_s"] == {"median": 2640, "low": 2400, "high": 2880}
+    assert "over" not in line
+    assert line["ttft_ms"] == {"p50": 10, "p99": 10}
 
 
 def test_means_weigh_every_concurrency_alike() -> None:
-    lines = means(measured(), arms=ARMS, over=["off"])
-    assert [(line["arm"], line["concurrency"], line["tokens_per_s"]["median"]) for line in lines] == [
+    lines = means(measured(), ARMS, ["off"])
+    assert [(line.arm, line.concurrency, line.tokens_per_s.median) for line in lines] == [
         ("off", "mean", 427.5), ("stock", "mean", 607.5), ("ours", "mean", 1485),
     ]  # fmt: skip
-    assert lines[2]["over_off"] == {"median": 3.5, "low": 3, "high": 4}
-    assert means([row for row in measured() if row["concurrency"] == 8], arms=ARMS, over=["off"]) == []
+    assert lines[2].over == {"off": (3.5, 3, 4)}
+    assert means([row for row in measured() if row.concurrency == 8], ARMS, ["off"]) == []
 
 
 def test_a_busy_machine_is_told_apart_from_a_quiet_one() -> None:
-    document = {"machine": {"cores": 2}, "rows": [{"other_cores": 0.02}, {"other_cores": 0.09}]}
-    assert noise(document) == ""
-    document["rows"].append({"other_cores": 0.5})
-    assert "up to 0.5 of 2 cores busy" in noise(document)
+    rows = [replace(measured()[0], other_cores=cores) for cores in (0.02, None, 0.09)]
+    assert list(noise(rows, 2)) == []
+    (sentence,) = noise([*rows, replace(rows[0], other_cores=0.5)], 2)
+    assert "others kept 0.5 of 2 cores busy" in sentence
 
 
 def test_documents_do_not_name_this_machine() -> None:

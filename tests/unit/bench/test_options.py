@@ -8,12 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_dflash.bench import prompts
-from sglang_dflash.bench.chat import Sampling, TokenIds
+from sglang_dflash.bench.engine import Sampling, TokenIds
 from sglang_dflash.bench.options import parse
-from sglang_dflash.bench.prompts import Task, asked, complete, is_complete
+from sglang_dflash.bench.prompts import Task, complete, is_complete
 from sglang_dflash.bench.schedule import sampling_of
 from sglang_dflash.servers import arms
+from sglang_dflash.tiny import workloads
 from sglang_dflash.tiny.corpus import is_held_out
+from sglang_dflash.tiny.workloads import asked
 
 URL = ("--base-url", "http://127.0.0.1:30000")
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "draft")
@@ -132,10 +134,10 @@ def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def test_bundled_questions_are_held_out_and_different() -> None:
-    questions = [conversation[0]["content"] for conversation in prompts.held_out(16)]
+    questions = [conversation[0]["content"] for conversation in workloads.held_out(16)]
     assert len(set(questions)) == 16
     assert all(map(is_held_out, questions))
-    assert prompts.held_out(16) == prompts.held_out(16)
+    assert workloads.held_out(16) == workloads.held_out(16)
 
 
 def test_a_file_holds_prompts_or_chats(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from sglang_dflash.bench import report, served
 from sglang_dflash.bench.__main__ import every_repeat
 from sglang_dflash.bench.__main__ import run as main
-from sglang_dflash.bench.gate import GateError
+from sglang_dflash.bench.compare import GateError
 from sglang_dflash.bench.schedule import Bench
 from sglang_dflash.servers import arms
 from sglang_dflash.servers.errors import ServerError
@@ -331,7 +331,7 @@ def test_an_interrupted_run_keeps_its_whole_repeats() -> None:
             raise KeyboardInterrupt
         return [{"repeat": number}]
 
-    bench = cast(Bench, SimpleNamespace(plan=SimpleNamespace(repeats=5), repeat=repeat))
+    bench = cast(Bench, SimpleNamespace(schedule=SimpleNamespace(repeats=5), repeat=repeat))
     whole = 2
     assert every_repeat(bench, Console()) == [{"repeat": 0}, {"repeat": 1}]
     whole = 0

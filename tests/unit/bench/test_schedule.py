@@ -4,26 +4,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_dflash.bench.chat import Prompt, Sampling
-from sglang_dflash.bench.measure import Answer, Steps
-from sglang_dflash.bench.prompts import Task, asked
-from sglang_dflash.bench.schedule import Bench, Plan, turns
+from sglang_dflash.bench.engine import Prompt, Sampling
+from sglang_dflash.bench.measure import Completion, Steps
+from sglang_dflash.bench.prompts import Task
+from sglang_dflash.bench.schedule import Bench, Schedule, turns
+from sglang_dflash.tiny.workloads import asked
 
 
 def test_arms_take_turns() -> None:
-    plan = Plan(concurrency=[1], repeats=2, together=True, short_turns=True, latency=True)
-    order = [(turn.arm, turn.part.start, turn.stream) for turn in turns(plan, 0, n_prompts=[8], n_arms=2)]
+    schedule = Schedule(concurrency=[1], repeats=2, together=True, short_turns=True, latency=True)
+    order = [(turn.arm, turn.part.start, turn.stream) for turn in turns(schedule, 0, n_prompts=[8], n_arms=2)]
     first = [(0, 0, False), (0, 0, True), (1, 0, False), (1, 0, True)]
     second = [(1, 4, False), (1, 4, True), (0, 4, False), (0, 4, True)]
     assert order == first + second
-    assert [(turn.arm, turn.part.start, turn.stream) for turn in turns(plan, 1, n_prompts=[8], n_arms=2)] == [
+    assert [(turn.arm, turn.part.start, turn.stream) for turn in turns(schedule, 1, n_prompts=[8], n_arms=2)] == [
         (1, 0, False), (0, 0, False), (0, 4, False), (1, 4, False),
     ]  # fmt: skip
 
 
 def test_one_at_a_time_an_arm_starts_once_a_repeat() -> None:
-    plan = Plan(concurrency=[1, 8], repeats=2, together=False, short_turns=True, latency=False)
-    order = [(turn.arm, turn.task, turn.concurrency) for turn in turns(plan, 1, n_prompts=[8, 8], n_arms=2)]
+    schedule = Schedule(concurrency=[1, 8], repeats=2, together=False, short_turns=True, latency=False)
+    order = [(turn.arm, turn.task, turn.concurrency) for turn in turns(schedule, 1, n_prompts=[8, 8], n_arms=2)]
     places = [(task, concurrency) for task in (0, 1) for concurrency in (1, 8)]
     assert order == [(arm, *place) for arm in (1, 0) for place in places]
 
@@ -44,12 +45,12 @@ class StandIn:
         self.n_asked.append(0)
         return True
 
-    def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Answer]:
+    def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
         self.n_asked[-1] += 1
-        return lambda: Answer(1, token_ids=(self.says,))
+        return lambda: Completion(1, token_ids=(self.says,))
 
-    def likeliest(self, context: Sequence[int]) -> Sequence[tuple[float, int]]:
-        return ()
+    def likeliest(self, context: Sequence[int]) -> dict[int, float]:
+        return {}
 
     def counted(self) -> Steps:
         n = sum(self.n_asked)
@@ -63,10 +64,10 @@ class StandIn:
 
 
 def bench_of(n_prompts: int, concurrency: Sequence[int], *, together: bool = True) -> tuple[StandIn, Bench]:
-    plan = Plan(concurrency=concurrency, repeats=2, together=together, short_turns=together, latency=False)
+    schedule = Schedule(concurrency=concurrency, repeats=2, together=together, short_turns=together, latency=False)
     task, sampling = Task("t", "", [asked(str(i)) for i in range(n_prompts)]), Sampling(max_new_tokens=1)
     engine = StandIn()
-    return engine, Bench([engine], [task], plan, sampling, answered=lambda turn, engine: None)
+    return engine, Bench([engine], [task], schedule, sampling, answered=lambda turn, engine: None)
 
 
 def test_each_turn_begins_with_unmeasured_prompts() -> None:
@@ -89,14 +90,14 @@ def test_steps_are_those_of_the_turn() -> None:
     """The unmeasured two accepted 0 and 1 drafts; the measured four 2, 3, 4 and 5."""
     _, bench = bench_of(4, [1])
     (row,) = bench.repeat(0)
-    assert row["committed_per_step"] == 1 + 14 / 4
+    assert row.committed_per_step == 1 + 14 / 4
 
 
 def test_answers_are_compared_with_the_first_repeat() -> None:
     """Of the first arm too."""
     engine, bench = bench_of(4, [1])
     (row,) = bench.repeat(0)
-    assert (row["n_equal"], row["first_differences"]) == (4, [])
+    assert (row.n_equal, row.first_differences) == (4, [])
     engine.says = 8
     (row,) = bench.repeat(1)
-    assert (row["n_equal"], row["first_differences"][0]) == (0, "prompt 0, token 0: expected 7, found 8")
+    assert (row.n_equal, row.first_differences[0]) == (0, "prompt 0, token 0: expected 7, found 8")

@@ -1,0 +1,247 @@
+"""A server with the OpenAI API as an engine.
+
+SGLang 0.5.23 adds token ids and its speculative counters to an unstreamed answer if asked; vLLM adds token ids.
+Requests go through httpx: the `openai` client builds an object of every chunk while the clock runs.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import Any
+
+import httpx
+
+from sglang_dflash.bench.engine import Engine, Prompt, Sampling, TokenIds
+from sglang_dflash.bench.measure import NAN, Completion, Steps
+from sglang_dflash.host.names import Name
+from sglang_dflash.servers.errors import ServerError
+from sglang_dflash.servers.server import LIMITS
+
+# An answer of thousands of tokens from a server that is full takes minutes; an hour means that it hangs.
+TIMEOUT_S = 3600.0
+PATH = "/v1/chat/completions"
+PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
+# Names of SGLang's HTTP interface that are used here; `tests/host` looks them up in the installed SGLang.
+HTTP_NAMES = (
+    Name(PROTOCOL, "ChatCompletionRequest", "chat_template_kwargs ignore_eos input_ids stream_options"),
+    Name(PROTOCOL, "ChatCompletionRequest", "return_meta_info return_token_ids"),
+    Name(PROTOCOL, "ChatCompletionResponseChoice", "meta_info prompt_token_ids response_token_ids"),
+    Name(PROTOCOL, "SpecTokensDetails", "spec_verify_ct spec_num_correct_drafts spec_correct_drafts_histogram"),
+)
+
+
+class Kind(StrEnum):
+    """Whose server it is."""
+
+    SGLANG = "sglang"
+    VLLM = "vllm"
+    OTHER = "openai"
+
+
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
+UNSTREAMED: Mapping[str, dict[str, Any]] = {
+    Kind.SGLANG: {"return_meta_info": True, "return_token_ids": True},
+    Kind.VLLM: {"return_token_ids": True},
+    Kind.OTHER: {},
+}
+# vLLM's Prometheus counters, up to the labels.
+STEPS = "vllm:spec_decode_num_drafts_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+ABOUT = ("version", "speculative_algorithm", "speculative_num_draft_tokens", "attention_backend", "dtype")
+
+
+class HttpEngine(Engine):
+    """A server with the OpenAI API at a URL."""
+
+    def __init__(self, name: str, url: str, *, model: str = "", api_key: str = "none") -> None:
+        """`model`: empty for the first one that the server lists."""
+        self.name, self.model = name, model
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.kind = Kind.OTHER
+        headers = {"Authorization": f"Bearer {api_key}"}
+        self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, headers=headers, limits=LIMITS)
+
+    def meet(self, expected: Kind | None = None) -> None:
+        """Find out whose server it is, and which model it serves.
+
+        Raises:
+            ServerError: no server answers, the server is not of the expected kind, or lacks the model.
+        """
+        try:
+            self.kind = self._whose()
+            models = self._get("/v1/models")
+        except httpx.TransportError as error:
+            what = f"no server answers at {self.url} ({error}); start the server first"
+            raise ServerError(f"{self.name}: {what}") from error
+        if expected is not None and self.kind is not expected:
+            raise ServerError(f"{self.name}: {self.url} is no {expected} server; drop --backend, or name that server")
+        if models is None:
+            raise ServerError(f"{self.name}: {self.url} has no /v1/models; give the URL of an OpenAI-compatible server")
+        served = [model["id"] for model in models["data"]]
+        self.model = self.model or served[0]
+        if self.model not in served:
+            raise ServerError(f"{self.name}: {self.url} serves {', '.join(served)}, not {self.model}; mend --model")
+
+    def flush(self) -> bool:
+        if self.kind is Kind.SGLANG:
+            self._checked(self.http.post("/flush_cache?timeout=30"))
+        return self.kind is Kind.SGLANG
+
+    def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
+        """
+        Raises:
+            ServerError: the server refused the request, or is gone.
+        """
+        if isinstance(prompt, TokenIds) and self.kind is not Kind.SGLANG:
+            raise ServerError(f"{self.name}: {self.url} takes no token ids in a chat; drop that set of prompts")
+        body, sent = sampling.body(self.model, prompt), time.perf_counter()
+        with self._answering():
+            if not stream:
+                response = self._checked(self.http.post(PATH, json=body | UNSTREAMED[self.kind]))
+                return lambda: unstreamed(response.json())
+            with self.http.stream("POST", PATH, json=body | STREAMED) as response:
+                if response.status_code != 200:
+                    response.read()
+                self._checked(response)
+                # Nothing is parsed while the clock runs.
+                events = [(time.perf_counter(), line) for line in response.iter_lines() if line.startswith("data: {")]
+        return lambda: streamed(sent, events)
+
+    def likeliest(self, context: Sequence[int]) -> Mapping[int, float]:
+        if self.kind is not Kind.SGLANG:
+            return {}
+        sampling = {"temperature": 0.0, "max_new_tokens": 1}
+        body = {"input_ids": list(context), "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
+        response = self._checked(self.http.post("/generate", json=body))
+        return {token: logprob for logprob, token, _ in response.json()["meta_info"]["output_top_logprobs"][0]}
+
+    def counted(self) -> Steps | None:
+        return vllm_steps(self.http.get("/metrics").text) if self.kind is Kind.VLLM else None
+
+    def widths(self) -> dict[str, int] | None:
+        dflash = self._dflash(self._server_info())
+        return dflash["width"]["n_steps"] if dflash else None
+
+    def describe(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"url": self.url, "kind": str(self.kind), "model": self.model}
+        if self.kind is Kind.VLLM:
+            about["version"] = (self._get("/version") or {}).get("version")
+        info = self._server_info()
+        about |= {name: info[name] for name in ABOUT if info.get(name) is not None}
+        if dflash := self._dflash(info):
+            about |= {"sglang_dflash": dflash["version"], "width": dflash["width"]["policy"]}
+        return about
+
+    def _server_info(self) -> dict[str, Any]:
+        return (self._get("/server_info") if self.kind is Kind.SGLANG else None) or {}
+
+    @staticmethod
+    def _dflash(info: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what this plugin's worker reports; empty with other workers."""
+        return info.get("internal_states", [{}])[0].get("dflash") or {}
+
+    def _whose(self) -> Kind:
+        if "internal_states" in (self._get("/server_info") or {}):
+            return Kind.SGLANG
+        return Kind.VLLM if set(self._get("/version") or {}) == {"version"} else Kind.OTHER
+
+    def _get(self, path: str) -> dict[str, Any] | None:
+        """Return the JSON object at `path`; None where there is none."""
+        response = self.http.get(path)
+        if response.status_code in (401, 403):
+            raise ServerError(f"{self.name}: {self.url} wants a key and took none of ours; give it with --api-key")
+        if response.status_code != 200:
+            return None
+        try:
+            found = response.json()
+        except json.JSONDecodeError:
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        if response.status_code != 200:
+            what = f"{response.request.url.path} answered {response.status_code}: {response.text[:500]}"
+            raise ServerError(f"{self.name}: {self.url}{what}")
+        return response
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TransportError as error:
+            what = f"{self.url} stopped answering ({type(error).__name__}); look at its log"
+            raise ServerError(f"{self.name}: {what}") from error
+
+
+def steps_of(meta: Mapping[str, Any], n_tokens: int) -> Steps:
+    """Return the steps that SGLang's `meta_info` counts.
+
+    Without speculation it has no counters: each token after the prefill's is a step. With speculation, an answer that
+    ended with the prefill's token has no counters either, and no step.
+    """
+    by_accepted = meta.get("spec_correct_drafts_histogram", ())  # steps that accepted 0, 1, 2, ... drafts
+    reached_D = tuple(sum(by_accepted[n:]) for n in range(1, len(by_accepted)))
+    return Steps(meta.get("spec_verify_ct", n_tokens - 1), meta.get("spec_num_correct_drafts", 0), reached_D)
+
+
+def unstreamed(reply: dict[str, Any]) -> Completion:
+    choice, usage = reply["choices"][0], reply["usage"]
+    meta, n_tokens = choice.get("meta_info"), usage["completion_tokens"]
+    return Completion(
+        n_tokens=n_tokens,
+        token_ids=tuple(choice.get("response_token_ids") or choice.get("token_ids") or ()),
+        text="".join(_parts(choice["message"])),
+        steps=steps_of(meta, n_tokens) if meta is not None else None,
+        n_prompt_tokens=usage["prompt_tokens"],
+        prompt_ids=tuple(choice.get("prompt_token_ids") or ()),
+    )
+
+
+def streamed(sent: float, events: Sequence[tuple[float, str]]) -> Completion:
+    """Read a stream: when each event came, and its line."""
+    times, usage = list[float](), {"completion_tokens": 0, "prompt_tokens": 0}
+    thoughts = content = ""
+    for at, line in events:
+        event = json.loads(line.removeprefix("data: "))
+        usage = event.get("usage") or usage
+        delta = event["choices"][0]["delta"] if event.get("choices") else {}
+        new_thoughts, new_content = delta.get("reasoning_content") or delta.get("reasoning") or "", delta.get("content")
+        if new_thoughts or new_content:
+            times.append(at)
+            thoughts, content = thoughts + new_thoughts, content + (new_content or "")
+    n_tokens = usage["completion_tokens"]
+    if not n_tokens:
+        raise ServerError("a stream came without `usage`; without it tokens cannot be counted, so add --no-latency")
+    return Completion(
+        n_tokens=n_tokens,
+        text="".join(_parts({"reasoning_content": thoughts, "content": content})),
+        n_prompt_tokens=usage["prompt_tokens"],
+        ttft_s=times[0] - sent if times else NAN,
+        tpot_s=(times[-1] - times[0]) / (n_tokens - 1) if times and n_tokens > 1 else NAN,
+    )
+
+
+def _parts(message: Mapping[str, Any]) -> Iterator[str]:
+    """Yield reasoning, by either of its names, and answer."""
+    if thoughts := message.get("reasoning_content") or message.get("reasoning"):
+        yield f"<think>{thoughts}</think>"
+    yield message.get("content") or ""
+
+
+def vllm_steps(metrics: str) -> Steps | None:
+    """Return vLLM's count of steps, summed over its engines; None without speculation."""
+    values: dict[str, float] = {}
+    for name, labels, value in re.findall(r"^([\w:]+)(\{[^}]*\})? (\S+)$", metrics, re.MULTILINE):
+        position = re.search(r'position="(\d+)"', labels)
+        key = name + (f" {position[1]}" if position else "")
+        values[key] = values.get(key, 0.0) + float(value)
+    if STEPS not in values:
+        return None
+    reached_D = list[int]()
+    while (key := f"{ACCEPTED_AT} {len(reached_D)}") in values:
+        reached_D.append(int(values[key]))
+    return Steps(int(values[STEPS]), int(values[ACCEPTED]), tuple(reached_D))
