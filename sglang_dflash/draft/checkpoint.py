@@ -40,13 +40,7 @@ def read(path: str, revision: str | None = None, overrides: Mapping[str, Any] | 
 
 
 def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
-    """The fields of `config`, typed and checked against each other.
-
-    Args:
-        path: what the config is called in messages.
-    Raises:
-        ValueError, NotSupported: see `read`.
-    """
+    """Return the fields of `config`, typed and checked against each other."""
     refuse_variants(config, path)
     fields = Fields(config, path, "dflash_config")
     n_layers, head_dim = fields.count("num_hidden_layers"), fields.count("head_dim")

@@ -17,12 +17,12 @@ class Fields:
         self.fields = {**config, **nested} if isinstance(nested, dict) else config
 
     def get(self, field: str, default: Any = None) -> Any:
-        """What is there."""
+        """Return the field's value, or the default."""
         value = self.fields.get(field)
         return default if value is None else value
 
     def count(self, field: str, default: int | None = None, *, least: int = 1) -> int:
-        """An integer of at least `least`."""
+        """Return an integer of at least `least`."""
         value = self.get(field, default)
         if value is None:
             raise ValueError(f"{self.name}: config.json has no {field}; add it")
@@ -31,5 +31,5 @@ class Fields:
         return value
 
     def count_if_said(self, field: str) -> int | None:
-        """The same; None where the config does not say."""
+        """Return an integer of at least 1, or None where the config does not say."""
         return None if self.get(field) is None else self.count(field)

@@ -28,7 +28,7 @@ ROTARY = "rotary_emb.inv_freq"
 
 
 def read_config(path: str, revision: str | None) -> dict[str, Any]:
-    """`config.json` as it is written, without the defaults a library would fill in.
+    """Return `config.json` as it is written, without the defaults a library would fill in.
 
     Raises:
         ValueError: there is no such draft, or the file is no JSON object.
@@ -38,7 +38,7 @@ def read_config(path: str, revision: str | None) -> dict[str, Any]:
 
 
 def read_object(file: Path, cure: str) -> dict[str, Any]:
-    """The JSON object in `file`.
+    """Return the JSON object in `file`.
 
     Raises:
         ValueError: it holds none; `cure` says what to do then.
@@ -53,7 +53,7 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
 
 
 def tensor_shapes(path: str, revision: str | None) -> Shapes:
-    """Name -> shape of every tensor of the draft, by the names of `own_names`.
+    """Return the shape of every tensor of the draft, by the names of `own_names`.
 
     Raises:
         ValueError: no safetensors file, or one that is missing or damaged.
@@ -64,14 +64,15 @@ def tensor_shapes(path: str, revision: str | None) -> Shapes:
 
 
 def own_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
-    """Without the prefix some exporters write, and without rotary tables, which follow from the config."""
+    """Drop the prefix that some exporters write, and rotary tables, which follow from the config."""
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not name.endswith(ROTARY)}
 
 
 def local_folder(source: str | Path) -> Path:
-    """The folder itself, or the downloaded files of a repository on the hub; its code is never among them.
+    """Return the folder itself, or the downloaded files of a repository on the hub, without its code.
 
-    Raises FileNotFoundError when `source` is neither.
+    Raises:
+        FileNotFoundError: `source` is neither.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -84,9 +85,12 @@ def local_folder(source: str | Path) -> Path:
 
 
 def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
-    """The tensors of a draft's directory by the names of `own_names`; `read` is a framework's, of a safetensors file.
+    """Return the tensors of a draft's directory by the names of `own_names`.
 
-    Raises as `weight_files` does.
+    Args:
+        read: a framework's, of a safetensors file.
+    Raises:
+        ValueError, NotSupported: as `weight_files`.
     """
     tensors: dict[str, Value] = {}
     for file in weight_files(folder):
@@ -95,7 +99,7 @@ def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> d
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a draft's directory.
+    """Return the safetensors files of a draft's directory.
 
     Raises:
         ValueError: there is none.

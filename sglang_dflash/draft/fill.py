@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from sglang_dflash.draft.second import CandidateSelector
+from sglang_dflash.draft.second import SGLangCandidateSelector
 from sglang_dflash.draft.target_ends import TargetEnds, likeliest
 
 
 def filled(
-    hidden_TH: torch.Tensor, tokens_BN: torch.Tensor, selector: CandidateSelector | None, ends: TargetEnds
+    hidden_TH: torch.Tensor, tokens_BN: torch.Tensor, selector: SGLangCandidateSelector | None, ends: TargetEnds
 ) -> torch.Tensor:
     """Return the blocks with their drafts, int64 [B, N]: slot 0 stays the anchor.
 

@@ -4,15 +4,15 @@ from collections.abc import Container
 from typing import NamedTuple
 
 
-class Step(NamedTuple):
+class DecodedStep(NamedTuple):
     """One pass of the target. The first step is the prompt's: it has no drafts and commits one token."""
 
     committed: list[int]  # accepted drafts, then the bonus; ends early at a stop token or at max_new_tokens
     n_accepted: int  # drafts the target agreed with, before any early end
 
 
-def ended(step: Step, stop_token_ids: Container[int], n_left: int) -> Step:
-    """The step as the caller sees it: nothing behind a stop token, and no more than `n_left` tokens."""
+def ended(step: DecodedStep, stop_token_ids: Container[int], n_left: int) -> DecodedStep:
+    """Cut the step after its first stop token, and to `n_left` tokens."""
     committed = step.committed[:n_left]
     ends = [i for i, token in enumerate(committed) if token in stop_token_ids]
-    return Step(committed[: ends[0] + 1] if ends else committed, step.n_accepted)
+    return DecodedStep(committed[: ends[0] + 1] if ends else committed, step.n_accepted)

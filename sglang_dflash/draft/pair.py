@@ -4,10 +4,10 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:
-    """The draft was trained on this target's features, vocabulary and layers, or one that looks the same.
+    """Check that the draft was trained on features, vocabulary and layers like this target's.
 
     Args:
-        target: what it is called in messages; the rest is its.
+        target: its name in messages; the rest is its.
     Raises:
         ValueError: it was not.
     """

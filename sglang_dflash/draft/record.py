@@ -22,7 +22,7 @@ SECOND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a DFlash checkpoint says, under the names of its config.json.
+    """The fields of a DFlash checkpoint, by their names in its config.json.
 
     Sizes are counts of elements; nothing is divided by tensor parallelism. In a full layer a slot sees its whole block;
     in a sliding one it sees `sliding_window` tokens, itself and those before it, and without `sliding_is_causal` as
@@ -107,21 +107,21 @@ class Checkpoint:
 
     @property
     def feature_size(self) -> int:
-        """C, the width of the features of one token."""
+        """Return C, the width of the features of one token."""
         return len(self.target_layer_ids) * self.hidden_size
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """How many tokens each layer sees, a slot's own included; None for the whole context and block."""
+        """Return how many tokens each layer sees, a slot's own included; None for the whole context and block."""
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
     @property
     def window(self) -> int | None:
-        """How far all layers look back; None if one of them sees the whole context."""
+        """Return how many tokens all layers look back; None if one of them sees the whole context."""
         return None if FULL in self.layer_types else self.sliding_window
 
     def to_json(self) -> dict[str, Any]:
-        """The config.json that SGLang, vLLM and `parse` read."""
+        """Return the config.json that SGLang, vLLM and `parse` read."""
         said = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         dflash = {name: said.pop(name) for name in ("mask_token_id", "target_layer_ids")}
         second = {name: said.pop(name) for name in SECOND}

@@ -17,7 +17,7 @@ from torch import nn
 from sglang_dflash.draft.target_ends import TargetEnds, best_candidates
 
 
-class BlockConv(nn.Module):
+class SGLangBlockConv(nn.Module):
     """The convolution around one sublayer. Whole on every rank, as the hidden states are."""
 
     def __init__(self, hidden_size: int, n_taps: int, group_size: int) -> None:
@@ -28,8 +28,8 @@ class BlockConv(nn.Module):
         self.convolve = BLOCK_CONV.form_for(self.base_kernel)
 
     @classmethod
-    def of(cls, config: Any) -> BlockConv | None:
-        """As a draft's config says; None for a draft without."""
+    def of(cls, config: Any) -> SGLangBlockConv | None:
+        """Return the convolution that a draft's config describes; None for a draft without."""
         said: Mapping[str, int] = config.dflash_config
         if not said.get("conv_kernel_size"):
             return None
@@ -37,12 +37,12 @@ class BlockConv(nn.Module):
 
 
 def convolved(
-    conv: BlockConv | None,
+    conv: SGLangBlockConv | None,
     sublayer: Callable[[torch.Tensor], torch.Tensor],
     hidden_TH: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """The sublayer with `conv` around it, or alone: [T, H] -> [T, H]."""
+    """Run the sublayer with `conv` around it, or alone: [T, H] -> [T, H]."""
     if conv is None:
         return sublayer(hidden_TH)
     before_TSJ, after_TSJ = conv.kernel_projection(hidden_TH).view(conv.shape).unbind(1)
@@ -50,7 +50,7 @@ def convolved(
     return conv.convolve(sublayer(hidden_TH), after_TSJ, conv.base_kernel[1], block_size=block_size)
 
 
-class CandidateSelector(nn.Module):
+class SGLangCandidateSelector(nn.Module):
     """One path through the candidates of a block's slots. Whole on every rank: any may need any token's row."""
 
     def __init__(self, config: Any) -> None:
@@ -66,8 +66,8 @@ class CandidateSelector(nn.Module):
         self.walk = SELECT_PATH.form_for(self.predecessor_codebook)
 
     @classmethod
-    def of(cls, config: Any) -> CandidateSelector | None:
-        """As a draft's config says; None for a draft without."""
+    def of(cls, config: Any) -> SGLangCandidateSelector | None:
+        """Return the selector that a draft's config describes; None for a draft without."""
         return cls(config) if config.dflash_config.get("selector_rank") else None
 
     def path(self, hidden_TH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:

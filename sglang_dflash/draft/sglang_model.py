@@ -33,7 +33,7 @@ from torch import nn
 
 from sglang_dflash.draft.checkpoint import COPIED_FROM_TARGET
 from sglang_dflash.draft.fill import filled
-from sglang_dflash.draft.second import BlockConv, CandidateSelector, convolved
+from sglang_dflash.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
 from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side, loader_of
 
@@ -93,7 +93,7 @@ class DraftAttention(nn.Module):
         return out
 
     def norm_rotate_in_one(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """q and k normalised and rotated, and v, of qkv [T, (q + 2 kv) E]: one launch, in place.
+        """Return q and k normalised and rotated, and v, of qkv [T, (q + 2 kv) E]: one launch, in place.
 
         Three views, [T, q E], [T, kv E], [T, kv E]; heads are a rank's.
         """
@@ -111,7 +111,7 @@ class DraftAttention(nn.Module):
         return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
 
     def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same through SGLang's layers, for dtypes that its single kernel does not take."""
+        """Return the same through SGLang's layers, for dtypes that its single kernel does not take."""
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         return *self.rotary_emb(positions_T, q, k), v
@@ -128,6 +128,7 @@ class DraftMLP(nn.Module):
         self.act = SiluAndMul()
 
     def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, [T, H]."""
         gate_up, _ = self.gate_up_proj(hidden_TH)
         out, _ = self.down_proj(self.act(gate_up))
         return out
@@ -142,12 +143,12 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config, layer_id, quant_config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DraftMLP(config, quant_config)
-        self.attention_conv, self.mlp_conv = BlockConv.of(config), BlockConv.of(config)
+        self.attention_conv, self.mlp_conv = SGLangBlockConv.of(config), SGLangBlockConv.of(config)
 
     def forward(
         self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, residual_TH: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states and residual, both [T, H]; `residual_TH` is None in the first layer."""
+        """Return hidden states and residual, both [T, H]; `residual_TH` is None in the first layer."""
         if residual_TH is None:
             residual_TH, hidden_TH = hidden_TH, self.input_layernorm(hidden_TH)
         else:
@@ -186,18 +187,18 @@ class DFlashDraftModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.fc = nn.Linear(n_features * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.candidate_selector = CandidateSelector.of(config)
+        self.candidate_selector = SGLangCandidateSelector.of(config)
         self.needed, self.loaded = checkpoint_names(dict(self.named_parameters())), set[str]()
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The target's embedding, [T] -> [T, H].
+        """Return the target's embedding, [T] -> [T, H].
 
         By this name SGLang's graph runner knows that we embed token ids ourselves.
         """
         return self.ends.embed(input_ids)
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """Tokens left of the current one that sliding layers see; None without sliding layers."""
+        """Return how many tokens left of the current one sliding layers see; None without sliding layers."""
         return self.config.sliding_window - 1 if "sliding_attention" in self.config.layer_types else None
 
     # -- after loading --------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class DFlashDraftModel(nn.Module):
 
     @property
     def attentions(self) -> list[DraftAttention]:
-        """One per layer."""
+        """Return the attention of every layer."""
         return [cast(DraftLayer, layer).self_attn for layer in self.layers]
 
     # -- the two things a draft does ------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ class DFlashDraftModel(nn.Module):
         return LogitsProcessorOutput(next_token_logits=None, hidden_states=tokens_BN.view(-1))
 
     def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E].
+        """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E].
 
         The features are fused once (fc, norm) and projected by every layer's own K and V weights.
         """

@@ -26,7 +26,7 @@ TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # of th
 
 
 class TargetEnds(NamedTuple):
-    """The target's two ends, lent to the draft. Modules, not weights: an online update of the target reaches us."""
+    """The target's two ends, lent to the draft. Modules, not weights, so an online update of the target arrives."""
 
     embed: nn.Module  # token ids -> hidden
     head: Any  # a module with .weight [V or its shard, H], or with a quantized one
@@ -39,10 +39,10 @@ class TargetEnds(NamedTuple):
 
 
 def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
-    """Those of the base model: the draft knows no adapter, whatever the target's requests ask for.
+    """Return the ends of the base model: the draft knows no adapter, whatever the target's requests ask for.
 
     Raises:
-        NotSupported: the target wants what the draft embeds to be scaled, or `fp8_head` is set and its head cannot be
+        NotSupported: the target wants the draft's embeddings scaled, or `fp8_head` is set and its head cannot be
             copied.
     """
     if SCALE in dir(model):
@@ -76,12 +76,12 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
 
 
 def is_quantized(head: nn.Module) -> bool:
-    """As SGLang decides whether a head's rows are plain vectors."""
+    """Return whether a head's rows are quantized, as SGLang decides it."""
     return "weight" not in dict(head.named_parameters()) or should_apply_lm_head_quant_method(head, head.quant_method)
 
 
 def top_k_on(device: torch.device) -> TopK:
-    """FlashInfer's radix selection on a GPU: torch's own sorts, which takes long over a large vocabulary."""
+    """Return the top-k of a device: FlashInfer's radix selection on a GPU, where torch sorts the whole vocabulary."""
     if device.type != "cuda":
         return torch.topk
     import flashinfer
@@ -104,10 +104,11 @@ def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
 def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
     """Return, for every row, the token of the rank whose value is the largest, int64 [T]; the first rank on ties.
 
+    Ranks exchange 2 T numbers each, and not their shards.
+
     Args:
         best_T: the largest value of this rank's shard of the vocabulary.
         token_T: int64, its token id in the whole vocabulary.
-    Ranks exchange 2 T numbers each, and not their shards.
     """
     best_RT = group.all_gather(best_T[None], dim=0)  # R ranks
     token_RT = group.all_gather(token_T[None], dim=0)

@@ -30,7 +30,7 @@ BUILT = (
 
 
 def own_checkpoint_only(served: Checkpoint) -> Callable[..., tuple[bool, str]]:
-    """AROUND `WeightUpdater.update_weights_from_disk`: whether it went well, and a sentence.
+    """AROUND `WeightUpdater.update_weights_from_disk`: return whether it went well, and a sentence.
 
     Args:
         served: the draft that the server was started with.
@@ -57,7 +57,7 @@ def own_checkpoint_only(served: Checkpoint) -> Callable[..., tuple[bool, str]]:
 
 
 def is_draft(path: str) -> bool:
-    """Whether the checkpoint says so itself; one without a config says nothing."""
+    """Return whether the checkpoint's config names a draft; without a config it does not."""
     try:
         config = draft_files.read_config(path, None)
     except ValueError:
@@ -66,7 +66,11 @@ def is_draft(path: str) -> bool:
 
 
 def require_like(served: Checkpoint, new: Checkpoint) -> None:
-    """Raises ValueError when the new draft does not fit into what was built for the served one."""
+    """Check that the new draft fits into what was built for the served one.
+
+    Raises:
+        ValueError: it does not.
+    """
     for name in BUILT:
         ours, theirs = vars(served)[name], vars(new)[name]
         if ours != theirs:

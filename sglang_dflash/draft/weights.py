@@ -20,7 +20,7 @@ FUSED: dict[str, tuple[str, str | int]] = {
 
 
 def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
-    """The parameter a checkpoint tensor belongs to, and which shard of it: `a.q_proj.weight` -> `a.qkv_proj.weight`."""
+    """Return the parameter a checkpoint tensor belongs to, and its shard: `a.q_proj.weight` -> `a.qkv_proj.weight`."""
     for part, (fused, shard) in FUSED.items():
         if f".{part}." in name:
             return name.replace(part, fused), (shard,)
@@ -28,7 +28,7 @@ def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
 
 
 def checkpoint_names(parameters: Iterable[str]) -> set[str]:
-    """The tensors a checkpoint must have to set all these parameters: the inverse of `fused_name`."""
+    """Return the tensors a checkpoint needs to set all these parameters: the inverse of `fused_name`."""
     parts: dict[str, list[str]] = {}
     for part, (fused, _) in FUSED.items():
         parts.setdefault(fused, []).append(part)
@@ -41,14 +41,14 @@ def checkpoint_names(parameters: Iterable[str]) -> set[str]:
 
 
 def loader_of(parameter: nn.Parameter) -> Callable[..., None]:
-    """What copies a tensor, or a shard of it, into `parameter`: SGLang keeps it in two places."""
+    """Return what copies a tensor, or a shard of it, into `parameter`; SGLang keeps it in two places."""
     if isinstance(parameter, BasevLLMParameter):
         return parameter.weight_loader
     return parameter.__dict__.get("weight_loader", default_weight_loader)
 
 
 def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """One tensor [L, ...] whose rows become the parameters' own storage.
+    """Return one tensor [L, ...] whose rows become the parameters' own storage.
 
     There is one copy of the weights, so an update of a parameter while serving updates the stack as well.
     """

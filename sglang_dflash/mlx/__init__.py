@@ -14,7 +14,7 @@ except ModuleNotFoundError as error:
         f'sglang_dflash.mlx found no module named {error.name}; pip install "sglang-dflash[mlx]"', name=error.name
     ) from error
 
-from sglang_dflash.mlx.generate import Options, Step, spec_steps, stream_generate
+from sglang_dflash.mlx.generate import DecodedStep, Options, spec_steps, stream_generate
 from sglang_dflash.mlx.pair import Pair, load
 
-__all__ = ["Options", "Pair", "Step", "load", "spec_steps", "stream_generate"]
+__all__ = ["DecodedStep", "Options", "Pair", "load", "spec_steps", "stream_generate"]

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.mlx.generate import Options, Step, stream_generate
+from sglang_dflash.mlx.generate import DecodedStep, Options, stream_generate
 from sglang_dflash.mlx.pair import load
 
 
@@ -62,7 +62,7 @@ def answer(options: argparse.Namespace) -> None:
         draft_window=options.draft_window,
     )
     began, ends = time.perf_counter(), list[float]()
-    steps: list[Step] = []
+    steps: list[DecodedStep] = []
     for text, step in stream_generate(pair, prompt, chosen):
         print(text, end="", flush=True)
         steps.append(step)
@@ -70,7 +70,7 @@ def answer(options: argparse.Namespace) -> None:
     print("\n" + summary(steps, began, ends))
 
 
-def summary(steps: Sequence[Step], began: float, ends: Sequence[float]) -> str:
+def summary(steps: Sequence[DecodedStep], began: float, ends: Sequence[float]) -> str:
     """Of the steps that have drafts: not the prompt's, nor the end, which has no tokens."""
     decoded = steps[1:-1]
     if not decoded:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from sglang_dflash.draft.generation import Step, ended
+from sglang_dflash.draft.generation import DecodedStep, ended
 from sglang_dflash.mlx.pair import Pair
 from sglang_dflash.mlx.target import PREFILL_CHUNK, Target
 
@@ -38,7 +38,7 @@ class Options:
     draft_window: int | None = None
 
 
-def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[Step]:
+def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[DecodedStep]:
     """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
 
     Raises:
@@ -49,7 +49,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
     context = pair.draft.make_context()
     logits_SV = read_prompt(pair, target, mx.array(prompt), context)
     anchor_1 = choose(logits_SV[-1:], options.sampler)
-    step = ended(Step(anchor_1.tolist(), 0), options.stop_token_ids, options.max_new_tokens)
+    step = ended(DecodedStep(anchor_1.tolist(), 0), options.stop_token_ids, options.max_new_tokens)
     yield step
     n_left = options.max_new_tokens
     while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
@@ -64,11 +64,11 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
         target.keep(n_committed)
         pair.draft.remember(features_NC[:n_committed], context)
         anchor_1 = target_N[n_accepted:n_committed]
-        step = ended(Step(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
+        step = ended(DecodedStep(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
         yield step
 
 
-def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, Step]]:
+def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, DecodedStep]]:
     """Every step of `spec_steps` and the text it adds; at last a step without tokens, whose text was held back as part
     of a character."""
     writer = pair.tokenizer.detokenizer
@@ -78,7 +78,7 @@ def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iter
                 writer.add_token(token)
         yield writer.last_segment, step
     writer.finalize()
-    yield writer.last_segment, Step([], 0)
+    yield writer.last_segment, DecodedStep([], 0)
 
 
 def read_prompt(pair: Pair, target: Target, prompt_S: mx.array, context: list) -> mx.array:

@@ -12,7 +12,7 @@ for the engine, by `sglang_dflash.draft.checkpoint`. Nothing of a checkpoint is 
 
 from sglang_dflash.draft.record import Checkpoint as DraftConfig
 from sglang_dflash.model.draft import ContextKV
-from sglang_dflash.model.generate import Step
+from sglang_dflash.model.generate import DecodedStep
 from sglang_dflash.model.pretrained import DraftModel
 
-__all__ = ["ContextKV", "DraftConfig", "DraftModel", "Step"]
+__all__ = ["ContextKV", "DecodedStep", "DraftConfig", "DraftModel"]

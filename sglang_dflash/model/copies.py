@@ -6,7 +6,7 @@ import torch
 from sglang_dflash_kernels.copy_draft import N_CLASSES, Texts, copy_draft_ref
 from sglang_dflash_kernels.weigh_copies import weigh_copies_ref
 
-from sglang_dflash.draft.generation import Step
+from sglang_dflash.draft.generation import DecodedStep
 
 
 class Copies:
@@ -29,7 +29,7 @@ class Copies:
         self.copied = copy_draft_ref(self.block_1N, self.texts)
         return self.copied.tokens_BN[0].to(tokens_N.device)
 
-    def weigh(self, step: Step) -> None:
+    def weigh(self, step: DecodedStep) -> None:
         """`step`, not ended early: what the target made of the last copy."""
         committed_1N = torch.zeros_like(self.block_1N)
         committed_1N[0, : len(step.committed)] = torch.tensor(step.committed)
@@ -42,5 +42,5 @@ class NoCopies:
     def copy(self, tokens_N: torch.Tensor) -> torch.Tensor:
         return tokens_N
 
-    def weigh(self, step: Step) -> None:
+    def weigh(self, step: DecodedStep) -> None:
         return

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from sglang_dflash.draft.generation import Step, ended
+from sglang_dflash.draft.generation import DecodedStep, ended
 from sglang_dflash.model.copies import Copies, NoCopies
 from sglang_dflash.model.draft import ContextKV, Draft
 from sglang_dflash.model.target import TargetReader, check_pair
@@ -62,7 +62,9 @@ class Options:
 
 
 @torch.inference_mode()
-def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[Step]:
+def spec_steps(
+    draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, options: Options
+) -> Iterator[DecodedStep]:
     """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
 
     input_ids: int64 [1, prompt].
@@ -76,7 +78,7 @@ def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, o
     context = draft.context_kv(reading.features_1SC.to(draft.dtype))
     copies = Copies(input_ids[0].tolist()) if options.copies else NoCopies()
     n_left = options.max_new_tokens
-    step = ended(Step(anchor.tolist(), 0), options.stop_token_ids, n_left)
+    step = ended(DecodedStep(anchor.tolist(), 0), options.stop_token_ids, n_left)
     yield step
     while (n_left := n_left - len(step.committed)) and step.committed[-1] not in options.stop_token_ids:
         block_N = draft_block(draft, target, anchor, context, (N, options.window(context.n_tokens)))
@@ -90,7 +92,7 @@ def spec_steps(draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, o
         kept_1SC = reading.features_1SC[:, :n_committed].to(draft.dtype)
         context = context.append(draft.context_kv(kept_1SC, first_position=context.n_tokens))
         anchor = target_N[n_accepted : n_accepted + 1]
-        step = Step(target_N[:n_committed].tolist(), n_accepted)
+        step = DecodedStep(target_N[:n_committed].tolist(), n_accepted)
         copies.weigh(step)
         yield (step := ended(step, options.stop_token_ids, n_left))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from sglang_dflash.model import DraftModel, Step
+from sglang_dflash.model import DecodedStep, DraftModel
 from sglang_dflash.model.generate import Options, choose
 from sglang_dflash.model.target import check_pair, stop_token_ids
 
@@ -39,13 +39,13 @@ def load(target: str, draft: str) -> Models:
 
 
 @torch.inference_mode()
-def plain_steps(target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[Step]:
+def plain_steps(target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[DecodedStep]:
     """One token a step: what `spec_steps` is compared with."""
     cache, unread = DynamicCache(config=target.config), input_ids
     for _ in range(options.max_new_tokens):
         logits_1SV = target(input_ids=unread, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         token = choose(logits_1SV[0, -1:], options)
-        step = Step(token.tolist(), 0)
+        step = DecodedStep(token.tolist(), 0)
         yield step
         if step.committed[0] in options.stop_token_ids:
             return

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_dflash.draft.fill import filled
-from sglang_dflash.draft.second import CandidateSelector
+from sglang_dflash.draft.second import SGLangCandidateSelector
 from sglang_dflash.draft.target_ends import TargetEnds
 from tests.unit.draft.test_second import as_sglang_says
 from tests.unit.model.test_second import SECOND
@@ -31,7 +31,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
 def test_head_is_read_once_for_all_requests(second: bool) -> None:
-    selector = CandidateSelector.of(as_sglang_says(**SECOND)) if second else None
+    selector = SGLangCandidateSelector.of(as_sglang_says(**SECOND)) if second else None
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=torch.randn(VOCAB, H)), VOCAB, 0, cast(Any, None))
     with Products() as products:
         tokens_BN = filled(torch.randn(B * N, H), torch.zeros(B, N, dtype=torch.int64), selector, ends)

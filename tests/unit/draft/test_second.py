@@ -8,7 +8,7 @@ import torch
 from sglang_dflash_kernels.block_conv import block_conv
 from sglang_dflash_kernels.select_path import select_path
 
-from sglang_dflash.draft.second import BlockConv, CandidateSelector, convolved
+from sglang_dflash.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
 from sglang_dflash.model import second as plain
 from tests.unit.model.test_draft import make_config
@@ -29,13 +29,13 @@ def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 
 
 def test_a_draft_of_dflash_1_has_neither() -> None:
-    assert BlockConv.of(as_sglang_says()) is None
-    assert CandidateSelector.of(as_sglang_says()) is None
+    assert SGLangBlockConv.of(as_sglang_says()) is None
+    assert SGLangCandidateSelector.of(as_sglang_says()) is None
     assert torch.equal(convolved(None, lambda x: 2 * x, torch.ones(4, H), N), torch.full((4, H), 2.0))
 
 
 def test_a_convolution_is_the_plain_one() -> None:
-    ours, theirs = BlockConv.of(as_sglang_says(**SECOND)), plain.BlockConv(make_config(**SECOND))
+    ours, theirs = SGLangBlockConv.of(as_sglang_says(**SECOND)), plain.BlockConv(make_config(**SECOND))
     assert ours is not None
     same_weights(ours, theirs)
     ours.convolve = block_conv  # which looks at what it is given
@@ -54,7 +54,7 @@ def test_a_convolution_is_the_plain_one() -> None:
     ids=str,
 )
 def test_a_path_is_the_plain_one(fields: dict[str, float | None]) -> None:
-    ours = CandidateSelector.of(as_sglang_says(**SECOND, **fields))
+    ours = SGLangCandidateSelector.of(as_sglang_says(**SECOND, **fields))
     theirs = plain.CandidateSelector(make_config(**SECOND, **{name: one for name, one in fields.items() if one}))
     assert ours is not None
     same_weights(ours, theirs)

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from sglang_dflash.model import DraftModel, Step
+from sglang_dflash.model import DecodedStep, DraftModel
 from sglang_dflash.model.copies import Copies
 from sglang_dflash.model.generate import Options, choose, draft_block, spec_steps
 from sglang_dflash.model.target import TargetReader
@@ -73,7 +73,7 @@ def prompt(length: int = 7) -> torch.Tensor:
     return torch.randint(0, VOCAB - 1, (1, length), generator=torch.Generator().manual_seed(3))
 
 
-def steps_of(draft, target, input_ids, **options) -> list[Step]:
+def steps_of(draft, target, input_ids, **options) -> list[DecodedStep]:
     return list(spec_steps(draft, target, input_ids, Options(**options)))
 
 
@@ -151,7 +151,7 @@ def test_the_first_of_a_step_s_stop_tokens_ends_the_output(monkeypatch):
     assert not {first, later} & set(said[:2])
     Oracle(monkeypatch, said, n_right=[5])
     steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=20, stop_token_ids=(first, later))
-    assert steps == [Step(said[:1], 0), Step(said[1:3], 5)]
+    assert steps == [DecodedStep(said[:1], 0), DecodedStep(said[1:3], 5)]
 
 
 @pytest.mark.parametrize("width", [6, 9])
@@ -176,7 +176,10 @@ def test_a_block_that_runs_past_the_end_is_cut_and_still_counted(monkeypatch):
     target, input_ids = qwen3().eval(), prompt()
     said = target.generate(input_ids, max_new_tokens=20, do_sample=False)[0, 7:].tolist()
     Oracle(monkeypatch, said, n_right=[5])
-    assert steps_of(make_draft(target), target, input_ids, max_new_tokens=4) == [Step(said[:1], 0), Step(said[1:4], 5)]
+    assert steps_of(make_draft(target), target, input_ids, max_new_tokens=4) == [
+        DecodedStep(said[:1], 0),
+        DecodedStep(said[1:4], 5),
+    ]
 
 
 def test_width_verifies_a_prefix_of_the_whole_block(monkeypatch):
