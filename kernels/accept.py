@@ -19,7 +19,7 @@ from sglang_dflash_kernels.dispatch import Forms
 
 
 class Accepted(NamedTuple):
-    """What a step emits: its accepted drafts, then the bonus. It keeps the rows one before: anchor and those drafts."""
+    """The tokens of a step: accepted drafts, then the bonus. The rows kept are one before: anchor and those drafts."""
 
     n_accepted_B: torch.Tensor  # int32, drafts kept, 0..N-1
     anchor_B: torch.Tensor  # int64, the bonus, which is the next step's anchor
@@ -29,7 +29,7 @@ class Accepted(NamedTuple):
 
 
 def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
-    """The definition."""
+    """Define `accept`, in plain torch."""
     agrees_BD = tokens_BN[:, 1:] == target_BN[:, :-1]  # D = N-1 drafts
     n_accepted_B1 = agrees_BD.int().cumprod(dim=1).sum(dim=1, keepdim=True)
     slot_N = torch.arange(target_BN.shape[1], device=target_BN.device)
@@ -67,7 +67,7 @@ def _accept_kernel(
 
 
 def accept_triton(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
-    """The kernel: one program per request."""
+    """Compute `accept` by its kernel: one program per request."""
     B, N = tokens_BN.shape
     int32_B = torch.empty_like(prefix_len_B, dtype=torch.int32)
     out = Accepted(

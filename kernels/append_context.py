@@ -28,7 +28,7 @@ FP8_MAX = torch.finfo(FP8).max
 
 
 class KeyTransform(NamedTuple):
-    """What the draft's attention does to a K between projection and cache."""
+    """Norm and rotation that the draft's attention applies to K between projection and cache."""
 
     cos_sin_PR: torch.Tensor  # any model dtype
     k_norm_LE: torch.Tensor | None  # any model dtype
@@ -71,6 +71,7 @@ class ContextCaches(NamedTuple):
 
 
 def describe(tensor: torch.Tensor) -> str:
+    """Return dtype, shape and strides, for messages."""
     return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
 
 
@@ -84,7 +85,7 @@ def append_context_ref(
     key: KeyTransform,
     n_kept_B: torch.Tensor | None = None,
 ) -> None:
-    """The definition."""
+    """Define `append_context`, in plain torch."""
     if n_kept_B is not None:
         slot_N = torch.arange(len(k_TLGE) // max(len(n_kept_B), 1), device=n_kept_B.device)
         kept_T = (slot_N < n_kept_B[:, None]).flatten().nonzero()[:, 0]
@@ -99,7 +100,7 @@ def append_context_ref(
 
 
 def normalised(k_TLGE: torch.Tensor, weight_LE: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over each head, in fp32."""
+    """Return the RMS norm over each head, computed in fp32."""
     k = k_TLGE.float()
     k = k * torch.rsqrt(k.pow(2).mean(dim=-1, keepdim=True) + eps)
     return (k * weight_LE[:, None]).to(k_TLGE.dtype)
@@ -115,6 +116,7 @@ def rotated(k_TLGE: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
 
 
 def scatter(cache_SGE: torch.Tensor, slots_T: torch.Tensor, values_TGE: torch.Tensor) -> None:
+    """Write values [T, G, E] to their slots, int64 [T], in the cache's dtype."""
     if cache_SGE.dtype == FP8:  # not every torch saturates by itself: some make NaN
         values_TGE = values_TGE.float().clamp(-FP8_MAX, FP8_MAX)
     cache_SGE[slots_T] = values_TGE.to(cache_SGE.dtype)
@@ -216,7 +218,7 @@ def append_context_triton(
     key: KeyTransform,
     n_kept_B: torch.Tensor | None = None,
 ) -> None:
-    """The kernel: one program per row and layer."""
+    """Compute `append_context` by its kernel: one program per row and layer."""
     T, L, G, E = k_TLGE.shape
     if T == 0:
         return

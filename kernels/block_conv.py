@@ -25,7 +25,7 @@ MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def block_conv_ref(
     x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """The definition."""
+    """Define `block_conv`, in plain torch."""
     T, S, J = change_TSJ.shape
     group_size = x_TH.shape[1] // J
     out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
@@ -71,7 +71,7 @@ def _block_conv_kernel(
 def block_conv_triton(
     x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """The kernel: one program per row and piece of its channels."""
+    """Compute `block_conv` by its kernel: one program per row and piece of its channels."""
     (T, H), (S, J) = x_TH.shape, change_TSJ.shape[1:]
     out_TH = torch.empty_like(x_TH)
     if T:

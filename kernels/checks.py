@@ -26,7 +26,7 @@ class Shapes:
                 raise ValueError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
 
     def check_strided(self, *dtypes: torch.dtype, **tensors: torch.Tensor) -> None:
-        """As `check`, for tensors whose strides the caller looks at itself."""
+        """Check as `check` does, for tensors whose strides the caller looks at itself."""
         for name, tensor in tensors.items():
             letters = name[name.rindex("_") + 1 :]
             wanted = [self.sizes.setdefault(*pair) for pair in zip(letters, tensor.shape, strict=False)]

@@ -44,7 +44,7 @@ _CLASSES, _LENGTH_BIT, _POSITION = map(tl.constexpr, (N_CLASSES, LENGTH_BIT, (1 
 
 
 class Texts(NamedTuple):
-    """Where the texts of B requests are, and what is known of copies in them."""
+    """Token histories of B requests, and what is known of copies in them."""
 
     prefix_len_B: torch.Tensor  # int64, tokens of text before the anchor
     rows_B: torch.Tensor  # int64 or int32, the requests' rows of the next two; all different
@@ -60,7 +60,7 @@ class Copied(NamedTuple):
 
 
 def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """The definition."""
+    """Define `copy_draft`, in plain torch."""
     B, N = tokens_BN.shape
     drafted_BN, place_B = tokens_BN.clone(), torch.full((B,), N - 1, dtype=torch.int32)
     source_BD, length_BD = (torch.full((B, N - 1), value, dtype=torch.int32) for value in (-1, 0))
@@ -94,12 +94,13 @@ def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
 
 
 def is_trusted(length: int, gain: int, n: int) -> bool:
+    """Return whether matches of `length` tokens are copied, after `n` of them gained `gain` drafts."""
     prior = 1 if length == LONGEST else -1
     return 2 * (prior + gain) > 1 + n
 
 
 def length_class(length: int) -> int:
-    """1 for 2 and 3, 2 for 4 to 7, and so on."""
+    """Return 1 for lengths 2 and 3, 2 for 4 to 7, and so on."""
     return length.bit_length() - 1
 
 
@@ -107,7 +108,7 @@ CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # 0 of none
 
 
 def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """One request at a time, all of its places at once."""
+    """Compute one request at a time, all of its places at once."""
     B, N = tokens_BN.shape
     int32_2BD, place_B = np.zeros((2, B, N - 1), np.int32), np.full(B, N - 1, np.int32)
     (source_BD, length_BD), drafted_BN = int32_2BD, tokens_BN.numpy().copy()
@@ -130,10 +131,10 @@ def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 
 
 def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
-    """Of n tokens of text and the block behind them: the length of each place's longest match, LENGTH_BIT bits up, and
-    the latest source of one; int64 [D].
+    """Return each place's longest match and the latest source of one, int64 [D]: length << LENGTH_BIT | source.
 
-    All of the text is compared with a tail's last tokens, and what is equal in SHORTEST of them with the others.
+    `text_L`: n tokens of text, then the block. All of the text is compared with a tail's last tokens, and what is equal
+    in SHORTEST of them with the others.
     """
     D = len(text_L) - n - 1
     best_D = np.zeros(D, np.int64)
@@ -154,8 +155,10 @@ def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
 
 
 def copied_from(n: int, place: int | np.ndarray, source: int | np.ndarray, N: int) -> np.ndarray:
-    """Where in text and block the drafts behind an anchor are copied from, [..., D]: those behind `place`; any position
-    for those before it. Shared with `weigh_copies`."""
+    """Return the positions in text and block that the drafts after an anchor are copied from, [..., D].
+
+    Valid after `place`; any position before it. Shared with `weigh_copies`.
+    """
     ahead = (np.arange(N - 1) - place).clip(0)
     return source + ahead % (n + place + 1 - source)
 

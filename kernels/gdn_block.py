@@ -74,10 +74,11 @@ class DeltaBlock(NamedTuple):
 
     @property
     def k_YCK(self) -> torch.Tensor:
+        """Return the keys."""
         return self.qk_YXK[:, self.qk_YXK.shape[1] // 2 :]
 
     def read(self, state_YVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What queries and keys find in the states from before the blocks, decayed; two [Y, C, V]."""
+        """Return what queries and keys find in the states from before the blocks, decayed; two [Y, C, V]."""
         found_YXV = torch.bmm(self.qk_YXK, state_YVK.transpose(1, 2))
         found_by_q, found_by_k = (found_YXV.unflatten(1, (2, -1)) * self.decay_YC[:, None, :, None]).unbind(1)
         return found_by_q, found_by_k
@@ -89,11 +90,11 @@ class DeltaBlock(NamedTuple):
         )
 
     def outputs(self, found_by_q_YCV: torch.Tensor, delta_YCV: torch.Tensor) -> torch.Tensor:
-        """[Y, C, V]"""
+        """Return the blocks' outputs, [Y, C, V]."""
         return torch.baddbmm(found_by_q_YCV, self.q_scores_YCC, delta_YCV)
 
     def states(self, state_YVK: torch.Tensor, delta_YCV: torch.Tensor, *, out_BCHVK: torch.Tensor) -> None:
-        """The states after every token: S_t = delta_t k_t^T + exp(g_t) S_{t-1}, written where they stay."""
+        """Write the states after every token: S_t = delta_t k_t^T + exp(g_t) S_{t-1}."""
         B = len(out_BCHVK)
         torch.mul(by_token(delta_YCV, B)[..., None], by_token(self.k_YCK, B)[..., None, :], out=out_BCHVK)
         # exp(g_t) is the first decay from before the block, then D just below the diagonal.
@@ -105,12 +106,12 @@ class DeltaBlock(NamedTuple):
 
 
 def by_head(x: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, ...] -> [Y, C, ...]"""
+    """Return [B, C, H, ...] as [Y, C, ...]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def by_token(x: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    """[Y, C, ...] -> [B, C, H, ...], a view."""
+    """Return [Y, C, ...] as [B, C, H, ...], a view."""
     return x.unflatten(0, (n_blocks, -1)).transpose(1, 2)
 
 
@@ -123,9 +124,10 @@ def _later(C: int) -> torch.Tensor:
 def log_decay(
     A_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, *, beta: float = 1.0, threshold: float = 20.0
 ) -> torch.Tensor:
-    """g = -exp(A_log) softplus(a + dt_bias), fp32, shaped like a [..., H]; beta and threshold are softplus's."""
+    """Return g = -exp(A_log) softplus(a + dt_bias), fp32, shaped like a [..., H]; beta and threshold are softplus's."""
     return F.softplus(a.float() + dt_bias.float(), beta, threshold) * -A_log.float().exp()
 
 
 def l2_normalised(x: torch.Tensor) -> torch.Tensor:
+    """Return x divided by its L2 norm over the last dimension."""
     return x * torch.linalg.vecdot(x, x).add_(L2_EPS).rsqrt_()[..., None]

@@ -22,7 +22,7 @@ from sglang_dflash_kernels.record import record_width
 
 
 class Kept(NamedTuple):
-    """How far each request's state goes, int32 or int64. All slots differ."""
+    """Tokens of each request that are kept, and states to keep; int32 or int64. All slots differ."""
 
     slot_B: torch.Tensor  # a negative one marks padding, which is left alone
     n_B: torch.Tensor  # tokens of the block that are kept, 0..N; 0 leaves the state alone
@@ -33,7 +33,7 @@ class Kept(NamedTuple):
 
 
 def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
-    """The definition: the recurrence, a token at a time, in float64."""
+    """Define `gdn_fold`: the recurrence, a token at a time, in float64."""
     for b, slot in enumerate(kept.slot_B.tolist()):
         if slot < 0:
             continue
@@ -62,7 +62,7 @@ def _after(state_LHVK: torch.Tensor, record_LNX: torch.Tensor, n_key_heads: int)
 
 
 def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
-    """As a sum, all requests at once."""
+    """Compute the fold as a sum, all requests at once."""
     slot_B = kept.slot_B
     before_LBHVK = state_LSHVK.index_select(1, slot_B.clamp(min=0)).float()
     wanted = [(slot_B, kept.n_B)]
@@ -141,7 +141,7 @@ def _gdn_fold_kernel(
 
 
 def gdn_fold_triton(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
-    """The kernel: one program per layer, request, value head and tile of the state's rows."""
+    """Compute `gdn_fold` by its kernel: one program per layer, request, value head and tile of the state's rows."""
     (L, _, H, V, K), B = state_LSHVK.shape, len(kept.slot_B)
     block_v = min(32, triton.next_power_of_2(V))
     _gdn_fold_kernel[(H * triton.cdiv(V, block_v), B, L)](

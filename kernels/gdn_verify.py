@@ -37,7 +37,7 @@ INF = tl.constexpr(float("inf"))
 
 
 class Inputs(NamedTuple):
-    """What one layer's recurrence is fed. The rows of q, k, v, a and b may lie apart, a row's values may not."""
+    """One layer's inputs of the recurrence. The rows of q, k, v, a and b may lie apart, a row's values may not."""
 
     q_TGK: torch.Tensor  # after the convolution, not normalised, as are k and v
     k_TGK: torch.Tensor
@@ -57,7 +57,7 @@ def split_record(
 
 
 def gdn_verify_ref(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor) -> torch.Tensor:
-    """The definition: the recurrence, a token at a time, in float64."""
+    """Define `gdn_verify`: the recurrence, a token at a time, in float64."""
     N, (G, K), (H, V) = len(x.q_TGK) // len(slot_B), x.q_TGK.shape[1:], x.v_THV.shape[1:]
     delta_RNHV, key_RNGK, total_RNH = split_record(
         record_RNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K
@@ -85,7 +85,7 @@ def gdn_verify_ref(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, re
 def gdn_verify_torch(
     x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor
 ) -> torch.Tensor:
-    """A whole block at once (`gdn_block`)."""
+    """Compute a whole block at once (`gdn_block`)."""
     B = len(slot_B)
     N, (G, K), (H, V) = len(x.q_TGK) // B, x.q_TGK.shape[1:], x.v_THV.shape[1:]
     block = DeltaBlock.of(
@@ -218,7 +218,7 @@ def _gdn_verify_kernel(
 def gdn_verify_triton(
     x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor
 ) -> torch.Tensor:
-    """The kernel: one program per request, value head and tile of the state's rows.
+    """Compute `gdn_verify` by its kernel: one program per request, value head and tile of the state's rows.
 
     Raises:
         ValueError: more requests than the record has rows. Padding counts, so the record must have a row for every

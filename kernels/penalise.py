@@ -52,7 +52,7 @@ def scaling(counts_PNV: torch.Tensor, asked: Asked) -> torch.Tensor:
 def penalise_ref(
     logits_BNV: torch.Tensor, tokens_BN: torch.Tensor, n_output_P: torch.Tensor, counts_RV: torch.Tensor, asked: Asked
 ) -> None:
-    """The definition."""
+    """Define `penalise`, in plain torch."""
     drafts_PD = tokens_BN[asked.index_P, 1:]
     P, N, V = len(asked.index_P), *logits_BNV.shape[1:]
     counts_PNV = counts_RV.new_zeros(P, N, V)
@@ -113,7 +113,7 @@ def _penalise_kernel(
 def penalise_triton(
     logits_BNV: torch.Tensor, tokens_BN: torch.Tensor, n_output_P: torch.Tensor, counts_RV: torch.Tensor, asked: Asked
 ) -> None:
-    """The kernel: one program per slot and piece of the vocabulary."""
+    """Compute `penalise` by its kernel: one program per slot and piece of the vocabulary."""
     (P, E), (N, V) = asked.stop_PE.shape, logits_BNV.shape[1:]
     grid = P, N, triton.cdiv(V, BLOCK_V)
     stride_b, stride_n, _ = logits_BNV.stride()

@@ -34,7 +34,7 @@ def plan_block_ref(
     mask_token_id: int,
     n_tokens: int,
 ) -> PlannedBlock:
-    """The definition."""
+    """Define `plan_block`, in plain torch."""
     last = req_to_token_QM.shape[1] - 1
     tokens_BN = pad(anchor_B[:, None], (0, n_tokens - 1), value=mask_token_id)
     positions_BN = prefix_len_B[:, None] + torch.arange(n_tokens, device=anchor_B.device)
@@ -66,7 +66,7 @@ def plan_block_triton(
     mask_token_id: int,
     n_tokens: int,
 ) -> PlannedBlock:
-    """The kernel: one program per request."""
+    """Compute `plan_block` by its kernel: one program per request."""
     shape = len(anchor_B), n_tokens
     out = PlannedBlock(*(torch.empty(shape, dtype=torch.int64, device=anchor_B.device) for _ in PlannedBlock._fields))
     if len(anchor_B):

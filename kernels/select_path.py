@@ -32,7 +32,7 @@ def select_path_ref(
     predecessor_VR: torch.Tensor,
     successor_VR: torch.Tensor,
 ) -> torch.Tensor:
-    """The definition."""
+    """Define `select_path`, in plain torch."""
     B, D, _ = candidates_BDK.shape
     drafts_BD = candidates_BDK.new_zeros(B, D)
     for b in range(B):
@@ -105,7 +105,7 @@ def select_path_triton(
     predecessor_VR: torch.Tensor,
     successor_VR: torch.Tensor,
 ) -> torch.Tensor:
-    """The kernel: one program per request."""
+    """Compute `select_path` by its kernel: one program per request."""
     (B, D, K), R = candidates_BDK.shape, query_BDR.shape[2]
     drafts_BD = torch.empty((B, D), dtype=torch.int64, device=candidates_BDK.device)
     if B and D:
@@ -127,7 +127,7 @@ def select_path(
     predecessor_VR: torch.Tensor,
     successor_VR: torch.Tensor,
 ) -> torch.Tensor:
-    """The drafts, int64 [B, D]. B may be 0.
+    """Return the drafts, int64 [B, D]. B may be 0.
 
     Args:
         candidates_BDK: int64 tokens, K >= 1; they and the anchors lie inside the tables, which is not checked.

@@ -39,52 +39,58 @@ class Server(NamedTuple):
 
 
 def plan_block(n_tokens: int) -> Hashable:
+    """Return one per power of two that the block fits into."""
     return triton.next_power_of_2(n_tokens)
 
 
 def accept(n_tokens: int) -> Hashable:
+    """Return one per power of two that the block fits into."""
     return triton.next_power_of_2(n_tokens)
 
 
 def penalise() -> Hashable:
-    """One: neither the width nor the number of stop tokens matters."""
+    """Return a single one: neither the width nor the number of stop tokens matters."""
     return "any"
 
 
 def append_context(*, n_kept: bool) -> Hashable:
-    """Of a step's blocks, as far as they were accepted, or of rows that are all kept: prompts and late rows."""
+    """Return one for accepted rows of a step's blocks, one for rows that are all kept: prompts and late rows."""
     return "accepted" if n_kept else "all"
 
 
 def gdn_verify(n_requests: int, n_tokens: int, n_value_heads: int, value_width: int) -> Hashable:
+    """Return one per size of a block and per geometry of the launch."""
     block_v = max(SMALLEST, triton.next_power_of_2(value_width))
     return max(SMALLEST, triton.next_power_of_2(n_tokens)), *geometry(n_requests * n_value_heads, block_v)
 
 
 def gdn_fold(*, tracked: bool) -> Hashable:
+    """Return one with tracked states and one without."""
     return "tracked" if tracked else "untracked"
 
 
 def block_conv(n_taps: int) -> Hashable:
-    """Neither the block's size nor which side of a sublayer matters."""
+    """Return one per number of taps: neither the block's size nor the side of a sublayer matters."""
     return n_taps
 
 
 def select_path(top_k: int) -> Hashable:
-    """How many slots a block has does not matter."""
+    """Return one per number of candidates; the block's size does not matter."""
     return top_k
 
 
 def copy_draft(n_tokens: int) -> Hashable:
+    """Return one per power of two that the block fits into."""
     return triton.next_power_of_2(n_tokens)
 
 
 def weigh_copies(n_tokens: int) -> Hashable:
+    """Return one per power of two that the block fits into."""
     return triton.next_power_of_2(n_tokens)
 
 
 def of_server(server: Server) -> dict[str, set[Hashable]]:
-    """By kernel: all that a server can meet. Blocks of one token are decoded, not verified and folded."""
+    """Return all specialisations that a server can meet, by kernel. Blocks of one token are decoded, not verified."""
     drafted = [width for width in server.widths if width > 1]
     specialisations = {
         "plan_block": {plan_block(n_tokens) for n_tokens in (*server.widths, server.block_size)},

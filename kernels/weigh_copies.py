@@ -48,7 +48,7 @@ def weigh_copies_ref(
     *,
     totals_K2: torch.Tensor,
 ) -> None:
-    """The definition."""
+    """Define `weigh_copies`, in plain torch."""
     B, N = tokens_BN.shape
     for b in range(B):
         row, n = int(texts.rows_B[b]), int(texts.prefix_len_B[b])
@@ -69,6 +69,7 @@ def weigh_copies_ref(
 
 
 def n_agreed(drafts: list[int], committed: list[int]) -> int:
+    """Return how many of the first drafts equal the committed tokens."""
     for i, (draft, token) in enumerate(zip(drafts, committed, strict=False)):
         if draft != token:
             return i
@@ -84,7 +85,7 @@ def weigh_copies_numpy(
     *,
     totals_K2: torch.Tensor,
 ) -> None:
-    """One request at a time, all of its places at once."""
+    """Compute one request at a time, all of its places at once."""
     B, N = tokens_BN.shape
     tokens, said, n_said_B = tokens_BN.numpy(), committed_BN.numpy(), n_committed_B.numpy()
     _, place_B, source_BD, length_BD = (tensor.numpy() for tensor in copied)
@@ -107,7 +108,7 @@ def weigh_copies_numpy(
 
 
 def leading(is_true: np.ndarray) -> np.ndarray:
-    """How many are before the first that is false, of the last dimension."""
+    """Return how many values stand before the first that is false, along the last dimension."""
     return np.logical_and.accumulate(is_true, axis=-1).sum(-1)
 
 
@@ -171,7 +172,7 @@ def weigh_copies_triton(
     *,
     totals_K2: torch.Tensor,
 ) -> None:
-    """The kernel: one program per request."""
+    """Compute `weigh_copies` by its kernel: one program per request."""
     B, N = tokens_BN.shape
     if not B or N == 1:
         return

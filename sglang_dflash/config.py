@@ -29,7 +29,7 @@ FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  #
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """What this server runs. SGLang's hooks and the worker read it; nothing in it changes.
+    """The server of this process. SGLang's hooks and the worker read it; nothing in it changes.
 
     Attributes:
         block_size: N, the anchor and the drafts of one step; at most `draft.block_size`, what it was trained for.
@@ -46,7 +46,7 @@ class DFlashConfig:
             `--speculative-draft-window-size` and, where every draft layer slides, the checkpoint's sliding window.
         draft_attention_backend: resolved by `backends`.
         disaggregation: `--disaggregation-mode`.
-        draft: what the checkpoint says.
+        draft: the checkpoint's fields.
     """
 
     block_size: int
@@ -80,12 +80,12 @@ class DFlashConfig:
 
     @property
     def widest(self) -> int:
-        """The most tokens of a request that a step writes."""
+        """Return the most tokens of a request that a step writes."""
         return widest(self.block_size, self.widths)
 
     @cached_property
     def draft_kv(self) -> "DraftKV":
-        """How the draft's context K/V are stored, and how SGLang counts them."""
+        """Return how the draft's context K/V are stored, and how SGLang counts them."""
         from sglang_dflash.memory.draft_kv import draft_kv
 
         return draft_kv(self.draft_window, self.widest, self.disaggregation)

@@ -196,7 +196,7 @@ FLAGS = (
 
 
 def read(environ: Mapping[str, str]) -> Flags:
-    """The flags set in `environ`.
+    """Return the flags set in `environ`.
 
     Raises:
         ValueError: a value that is not one of a flag's, or a `SGLANG_DFLASH_*` name that is no flag.
@@ -229,7 +229,7 @@ def current() -> Flags:
 
 
 def table() -> str:
-    """The flags as a Markdown table, for `env/README.md`."""
+    """Return the flags as a Markdown table, for `env/README.md`."""
     rows = ["| variable | values | default | whose | meaning |", "|---|---|---|---|---|"]
     rows += [
         f"| `{flag.name}` | {', '.join(f'`{value}`' for value in spellings(flag))} | `{flag.default}` "
@@ -240,7 +240,7 @@ def table() -> str:
 
 
 def spellings(flag: Flag) -> list[str]:
-    """What may be written, the pattern by its example."""
+    """Return the accepted values, the pattern by its example."""
     return [*flag.values, *filter(None, [flag.example])]
 
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Called by SGLang once in every process, before arguments are parsed or a worker is made."""
+    """Set the hooks. SGLang calls it once in every process, before it parses arguments or makes a worker."""
     try:
         host.require_seams()
     except HostMismatch as mismatch:
@@ -140,7 +140,7 @@ def add_old_flags(result: None, parser: ArgumentParser) -> None:
 
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """At the first step of argument resolution: what environment flags say about arguments."""
+    """At the first step of argument resolution, turn environment flags into arguments."""
     if asks_for_dflash(server_args) and not flags.current().overlap:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -161,7 +161,7 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def check_requests(server_args: Any) -> None:
-    """What a request must be, with speculation and without, wherever it is tokenized."""
+    """Check requests wherever they are tokenized, with speculation and without."""
     from sglang_dflash.host.admission import hook_tokenizer
 
     hook_tokenizer()

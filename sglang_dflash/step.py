@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where the block of every request goes, and how much of it is verified."""
+    """Positions and KV slots of every request's block, and how much of it is verified."""
 
     drafted: Block | None  # the whole block; None: nothing is drafted, the anchor alone is verified
     verified: Block  # its first `width` tokens; the same one where that is all
@@ -40,15 +40,17 @@ class Plan(NamedTuple):
 
     @property
     def n_requests(self) -> int:
+        """Return B."""
         return self.rows_B.shape[0]
 
     @property
     def width(self) -> int:
+        """Return how many tokens of each block are verified."""
         return self.verified.tokens_BN.shape[1]
 
 
 class Target(NamedTuple):
-    """What the target made of the block."""
+    """The target's output for a verified block."""
 
     run: ModelRunnerOutput  # as SGLang's runner returns it: the logits, and what flags ask for of each row
     features_TC: torch.Tensor  # [B * N, C]; a graph's buffer: gone with the next target forward

@@ -71,7 +71,7 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class DFlashWorker(BaseSpecWorker):
-    """What serves DFLASH on one rank. Its parts are made in the order in which SGLang makes theirs."""
+    """Serves DFLASH on one rank. Its parts are made in the order in which SGLang makes theirs."""
 
     state: State  # of the widest; by `init_attention_backends`
     stages: Stages  # by `prewarm_sampling`, and so are the widths
@@ -126,7 +126,7 @@ class DFlashWorker(BaseSpecWorker):
         req_to_token_pool: ReqToTokenPool | None = None,
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
     ) -> None:
-        """The draft's KV pool has the target's slots. With a window it has rings, and a request table of its own."""
+        """Make the draft's KV pool: with the target's slots, or ring buffers and a request table of its own."""
         pool, table = self.config.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
         with self.making_draft():
             self._draft_worker.alloc_memory_pool(
@@ -244,7 +244,7 @@ class DFlashWorker(BaseSpecWorker):
     # -- the three kinds of step ----------------------------------------------------------------------------------
 
     def prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        """The target reads the prompt; its features become the draft's context; the first token is the anchor."""
+        """Read prompts with the target, whose features become the draft's context, and return their first tokens."""
         self.width.interrupt()
         self.stages.choice.begin(batch)
         self.stages.verifier.restore()
@@ -263,7 +263,7 @@ class DFlashWorker(BaseSpecWorker):
     def decode(
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
-        """One DFlash step. Nothing in it waits for the device."""
+        """Run one DFlash step. Nothing in it waits for the device."""
         stages, rids = self.stages, [req.rid for req in batch.reqs]
         width = self.width.decide(rids)
         plan = stages.planner.plan(batch, width)

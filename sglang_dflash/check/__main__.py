@@ -13,7 +13,7 @@ from sglang_dflash.check.findings import Finding, installation
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
-    """`check.launch` in a process of its own; one that ends without an answer is a finding too."""
+    """Run `check.launch` in a process of its own. If it ends without an answer, that is a finding too."""
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -38,6 +38,7 @@ def check(argv: Sequence[str], *, as_json: bool) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command line and return the exit status."""
     as_json = "--json" in argv
     if {"-h", "--help"} & set(argv) and len(argv) == 1:
         print(usage)

@@ -33,7 +33,7 @@ class Finding:
 
 
 def find(checks: Mapping[str, Callable[[], str]]) -> list[Finding]:
-    """What each says, in their order; one that raises one of `REFUSALS` has said no."""
+    """Run all checks, in order; one that raises one of `REFUSALS` has failed."""
     return [_find(name, check) for name, check in checks.items()]
 
 
@@ -45,18 +45,20 @@ def _find(name: str, check: Callable[[], str]) -> Finding:
 
 
 def installation() -> list[Finding]:
+    """Return the findings that need no SGLang."""
     return find(
         {"versions": versions, "environment": environment, "entry points": found_by_sglang, "host contract": contract}
     )
 
 
 def versions() -> str:
+    """Return the versions of the packages and of Python."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("sglang-dflash", "sglang", "torch"))
     return f"{packages}, python {platform.python_version()}"
 
 
 def environment() -> str:
-    """What the variables ask for.
+    """Return what the environment variables ask for.
 
     Raises:
         ValueError: one has a value it cannot have, or has SGLang load neither our plugin nor the built-in worker.
@@ -73,7 +75,7 @@ def environment() -> str:
 
 
 def found_by_sglang() -> str:
-    """The entry points that SGLang looks up, as this Python finds them.
+    """Return the entry points that SGLang looks up, as this Python finds them.
 
     Raises:
         RuntimeError: one is missing, or another package's.
@@ -86,7 +88,7 @@ def found_by_sglang() -> str:
 
 
 def contract() -> str:
-    """The installed SGLang's source against the table of what we need of it.
+    """Compare the installed SGLang's source with the table of names that this plugin needs.
 
     Raises:
         RuntimeError: a name or a member is not there.

@@ -17,7 +17,7 @@ from sglang_dflash.host.arguments import asks_for_dflash
 
 
 def report(argv: Sequence[str]) -> list[Finding]:
-    """In the order in which a launch meets them; `argv`: its flags, if any."""
+    """Return the findings in the order in which a launch meets them; `argv`: its flags, if any."""
     checks: dict[str, Callable[[], str]] = {"plugin": live, "platform": machine}
     if argv:
         checks["launch"] = lambda: launch(argv)
@@ -44,6 +44,7 @@ def live() -> str:
 
 
 def machine() -> str:
+    """Return the platform that SGLang chose, and its device."""
     from sglang.srt.platforms import current_platform
 
     return f"{type(current_platform).__name__}, device {current_platform.device_name}"

@@ -11,7 +11,7 @@ from sglang_dflash.width.cost import table
 
 
 def fetch(url: str) -> dict[str, Any]:
-    """What a running server says of its DFLASH: `internal_states[0]["dflash"]` of `GET /server_info`.
+    """Return `internal_states[0]["dflash"]` of a running server's `GET /server_info`.
 
     Raises:
         OSError: no server answers.
@@ -31,6 +31,7 @@ def fetch(url: str) -> dict[str, Any]:
 
 
 def render(dflash: dict[str, Any]) -> str:
+    """Return a server's answer as lines of text."""
     width, costs = dflash["width"], dflash["width"]["seconds"]
     lines = [f"sglang-dflash {dflash['version']}, blocks of {dflash['block_size']}, width {width['policy']}"]
     if costs:
@@ -45,7 +46,7 @@ def render(dflash: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str], *, as_json: bool) -> int:
-    """Print what the server at the URL says of its DFLASH; `argv`: what follows `--server`."""
+    """Print the state of the server at the URL; `argv`: what follows `--server`."""
     urls = [argument for argument in argv if argument != "--json"]
     if len(urls) != 1:
         print("--server takes one URL, such as http://127.0.0.1:30000", file=sys.stderr)

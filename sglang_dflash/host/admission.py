@@ -28,11 +28,7 @@ MOST_ANSWERS = 2**16  # to one request, which SGLang makes that many requests of
 
 
 def hook_tokenizer() -> None:
-    """In a process that tokenizes.
-
-    Raises:
-        HostMismatch: SGLang lacks a name that is needed for it.
-    """
+    """Check requests in this process, where it tokenizes them."""
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
         {
@@ -140,9 +136,10 @@ def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
 
 
 def require_processor(text: str) -> None:
-    """
+    """Check that `text` looks like what `CustomLogitProcessor.to_str` makes; what is in it stays unread.
+
     Raises:
-        ValueError: it does not look like what `CustomLogitProcessor.to_str` makes; what is in it stays unread.
+        ValueError: it does not.
     """
     try:
         bytes.fromhex(json.loads(text)["callable"])
@@ -153,9 +150,10 @@ def require_processor(text: str) -> None:
 
 
 def require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """
+    """Check that all token ids are within the vocabulary.
+
     Raises:
-        ValueError: one is not within 0..vocab_size - 1.
+        ValueError: one is not.
     """
     least, most = min(ids), max(ids)
     if least < 0 or most >= vocab_size:

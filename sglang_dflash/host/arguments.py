@@ -36,7 +36,7 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What the draft must agree with."""
+    """The target's fields that the draft must agree with."""
 
     path: str
     architecture: str
@@ -80,7 +80,11 @@ class Arguments:
     host_cache: bool = False  # `--enable-hierarchical-cache`
 
     def require_draft_path(self) -> str:
-        """Raises ValueError when there is no draft."""
+        """Return the draft's path.
+
+        Raises:
+            ValueError: there is no draft.
+        """
         if self.draft_path is None:
             raise ValueError("DFLASH needs a draft model; give --speculative-draft-model-path")
         return self.draft_path
@@ -128,21 +132,22 @@ def arguments_of(server_args: Any) -> Arguments:
 
 
 def flag(name: str) -> str:
-    """`--enable-lora` of `enable_lora`."""
+    """Return a flag's spelling: `--enable-lora` of `enable_lora`."""
     return "--" + name.replace("_", "-")
 
 
 def is_given(value: object) -> bool:
-    """Any value, 0 too, but what stands for "not given"."""
+    """Return whether a value differs from what stands for "not given"; 0 does."""
     return not (value is None or value is False or value == [])
 
 
 def least_given(*values: int | None) -> int | None:
+    """Return the smallest of the values that are not None."""
     return min((value for value in values if value is not None), default=None)
 
 
 def target_of(server_args: Any) -> TargetFacts:
-    """The target's config as SGLang loads it; SGLang keeps it once built."""
+    """Return facts of the target's config as SGLang loads it; SGLang keeps it once built."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
@@ -161,9 +166,9 @@ def target_of(server_args: Any) -> TargetFacts:
 
 
 def device_of(device: str | None) -> str:
-    """ "cpu", or an NVIDIA GPU's generation: "sm80", "sm89", "sm90", "sm100", "sm110", "sm120"; else what SGLang says.
+    """Return "cpu", or an NVIDIA GPU's generation: "sm80", "sm89", "sm90", "sm100", "sm110", "sm120".
 
-    Of compute capability 8.x only 8.9 has fp8, so it is told apart.
+    Any other device keeps SGLang's name. Of compute capability 8.x only 8.9 has fp8, so it has a name of its own.
     """
     if device is None:
         return "undecided"  # until SGLang resolves its arguments
@@ -178,6 +183,7 @@ def device_of(device: str | None) -> str:
 
 
 def asks_for_dflash(server_args: Any) -> bool:
+    """Return whether the arguments ask for DFLASH."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"

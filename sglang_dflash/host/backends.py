@@ -20,7 +20,7 @@ PAGES = (16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class Backend:
-    """What one backend computes right for a block of the draft.
+    """An attention backend, and the masks and caches it computes right for a block of the draft.
 
     Attributes:
         devices: where it runs.
@@ -88,13 +88,13 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class Needs:
-    """What the draft's backend has to serve.
+    """Requirements of a draft on its attention backend.
 
     Attributes:
         whole_blocks: some layers see their whole block: full ones, or sliding ones with is_causal=false.
         slides_both_ways: the latter are among them.
         device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
-        kv_dtype: what the flags say of the draft's KV cache, such as "auto" or "fp8_e4m3".
+        kv_dtype: the dtype that flags give the draft's KV cache, such as "auto" or "fp8_e4m3".
         page_size: tokens of a KV page; None: not resolved yet.
     """
 
@@ -106,7 +106,7 @@ class Needs:
 
 
 def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
-    """The draft's backend: the one asked for, else the target's, else the first that fits.
+    """Return the draft's backend: the one asked for, else the target's, else the first that fits.
 
     A target's backend that would read a layer's context once for every slot stands back for those that are
     preferred to it and read it once.
@@ -134,7 +134,7 @@ def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
 
 
 def why_not(name: str, needs: Needs) -> str:
-    """Why `name` cannot run the draft, as half a sentence; empty when it can."""
+    """Return why `name` cannot run the draft, as half a sentence; empty when it can."""
     backend = BACKENDS.get(name)
     if backend is None:
         return f"it is not a draft backend of this plugin ({', '.join(BACKENDS)})"

@@ -59,7 +59,8 @@ def require_hooks(*targets: str) -> None:
 
 
 def set_hooks(hooks: "Hooks") -> None:
-    """
+    """Set these hooks and check that they are in place.
+
     Raises:
         HostMismatch: as `require_hooks`.
     """

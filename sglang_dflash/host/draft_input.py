@@ -42,6 +42,7 @@ class DraftInput(SpecInput):
 
     @classmethod
     def idle(cls, device: torch.device) -> DraftInput:
+        """Return the state of no requests."""
         empty = torch.empty(0, dtype=torch.int64, device=device)
         return cls(bonus_tokens=empty, new_seq_lens=empty)
 
@@ -77,6 +78,7 @@ class DraftInput(SpecInput):
             req.decode_batch_idx += 1
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
+        """Keep the requests at these places of the batch, int64."""
         self.allocated_B_cpu = None  # prepare_for_decode comes before the next use
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
@@ -85,6 +87,7 @@ class DraftInput(SpecInput):
         self.new_seq_lens = self.new_seq_lens[new_indices]
 
     def merge_batch(self, spec_info: DraftInput) -> None:
+        """Append the requests of another batch."""
         self.allocated_B_cpu = None
         if self.future_indices is not None:
             assert spec_info.future_indices is not None, "one schedule for both batches"
@@ -95,14 +98,14 @@ class DraftInput(SpecInput):
 
 
 def after_transfer(state: Any, *_: object) -> DraftInput:
-    """AFTER `SpeculativeAlgorithm.build_disagg_draft_input`: the state of requests whose prompt another server read."""
+    """AFTER `SpeculativeAlgorithm.build_disagg_draft_input`: return the state of prompts that another server read."""
     return DraftInput(
         bonus_tokens=state.bonus_tokens, new_seq_lens=state.new_seq_lens, future_indices=state.future_indices
     )
 
 
 def row_headroom(headroom: int) -> int:
-    """Entries a row of req_to_token needs past the context length, given what SGLang gives it.
+    """Return how many entries a row of req_to_token needs past the context length, given SGLang's own `headroom`.
 
     A request may be one token short of the limit when 2 N more are reserved in whole pages. At page size 1 SGLang
     gives N + 4, and the reservation would spill into the next request's row (sglang issue 33579).

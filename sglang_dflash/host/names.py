@@ -28,7 +28,7 @@ class Name(NamedTuple):
 
 
 def read(text: str) -> dict[str, tuple[Name, ...]]:
-    """Names by section."""
+    """Return names by section."""
     sections: dict[str, list[Name]] = {}
     module = section = ""
     for line in unwrapped(text):
@@ -44,7 +44,7 @@ def read(text: str) -> dict[str, tuple[Name, ...]]:
 
 
 def unwrapped(text: str) -> Iterator[str]:
-    """Lines with what stands below them, twice as far in; neither comments nor empty ones."""
+    """Return lines with their continuations, which are indented twice as far, without comments and empty lines."""
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(" " * 8):

@@ -22,7 +22,7 @@ class Source(NamedTuple):
 
 
 def problem(name: Name) -> str:
-    """What is wrong with one line of the table; empty if nothing."""
+    """Return what is wrong with one line of the table; empty if nothing."""
     if file(name.module) is None:
         return f"there is no module {name.module}"
     first, *rest = name.qualname.split(".")
@@ -39,7 +39,7 @@ def problem(name: Name) -> str:
 
 @cache
 def root() -> Path:
-    """Where SGLang lies.
+    """Return the folder in which SGLang lies.
 
     Raises:
         ModuleNotFoundError: it is not installed.
@@ -51,6 +51,7 @@ def root() -> Path:
 
 
 def file(module: str) -> Path | None:
+    """Return a module's file; None: there is none."""
     path = root() / module.replace(".", "/")
     candidates = (path / "__init__.py", path.with_suffix(".py"))
     return next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -58,12 +59,13 @@ def file(module: str) -> Path | None:
 
 @cache
 def tree(module: str) -> ast.Module:
+    """Return a module's syntax tree; empty if there is no such module."""
     found = file(module)
     return ast.parse(found.read_text() if found else "")  # a star import may be of another package
 
 
 def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a body, those under `if` and `try` included; not what only a type checker sees."""
+    """Yield the statements of a body, those under `if` and `try` included, but not those for type checkers only."""
     for node in nodes:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -77,7 +79,7 @@ def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def find(module: str, name: str) -> Source | None:
-    """Where `name` of `module` is defined."""
+    """Return the definition of `name` as `module` sees it; None: there is none."""
     stars = []
     for node in statements(tree(module).body):
         match node:
@@ -98,6 +100,7 @@ def find(module: str, name: str) -> Source | None:
 
 
 def absolute(module: str, node: ast.ImportFrom) -> str:
+    """Return the module that an import names, relative or not."""
     if not node.level:
         return node.module or ""
     package = module.split(".")
@@ -108,13 +111,14 @@ def absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 def instance(module: str, value: ast.expr) -> Source | None:
-    """`name = Class()` is known by its class."""
+    """Return the class of `name = Class()`; None for any other value."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
         return find(module, value.func.id)
     return None
 
 
 def method(source: Source | None, name: str) -> Source | None:
+    """Return a class's own method."""
     if source is None or not isinstance(source.node, ast.ClassDef):
         return None
     own = (node for node in source.node.body if isinstance(node, ast.FunctionDef) and node.name == name)
@@ -122,6 +126,7 @@ def method(source: Source | None, name: str) -> Source | None:
 
 
 def members(source: Source) -> set[str]:
+    """Return a function's parameters or a class's members."""
     match source.node:
         case ast.FunctionDef():
             return parameters(source.node)
@@ -131,11 +136,13 @@ def members(source: Source) -> set[str]:
 
 
 def parameters(function: ast.FunctionDef) -> set[str]:
+    """Return the names of a function's parameters."""
     arguments = function.args
     return {a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
 
 
 def class_members(class_: ast.ClassDef, module: str) -> set[str]:
+    """Return fields, methods and instance attributes, inherited ones included, and the parameters of `__init__`."""
     found: set[str] = set()
     for base in class_.bases:
         if isinstance(base, ast.Name) and (source := find(module, base.id)):
@@ -161,7 +168,7 @@ def class_members(class_: ast.ClassDef, module: str) -> set[str]:
 
 
 def lazy(module: str) -> set[str]:
-    """Names a module's `__getattr__` answers, as far as it compares them with a literal."""
+    """Return the names that a module's `__getattr__` compares with a literal."""
     function = next((n for n in tree(module).body if isinstance(n, ast.FunctionDef) and n.name == "__getattr__"), None)
     constants = [node.value for node in ast.walk(function) if isinstance(node, ast.Constant)] if function else []
     return {value for value in constants if isinstance(value, str)}

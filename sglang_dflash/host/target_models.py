@@ -15,7 +15,7 @@ MINIMAX_M2 = "MiniMaxM2ForCausalLM"
 
 
 def complete(architecture: str) -> None:
-    """Called once the target is loaded, before SGLang asks it for its features."""
+    """Add what a target's class lacks. Called once the target is loaded, before SGLang asks it for features."""
     if architecture == MINIMAX_M2:
         from sglang.srt.models.minimax_m2 import MiniMaxM2ForCausalLM
 
@@ -24,11 +24,11 @@ def complete(architecture: str) -> None:
 
 
 def set_dflash_layers_to_capture(self: Any, layer_ids: list[int]) -> None:
-    """Capture the outputs of these layers, numbered from 0: as EAGLE3's are."""
+    """Capture the outputs of these layers, numbered from 0, as for EAGLE3."""
     self.set_eagle3_layers_to_capture(layer_ids)
 
 
 def get_input_embeddings(self: Any, input_ids: torch.Tensor | None = None) -> Any:
-    """The embedding, or as SGLang has it what it makes of ids."""
+    """Return the embedding, or what it makes of ids, as SGLang's own do."""
     embedding = self.model.embed_tokens
     return embedding if input_ids is None else embedding(input_ids)

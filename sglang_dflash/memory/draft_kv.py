@@ -33,17 +33,19 @@ Gauges = dict[str, tuple[int, Callable[[], int]]]  # a pool's size, and how much
 
 
 class DraftKV(Protocol):
+    """Storage of the draft's context K/V."""
+
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """What SGLang must count otherwise; `recurrent`: the target has recurrent layers."""
+        """Return hooks on what SGLang counts; `recurrent`: the target has recurrent layers."""
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """The draft's pool and request table, of the target's."""
+        """Return the draft's pool and request table, derived from the target's."""
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> DraftSlots:
-        """Once pools and attention backends are there."""
+        """Return where K/V go; pools and attention backends exist."""
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """For metrics."""
+        """Return pool sizes and fill levels for metrics."""
 
 
 def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
@@ -58,27 +60,33 @@ def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
 
 
 class Shared:
+    """A slot for each of the target's."""
+
     def __init__(self, *, offloads: bool) -> None:
         """`offloads`: SGLang copies the K/V of retracted requests to the host, as a decode server does."""
         self.offloads = offloads
 
     def hooks(self, *, recurrent: bool) -> Hooks:
+        """Return none: SGLang counts such a pool right."""
         return {}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
+        """Return the target's sizes and table."""
         return target, requests
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> SharedSlots:
+        """Return the target's slots, and have the draft's K/V follow the target's to the host."""
         if self.offloads:
             copy_along(target.token_to_kv_pool_allocator, draft.token_to_kv_pool)
         return SharedSlots()
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
+        """Return none."""
         return {}
 
 
 def copy_along(allocator: Any, pool: KVCache) -> None:
-    """Where SGLang copies K/V of the target to the host and back, those of the draft, in the same slots, go along."""
+    """Copy the draft's K/V in the same slots wherever SGLang copies the target's to the host and back."""
     back_up, restore = allocator.get_cpu_copy, allocator.load_cpu_copy
 
     def get_cpu_copy(indices: torch.Tensor, **state: Any) -> tuple[Any, Any]:
@@ -92,15 +100,18 @@ def copy_along(allocator: Any, pool: KVCache) -> None:
 
 
 class Rings:
+    """A ring buffer of slots for each request."""
+
     def __init__(self, window: int, widest: int) -> None:
         self.window, self.widest = window, widest
 
     @property
     def size(self) -> int:
-        """Slots of a request's ring, on a server whose arguments are resolved."""
+        """Return the slots of a request's ring, once the server's arguments are resolved."""
         return ring_slots(self.window, self.widest, get_schedule().page_size)
 
     def hooks(self, *, recurrent: bool) -> Hooks:
+        """Return hooks that take rings off the target's memory and leave the end of a prompt to be read."""
         hooks: Hooks = {
             "kv_bytes": (self.available_bytes, HookType.AROUND),
             "kv_bytes_per_token": (target_alone, HookType.AROUND),
@@ -108,8 +119,10 @@ class Rings:
         return hooks if recurrent else hooks | {"longest_hit": (leave_the_end, HookType.AFTER)}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """A ring for each row of the request table, the padding row 0 included. A row lists what a block sees, at most
-        its ring, whatever the context."""
+        """Return a ring for each row of the request table, the padding row 0 included.
+
+        A row lists what a block sees, at most its ring, whatever the context.
+        """
         assert target is not None, "the target's pools are made first"
         assert target.max_running_requests is not None, "SGLang decides it with the target's pool"
         pool = dataclasses.replace(target, max_total_num_tokens=(target.max_running_requests + 1) * self.size)
@@ -122,15 +135,17 @@ class Rings:
         return pool, table
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> RingSlots:
+        """Return the kind of rings that the draft's attention backend can plan with."""
         return rings_for(draft)(target, draft, size=self.size, window=self.window, widest=self.widest)
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
+        """Return how many rings are in use."""
         return {"rings": (requests.size, lambda: requests.size - requests.available_size())}
 
     def available_bytes(
         self, stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float
     ) -> int:
-        """AROUND `KVCacheConfigurator._profile_available_bytes`: bytes that are left beside the rings, on this rank.
+        """AROUND `KVCacheConfigurator._profile_available_bytes`: return the bytes left beside the rings, on this rank.
 
         Raises:
             NotSupported: SGLang does not know the bytes of a slot.
@@ -154,7 +169,7 @@ class Rings:
 
 
 def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, **draft: Any) -> int:
-    """AROUND `scale_kv_cell_size_per_token_for_dflash`: a token takes bytes of the target's pool only."""
+    """AROUND `scale_kv_cell_size_per_token_for_dflash`: count the bytes of the target's pool only, per token."""
     return target_cell_size_per_token
 
 
@@ -171,6 +186,9 @@ def leave_the_end(longest: int, request: Any, input_len: int) -> int:
 
 
 def fit_page_tables(draft_runner: ModelRunner) -> None:
-    """Attention backends take the context length for the width of their page tables: give them a row of the draft's
-    request table instead. A block may end 2 N past the target's context, and a ring is far shorter than it."""
+    """Make the page tables of attention backends as wide as a row of the draft's request table.
+
+    Backends take the context length for that width. A block may end 2 N past the target's context, and a ring is far
+    shorter than it.
+    """
     draft_runner.model_config.context_len = draft_runner.req_to_token_pool.req_to_token.shape[1]

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def block_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
-    """What one request needs for a block of `n_tokens` besides its persistent states, all layers, on this rank."""
+    """Return the bytes that one request needs for a block of `n_tokens` besides its persistent states, on this rank."""
     return sizes.block_bytes(
         n_tokens,
         n_layers=len(params.layers),
@@ -37,11 +37,12 @@ def block_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
 
 
 def snapshot_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
-    """The same with a state per drafted token, as SGLang counts it."""
+    """Return the same with a state per drafted token, as SGLang counts it."""
     return params.mamba_cache_per_req * n_tokens
 
 
 def record_values(params: BaseLinearStateParams) -> int:
+    """Return how many numbers a layer records per token."""
     H, V, K = params.shape.temporal
     return record_width(H, V, params.shape.num_k_heads_per_tp, K)
 
@@ -104,12 +105,12 @@ class RecordPool(MambaPool):
 
 
 def use_records() -> None:
-    """Before SGLang makes its memory pools."""
+    """Have SGLang make `RecordPool`s. Called before it makes its memory pools."""
     HybridReqToTokenPool.mamba_pool_cls = RecordPool
 
 
 def count_records(stock: Callable[[Any, float], float], configurator: Any, rest_gib: float) -> float:
-    """AROUND `KVCacheConfigurator._handle_max_mamba_cache`: what is left for KV, and how many states there will be.
+    """AROUND `KVCacheConfigurator._handle_max_mamba_cache`: return what is left for KV, with states counted as records.
 
     SGLang counts a block of N tokens as N states per request. As many states as the records take up make its formula
     that of `RecordPool`.

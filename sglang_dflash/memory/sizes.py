@@ -14,6 +14,7 @@ INT32 = 4  # of a token of text
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
@@ -23,7 +24,7 @@ def kept_window(asked: int | None, layers: int | None) -> int | None:
 
 
 def ring_slots(window: int, widest: int, page_size: int) -> int:
-    """KV slots of a request's ring, when its draft looks back `window` tokens.
+    """Return the KV slots of a request's ring, when its draft looks back `window` tokens.
 
     Besides the window the ring holds what a step writes at most (the block that is being drafted, or the tokens that
     were verified), and the start of the page in which the window begins.
@@ -32,7 +33,7 @@ def ring_slots(window: int, widest: int, page_size: int) -> int:
 
 
 def text_bytes(n_requests: int, context: int) -> int:
-    """Of the texts that copies are taken from: a row for each request, and SGLang's row of padding."""
+    """Return the bytes of the token history: a row for each request, and SGLang's row of padding."""
     return (n_requests + 1) * context * INT32
 
 
@@ -44,7 +45,7 @@ def fp8_head_bytes(n_rows: int, width: int) -> int:
 def block_bytes(
     n_tokens: int, *, n_layers: int, record_values: int, conv_shapes: Sequence[tuple[int, int]], conv_itemsize: int
 ) -> int:
-    """What one request needs for a block of `n_tokens` besides its persistent states, all layers, on one rank.
+    """Return the bytes one request needs for a block of `n_tokens` besides its persistent states, on one rank.
 
     Args:
         record_values: of a layer and token, see `record_width`.
@@ -65,7 +66,7 @@ class AttentionSizes:
     itemsize: int
 
     def bytes_per_token(self, tp_size: int) -> int:
-        """On one rank; with fewer heads than ranks, each keeps one."""
+        """Return the bytes per token on one rank; with fewer heads than ranks, each keeps one."""
         return self.n_layers * max(1, self.n_kv_heads // tp_size) * 2 * self.head_dim * self.itemsize
 
 
@@ -87,26 +88,26 @@ class RecurrentSizes:
     state_itemsize: int
 
     def shard(self, tp_size: int) -> "RecurrentSizes":
-        """What one of `tp_size` ranks has, which divides both numbers of heads."""
+        """Return the part of one of `tp_size` ranks, which divides both numbers of heads."""
         return replace(self, n_value_heads=self.n_value_heads // tp_size, n_key_heads=self.n_key_heads // tp_size)
 
     @property
     def n_channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Return the channels of the convolution: queries, keys and values."""
         return 2 * self.n_key_heads * self.key_width + self.n_value_heads * self.value_width
 
     @property
     def state_bytes(self) -> int:
-        """A persistent state: H V K values and the convolution's last inputs."""
+        """Return the bytes of a persistent state: H V K values and the convolution's last inputs."""
         state = self.n_value_heads * self.value_width * self.key_width * self.state_itemsize
         return self.n_layers * (state + self.n_channels * self.conv_window * self.conv_itemsize)
 
     def snapshot_bytes(self, n_tokens: int) -> int:
-        """Per request, with a state for each of a block's tokens, as SGLang counts it."""
+        """Return the bytes per request, with a state for each of a block's tokens, as SGLang counts it."""
         return self.state_bytes * n_tokens
 
     def record_bytes(self, n_tokens: int) -> int:
-        """Per request, with a record for each of a block's tokens, as `RecordPool` allocates it."""
+        """Return the bytes per request, with a record for each of a block's tokens, as `RecordPool` allocates it."""
         return block_bytes(
             n_tokens,
             n_layers=self.n_layers,

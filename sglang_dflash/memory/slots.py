@@ -21,7 +21,7 @@ from sglang_dflash.step import Block, Plan
 
 
 class Seen(NamedTuple):
-    """What a block sees: the last `len_B` committed tokens of each request, and itself."""
+    """The context of a block: the last `len_B` committed tokens of each request, and the block itself."""
 
     len_B: torch.Tensor
     bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact where a backend needs that
@@ -38,30 +38,37 @@ class PromptRows(NamedTuple):
 
 
 class DraftSlots(Protocol):
+    """Slots of the draft's context K/V."""
+
     def seen(self, plan: Plan, block: Block) -> Seen:
-        """What the draft sees when it fills `block`."""
+        """Return what the draft sees when it fills `block`."""
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
-        """The slots of a block's tokens, int64 [B * N]."""
+        """Return the slots of a block's tokens, int64 [B * N]."""
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
-        """The slots of the prompt tokens the target has just read."""
+        """Return the slots of the prompt tokens the target has just read."""
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Whether the request in `row` lacks context that a block after `prefix_len` tokens would see, for having found
-        a prefix in the radix cache. Asked on the host, of a request that is being decoded."""
+        """Return whether the request in `row` lacks context that a block after `prefix_len` tokens would see.
+
+        So where its prefix was found in the radix cache. Asked on the host, of a request that is being decoded.
+        """
 
 
 class SharedSlots:
     """The target's slots: every committed token is seen, through the target's own request table."""
 
     def seen(self, plan: Plan, block: Block) -> Seen:
+        """Return all committed tokens."""
         return Seen(plan.prefix_len_B, block.bound_B_cpu, block.bound_sum, block.kv)
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
+        """Return the target's slots, int64 [B * N]."""
         return block.slots_BN.view(-1)
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
+        """Return all rows of the prompts and the target's slots."""
         prefix_B = async_h2d(batch.prefix_lens, dtype=torch.int32, device=device)
         new_B = async_h2d(batch.extend_lens, dtype=torch.int32, device=device)
         # "triton" selects the device kernel; on the CPU SGLang has the torch form under every other name.
@@ -70,6 +77,7 @@ class SharedSlots:
         return PromptRows(None, positions_T, batch.out_cache_loc)
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
+        """Return False: a prefix of the target's is one of the draft's."""
         return False
 
 
@@ -104,9 +112,11 @@ class RingSlots:
         self.columns = torch.arange(window + self.page - 1 + widest, device=device)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the slots of positions, shaped like both broadcast."""
         return rows * self.size + positions % self.size
 
     def seen(self, plan: Plan, block: Block) -> Seen:
+        """Return the window, and write its slots into the draft's request table."""
         rows_B1 = plan.rows_B[:, None]
         start_B = torch.maximum(plan.prefix_len_B - self.window, self.first_R[plan.rows_B])
         if self.page > 1:
@@ -125,14 +135,16 @@ class RingSlots:
         return Seen(len_B, bound_B_cpu, int(bound_B_cpu.sum()), kv)
 
     def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
-        """An upper bound of len + N on the host, int64 [B]."""
+        """Return an upper bound of len + N on the host, int64 [B]."""
         # min(bound, longest) only grows with the bound, so it stays an upper bound of the true length.
         return block.bound_B_cpu.clamp(max=len(self.columns))
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
+        """Return the slots of a block's tokens in their rings, int64 [B * N]."""
         return self.slots(plan.rows_B[:, None], block.positions_BN).view(-1)
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
+        """Return the last rows of each prompt that fit a ring, and their slots."""
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         self._begin(rows_B, prefix_B, prefix_B + new_B)
@@ -146,6 +158,7 @@ class RingSlots:
         return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
+        """Return whether the request's first token in its ring lies within the window."""
         return bool(self.first_R_cpu[row] > max(prefix_len - self.window, 0))
 
     def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:
@@ -168,7 +181,7 @@ class ExactRingSlots(RingSlots):
     """
 
     def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
-        """len + N on the host, int64 [B]: what `seen` computes on the device."""
+        """Return len + N on the host, int64 [B]: what `seen` computes on the device."""
         n_tokens = block.tokens_BN.shape[1]
         prefix_len_B = block.bound_B_cpu.numpy() - n_tokens
         start_B = np.maximum(prefix_len_B - self.window, self.first_R_cpu[plan.rows_B_cpu.numpy()])
@@ -176,5 +189,5 @@ class ExactRingSlots(RingSlots):
 
 
 def rings_for(draft_runner: ModelRunner) -> type[RingSlots]:
-    """The kind of rings that the draft's attention backend can plan with."""
+    """Return the kind of rings that the draft's attention backend can plan with."""
     return ExactRingSlots if draft_runner.attn_backend.needs_cpu_seq_lens else RingSlots

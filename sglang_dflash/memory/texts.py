@@ -37,7 +37,10 @@ def why_no_copies(copy: Copy, disaggregation: str) -> str:
 
 
 def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:
-    """AROUND `KVCacheConfigurator._profile_available_bytes`: bytes that are left beside the texts, on this rank."""
+    """AROUND `KVCacheConfigurator._profile_available_bytes`: return the bytes left on this rank.
+
+    The token history of all requests takes the rest.
+    """
     from sglang.srt.runtime_context import get_schedule
 
     n_bytes = text_bytes(get_schedule().max_running_requests, configurator.model_config.context_len)

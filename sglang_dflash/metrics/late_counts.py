@@ -18,7 +18,7 @@ class LateCounts:
         self.asked: tuple[torch.Tensor, Any] | None = None
 
     def more(self) -> torch.Tensor:
-        """What was added since the last call, as far as it is known: int64, on the host."""
+        """Return what was added since the last call, as far as it is known: int64, on the host."""
         if self.counts.is_cpu:
             return self._told(self.counts)
         if self.asked is None:

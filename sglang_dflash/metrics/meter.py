@@ -24,7 +24,7 @@ SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2,
 
 
 class Pool(NamedTuple):
-    """How much of a pool requests hold."""
+    """Size and fill level of a pool."""
 
     size: int
     in_use: Callable[[], int]
@@ -94,6 +94,7 @@ class Exports:
         self.cut_committed.inc(cut.n_committed())
 
     def write_pools(self, pools: Mapping[str, Pool]) -> None:
+        """Set the gauges of these pools."""
         for name, pool in pools.items():
             self.series("pool_size", pool=name).set(pool.size)
             self.series("pool_in_use", pool=name).set(pool.in_use())
@@ -123,7 +124,7 @@ class Meter:
 
     @classmethod
     def of(cls, reporter: Any) -> Meter:
-        """Of the scheduler whose `SchedulerMetricsReporter` that is; our worker serves it."""
+        """Return a meter of the scheduler of this `SchedulerMetricsReporter`, which `DFlashWorker` serves."""
         scheduler = reporter.scheduler
         worker = scheduler.draft_worker
         worker.stages, times = time_stages(worker.stages, worker.device)
@@ -148,7 +149,7 @@ class Meter:
         )
 
     def add(self, tokens_B: list[list[int]], processor: Any, result: Any, batch: Any) -> list[list[int]]:
-        """AFTER `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`: a step's outcome is on the host."""
+        """AFTER `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`: count a step whose outcome is on the host."""
         counted = [
             (n_accepted, self.is_cut(req.kv.req_pool_idx, req.kv.kv_committed_len - len(tokens)))
             for req, n_accepted, tokens in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, tokens_B, strict=True)
@@ -162,11 +163,12 @@ class Meter:
         return tokens_B
 
     def idle(self, result: None, reporter: Any) -> None:
-        """AFTER `SchedulerMetricsReporter._maybe_log_idle_metrics`: nothing runs; what is pending is written."""
+        """AFTER `SchedulerMetricsReporter._maybe_log_idle_metrics`: write what is pending, since nothing runs."""
         if not self.is_written:
             self.write()
 
     def write(self) -> None:
+        """Hand all counts to Prometheus."""
         self.exports.write(self.tally, self.cut)
         for stage, seconds in self.times.read():
             self.exports.seconds[stage].observe(seconds)

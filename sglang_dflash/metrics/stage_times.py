@@ -25,17 +25,19 @@ R = TypeVar("R")
 
 class Clock(Protocol):
     def mark(self) -> Any:
-        """This moment of the work that is being given to the device."""
+        """Return this moment of the work that is being given to the device."""
 
     def seconds(self, began: Any, ended: Any) -> float | None:
-        """Between two moments; None while the device has not reached the second."""
+        """Return the time between two moments; None while the device has not reached the second."""
 
 
 class HostClock:
     def mark(self) -> float:
+        """Return the host's time, in seconds."""
         return time.perf_counter()
 
     def seconds(self, began: float, ended: float) -> float:
+        """Return the difference."""
         return ended - began
 
 
@@ -44,11 +46,13 @@ class DeviceClock:
         self.event = torch.get_device_module(device).Event
 
     def mark(self) -> torch.Event:
+        """Return an event that is recorded on the current stream."""
         event = self.event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, began: torch.Event, ended: torch.Event) -> float | None:
+        """Return the time between two events; None while the second has not been reached."""
         return began.elapsed_time(ended) / 1e3 if ended.query() else None
 
 
@@ -67,7 +71,7 @@ class StageTimes:
         self.intervals = deque[Interval]()
 
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
-        """`run`, measured in the steps that are sampled. A step begins with the first stage."""
+        """Return `run`, measured in the steps that are sampled. A step begins with the first stage."""
 
         def run_timed(*args: P.args, **kwargs: P.kwargs) -> R:
             self.n_steps += stage == STAGES[0]
@@ -81,7 +85,7 @@ class StageTimes:
         return run_timed
 
     def read(self) -> Iterator[tuple[str, float]]:
-        """Stages and their seconds, as far as they are known by now; each once."""
+        """Yield stages and their seconds, as far as they are known by now; each once."""
         while self.intervals:
             stage, began, ended = self.intervals[0]
             seconds = self.clock.seconds(began, ended)

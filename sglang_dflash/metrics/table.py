@@ -36,7 +36,7 @@ class Metric(NamedTuple):
     cure: str
 
     def exported(self) -> set[str]:
-        """The names a query may use."""
+        """Return the names that a query may use."""
         suffixes = ("_bucket", "_sum", "_count") if self.kind is Kind.HISTOGRAM else ("",)
         return {f"{PREFIX}{self.name}{suffix}" for suffix in suffixes}
 
@@ -144,7 +144,7 @@ METRICS = (
 
 
 def table() -> str:
-    """The metrics as a Markdown table, for `docs/metrics.md`."""
+    """Return the metrics as a Markdown table, for `docs/metrics.md`."""
     rows = [
         f"| metric, after `{PREFIX}` | type | unit | labels | what it tells | when it is bad |",
         "|---|---|---|---|---|---|",

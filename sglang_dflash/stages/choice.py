@@ -44,11 +44,11 @@ class Choice:
     # -- prefill: SGLang draws ----------------------------------------------------------------------------------------
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Before SGLang draws the prompts' own tokens."""
+        """Prepare penalties before SGLang draws the prompts' own tokens."""
         self.penalties.begin(batch)
 
     def anchors(self, batch: ScheduleBatch, drawn_B: torch.Tensor) -> torch.Tensor:
-        """anchor_B, int64: the tokens SGLang drew, the same on every rank."""
+        """Return anchor_B, int64: the tokens that SGLang drew, the same on every rank."""
         anchor_B = self.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, drawn_B).to(torch.int64)
         self.penalties.count_anchors(batch.reqs, anchor_B)
         self.processors.remember(batch, anchor_B[:, None], torch.ones_like(anchor_B))
@@ -64,7 +64,7 @@ class Choice:
         target: Target,
         grammar_barrier: Callable[[], None] | None,
     ) -> torch.Tensor:
-        """target_BN, int64: what the target says after each slot. Edits the logits in place.
+        """Return target_BN, int64: the target's token after each slot. Edits the logits in place.
 
         The output is left without logits where only the largest of each row was read.
         """
@@ -123,8 +123,10 @@ class Choice:
         self.processors.remember(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
-        """Draw at every slot of the largest step there can be, with every filter: nothing else of `choose` takes as
-        much memory, and only requests that sample take it."""
+        """Draw at every slot of the largest possible step, with every filter.
+
+        Nothing else of `choose` takes as much memory, and only requests that sample take it.
+        """
         ones_B = torch.ones(n_requests, device=self.device)
         info = SamplingBatchInfo(
             temperatures=ones_B[:, None],

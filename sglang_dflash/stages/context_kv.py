@@ -25,15 +25,18 @@ LATE_ROWS = 64  # so many rows wait at most; a small matrix product costs about 
 
 
 class LateRows:
-    """What is to be written later: one row per request and step, of consecutive steps of the same requests.
+    """Rows to be written later: one per request and step, of consecutive steps of the same requests.
 
     Invariant: no two rows share a slot, and no slot has been written to since its row came. A slot passes to another
-    request when its own has left the batch; so rows are taken before those of other requests come and before a prompt
+    request when its own has left the batch. So rows are taken before those of other requests come and before a prompt
     is read, which write to it after them.
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
-        """Up to `n_rows`, and of one request up to `n_steps`; features have the width, type and place of `like_TC`."""
+        """Make room for `n_rows` rows, and for `n_steps` of one request.
+
+        Features have the width, dtype and device of `like_TC`.
+        """
         self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
         self.n_steps = n_steps
         self.rids: Sequence[str] = ()
@@ -42,10 +45,11 @@ class LateRows:
 
     @property
     def n_rows(self) -> int:
+        """Return the number of rows that wait."""
         return len(self.rids) * len(self.slots)
 
     def fits(self, rids: Sequence[str]) -> bool:
-        """Whether a step of these requests may be added to what is here."""
+        """Return whether a step of these requests may be added to the rows that wait."""
         if not self.slots:
             return True
         room = len(self.slots) < self.n_steps and self.n_rows + len(rids) <= len(self.features_TC)
@@ -62,7 +66,7 @@ class LateRows:
         self.slots.append(slots_B)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Features [T, C], positions and slots, int64 [T], of all rows, which are no longer here."""
+        """Remove all rows and return their features [T, C], positions and slots, int64 [T]."""
         rows = self.features_TC[: self.n_rows], torch.cat(self.positions), torch.cat(self.slots)
         self.forget()
         return rows
@@ -105,8 +109,14 @@ class ContextKV:
 
     @torch.inference_mode()
     def append(self, rids: Sequence[str], plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
-        """Write the context K/V of the first `n_kept` rows of every block (the anchor and the accepted drafts), now or,
-        where only the anchors were verified, before the next draft reads them."""
+        """Write the context K/V of the first `n_kept` rows of every block: the anchor and the accepted drafts.
+
+        Where only anchors were verified, the rows wait until the next draft reads them.
+
+        Args:
+            features_TC: the target's, of all B * N rows.
+            n_kept_B: int32.
+        """
         positions_T = plan.verified.positions_BN.view(-1)
         slots_T = self.slots.of_block(plan, plan.verified)
         if plan.drafted is not None or not self.may_wait:
@@ -118,7 +128,7 @@ class ContextKV:
 
     @torch.inference_mode()
     def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:
-        """Write the context K/V of the prompt rows that the target has just read."""
+        """Write the context K/V of the prompt rows that the target has just read. `features_TC`: of all T rows."""
         self._catch_up()
         rows = self.slots.of_prompt(batch, features_TC.device)
         if rows.rows_T is not None:
@@ -127,7 +137,7 @@ class ContextKV:
 
     @torch.inference_mode()
     def before_draft(self, plan: Plan) -> None:
-        """Write what the draft is about to read, if it runs."""
+        """Write the rows that wait, if the draft runs."""
         if plan.drafted is not None:
             self._catch_up()
 

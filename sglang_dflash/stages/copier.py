@@ -29,7 +29,7 @@ NO_TEXT = -1  # where a picture stands SGLang has a number that is no token
 
 class Copier(Protocol):
     def read(self, batch: ScheduleBatch) -> None:
-        """After a prompt, or a part of one, has been read."""
+        """Write the token history of requests of which a prompt, or a part of one, has been read."""
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
         """Replace the end of each block by a copy where that is expected to be accepted more often.
@@ -42,15 +42,17 @@ class Copier(Protocol):
         """Count what became of the copies that `copy` returned."""
 
     def totals(self) -> list[list[int]]:
-        """By class of matches the blocks that were continued by a copy and the copied drafts that were accepted, since
-        the start; nothing where nothing is copied. Waits for the device."""
+        """Return two counts for each class of matches since the start: blocks with a copy, copied drafts accepted.
+
+        Empty where nothing is copied. Waits for the device.
+        """
 
     def forget(self) -> None:
         """Set all counts to zero; no request runs."""
 
 
 class CopyStep(NamedTuple):
-    """What a step verifies, and how it was made."""
+    """The tokens that a step verifies, and how they were made."""
 
     tokens_BN: torch.Tensor  # int64 [B, width], to be verified
     drafts_BN: torch.Tensor  # int64 [B, width], the block's own guesses
@@ -59,23 +61,31 @@ class CopyStep(NamedTuple):
 
 class NoCopies:
     def read(self, batch: ScheduleBatch) -> None:
+        """Do nothing."""
         return
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
+        """Return the drafts as they are."""
         return CopyStep(drafts_BN, drafts_BN)
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
+        """Do nothing."""
         return
 
     def totals(self) -> list[list[int]]:
+        """Return no counts."""
         return []
 
     def forget(self) -> None:
+        """Do nothing."""
         return
 
 
 class TextCopies:
-    """Invariant, where a step begins: of the request in row r, text_QM[r, :prefix_len] is the text."""
+    """Copies from the history of the request itself.
+
+    Invariant when a step begins: of the request in row r, text_QM[r, :prefix_len] is the history.
+    """
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
         """`req_to_token`: SGLang's request table [Q, M]."""
@@ -86,6 +96,7 @@ class TextCopies:
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
 
     def read(self, batch: ScheduleBatch) -> None:
+        """Write the whole history of each request, whatever of it was found in a cache, and reset its counts."""
         rows = [req.kv.req_pool_idx for req in batch.reqs]
         texts = [np.asarray(req.get_fill_ids()) for req in batch.reqs]
         text_T = async_h2d(
@@ -98,31 +109,36 @@ class TextCopies:
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
+        """Search each request's history, copy where that is trusted, and write the result behind the history."""
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(drafts_BN, texts)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
+        """Count for each request what copies from every place would have been worth."""
         if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
             (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
             self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)
 
     def totals(self) -> list[list[int]]:
+        """Return `totals_K2` as lists."""
         return self.totals_K2.tolist()
 
     def forget(self) -> None:
+        """Set the counts of all requests and the totals to zero."""
         self.totals_K2.zero_()
         self.counts_QK2.zero_()
 
 
 class RandomCopies(TextCopies):
-    """Trusts any class of matches, at each step anew; all ranks the same ones."""
+    """Trusts any class of matches, chosen anew at each step and alike on all ranks. For tests."""
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
         super().__init__(req_to_token, vocab_size)
         self.generator = torch.Generator(self.device).manual_seed(0)
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
+        """Copy, after drawing which matches are trusted."""
         self.counts_QK2.random_(-8, 9, generator=self.generator)
         return super().copy(plan, drafts_BN)
 

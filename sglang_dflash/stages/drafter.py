@@ -34,10 +34,9 @@ class Drafter:
         self.forward = within(scope, through_runner(runner) if captured else directly(runner))
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
-        """What of the filled blocks is to be verified, int64 [B, width]: slot 0 the anchor, then drafts, and behind the
-        block mask tokens, which copies may replace.
+        """Draft one block per request; returns int64 [B, width]: anchor, drafts, then mask tokens past the block.
 
-        The draft always fills the whole block, as it was trained to; when only the anchor is verified it does not run.
+        The draft always fills the whole block, as it was trained to. When only the anchor is verified it does not run.
         The result is a copy: a captured forward's output lies in the memory that all graphs share, and the target's
         replay writes there before the drafts are compared.
         """
@@ -53,7 +52,7 @@ class Drafter:
 
 
 def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:
-    """What SGLang wants to know of every block of `n_tokens` alike; tokens and positions are the batch's."""
+    """Return what SGLang needs to know of all blocks of `n_tokens`; tokens and positions are the batch's."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return DFlashVerifyInput(
         draft_token=nothing, positions=nothing, draft_token_num=n_tokens, capture_hidden_mode=capture
@@ -61,7 +60,7 @@ def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) 
 
 
 def block_forward(plan: Plan, block: Block, seen: Seen, info: DFlashVerifyInput, *, graphs: bool) -> ForwardBatch:
-    """SGLang's forward over `block` with `seen` before it; the slots it writes are still to be bound."""
+    """Return SGLang's forward over `block` with `seen` before it; the slots it writes are still to be bound."""
     n_tokens = block.tokens_BN.numel()
     device = block.tokens_BN.device
     return ForwardBatch(

@@ -53,7 +53,10 @@ class DryRun:
         return policy
 
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
-        """Run a step of every kind that serving will meet. Where the host computes nothing is compiled for a size."""
+        """Run a step of every kind that serving will meet.
+
+        On the CPU one batch size is enough: nothing is compiled per size.
+        """
         if not widths:  # prompts only: nothing is drafted
             return
         stages = self.stages
@@ -70,10 +73,10 @@ class DryRun:
             stages.context_kv.before_draft(whole)
 
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
-        """Of a whole step without its sampling parameters, at each width.
+        """Return the seconds of a step of `n_requests` at each width, without sampling parameters.
 
-        All are run in turn, round after round: whatever slows the machine down for a while slows whole rounds, and
-        what a width takes of its round is still its own.
+        All widths run in turn, round after round. Whatever slows the machine down for a while slows whole rounds, so a
+        width's share of its round stays its own.
         """
         whole = self.plan(n_requests, self.stages.planner.block_size)
         runs = [
@@ -86,7 +89,7 @@ class DryRun:
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
     def end(self) -> None:
-        """Leave nothing that serving would take for its own."""
+        """Undo what serving would take for its own."""
         self.stages.context_kv.late.forget()
         self.stages.copier.forget()
         self.stages.verifier.restore()
@@ -94,6 +97,7 @@ class DryRun:
         self.runner.shared_read_done_event = None
 
     def plan(self, n_requests: int, width: int) -> Plan:
+        """Return a plan for dummy requests in the first rows of the request table, `width` tokens each."""
         rows_B = torch.arange(n_requests, dtype=torch.int64, device=self.runner.device)
         prefix_len = min(CONTEXT, self.runner.model_config.context_len // 2)
         return self.stages.planner.place(
@@ -106,7 +110,7 @@ class DryRun:
         )
 
     def after_draft(self, n_requests: int, width: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """What a step does once its block is filled; returns logits [T, V] and features [T, C]."""
+        """Return a function that runs the rest of a step after drafting, for logits [T, V] and features [T, C]."""
         stages = self.stages
         plan = self.plan(n_requests, width)
         seen = SharedSlots().seen(plan, plan.verified)
@@ -150,8 +154,11 @@ class DryRun:
 
 
 def batch_sizes(n_requests: int) -> list[int]:
-    """Batches that meet every combination of what kernels are compiled for: one request, multiples of 16 and all else,
-    and for some kernels each power of two that the batch fits into."""
+    """Return the batch sizes that together meet every specialisation of a kernel.
+
+    Kernels are compiled for one request, for multiples of 16 and for all else. Some are compiled for each power of two
+    that the batch fits into.
+    """
     powers = [2**i for i in range(n_requests.bit_length() + 1)]
     sizes = {size for power in powers for size in (power - 1, power)}
     sizes |= {n_requests - 1, n_requests, n_requests - n_requests % 16}
@@ -160,7 +167,7 @@ def batch_sizes(n_requests: int) -> list[int]:
 
 @contextmanager
 def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
-    """Each of the first rows of the request table has a recurrent state of its own; before serving none is in use."""
+    """Give each of the first rows of the request table a recurrent state of its own; before serving none is in use."""
     if not isinstance(pool, HybridReqToTokenPool):
         yield
         return
@@ -172,7 +179,7 @@ def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int:
-    """What `run` takes of a device's memory at most; 0 where the host computes, and nothing is run."""
+    """Return the most bytes of device memory that `run` allocates. On a CPU returns 0 without running."""
     if device == "cpu":
         return 0
     memory = torch.get_device_module(device)

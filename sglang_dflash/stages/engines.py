@@ -39,10 +39,10 @@ def build_engines(
     widest: int,
     reserve_bytes: int,
 ) -> dict[int, WidthEngine]:
-    """An engine for each width, that of the widest being what SGLang has made, with `state` attached.
+    """Return an engine for each width; the widest's is what SGLang has made, with `state` attached.
 
     Captured graphs take memory that SGLang has not counted. Half of what it left free stays free, for the activations
-    of prompts, and at least `reserve_bytes`; widths whose graphs would not fit beside that are not chosen from.
+    of prompts, and at least `reserve_bytes`. Widths whose graphs do not fit beside that are left out.
     """
     runner, tp_group = worker.model_runner, get_parallel().tp_group
     own = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state, routing_of(runner))
@@ -73,9 +73,9 @@ def build_engines(
 def build_while_they_fit(
     widths: Sequence[int], build: Callable[[int], WidthEngine], free_gib: Callable[[], float], reserve_gib: float
 ) -> dict[int, WidthEngine]:
-    """The widest first, then always the one farthest from those there are: so few of them lose little.
+    """Build the widest first, then always the width farthest from those built, so that few of them lose little.
 
-    A further one is taken to need as much as the largest so far. What stays free is `KEPT_FREE` of what was, and at
+    The next engine is assumed to need as much as the largest so far. `KEPT_FREE` of the free memory stays free, and at
     least `reserve_gib`.
     """
     rest, engines, most_gib = set(widths), dict[int, WidthEngine](), 0.0
@@ -112,14 +112,16 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
 
 
 def fewer(sizes: Sequence[int]) -> list[int]:
-    """Of the batch sizes that SGLang has captured, powers of two and the largest: a batch in between is padded, which
-    costs little where it verifies few tokens."""
+    """Return powers of two and the largest of the batch sizes that SGLang has captured.
+
+    A batch in between is padded, which costs little where it verifies few tokens.
+    """
     return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
 
 
 @contextmanager
 def capturing(sizes: list[int]) -> Iterator[None]:
-    """Graph runners that are made meanwhile capture batches of these sizes."""
+    """Have graph runners that are made inside capture batches of these sizes."""
     config = get_exec().graph.cuda_graph_config
     decode = dataclasses.replace(config.decode, bs=sizes)
     with get_exec().graph.override(cuda_graph_config=dataclasses.replace(config, decode=decode)):

@@ -14,14 +14,16 @@ Forward = Callable[[ForwardBatch], ModelRunnerOutput]
 
 
 def through_runner(runner: ModelRunner) -> Forward:
-    """Replays a graph where one fits the batch."""
+    """Return SGLang's own forward, which replays a graph where one fits the batch."""
     return runner.forward
 
 
 def directly(runner: ModelRunner) -> Forward:
-    """For models without experts and graphs: they need nothing of what SGLang's runner prepares for those and for data
-    parallelism, which is a few percent of a step where models are tiny. Runs on the attention backend that the runner
-    has at the time."""
+    """Return a forward that calls the model, for models without experts and graphs.
+
+    SGLang's runner prepares for those and for data parallelism, which is a few percent of a step where models are tiny.
+    Runs on the attention backend that the runner has at the time.
+    """
 
     def forward(batch: ForwardBatch) -> ModelRunnerOutput:
         backend = runner.attn_backend
@@ -34,4 +36,5 @@ def directly(runner: ModelRunner) -> Forward:
 
 
 def has_experts(model: nn.Module) -> bool:
+    """Return whether a layer of the model routes tokens to experts."""
     return any(isinstance(module, FusedMoE) for module in model.modules())

@@ -26,6 +26,7 @@ CHECKED = "DFLASH verify logits"  # what SGLang's check for NaN calls them
 
 
 def argmax(logits_TV: torch.Tensor) -> torch.Tensor:
+    """Return the largest token id of every row, int64 [T], after SGLang's check for NaN. `logits_TV`: any float."""
     sanitize_nan_logits(logits_TV, CHECKED)
     return logits_TV.argmax(dim=-1)
 
@@ -53,7 +54,7 @@ class Shards(Whole):
         keep_shards(processor)
 
     def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """The same on every rank: ranks exchange two numbers a row."""
+        """Return the argmax of every row, int64 [T]. Ranks exchange two numbers a row."""
         ends = self.ends
         assert ends.tp_group is not None
         real_TV = logits_TV[:, : ends.n_vocab]

@@ -19,7 +19,7 @@ Routing = Mapping[str, Any]  # by the attribute's name; empty without LoRA
 
 
 def routing_of(runner: ModelRunner) -> Routing:
-    """What the graphs that were captured last read."""
+    """Return the tensors that the graphs captured last read."""
     if runner.lora_manager is None:
         return {}
     held = vars(runner.lora_manager.lora_backend)
@@ -27,20 +27,22 @@ def routing_of(runner: ModelRunner) -> Routing:
 
 
 def use(runner: ModelRunner, routing: Routing) -> None:
-    """From now on SGLang writes where the graphs that captured `routing` read."""
+    """Have SGLang write where the graphs that captured `routing` read."""
     if routing:
         vars(runner.lora_manager.lora_backend).update(routing)
 
 
 def keep_buffers(runner: ModelRunner) -> None:
-    """A graph runner of fewer tokens would have SGLang free the buffers that experts' adapters are sorted in, and make
-    smaller ones; graphs of wider blocks have captured these."""
+    """Keep the buffers in which experts' adapters are sorted.
+
+    For a graph runner of fewer tokens SGLang would free them and make smaller ones; graphs of wider blocks read them.
+    """
     if runner.lora_manager is not None:
         runner.lora_manager.lora_backend._moe_cg_buffer_max_bs = None
 
 
 def without_adapters(runner: ModelRunner, batch: ForwardBatch) -> None:
-    """For a forward that SGLang did not build of a batch: all of its rows are the base model's."""
+    """Mark all rows of a forward that SGLang did not build as the base model's."""
     if runner.lora_manager is not None:
         batch.lora_ids = [None] * batch.batch_size
         runner.lora_manager.prepare_lora_batch(batch)

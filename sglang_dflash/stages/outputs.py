@@ -19,8 +19,9 @@ from sglang_dflash.errors import NotSupported
 
 
 def keep_hidden_states(model: nn.Module) -> None:
-    """Where the server returns hidden states, have the target hand out its last ones beside the features. To be called
-    before graphs are captured.
+    """Have the target return its last hidden states beside the features, if the server returns hidden states.
+
+    Called before graphs are captured.
 
     Raises:
         NotSupported: the target has no place to keep them.
@@ -38,7 +39,7 @@ def keep_hidden_states(model: nn.Module) -> None:
 
 
 def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """[T, hidden size], of every row; None where no request asks.
+    """Return the last hidden states of every row, [T, hidden size]; None where no request asks.
 
     A copy: a graph's next replay overwrites its own, while the host still reads.
     """
@@ -46,7 +47,7 @@ def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.
 
 
 def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """Of every prompt row, or of each prompt's last where the server returns no others."""
+    """Return the hidden states of every prompt row, or of each prompt's last where the server returns no others."""
     if not batch.return_hidden_states or get_server_return_hidden_states_mode().is_full():
         return hidden_states(batch, output)
     last = [end - 1 for end in accumulate(batch.extend_lens)]
@@ -56,8 +57,10 @@ def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput
 def sampling_masks_by_block(
     batch: ScheduleBatch, output: LogitsProcessorOutput, n_committed_B: torch.Tensor, width: int
 ) -> None:
-    """What the sampler made of R requests' slots, [R * N, ...], becomes [R, N, ...], with the number that is read of
-    each block. Nothing where no request asks."""
+    """Split the sampler's output for R requests' slots by request: [R * N, ...] becomes [R, N, ...], in place.
+
+    Adds how many slots of each block are read. Does nothing where no request asks.
+    """
     masks = output.sampling_mask_output
     if masks is None:
         return

@@ -36,6 +36,8 @@ class Asking(NamedTuple):
 
 
 class Penalties:
+    """Token counts of the requests that ask for a penalty, and their penalties."""
+
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # a request that is gone gives its row back
@@ -44,7 +46,7 @@ class Penalties:
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Before the prompt's own token is drawn: count what was output before, and have SGLang draw accordingly.
+        """Count what was output before, and have SGLang draw the prompts' own tokens accordingly.
 
         SGLang's penalizers know nothing of a history. `batch.sampling_info` is this step's own copy.
         """
@@ -65,7 +67,10 @@ class Penalties:
             info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
 
     def count_anchors(self, reqs: list[Req], anchor_B: torch.Tensor) -> None:
-        """Count the prompts' own tokens, the first that are output. A chunk's is drawn again by the next chunk."""
+        """Count the prompts' own tokens, the first that are output. A chunk's is drawn again by the next chunk.
+
+        `anchor_B`: int64.
+        """
         if (asking := self._asking(reqs)) is not None:
             anchor_P1 = anchor_B[asking.asked.index_P, None].to(torch.int64)
             self._count(asking.asked, anchor_P1, torch.ones_like(anchor_P1))
@@ -77,7 +82,10 @@ class Penalties:
         return self._asking(reqs) is not None
 
     def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
-        """Penalise the logits of every slot, in place, by the output and the drafts up to the slot."""
+        """Penalise the logits of every slot, in place, by the output and the drafts up to the slot.
+
+        `tokens_BN`: int64; `logits_TV`: fp32, T = B * N.
+        """
         if (asking := self._asking(batch.reqs)) is None:
             return
         # The anchor is output, and not in the prefix.
@@ -94,7 +102,7 @@ class Penalties:
             self._count(asking.asked, committed_PN, slot_N < accepted.n_committed_B[index_P, None])
 
     def dry_run(self, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
-        """Run what a request that asks for a penalty will: the first of the batch asks for one of nothing."""
+        """Run what a penalty runs: the first request of the batch asks for one of nothing."""
         zero_1 = torch.zeros(1, dtype=torch.int64, device=logits_TV.device)
         none_1 = torch.zeros(1, device=logits_TV.device)
         asked = Asked(
@@ -161,6 +169,7 @@ class Penalties:
 
 
 def asks(req: Req) -> bool:
+    """Return whether a request asks for a penalty or for min_new_tokens."""
     params = req.sampling_params
     return (
         params.frequency_penalty != 0.0
@@ -171,6 +180,7 @@ def asks(req: Req) -> bool:
 
 
 def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.device) -> Asked:
+    """Return the parameters of requests, on the device; `index`: places in the batch, `rows`: in the counts."""
     params = [req.sampling_params for req in reqs]
     stops = [sorted(stop_tokens(req)) for req in reqs]
     longest = max(1, *map(len, stops)) if stops else 1
@@ -190,7 +200,7 @@ def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.d
 
 
 def stop_tokens(req: Req) -> set[int]:
-    """What min_new_tokens holds back: the tokens that would end the request, those of stop strings aside."""
+    """Return the tokens that min_new_tokens holds back: those that would end the request, stop strings aside."""
     if req.sampling_params.min_new_tokens == 0:
         return set()
     stops = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())

@@ -11,8 +11,10 @@ from sglang_dflash.step import Block, Plan
 
 
 class Planner:
+    """Places blocks in the request table and the KV pool."""
+
     def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
-        """A step drafts `block_size` tokens of a request, and verifies up to `widest`."""
+        """`block_size`: tokens drafted per request; `widest`: the most that are verified."""
         self.req_to_token = target_runner.req_to_token_pool.req_to_token
         self.translator = target_runner.kv_index_translator
         self.block_size, self.widest = block_size, widest
@@ -21,7 +23,7 @@ class Planner:
         self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
-        """`width`: how many tokens will be verified; with 1 nothing is drafted."""
+        """Plan the step of a batch. `width` tokens of each block are verified; with 1 nothing is drafted."""
         state = batch.spec_info
         anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices, batch.req_pool_indices_cpu
         if batch.seq_lens_cpu is None:  # no backend asked for exact lengths on the host
@@ -39,9 +41,10 @@ class Planner:
         width: int,
         n_bounded: int = 0,
     ) -> Plan:
-        """The plan for these anchors.
+        """Return the plan for these anchors.
 
         Args:
+            anchor_B, prefix_len_B, rows_B, rows_B_cpu: int64.
             bound_B_cpu: upper bound of prefix_len + `n_bounded`; exact where `n_bounded` is 0.
         """
 

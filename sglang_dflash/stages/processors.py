@@ -26,13 +26,15 @@ REQUEST = "__req__"  # where SGLang puts the request among its parameters
 
 
 class Processors:
+    """Custom logit processors of a server's requests."""
+
     def __init__(self) -> None:
         # What the last step emitted; the scheduler may not have handed it to the requests yet.
         self.last_reqs: list[Req] = []
         self.last_committed_BN = self.last_n_committed_B = torch.empty(0)
 
     def remember(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
-        """After every step."""
+        """Keep the tokens of a step, int64 [B, N] of which int [B] are committed, until the scheduler has them."""
         if batch.sampling_info.has_custom_logit_processor:
             self.last_reqs = list(batch.reqs)
             self.last_committed_BN, self.last_n_committed_B = committed_BN, n_committed_B
@@ -70,6 +72,7 @@ class Processors:
 
 
 def committed(committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> list[list[int]]:
+    """Return the committed tokens of each request."""
     return [row[:n] for row, n in zip(committed_BN.tolist(), n_committed_B.tolist(), strict=True)]
 
 
@@ -80,6 +83,7 @@ class ReqAtSlot(Req):
 
     @classmethod
     def of(cls, req: Req, read_text: Callable[[], array]) -> ReqAtSlot:
+        """Return a copy of `req` whose output is what `read_text` returns."""
         view = cls.__new__(cls)
         view.__dict__.update(req.__dict__)
         view._read_text = read_text
@@ -87,4 +91,5 @@ class ReqAtSlot(Req):
 
     @property
     def output_ids(self) -> array:
+        """Return the output up to the slot."""
         return self._read_text()

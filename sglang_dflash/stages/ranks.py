@@ -92,6 +92,7 @@ class Groups(OneGroup):
         return together
 
     def tell_all(self, batch: ForwardBatch) -> None:
+        """Tell SGLang that every group's forward has as many requests as this one."""
         requests = [batch.batch_size] * get_parallel().num_dp_ranks
         batch.init_mlp_sync_metadata(
             SimpleNamespace(
@@ -105,6 +106,7 @@ class Groups(OneGroup):
         )
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
+        """Return a forward of the same kind as the other ranks', over no rows."""
         nothing = torch.empty(0, dtype=torch.int64, device=worker.device)
 
         def run(batch: ScheduleBatch) -> None:

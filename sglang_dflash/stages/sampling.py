@@ -9,7 +9,7 @@ from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatc
 
 
 def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
-    """The sampling parameters of B requests, repeated for each of their `width` slots."""
+    """Repeat the sampling parameters of B requests for each of their `width` slots."""
 
     def spread(x_B: torch.Tensor | None) -> torch.Tensor | None:
         return None if x_B is None else x_B.repeat_interleave(width, dim=0)
@@ -42,13 +42,14 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
 
 
 def slots_of(rows_R: torch.Tensor | None, width: int) -> torch.Tensor | None:
-    """The rows of all slots of these requests, int64 [R * N]."""
+    """Return the rows of all slots of these requests, int64 [R * N]."""
     if rows_R is None:
         return None
     return (rows_R[:, None] * width + torch.arange(width, device=rows_R.device)).flatten()
 
 
 def entry_over_slots(entry: ProcessorEntry, width: int) -> ProcessorEntry:
+    """Repeat the requests of a custom logit processor for each of their `width` slots."""
     return ProcessorEntry(
         processor=entry.processor,
         rows=[row * width + slot for row in entry.rows for slot in range(width)],

@@ -21,6 +21,8 @@ Stage = TypeVar("Stage")
 
 
 class Stages(NamedTuple):
+    """The stages, in the order of a step."""
+
     planner: Planner
     drafter: Drafter
     verifier: Verifier

@@ -39,20 +39,24 @@ from sglang_dflash.step import Plan
 
 
 class State(Protocol):
+    """Advances the target's recurrent states after blocks of one width."""
+
     def attach(self, backend: AttentionBackend) -> None:
-        """Before `backend` first verifies: every attention backend of the target's is attached once."""
+        """Prepare `backend` before it first verifies; each of the target's attention backends is attached once."""
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """After the verify of the step, with the attention backend that did it in place."""
+        """Advance the states by the committed tokens, int32 [B]; the backend that verified the step is in place."""
 
 
 class NoState:
     """Attention-only targets, and servers that never verify."""
 
     def attach(self, backend: AttentionBackend) -> None:
+        """Do nothing."""
         return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """Do nothing."""
         return
 
 
@@ -64,9 +68,11 @@ class SnapshotState:
         self.slots = BlockSlots(worker, width)
 
     def attach(self, backend: AttentionBackend) -> None:
+        """Do nothing: SGLang's verify stores the states."""
         return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """Copy back the state after the last committed token."""
         commit_mamba_states_after_verify(
             self.worker,
             batch,
@@ -105,9 +111,11 @@ class FoldState:
         self.fold = GDN_FOLD.form_for(self.states_LSHVK)
 
     def attach(self, backend: AttentionBackend) -> None:
+        """Replace the backend's verify kernel by one that records."""
         gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """Sum the records of the committed tokens into the states of all layers."""
         backend = self.runner.attn_backend.linear_attn_backend
         slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
         last_B, tracked_B = self.slots.last_and_tracked(batch, plan, n_committed_B)
@@ -131,12 +139,14 @@ class InPlaceState:
         self.pools = cache.conv[0], cache.temporal
 
     def attach(self, backend: AttentionBackend) -> None:
+        """Have the backend decode where it is asked to verify."""
         linear = gdn_backend(backend)
         linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
         # Qwen3.5 then hands a verify's projections over as they are: decoding unpacks and convolves them in one launch.
         linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
+        """Copy the states that completed a track interval; verifying has advanced them all."""
         if batch.mamba_track_indices is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend
@@ -164,7 +174,7 @@ def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
 
 
 class RecordingVerify:
-    """What SGLang's GDN backend calls for a block of drafts; `intermediate_states_buffer` is a layer's record.
+    """SGLang's GDN backend calls it for a block of drafts; `intermediate_states_buffer` is a layer's record.
 
     States [S, H, V, K] at `cache_indices`, int [B], are read and not written.
     """
@@ -191,7 +201,7 @@ class RecordingVerify:
         intermediate_states_buffer: torch.Tensor,
         **others: object,  # steps and rows, which are the block's and the batch's
     ) -> torch.Tensor:
-        """q, k [1, T, G, K], v [1, T, H, V], a and b [T, H]; the outputs [1, T, H, V]."""
+        """Verify a layer's blocks: q, k [1, T, G, K], v [1, T, H, V], a and b [T, H]. Returns outputs [1, T, H, V]."""
         slot_B = cache_indices[: len(query_start_loc) - 1]
         x = Inputs(q[0], k[0], v[0], a, b, A_log, dt_bias)
         out = self.verify(x, ssm_states, slot_B, intermediate_states_buffer)
@@ -199,9 +209,10 @@ class RecordingVerify:
 
 
 def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
-    """
+    """Return the Gated DeltaNet part of `backend`.
+
     Raises:
-        NotSupported: it is another one.
+        NotSupported: it has none.
     """
     if isinstance(backend, HybridLinearAttnBackend) and isinstance(backend.linear_attn_backend, GDNAttnBackend):
         return backend.linear_attn_backend
@@ -243,7 +254,7 @@ class BlockSlots:
 
 @cache
 def track_interval(page_size: int) -> int:
-    """Committed lengths that are multiples of it are tracked; a server's never changes."""
+    """Return the interval of committed lengths at which states are tracked; a server's never changes."""
     return mamba_track_grid(page_size)
 
 

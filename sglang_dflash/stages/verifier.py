@@ -23,7 +23,7 @@ from sglang_dflash.step import Plan, Target
 
 
 class WidthEngine(NamedTuple):
-    """What of the target is made for one width."""
+    """Parts of the target that are made for one width."""
 
     backend: AttentionBackend
     graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
@@ -32,6 +32,8 @@ class WidthEngine(NamedTuple):
 
 
 class Verifier:
+    """Runs the target over blocks, each width with its own attention backend and graphs."""
+
     def __init__(
         self, worker: TpModelWorker, engines: Mapping[int, WidthEngine], ranks: OneGroup, *, on_host: bool
     ) -> None:
@@ -60,15 +62,15 @@ class Verifier:
         lora.use(runner, engine.routing)
 
     def restore(self) -> None:
-        """Put SGLang's own back: what it captured for prompts reads the metadata of that backend only."""
+        """Put SGLang's own engine back: prefill graphs read the metadata of that backend only."""
         runner = self.worker.model_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self.own
 
     def verify(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
-        """Logits and features of every slot; the target's K/V of the block are written.
+        """Return logits and features of every slot; the target's K/V of the block are written.
 
         Args:
-            tokens_BN: int64, what is verified: N is the plan's width, slot 0 the anchor.
+            tokens_BN: int64, to be verified: N is the plan's width, slot 0 the anchor.
         """
         self.use(plan.width)
         # The copy of the drafts to the host must be on its way before the target runs, to hide behind it.
@@ -93,5 +95,5 @@ class Verifier:
         return Target(run, features_TC, tree)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance the recurrent states by the tokens that are kept, int32 [B]; of the block verified last."""
+        """Advance the recurrent states by the tokens that are kept, int32 [B], of the block verified last."""
         self.engines[plan.width].state.commit(batch, plan, n_committed_B)

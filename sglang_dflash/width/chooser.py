@@ -14,8 +14,8 @@ from sglang_dflash.width.tally import Tally
 logger = logging.getLogger(__name__)
 
 REPORT = 1000  # steps between two lines in the log
-DEFAULT = (1, 4, 8, 12)  # and the whole block
-WIDEST = 32  # of what copies may continue behind a block
+DEFAULT = (1, 4, 8, 12)  # widths, beside the whole block
+WIDEST = 32  # the most tokens of a block with its n-gram copy
 
 Measure = Callable[[int, Sequence[int]], Sequence[float]]  # seconds of a step of so many requests, at each width
 Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # of a step: requests, width, accepted, when
@@ -23,11 +23,12 @@ Kind = tuple[int, int, int]  # of a step: requests, width, how often something e
 
 
 class Chooser:
-    """Asks a policy, and tells it of outcomes, which reach the host in order, one or two steps late.
+    """Asks a policy for each step's width, and reports outcomes to it. They arrive in order, one or two steps late.
 
-    The time between two outcomes is a step's: on a device that of the step whose outcome came, on a host that computes
-    of one launched since. So it is taken where they are alike: the step, the one before it and those in flight have as
-    many requests, the same width, no prompt in between; and where as many are in flight as at the outcome before.
+    Step time is measured between two consecutive outcomes. On a GPU that interval belongs to the step that just
+    finished; on a CPU, to one launched later. So it counts only where both are alike: the step, the one before it and
+    those in flight have as many requests, the same width and no prompt in between, and as many are in flight as at the
+    outcome before.
     """
 
     def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
@@ -35,20 +36,20 @@ class Chooser:
         self.in_flight = deque[tuple[list[str], Decision, Kind]]()  # no outcome yet, oldest first
         self.before: tuple[Kind | None, int, float] = None, 0, 0.0  # the last outcome: its step, in flight then, when
         self.tally, self.recent = Tally(), Tally()  # since the start, since the last line in the log
-        self.epoch, self.expected = 0, 0.0  # the latter tokens, since the start
+        self.n_interruptions, self.expected_tokens = 0, 0.0  # since the start
 
     def decide(self, rids: list[str]) -> int:
-        """The width of the next step of these requests."""
+        """Return the width of the next step of these requests."""
         decision = self.policy.decide(rids)
-        self.in_flight.append((rids, decision, (len(rids), decision.width, self.epoch)))
+        self.in_flight.append((rids, decision, (len(rids), decision.width, self.n_interruptions)))
         return decision.width
 
     def interrupt(self) -> None:
-        """Something else than decoding is launched now."""
-        self.epoch += 1
+        """Note that something other than decoding is launched now."""
+        self.n_interruptions += 1
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """The outcome of the oldest step in flight has come."""
+        """Learn the outcome of the oldest step in flight."""
         rids, decision, kind = self.in_flight.popleft()
         n_requests, width, _ = kind
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
@@ -58,7 +59,7 @@ class Chooser:
         if self.policy.cost and steady:
             self.policy.cost.observe(n_requests, width, now_s - before_s)
         self.before = kind, len(self.in_flight), now_s
-        self.expected += n_requests * decision.expected
+        self.expected_tokens += n_requests * decision.expected
         for tally in (self.tally, self.recent):
             tally.add(width, n_accepted_B)
         if self.trace:
@@ -68,26 +69,26 @@ class Chooser:
             self.recent = Tally()
 
     def describe(self) -> dict[str, Any]:
-        """Counts since the start, and what steps take as far as known, as JSON has it."""
+        """Return counts since the start and the known step times, as JSON."""
         return {
             "policy": self.policy.name,
             "seconds": self.policy.cost.by_size() if self.policy.cost else {},
             "n_steps": {str(width): n for width, n in sorted(self.tally.n_steps.items())},
             "committed": self.tally.n_committed(),
-            "expected": self.expected,
+            "expected": self.expected_tokens,
             "account": str(self.tally) if self.tally.n_steps else "",
         }
 
 
 def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str = "") -> tuple[int, ...]:
-    """The widths to choose from, ascending.
+    """Return the widths to choose from, ascending.
 
     Args:
-        no_copies: why copies do not continue a block, if it is so; then nothing more than it is verified.
-        whole_blocks: why nothing but the block is verified, if it is so.
+        no_copies: why blocks are not continued by copies; empty: they are, so more than the block may be verified.
+        whole_blocks: why only the whole block can be verified; empty: any width can.
     Raises:
-        ValueError: one is none that can be verified.
-        NotSupported: one is narrower or wider than the block, and there is a reason against it.
+        ValueError: a width that cannot be verified.
+        NotSupported: a width narrower or wider than the block where that is impossible.
     """
     if flags.width_policy is WidthPolicy.FIXED or (whole_blocks and flags.widths in ((), (block_size,))):
         return (block_size,)
@@ -107,12 +108,12 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
 
 
 def widest(block_size: int, widths: Sequence[int]) -> int:
-    """Tokens of a request that a step writes at most, and memory is made for."""
+    """Return the most tokens of a request that a step writes, for which memory is made."""
     return max((block_size, *widths))
 
 
 def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, seconds: Measure, agree: Agree) -> Policy:
-    """`n_requests` may run at once."""
+    """Return the policy of a server; `n_requests` may run at once."""
     if not widths:
         return Fixed(1, name="prompts only")
     if kind is WidthPolicy.RANDOM:

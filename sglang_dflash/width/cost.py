@@ -29,13 +29,13 @@ class StepCost:
         self.settle()
 
     def settle(self) -> None:
-        """From now on what was measured counts. Called by all ranks after the same steps."""
+        """Let what was measured count from now on. All ranks call it after the same steps."""
         agreed_SW = np.array(self.measured_SW, dtype=float)
         self.agree(agreed_SW)
         self.measured_SW, self.agreed_SW = agreed_SW.tolist(), agreed_SW.tolist()
 
     def of(self, n_requests: int) -> list[float]:
-        """Seconds per step, one per width; a batch larger than measured costs as the largest."""
+        """Return seconds per step, one per width; a batch larger than measured costs as the largest."""
         return self._of(n_requests, self.agreed_SW)
 
     def _of(self, n_requests: int, seconds_SW: Sequence[Sequence[float]]) -> list[float]:
@@ -43,7 +43,7 @@ class StepCost:
         return [sum(weight * seconds_SW[i][w] for i, weight in parts) for w in range(len(self.widths))]
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
-        """A real step."""
+        """Correct the costs by a real step."""
         w = self.widths.index(width)
         error = min(max(seconds / self._of(n_requests, self.measured_SW)[w] - 1, -MOST), MOST)
         for i, weight in self.parts_N[min(n_requests, self.sizes[-1])]:
@@ -51,7 +51,7 @@ class StepCost:
             self.measured_SW[i][w] *= 1 + OWN * weight * error
 
     def by_size(self) -> dict[str, dict[str, float]]:
-        """Seconds by requests, then by width; as JSON has it."""
+        """Return seconds by requests, then by width, as JSON."""
         return {
             str(size): {str(width): round(s, 6) for width, s in zip(self.widths, self.of(size), strict=True)}
             for size in self.sizes
@@ -59,7 +59,7 @@ class StepCost:
 
 
 def table(seconds: dict[str, dict[str, float]]) -> str:
-    """By requests, then by width, in milliseconds."""
+    """Return a table of milliseconds by requests, then by width."""
     cells = ([size, *(f"{1e3 * s:.2f} ms" for s in by_width.values())] for size, by_width in seconds.items())
     rows = [["", *next(iter(seconds.values()))], *cells]
     return "\n".join("".join(f"{cell:>10}" for cell in row) for row in rows)

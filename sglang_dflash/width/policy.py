@@ -25,14 +25,14 @@ from typing import NamedTuple
 
 from sglang_dflash.width.cost import StepCost
 
-EXPLORE = 0.01  # of what wider blocks could win, and of the time at most, is lost by looking at them
-KEEP = math.exp(-1 / 32)  # of an observation's weight, a step later
-HEAVY = 1e100  # from this weight on all are made light again
-PRIOR = 4.0  # weight of what an observation is drawn to, in observations
-REST = 6  # steps of one token between two drafts, where drafts rest; waiting longer changes nothing more
-REST_KEEP = math.exp(-1 / 128)  # of the weight of what was seen of rests, a draft later
+EXPLORE = 0.01  # fraction of a wider block's possible gain, and of the time at most, spent on looking at it
+DECAY = math.exp(-1 / 32)  # per step: how fast an observation fades
+HEAVY = 1e100  # weight at which all weights are scaled down
+PRIOR = 4.0  # weight of the prior, in observations
+REST = 6  # steps of one token between two drafts, where drafts rest; a longer rest changes nothing more
+REST_DECAY = math.exp(-1 / 128)  # per draft: how fast evidence about rests fades
 REST_PRIOR = 64.0  # weight of a factor of 1, in accepted drafts
-SETTLE = 32  # steps after which what steps took begins to count
+SETTLE = 32  # steps between two settlements of measured step times
 
 
 class Decision(NamedTuple):
@@ -57,15 +57,18 @@ class Policy(ABC):
 
 
 class Fixed(Policy):
+    """Always the same width."""
+
     def __init__(self, width: int, name: str = "") -> None:
         self.decision, self.name = Decision(width), name or f"always {width}"
 
     def decide(self, rids: Sequence[str]) -> Decision:
+        """Return the fixed decision."""
         return self.decision
 
 
 class Random(Policy):
-    """For tests."""
+    """Any of the widths at each step. For tests."""
 
     name = "random"
 
@@ -73,6 +76,7 @@ class Random(Policy):
         self.widths, self.random = widths, random.Random(0)
 
     def decide(self, rids: Sequence[str]) -> Decision:
+        """Draw a width, the same on every rank."""
         return Decision(self.random.choice(self.widths))
 
 
@@ -93,8 +97,8 @@ class Acceptance:
         self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # at first every width is tried
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
-        """A step at `width` accepted the first n of its width - 1 drafts."""
-        self.weight /= KEEP
+        """Learn that a step at `width` accepted the first n of its width - 1 drafts, by request."""
+        self.weight /= DECAY
         if self.weight > HEAVY:
             self.batch = scaled(self.batch, 1 / self.weight)
             self.of_request = {rid: scaled(counts, 1 / self.weight) for rid, counts in self.of_request.items()}
@@ -106,14 +110,14 @@ class Acceptance:
                 for i, (reached, accepted) in enumerate(counts[: min(n_accepted + 1, width - 1)]):
                     counts[i] = reached + self.weight, accepted + self.weight * (i < n_accepted)
         # What a batch of this size reaches at most: counts of a larger one must not linger.
-        self.batch = scaled(self.batch, min(len(rids) * self.weight / (1 - KEEP) / self.batch[0][0], 1))
+        self.batch = scaled(self.batch, min(len(rids) * self.weight / (1 - DECAY) / self.batch[0][0], 1))
         if len(self.of_request) > 4 * len(rids) + 64:  # most have ended
             self.of_request = {rid: self.of_request[rid] for rid in rids}
         n_reached = min(max(n_accepted_B) + 1, width - 1)
         self.last_D[:n_reached] = self._of_batch()[:n_reached]
 
     def expected(self, rids: Sequence[str]) -> list[float]:
-        """E(0) = 0, E(1), .. E(N), the mean over the requests."""
+        """Return E(0) = 0, E(1), .. E(N), the mean over the requests."""
         batch_D, prior = self._of_batch(), PRIOR * self.weight
         total_D = [0.0] * len(batch_D)
         for counts in (self.of_request.get(rid, self.nothing) for rid in rids):
@@ -132,6 +136,7 @@ class Acceptance:
 
 
 def scaled(counts: Counts, factor: float) -> Counts:
+    """Return the counts times `factor`."""
     return [(factor * reached, factor * accepted) for reached, accepted in counts]
 
 
@@ -143,18 +148,19 @@ class Rhythm:
         self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
 
     def factors(self) -> list[float]:
+        """Return the factor right after a draft, and the one after a rest."""
         level = (sum(self.accepted_2) + 1) / (sum(self.expected_2) + 1)
         return [(self.accepted_2[i] / level + REST_PRIOR) / (self.expected_2[i] + REST_PRIOR) for i in (0, 1)]
 
     def observe(self, rested: bool, accepted: float, expected: float) -> None:
-        """A draft's outcome, the mean over the requests; `expected` with the factor."""
+        """Learn a draft's outcome, the mean over the requests; `expected` with the factor."""
         expected /= self.factors()[rested]
-        self.accepted_2 = [REST_KEEP * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
-        self.expected_2 = [REST_KEEP * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
+        self.accepted_2 = [REST_DECAY * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
+        self.expected_2 = [REST_DECAY * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
 
 
 class Review(NamedTuple):
-    """What is best for a batch by what is known of it, and what a look at the whole block is worth."""
+    """The best decision for a batch by what is known of it, and the worth of a look at the whole block."""
 
     rest: int  # steps of one token before each draft
     best: Decision
@@ -179,6 +185,7 @@ class Adaptive(Policy):
         self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0  # rested: steps of one token since the last draft
 
     def decide(self, rids: Sequence[str]) -> Decision:
+        """Decide the best width, a rest, or a look at the whole block once its price has been saved."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0:
             self.cost.settle()
@@ -225,6 +232,7 @@ class Adaptive(Policy):
         )
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
+        """Learn which drafts were accepted, and how that depends on rests."""
         self.acceptance.observe(rids, decision.width, n_accepted_B)
         if decision.width > 1:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.expected - 1)

@@ -12,7 +12,7 @@ class Tally:
         self.n_blocks = Counter[tuple[int, int]]()  # by width and accepted drafts; every request of a batch has one
 
     def add(self, width: int, n_accepted_B: Sequence[int]) -> None:
-        """A step that verified `width` tokens of each block, and accepted 0..width - 1 drafts."""
+        """Count a step that verified `width` tokens of each block, and accepted 0..width - 1 drafts."""
         if n_accepted_B:
             self.n_steps[width] += 1
             self.n_blocks.update((width, n) for n in n_accepted_B)

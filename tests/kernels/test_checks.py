@@ -6,7 +6,7 @@ from sglang_dflash_kernels import accept as accept_module
 from sglang_dflash_kernels.accept import accept
 from sglang_dflash_kernels.append_context import ContextCaches, KeyTransform, append_context
 from sglang_dflash_kernels.checks import Shapes
-from sglang_dflash_kernels.dispatch import Forms
+from sglang_dflash_kernels.dispatch import Forms, override
 from sglang_dflash_kernels.plan_block import plan_block
 
 INT64 = torch.int64
@@ -47,6 +47,12 @@ def test_cpu_tensors_run_the_cpu_s_form(monkeypatch):
 
 def test_other_tensors_run_the_kernel():
     assert Forms(on_cpu=min, on_gpu=max).form_for(torch.zeros(1, device="meta")) is max
+
+
+def test_forms_are_overridden_for_all_ops(monkeypatch):
+    monkeypatch.setattr(Forms, "_override", None)  # back to this when the test ends
+    override(lambda forms: forms.on_gpu)
+    assert Forms(on_cpu=min, on_gpu=max).form_for(torch.zeros(1)) is max
 
 
 def test_accept_refuses_a_slice_of_a_wider_block():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sglang_dflash.width import policy as policies
 from sglang_dflash.width.cost import StepCost
-from sglang_dflash.width.policy import EXPLORE, KEEP, REST, SETTLE, Acceptance, Adaptive, Counts, Decision, Rhythm
+from sglang_dflash.width.policy import DECAY, EXPLORE, REST, SETTLE, Acceptance, Adaptive, Counts, Decision, Rhythm
 
 N = 8  # block
 D = N - 1
@@ -78,8 +78,8 @@ def test_what_was_not_verified_did_not_fail(history: list[Step], n: int, width: 
     for _ in range(n):
         acceptance.observe(RIDS, width, [width - 1] * len(RIDS))
     after_2D = now(acceptance, acceptance.batch)
-    np.testing.assert_allclose(after_2D[:, width - 1 :], before_2D[:, width - 1 :] * KEEP**n)
-    assert (after_2D[:, : width - 1] > before_2D[:, : width - 1] * KEEP**n).all()
+    np.testing.assert_allclose(after_2D[:, width - 1 :], before_2D[:, width - 1 :] * DECAY**n)
+    assert (after_2D[:, : width - 1] > before_2D[:, : width - 1] * DECAY**n).all()
 
 
 def test_belief_in_the_unseen_is_that_in_the_position_before() -> None:
@@ -142,7 +142,7 @@ def test_weights_never_outgrow_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_of_requests_that_end_hardly_any_are_remembered() -> None:
     acceptance = taught([([f"request-{i}", "stays"], N, [7, i % N]) for i in range(1000)])
     assert len(acceptance.of_request) < 100
-    assert now(acceptance, acceptance.of_request["stays"])[0, 0] == pytest.approx(1 / (1 - KEEP), rel=0.01), (
+    assert now(acceptance, acceptance.of_request["stays"])[0, 0] == pytest.approx(1 / (1 - DECAY), rel=0.01), (
         "nothing is lost of it"
     )
     np.testing.assert_array_equal(acceptance.expected(["request-1"]), acceptance.expected(["never seen"]))
