@@ -1,4 +1,4 @@
-"""The fixtures themselves: three servers answer like Transformers, and a lost slot does not go unnoticed."""
+"""Servers that are started by their command lines, as users do, answer like Transformers."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,9 @@ def test_greedy_answers_are_those_of_transformers(
 ) -> None:
     prompts = questions(6)
     expected = [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    asked = server(arm, flags=VARIANTS["hybrid"].flags if arm == "plugin" else (), typed=True)
     for concurrency in (1, 6):
-        flags = VARIANTS["hybrid"].flags if arm == "plugin" else ()
-        answers = server(arm, flags=flags).generate_many(
-            prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS
-        )
+        answers = asked.generate_many(prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
         assert [answer.token_ids for answer in answers] == expected
     assert any("spec_verify_ct" in answer.meta for answer in answers) == (arm != "off")
 
