@@ -7,8 +7,8 @@
         assert [a.token_ids for a in answers] == [reference(p, 64) for p in prompts]
 
 A server is forked from a process that has imported SGLang, and starts in 4 to 12 s on two cores. Only the servers used
-last stay up, as many as memory has room for; so tests that share one should stand in one module. All run with SGLang's strict memory check: a slot that is
-lost while requests run, or that is missing once none does, ends the scheduler.
+last stay up, as many as memory has room for, so tests that share one should stand in one module. All run with SGLang's
+strict memory check: a slot that is lost while requests run, or that is missing once none does, ends the scheduler.
 """
 
 import time
