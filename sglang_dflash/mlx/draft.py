@@ -143,7 +143,7 @@ class Layer(nn.Module):
         return hidden_1NH + (self.mlp_conv(self.mlp, normed) if self.has_conv else self.mlp(normed))
 
 
-class Draft(nn.Module):
+class MLXDraft(nn.Module):
     """The draft of a DFlash checkpoint; parameter names are the checkpoint's tensor names."""
 
     def __init__(self, config: Checkpoint) -> None:

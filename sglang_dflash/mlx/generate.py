@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from sglang_dflash.draft.generation import DecodedStep, ended
 from sglang_dflash.mlx.pair import Pair
-from sglang_dflash.mlx.target import PREFILL_CHUNK, Target
+from sglang_dflash.mlx.target import PREFILL_CHUNK, MLXTarget
 
 Sampler = Callable[[mx.array], mx.array]  # log-probabilities [N, V] to tokens [N], each row by itself
 
@@ -45,7 +45,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
         NotSupported, ValueError: target, prompt and options do not fit.
     """
     width = checked_width(pair, prompt, options)
-    target = Target(pair.target, pair.draft.config.target_layer_ids)
+    target = MLXTarget(pair.target, pair.draft.config.target_layer_ids)
     context = pair.draft.make_context()
     logits_SV = read_prompt(pair, target, mx.array(prompt), context)
     anchor_1 = choose(logits_SV[-1:], options.sampler)
@@ -81,7 +81,7 @@ def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iter
     yield writer.last_segment, DecodedStep([], 0)
 
 
-def read_prompt(pair: Pair, target: Target, prompt_S: mx.array, context: list) -> mx.array:
+def read_prompt(pair: Pair, target: MLXTarget, prompt_S: mx.array, context: list) -> mx.array:
     """Read it in chunks, for target and draft; what the target says after the last one's tokens, [S, V].
 
     The last token is read by itself: of other chunks the logits are not asked for, and MLX does not compute them.

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from sglang_dflash.draft import checkpoint, files
 from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.mlx.draft import Draft
+from sglang_dflash.mlx.draft import MLXDraft
 
 # By mlx-lm's name: families whose embedding has no factor, which the draft would have to know of.
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
     target: nn.Module
     tokenizer: TokenizerWrapper
-    draft: Draft
+    draft: MLXDraft
     embed: Callable[[mx.array], mx.array]
     head: Callable[[mx.array], mx.array]
 
@@ -62,9 +62,9 @@ def target_config(model: str) -> dict[str, Any]:
     return files.read_object(file, "fetch the target again")
 
 
-def load_draft(source: str) -> Draft:
+def load_draft(source: str) -> MLXDraft:
     """The draft alone; errors as those of `sglang_dflash.model.DraftModel.from_pretrained`."""
     folder = files.local_folder(source)
-    draft = Draft(checkpoint.read(str(folder)))
+    draft = MLXDraft(checkpoint.read(str(folder)))
     draft.load_weights(list(files.read_tensors(folder, lambda file: mx.load(str(file))).items()))
     return draft

@@ -55,7 +55,7 @@ def recorded(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, Call]]:
             kind.__call__ = call
 
 
-class Target:
+class MLXTarget:
     """One text in a target's cache.
 
     Args:

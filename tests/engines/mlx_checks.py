@@ -22,7 +22,7 @@ from mlx_lm.sample_utils import make_sampler
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx import Options, Pair, load, spec_steps, stream_generate
 from sglang_dflash.mlx.__main__ import arguments
-from sglang_dflash.mlx.target import Target
+from sglang_dflash.mlx.target import MLXTarget
 from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE, SLIDING
 from tests.fixtures import guide
 
@@ -222,14 +222,14 @@ def test_what_is_unread_was_never_read(kind: str) -> None:
     model = TARGETS[kind]()
     assert any(isinstance(cache, RotatingKVCache) for cache in model.make_cache()) == (kind == "llama-sliding")
     text, wrong = mx.random.randint(0, 40, (30,)), mx.random.randint(0, 40, (6,))
-    target = Target(model, (0,))
+    target = MLXTarget(model, (0,))
     target.read(text[:20])
     for start, n in ((20, 1), (21, 4), (25, 4)):
         block = mx.concatenate([text[start : start + n], wrong])
         target.read(block)
         target.keep(n)
     found, features = target.read(text[29:])
-    fresh = Target(model, (0,))
+    fresh = MLXTarget(model, (0,))
     wanted, all_features = fresh.read(text[:30])
     assert mx.allclose(found[0], wanted[-1], atol=1e-5)
     assert mx.allclose(features[0], all_features[-1], atol=1e-5)
