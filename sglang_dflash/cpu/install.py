@@ -5,6 +5,7 @@ copy made before is replaced too. SGLang's own hook registry would do that, but 
 `verify` looks at every SGLang module once the model is loaded and stops the launch if a GPU kernel is still reachable.
 """
 
+import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -134,6 +135,13 @@ def install(stand_ins: Mapping[str, Any]) -> None:
     for module, name, value in _sglang_names():
         if id(value) in copies:
             setattr(module, name, copies[id(value)])
+
+
+def put(values: Mapping[str, Any], within: str = "") -> None:
+    """Set names in their own modules alone; `within` begins each dotted name."""
+    for target, value in values.items():
+        module, name = (within + target).rsplit(".", 1)
+        setattr(importlib.import_module(module), name, value)
 
 
 def verify() -> None:

@@ -7,13 +7,13 @@ SGLang asks in three places: while arguments are resolved (`at_launch`), while a
 from __future__ import annotations
 
 import functools
-import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from sglang_dflash import flags
+from sglang_dflash.cpu import install
 
 Function = TypeVar("Function", bound=Callable)
 
@@ -65,16 +65,10 @@ def answering() -> Iterator[None]:
     before = {target: pkgutil.resolve_name(target) for target in put}
     with override_platform(**answers):
         try:
-            _put(put)
+            install.put(put)
             yield
         finally:
-            _put(before)
-
-
-def _put(values: Mapping[str, Any]) -> None:
-    for target, value in values.items():
-        module, name = target.rsplit(".", 1)
-        setattr(importlib.import_module(module), name, value)
+            install.put(before)
 
 
 def asks(fn: Function) -> Function:
@@ -101,4 +95,4 @@ def at_launch() -> None:
         with override_platform(**facts()):
             return rule(view)
 
-    _put({f"{_RULES}.get_platform": lambda: platform, f"{_RULES}._fa4_page_constraint": fa4_page_constraint})
+    install.put({"get_platform": lambda: platform, "_fa4_page_constraint": fa4_page_constraint}, f"{_RULES}.")

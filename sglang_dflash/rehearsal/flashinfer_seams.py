@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.cpu import install as cpu
 from sglang_dflash.host import contract as sglang
 from sglang_dflash.host.names import SECTIONS
 from sglang_dflash.rehearsal import capability, flashinfer, host, trtllm
@@ -26,39 +27,35 @@ def install() -> None:
     define(capability.rehearsed())
     # SGLang imported them with its models, and without FlashInfer, which to it is a part of CUDA.
     available = pkgutil.resolve_name("sglang.srt.utils.is_flashinfer_available")
-    _put("sglang.srt.utils", is_flashinfer_available=lambda: True)
+    cpu.put({"sglang.srt.utils.is_flashinfer_available": lambda: True})
     for name in ("flashinfer_backend", "trtllm_mla_backend", "trtllm_mha_backend"):
         importlib.reload(importlib.import_module(_BACKENDS + name))
-    _put("sglang.srt.utils", is_flashinfer_available=available)
-    _put(_BACKENDS + "flashinfer_backend", torch=_TORCH)
+    cpu.put({"sglang.srt.utils.is_flashinfer_available": available, f"{_BACKENDS}flashinfer_backend.torch": _TORCH})
 
 
 def define(gpu: capability.Gpu) -> None:
     """FlashInfer over the definitions, on such a GPU."""
+    asked: dict[str, Any] = {
+        "get_compute_capability": lambda device: gpu.capability,
+        "get_device_sm_count": lambda device: gpu.n_processors,
+    }
     for name in ("utils", "decode", "prefill", "xqa"):
-        _put(
-            f"flashinfer.{name}",
-            get_compute_capability=lambda device: gpu.capability,
-            get_device_sm_count=lambda device: gpu.n_processors,
-        )
-    _put(
-        "flashinfer.prefill",
-        torch=_TORCH,
-        get_batch_prefill_module=flashinfer.batch_prefill_module,
-        get_fmha_module=lambda *args: SimpleNamespace(run=flashinfer.fmha_varlen_run),
-        fmha_varlen_plan=flashinfer.fmha_varlen_plan,
-        get_trtllm_gen_fmha_module=_TRTLLM_GEN,
-        get_trtllm_fmha_v2_module=lambda *args: SimpleNamespace(run=trtllm.fmha_v2),
-    )
-    _put(
-        "flashinfer.decode",
-        torch=_TORCH,
-        get_batch_prefill_module=flashinfer.batch_prefill_module,
-        get_batch_decode_module=flashinfer.batch_decode_module,
-        get_trtllm_gen_fmha_module=_TRTLLM_GEN,
-    )
-    _put("flashinfer.xqa", get_xqa_module=lambda *args: SimpleNamespace(xqa=trtllm.xqa))
-    _put("flashinfer.cascade", get_cascade_module=lambda: SimpleNamespace(merge_state=flashinfer.merge_state))
+        cpu.put(asked, f"flashinfer.{name}.")
+    modules: dict[str, Any] = {
+        "prefill.torch": _TORCH,
+        "prefill.get_batch_prefill_module": flashinfer.batch_prefill_module,
+        "prefill.get_fmha_module": lambda *args: SimpleNamespace(run=flashinfer.fmha_varlen_run),
+        "prefill.fmha_varlen_plan": flashinfer.fmha_varlen_plan,
+        "prefill.get_trtllm_gen_fmha_module": _TRTLLM_GEN,
+        "prefill.get_trtllm_fmha_v2_module": lambda *args: SimpleNamespace(run=trtllm.fmha_v2),
+        "decode.torch": _TORCH,
+        "decode.get_batch_prefill_module": flashinfer.batch_prefill_module,
+        "decode.get_batch_decode_module": flashinfer.batch_decode_module,
+        "decode.get_trtllm_gen_fmha_module": _TRTLLM_GEN,
+        "xqa.get_xqa_module": lambda *args: SimpleNamespace(xqa=trtllm.xqa),
+        "cascade.get_cascade_module": lambda: SimpleNamespace(merge_state=flashinfer.merge_state),
+    }
+    cpu.put(modules, "flashinfer.")
 
 
 def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -84,13 +81,6 @@ def _allocating(fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return host.mark(tensor) if pin_memory else tensor
 
     return allocate
-
-
-def _put(module: str, **values: Any) -> None:
-    """In that module alone."""
-    owner = importlib.import_module(module)
-    for name, value in values.items():
-        setattr(owner, name, value)
 
 
 _TORCH = _Torch("torch")

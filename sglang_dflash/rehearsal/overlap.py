@@ -7,12 +7,12 @@ keeps for two steps anyway, and mixed batches); the unified memory pool, HiCache
 from __future__ import annotations
 
 import functools
-import importlib
 import pkgutil
 from typing import Any
 
 import torch
 
+from sglang_dflash.cpu import install
 from sglang_dflash.rehearsal import branches, graph, host, launches, streams, watch
 
 _SRT = "sglang.srt."
@@ -43,11 +43,10 @@ def scheduler() -> None:
 
     envs.SGLANG_ENABLE_WAR_BARRIER.set(True)  # CUDA's default
     # Its lengths come to the host over a stream and pinned memory of their own; on any other device by `.cpu()`.
-    _put("managers.overlap_utils._is_cuda", True)
+    install.put({"managers.overlap_utils._is_cuda": True}, _SRT)
     # The end of a replay's reads of the scheduler's tables is marked by an event inside of the graph.
-    _put(
-        "model_executor.runner.decode_cuda_graph_runner.make_external_event", lambda device_module: graph.EventInGraph()
-    )
+    event = "model_executor.runner.decode_cuda_graph_runner.make_external_event"
+    install.put({event: lambda device_module: graph.EventInGraph()}, _SRT)
 
     # PyTorch's forms of kernels that SGLang has for other devices: they read device memory.
     _launch("model_executor.forward_batch_info.compute_position_torch")
@@ -85,9 +84,4 @@ def _mark_host_buffers() -> None:
 
 
 def _launch(target: str) -> None:
-    _put(target, graph.launch(pkgutil.resolve_name(_SRT + target)))
-
-
-def _put(target: str, value: Any) -> None:
-    module, name = target.rsplit(".", 1)
-    setattr(importlib.import_module(_SRT + module), name, value)
+    install.put({target: graph.launch(pkgutil.resolve_name(_SRT + target))}, _SRT)

@@ -6,7 +6,6 @@ Four groups, in the order SGLang reaches them: the device module, kernels, graph
 from __future__ import annotations
 
 import functools
-import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping
@@ -58,7 +57,7 @@ def lora() -> None:
     marking = pinned.torch_with(host.mark)
     modules = ("layers", "backend.torch_backend", "backend.triton_backend", "backend.chunked_backend")
     install.install({f"sglang.srt.lora.{module}.torch": marking for module in modules})
-    _put(_KERNELS + "lora.dense.lora_tuning_config.get_device_name", lambda: "rehearsed")
+    install.put({"lora.dense.lora_tuning_config.get_device_name": lambda: "rehearsed"}, _KERNELS)
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
@@ -76,20 +75,20 @@ def graphs() -> None:
     from sglang.srt.runtime_context import get_exec
 
     # It asks the default device module, which is torch.cuda in a CUDA build of PyTorch.
-    _put("sglang.srt.distributed.parallel_state.get_current_device_stream_fast", torch.cpu.current_stream)
+    install.put({"sglang.srt.distributed.parallel_state.get_current_device_stream_fast": torch.cpu.current_stream})
     ForwardBatch.__init__ = _marking_lengths(ForwardBatch.__init__)  # type: ignore[method-assign]
     # A "cpu" runner asks `is_cpu_graph`, which means torch.compile's decode alone.
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
 
     # Between two segments of a prefill graph SGLang keeps addresses of device tensors, and takes ours for the host's.
-    _put(f"{_BREAKABLE}._weak_ref_if_tensor", graph.addresses)
+    install.put({f"{_BREAKABLE}._weak_ref_if_tensor": graph.addresses})
 
     # A "cpu" runner captures nothing without torch.compile; nothing else in the module asks for flags.
     def flags() -> SimpleNamespace:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
 
-    _put("sglang.srt.model_executor.model_runner_components.cuda_graph_setup.get_flags", flags)
+    install.put({"sglang.srt.model_executor.model_runner_components.cuda_graph_setup.get_flags": flags})
 
 
 def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
@@ -103,12 +102,6 @@ def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
             host.mark(lengths)
 
     return init_and_mark
-
-
-def _put(target: str, value: Any) -> None:
-    """In that module alone."""
-    module, name = target.rsplit(".", 1)
-    setattr(importlib.import_module(module), name, value)
 
 
 def attention() -> None:
@@ -129,7 +122,7 @@ def attention() -> None:
     for name in ("fa3", "fa4", "flashinfer", "trtllm_mha"):
         ATTENTION_BACKENDS[name] = capability.asks(factories[name])
     setup = "sglang.srt.model_executor.model_runner_components.attention_backend_setup.attn_backend_wrapper"
-    _put(setup, capability.asks(pkgutil.resolve_name(setup)))
+    install.put({setup: capability.asks(pkgutil.resolve_name(setup))})
 
 
 def _without_scheduler(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
