@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from sglang_dflash.bench.client import HttpEngine, Kind
+from sglang_dflash.bench.client import HttpEngine, ServerKind
 from sglang_dflash.bench.compare import GateError
 from sglang_dflash.bench.engine import Engine, Prompt, Sampling
 from sglang_dflash.bench.options import TRANSFORMERS, parse
@@ -64,7 +64,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
         about = {"model": options.model or "", "api_key": options.api_key}
         remote = [HttpEngine(name, url, **about) for name, url in options.base_url.items()]
         for engine in remote:
-            engine.meet(Kind(options.backend) if options.backend else None)
+            engine.meet(ServerKind(options.backend) if options.backend else None)
         yield remote
 
 

@@ -33,7 +33,7 @@ HTTP_NAMES = (
 )
 
 
-class Kind(StrEnum):
+class ServerKind(StrEnum):
     """Whose server it is."""
 
     SGLANG = "sglang"
@@ -43,9 +43,9 @@ class Kind(StrEnum):
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 UNSTREAMED: Mapping[str, dict[str, Any]] = {
-    Kind.SGLANG: {"return_meta_info": True, "return_token_ids": True},
-    Kind.VLLM: {"return_token_ids": True},
-    Kind.OTHER: {},
+    ServerKind.SGLANG: {"return_meta_info": True, "return_token_ids": True},
+    ServerKind.VLLM: {"return_token_ids": True},
+    ServerKind.OTHER: {},
 }
 # vLLM's Prometheus counters, up to the labels.
 STEPS = "vllm:spec_decode_num_drafts_total"
@@ -61,11 +61,11 @@ class HttpEngine(Engine):
         """`model`: empty for the first one that the server lists."""
         self.name, self.model = name, model
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.kind = Kind.OTHER
+        self.kind = ServerKind.OTHER
         headers = {"Authorization": f"Bearer {api_key}"}
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, headers=headers, limits=LIMITS)
 
-    def meet(self, expected: Kind | None = None) -> None:
+    def meet(self, expected: ServerKind | None = None) -> None:
         """Find out whose server it is, and which model it serves.
 
         Raises:
@@ -87,16 +87,16 @@ class HttpEngine(Engine):
             raise ServerError(f"{self.name}: {self.url} serves {', '.join(served)}, not {self.model}; mend --model")
 
     def flush(self) -> bool:
-        if self.kind is Kind.SGLANG:
+        if self.kind is ServerKind.SGLANG:
             self._checked(self.http.post("/flush_cache?timeout=30"))
-        return self.kind is Kind.SGLANG
+        return self.kind is ServerKind.SGLANG
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
         """
         Raises:
             ServerError: the server refused the request, or is gone.
         """
-        if isinstance(prompt, TokenIds) and self.kind is not Kind.SGLANG:
+        if isinstance(prompt, TokenIds) and self.kind is not ServerKind.SGLANG:
             raise ServerError(f"{self.name}: {self.url} takes no token ids in a chat; drop that set of prompts")
         body, sent = sampling.body(self.model, prompt), time.perf_counter()
         with self._answering():
@@ -112,7 +112,7 @@ class HttpEngine(Engine):
         return lambda: streamed(sent, events)
 
     def likeliest(self, context: Sequence[int]) -> Mapping[int, float]:
-        if self.kind is not Kind.SGLANG:
+        if self.kind is not ServerKind.SGLANG:
             return {}
         sampling = {"temperature": 0.0, "max_new_tokens": 1}
         body = {"input_ids": list(context), "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
@@ -120,7 +120,7 @@ class HttpEngine(Engine):
         return {token: logprob for logprob, token, _ in response.json()["meta_info"]["output_top_logprobs"][0]}
 
     def counted(self) -> Steps | None:
-        return vllm_steps(self.http.get("/metrics").text) if self.kind is Kind.VLLM else None
+        return vllm_steps(self.http.get("/metrics").text) if self.kind is ServerKind.VLLM else None
 
     def widths(self) -> dict[str, int] | None:
         dflash = self._dflash(self._server_info())
@@ -128,7 +128,7 @@ class HttpEngine(Engine):
 
     def describe(self) -> dict[str, Any]:
         about: dict[str, Any] = {"url": self.url, "kind": str(self.kind), "model": self.model}
-        if self.kind is Kind.VLLM:
+        if self.kind is ServerKind.VLLM:
             about["version"] = (self._get("/version") or {}).get("version")
         info = self._server_info()
         about |= {name: info[name] for name in ABOUT if info.get(name) is not None}
@@ -137,17 +137,17 @@ class HttpEngine(Engine):
         return about
 
     def _server_info(self) -> dict[str, Any]:
-        return (self._get("/server_info") if self.kind is Kind.SGLANG else None) or {}
+        return (self._get("/server_info") if self.kind is ServerKind.SGLANG else None) or {}
 
     @staticmethod
     def _dflash(info: Mapping[str, Any]) -> dict[str, Any]:
         """Return what this plugin's worker reports; empty with other workers."""
         return info.get("internal_states", [{}])[0].get("dflash") or {}
 
-    def _whose(self) -> Kind:
+    def _whose(self) -> ServerKind:
         if "internal_states" in (self._get("/server_info") or {}):
-            return Kind.SGLANG
-        return Kind.VLLM if set(self._get("/version") or {}) == {"version"} else Kind.OTHER
+            return ServerKind.SGLANG
+        return ServerKind.VLLM if set(self._get("/version") or {}) == {"version"} else ServerKind.OTHER
 
     def _get(self, path: str) -> dict[str, Any] | None:
         """Return the JSON object at `path`; None where there is none."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dflash.bench import prompts
-from sglang_dflash.bench.client import Kind
+from sglang_dflash.bench.client import ServerKind
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
 from sglang_dflash.servers import arms
 from sglang_dflash.tiny import pairs as tiny
@@ -152,7 +152,7 @@ Add = Callable[..., argparse.Action]
 def _add_who(add: Add) -> None:
     add("--base-url", **SEVERAL, metavar="[NAME=]URL", help="OpenAI-compatible servers that run")
     add("--serve", action="store_true", help="start the arms here, with the server flags that follow --")
-    add("--backend", choices=[*Kind, TRANSFORMERS], help="whose servers (asked of them); transformers: none")
+    add("--backend", choices=[*ServerKind, TRANSFORMERS], help="whose servers (asked of them); transformers: none")
     add("--model", metavar="NAME", help="the model (the first the server lists); with transformers the target")
     add("--draft-model", metavar="NAME", help="the DFlash draft, with transformers")
     names = f"of --serve: {', '.join(arms.ARMS)} (all it has); NAME:VAR=VALUE,...: with an environment of its own"
@@ -195,7 +195,7 @@ def _check(options: argparse.Namespace) -> None:
     options.base_url = named_urls(options.base_url or ())
     if options.server_flags and not options.serve:
         raise ValueError(f"-- {options.server_flags[0]} ... are flags of servers to start; add --serve, or drop them")
-    if options.serve and options.backend not in (None, Kind.SGLANG):
+    if options.serve and options.backend not in (None, ServerKind.SGLANG):
         raise ValueError(f"--serve starts SGLang, not {options.backend}; drop --backend")
     if options.serve and options.model:
         raise ValueError("--serve takes the model from the flags after --; drop --model")

@@ -43,7 +43,7 @@ IN_TURN = "one at a time: each answers everything, at every concurrency, before 
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchReport:
     """Everything that was measured."""
 
     about: dict[str, Any]  # the document without what follows
@@ -63,7 +63,7 @@ class Report:
         }
 
 
-def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, command: str) -> Report:
+def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, command: str) -> BenchReport:
     names = [engine.name for engine in bench.engines]
     base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []  # of arms with an environment
     over = [name for name in dict.fromkeys((names[0], STOCK, *base)) if name in names]
@@ -85,10 +85,10 @@ def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, co
     cache = {name: {"prefix_cache": FLUSHED if bench.flushed[name] else KEPT} for name in names}
     lines = [replace(line, steps_by_width=_widths(line, bench.widths)) for line in summarise(rows, names, over)]
     arms = {name: _portable(bench.about[name]) | cache[name] for name in names}
-    return Report(about, arms, rows, lines, means(rows, names, over), bench.widths)
+    return BenchReport(about, arms, rows, lines, means(rows, names, over), bench.widths)
 
 
-def warnings(report: Report) -> Iterator[str]:
+def warnings(report: BenchReport) -> Iterator[str]:
     """Yield what a reader of the numbers has to know."""
     for name, arm in report.arms.items():
         if arm["prefix_cache"] == KEPT:
@@ -114,7 +114,7 @@ def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:
         yield f"Not a quiet machine: others kept {busiest:.1f} of {cores} cores busy, so do not quote these numbers."
 
 
-def table(report: Report) -> Table:
+def table(report: BenchReport) -> Table:
     """Return the summary for a terminal, with each task's means at its end."""
     about, lines = report.about, report.lines
     where = about["machine"]

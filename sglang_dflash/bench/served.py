@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from sglang_dflash.bench.client import HttpEngine, Kind
+from sglang_dflash.bench.client import HttpEngine, ServerKind
 from sglang_dflash.bench.engine import Processes
 from sglang_dflash.servers.arms import ServerCommand, require_worker
 from sglang_dflash.servers.errors import ServerError
@@ -53,7 +53,7 @@ class ServedEngine(HttpEngine):
     def check(self) -> None:
         """The server that answers is the one that was asked for."""
         require_worker(self.server, ours=self.launch.ours)
-        self.meet(Kind.SGLANG)
+        self.meet(ServerKind.SGLANG)
 
 
 @contextmanager

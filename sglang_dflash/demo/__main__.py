@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from sglang_dflash.demo.ask import questions
 from sglang_dflash.demo.terminal import compare, legend, summary
-from sglang_dflash.demo.web import Demo, Side, Steps, web_server
+from sglang_dflash.demo.web import Demo, Side, StepTrace, web_server
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import HOST, free_port, port_is_free
 from sglang_dflash.servers.progress import wait_ready
@@ -107,7 +107,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
         wait_ready([on, off], console)
         require_worker(options.arm, on)
         if options.web:
-            sides = {"with": Side(on.openai(), Steps(trace)), "without": Side(off.openai(), None)}
+            sides = {"with": Side(on.openai(), StepTrace(trace)), "without": Side(off.openai(), None)}
             show_page(Demo(sides, tokenizer), options.web_port, console)
         else:
             console.print(f"\nAccepted drafts {legend(console)}")

@@ -38,7 +38,7 @@ class Verified(NamedTuple):
         return ["block"] * (self.n_accepted - self.n_copied) + ["copy"] * self.n_copied + ["own"]
 
 
-class Steps:
+class StepTrace:
     """What a server's trace (`SGLANG_DFLASH_WIDTH_TRACE`) says, by request, while it is written."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ class Side(NamedTuple):
     """A server to ask, and the steps it tells of; None: it has none to tell."""
 
     client: openai.OpenAI
-    steps: Steps | None
+    steps: StepTrace | None
 
 
 class Demo:

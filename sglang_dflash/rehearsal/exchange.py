@@ -20,7 +20,7 @@ COLLECTIVES = ("c10d::", "_c10d_functional::")
 SAID = "a step exchanged "
 
 
-class Exchange(TorchDispatchMode):
+class CollectiveCounter(TorchDispatchMode):
     """While it is entered: the elements that collective operations had on this rank, by the operation's name.
 
     A call counts as its largest tensor: what is gathered from all ranks, or what is sent to all.
@@ -44,7 +44,7 @@ def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(decode)
     def counted(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        with Exchange() as exchange:
+        with CollectiveCounter() as exchange:
             result = decode(self, batch, *args, **kwargs)
         step = {"rows": len(batch.reqs) * result.speculative_num_draft_tokens} | exchange.elements
         print(SAID + json.dumps(step), flush=True)

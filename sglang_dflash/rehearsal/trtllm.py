@@ -39,7 +39,7 @@ def require_window(window_left: int) -> None:
     assert window_left != 0, "a window of one token is not one to every kernel"
 
 
-class Draft(NamedTuple):
+class DraftMask(NamedTuple):
     """Which of the last N keys each of N queries sees: bits, in words of 16."""
 
     bits_BNW: torch.Tensor
@@ -94,7 +94,7 @@ def xqa(
         assert mask.dtype == torch.uint16, f"a mask of {mask.dtype}"
         assert mask.shape == (n_requests, n_queries, -(-n_queries // 32) * 2), f"a mask of {tuple(mask.shape)}"
         assert mask.is_contiguous(), "the mask's rows lie behind one another"
-        draft = Draft(mask)
+        draft = DraftMask(mask)
     q_BNAE = q.view(n_requests, n_queries, *q.shape[-2:])
     out_BNAE = out.view(q_BNAE.shape)
     scale = q_scale * kv_scale / q.shape[-1] ** 0.5

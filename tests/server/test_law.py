@@ -1,6 +1,6 @@
 """Above temperature 0 the first tokens are drawn from the distribution they have without speculation.
 
-The comparison and its bound are in `bench/law.py`. With `N` draws on each side a shift of 0.15 in an outcome of
+The comparison and its bound are in `prove/law.py`. With `N` draws on each side a shift of 0.15 in an outcome of
 probability 0.5 is caught five times in six, and one of 0.09 where it is 0.1. A wrong acceptance moves outcomes more, as
 the last tests show on servers whose acceptance is spoilt on purpose.
 """

@@ -2,9 +2,9 @@
 
     python -m tests.tools.compare_workers            # the tiny pair on this CPU, in fp32, where exact can be decided
 
-Three servers run side by side and are asked the same things, case by case: every case of `tests/tools/parameters.py` with
-every question. What must be the same is compared token for token, with text, finish reason, counts, logprobs and
-hidden states; what is drawn is compared as a distribution (`bench/law.py`). Three more servers, in SGLang's
+Three servers run side by side and are asked the same things, case by case: every case of `parameters.py` with every
+question. What must be the same is compared token for token, with text, finish reason, counts, logprobs and
+hidden states; what is drawn is compared as a distribution (`prove/law.py`). Three more servers, in SGLang's
 deterministic mode, are asked with seeds. Prints a Markdown table; the JSON document with every case goes to
 `launch/results/`, its path is the last line of stdout.
 """

@@ -104,7 +104,7 @@ DEVICES = {80: Device(108, 164 << 10, 166912), 90: Device(132, 228 << 10, 232448
 OTHERS = (Second(S=4, H=2048, J=16, K=10, R=64), Second(S=3, H=2880, J=90, K=1, R=96))  # no draft is like them
 
 
-class Launch(NamedTuple):
+class KernelLaunch(NamedTuple):
     kernel: str
     detail: str
     specialisation: Hashable  # by `specialisations`
@@ -115,7 +115,7 @@ class Launch(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    launch: Launch
+    launch: KernelLaunch
     grid: tuple[int, int, int]
     n_warps: int
     shared: int
@@ -157,7 +157,7 @@ class Driver:
         return
 
 
-def compilations(arch: int, launches: Iterator[Launch]) -> Iterator[Compiled | str]:
+def compilations(arch: int, launches: Iterator[KernelLaunch]) -> Iterator[Compiled | str]:
     """What Triton compiles in the course of `launches`; a complaint where it does and should not, or the reverse."""
     device = Driver(arch)
     driver.set_active(device)
@@ -192,7 +192,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def step_launches(B: int, N: int) -> Iterator[Launch]:
+def step_launches(B: int, N: int) -> Iterator[KernelLaunch]:
     """Of every model. An odd number of requests leaves the rows behind it off 16-byte boundaries."""
     tokens, prefix = empty(B, N, dtype=I64), empty(3, B, dtype=I64)[1]
 
@@ -200,26 +200,26 @@ def step_launches(B: int, N: int) -> Iterator[Launch]:
         table = empty(TABLE_ROWS, CONTEXT, dtype=I32)
         plan_block.plan_block_triton(prefix, prefix, prefix, table, mask_token_id=MASK_TOKEN_ID, n_tokens=N)
 
-    yield Launch("plan_block", f"B={B} N={N}", specialisations.plan_block(N), plan)
-    yield Launch(
+    yield KernelLaunch("plan_block", f"B={B} N={N}", specialisations.plan_block(N), plan)
+    yield KernelLaunch(
         "accept", f"B={B} N={N}", specialisations.accept(N), lambda: accept.accept_triton(tokens, tokens, prefix)
     )
 
 
-def copy_launches(B: int, N: int, context: int = CONTEXT) -> Iterator[Launch]:
+def copy_launches(B: int, N: int, context: int = CONTEXT) -> Iterator[KernelLaunch]:
     tokens, prefix = empty(B, N, dtype=I64), empty(3, B, dtype=I64)[1]
     text, counts = empty(TABLE_ROWS, context, dtype=I32), empty(TABLE_ROWS, copy_draft.N_CLASSES, 2, dtype=I32)
     texts = copy_draft.Texts(prefix, prefix, text, counts)
     copied = copy_draft.Copied(tokens, empty(B, dtype=I32), *empty(2, B, N - 1, dtype=I32))
     copy = functools.partial(copy_draft.copy_draft_triton, tokens, texts)
-    yield Launch("copy_draft", f"B={B} N={N}", specialisations.copy_draft(N), copy)
+    yield KernelLaunch("copy_draft", f"B={B} N={N}", specialisations.copy_draft(N), copy)
     if N > 1:
         step = tokens, copied, tokens, empty(B, dtype=I32), texts
         weigh = functools.partial(weigh_copies.weigh_copies_triton, *step, totals_K2=counts[0])
-        yield Launch("weigh_copies", f"B={B} N={N}", specialisations.weigh_copies(N), weigh)
+        yield KernelLaunch("weigh_copies", f"B={B} N={N}", specialisations.weigh_copies(N), weigh)
 
 
-def penalise_launches(P: int, N: int, E: int) -> Iterator[Launch]:
+def penalise_launches(P: int, N: int, E: int) -> Iterator[KernelLaunch]:
     for dtype in (F32, BF16):
         asked = penalise.Asked(
             *(empty(P, dtype=kind) for kind in (I64, I64, F32, F32, F32, I64)), stop_PE=empty(P, E, dtype=I64)
@@ -229,10 +229,10 @@ def penalise_launches(P: int, N: int, E: int) -> Iterator[Launch]:
             *(empty(64, N, VOCABULARY, dtype=dtype), empty(64, N, dtype=I64), empty(P, dtype=I64)),
             *(empty(8, VOCABULARY, dtype=I32), asked),
         )
-        yield Launch("penalise", f"P={P} N={N} E={E} {dtype}", specialisations.penalise(), run, dtype)
+        yield KernelLaunch("penalise", f"P={P} N={N} E={E} {dtype}", specialisations.penalise(), run, dtype)
 
 
-def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: int) -> Iterator[Launch]:
+def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: int) -> Iterator[KernelLaunch]:
     """T rows, of B requests or of a prompt; K and V as `draft_model.context_kv` leaves them."""
     L, G, E = draft.n_layers, draft.n_kv_heads, draft.head_dim
     k, v = empty(L, T, 2, G, E).transpose(0, 1).unbind(2)
@@ -249,10 +249,12 @@ def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: in
         specialisation = specialisations.append_context(n_kept=B is not None)
         # Triton has fp8_e4m3 from Ada (sm_89) on.
         refused = dtype == append_context.FP8 and arch < 89
-        yield Launch("append_context", f"L={L} G={G} T={T} B={B} {dtype}", specialisation, run, (G, E, dtype), refused)
+        yield KernelLaunch(
+            "append_context", f"L={L} G={G} T={T} B={B} {dtype}", specialisation, run, (G, E, dtype), refused
+        )
 
 
-def verify_launch(layers: sizes.RecurrentSizes, B: int, N: int) -> Launch:
+def verify_launch(layers: sizes.RecurrentSizes, B: int, N: int) -> KernelLaunch:
     """q, k and v are views of one convolution's output, a and b of one projection's, as SGLang's backend has them."""
     H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
     T, X = B * N, record_width(H, V, G, K)
@@ -266,10 +268,10 @@ def verify_launch(layers: sizes.RecurrentSizes, B: int, N: int) -> Launch:
     def run() -> None:
         gdn_verify.gdn_verify_triton(x, states, empty(B, dtype=I32), record)
 
-    return Launch("gdn_verify", f"H={H} G={G} B={B} N={N}", specialisations.gdn_verify(B, N, H, V), run, (H, G))
+    return KernelLaunch("gdn_verify", f"H={H} G={G} B={B} N={N}", specialisations.gdn_verify(B, N, H, V), run, (H, G))
 
 
-def fold_launch(layers: sizes.RecurrentSizes, B: int, N: int, *, tracked: bool) -> Launch:
+def fold_launch(layers: sizes.RecurrentSizes, B: int, N: int, *, tracked: bool) -> KernelLaunch:
     L, H, G, V, K = layers.n_layers, layers.n_value_heads, layers.n_key_heads, layers.value_width, layers.key_width
     states = empty(L, N_STATES, H, V, K, dtype=F32)
     record = empty(L, N_STATES, max(WIDE), record_width(H, V, G, K), dtype=F32)[:, :, :N]
@@ -280,20 +282,20 @@ def fold_launch(layers: sizes.RecurrentSizes, B: int, N: int, *, tracked: bool) 
         gdn_fold.gdn_fold_triton(states, record, kept, n_key_heads=G)
 
     detail = f"H={H} G={G} B={B} N={N}{' tracked' * tracked}"
-    return Launch("gdn_fold", detail, specialisations.gdn_fold(tracked=tracked), run, (H, G))
+    return KernelLaunch("gdn_fold", detail, specialisations.gdn_fold(tracked=tracked), run, (H, G))
 
 
-def second_launches(draft: Second, B: int, N: int) -> Iterator[Launch]:
+def second_launches(draft: Second, B: int, N: int) -> Iterator[KernelLaunch]:
     """Of a DFlash 2 draft: both sides of a sublayer, whose changes are halves of one projection, and the walk."""
     S, H, J, K, R = draft
     x, base, change = empty(B * N, H), empty(2, S, H), empty(B * N, 2, S, J)
     for side in (0, 1):
         run = functools.partial(block_conv.block_conv_triton, x, change[:, side], base[side], block_size=N)
-        yield Launch("block_conv", f"H={H} J={J} S={S} B={B} N={N}", specialisations.block_conv(S), run, (H, J))
+        yield KernelLaunch("block_conv", f"H={H} J={J} S={S} B={B} N={N}", specialisations.block_conv(S), run, (H, J))
     inputs = empty(B, N - 1, K, dtype=I64), empty(B, N - 1, K, dtype=F32), empty(B, N - 1, R), empty(3, B, dtype=I64)[1]
     tables = {f"{name}_VR": empty(VOCABULARY, R) for name in ("predecessor", "successor")}
     select = functools.partial(select_path.select_path_triton, *inputs, **tables)
-    yield Launch("select_path", f"K={K} R={R} B={B} N={N}", specialisations.select_path(K), select, R)
+    yield KernelLaunch("select_path", f"K={K} R={R} B={B} N={N}", specialisations.select_path(K), select, R)
 
 
 def on_one_rank(layers: sizes.RecurrentSizes, tp_size: int) -> sizes.RecurrentSizes:
@@ -301,7 +303,7 @@ def on_one_rank(layers: sizes.RecurrentSizes, tp_size: int) -> sizes.RecurrentSi
     return dataclasses.replace(layers, n_value_heads=heads[0], n_key_heads=heads[1])
 
 
-def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> Iterator[Launch]:
+def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> Iterator[KernelLaunch]:
     for B in BATCHES:
         for N in WIDTHS + WIDE:
             for launch in (*step_launches(B, N), *copy_launches(B, N)):

@@ -1,6 +1,6 @@
 """What a request may ask for, as a table, and how one request is asked and read.
 
-Shared by the tests (ours against speculation off) and by `tests.tools.compare_workers` (SGLang's worker too), so that both
+Shared by the tests (ours against speculation off) and by `compare_workers` (SGLang's worker too), so that both
 mean the same thing by a parameter. Token ids are those of the tiny pair's tokenizer.
 """
 

@@ -25,7 +25,7 @@ COPY_MS = {1: 0.01, 8: 0.01, 32: 0.02}  # 32k tokens of text a request
 TARGET_BYTES = GDN_LAYERS * (GDN_BYTES + MLP_BYTES) + ATTENTION_LAYERS * (ATTENTION_BYTES + MLP_BYTES) + HEAD_BYTES
 
 
-class Row(NamedTuple):
+class StageCost(NamedTuple):
     """Milliseconds of a part of a step, by requests."""
 
     part: str
@@ -38,29 +38,29 @@ def product(n_bytes: float, n_rows: int) -> float:
     return max(n_bytes / BYTES_PER_MS, n_bytes * n_rows / FLOP_PER_MS)
 
 
-def rows() -> list[Row]:
-    def both(part: str, ms: dict[int, float]) -> Row:
-        return Row(part, ms, ms)
+def rows() -> list[StageCost]:
+    def both(part: str, ms: dict[int, float]) -> StageCost:
+        return StageCost(part, ms, ms)
 
     snapshots = {B: B * STATES_BYTES * (1 + N) / STATE_BYTES_PER_MS for B in BATCHES}
     scatter = {B: B * STATES_BYTES * 2 / STATE_BYTES_PER_MS for B in BATCHES}
     return [
         both("the target's products", {B: product(TARGET_BYTES, B * N) for B in BATCHES}),
         both("logits to fp32, argmax", {B: 12 * B * N * VOCABULARY / BYTES_PER_MS for B in BATCHES}),
-        Row("recurrent states, verify", VERIFY_MS, snapshots),
-        Row("recurrent states, commit", FOLD_MS, scatter),
+        StageCost("recurrent states, verify", VERIFY_MS, snapshots),
+        StageCost("recurrent states, commit", FOLD_MS, scatter),
         both("the draft's layers", {B: product(DRAFT_BYTES, B * N) for B in BATCHES}),
         both("the draft's head", {B: product(HEAD_BYTES, B * (N - 1)) for B in BATCHES}),
         both("the drafts' argmax", {B: 2 * B * (N - 1) * VOCABULARY / BYTES_PER_MS for B in BATCHES}),
         both("context K and V", {B: product(CONTEXT_KV_BYTES, B * N) for B in BATCHES}),
-        Row("n-gram copies", COPY_MS, dict.fromkeys(BATCHES, 0.0)),
+        StageCost("n-gram copies", COPY_MS, dict.fromkeys(BATCHES, 0.0)),
         both("kernels outside graphs", dict.fromkeys(BATCHES, OUTSIDE_MS)),
     ]
 
 
 def table() -> Iterator[str]:
     made = rows()
-    total = Row("**step**", *({B: sum(side[B] for side in sides) for B in BATCHES} for sides in by_side(made)))
+    total = StageCost("**step**", *({B: sum(side[B] for side in sides) for B in BATCHES} for sides in by_side(made)))
     heads = [f"{who} {B}" for B in BATCHES for who in ("ours", "SGLang")]
     yield f"| ms, by requests | {' | '.join(heads)} |"
     yield "|---|" + "---:|" * len(heads)
@@ -70,7 +70,7 @@ def table() -> Iterator[str]:
     yield f"| ours over SGLang's | {' | '.join(ratios)}|"
 
 
-def by_side(made: list[Row]) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
+def by_side(made: list[StageCost]) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
     return [row.ours for row in made], [row.sglang for row in made]
 
 

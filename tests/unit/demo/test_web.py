@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import Split, WhitespaceSplit
 
 from sglang_dflash.demo import web
 from sglang_dflash.demo.ask import Step
-from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, Steps, Verified, conversation, pieces, web_server
+from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, StepTrace, Verified, conversation, pieces, web_server
 from sglang_dflash.servers.ports import free_port
 
 QUESTION = [{"role": "user", "content": "</script><b>bold</b>"}]
@@ -30,10 +30,10 @@ def letters() -> Tokenizer:
     return tokenizer
 
 
-def trace(folder: Path, *lines: dict[str, Any]) -> Steps:
+def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
     with (folder / "1.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
-    return Steps(folder)
+    return StepTrace(folder)
 
 
 # -- what is told of a step ----------------------------------------------------------------------------------------
