@@ -22,11 +22,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sglang_dflash.tiny import corpus
 from sglang_dflash.train.draft import Data, Second, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache
-from sglang_dflash.train.loop import Recipe
+from sglang_dflash.train.loop import TrainRecipe
 from sglang_dflash.train.ranks import joined
 from sglang_dflash.train.text import Batches, read_documents
-from sglang_dflash.train.tiny import DRAFT_RECIPES, load_pair, make_draft, make_pair, measure
-from sglang_dflash.train.tiny_target import RECIPES, make_tokenizer
+from sglang_dflash.train.tiny_pair import (
+    DRAFT_RECIPES,
+    RECIPES,
+    load_pair,
+    make_draft,
+    make_pair,
+    make_tokenizer,
+    measure,
+)
 from sglang_dflash.train.tokens import text_digest
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -164,8 +171,8 @@ def second_of(args: argparse.Namespace) -> Second | None:
     return Second(**{field.name: vars(args)[field.name] for field in fields(Second)}) if args.dflash2 else None
 
 
-def recipe_of(args: argparse.Namespace) -> Recipe:
-    return Recipe(
+def recipe_of(args: argparse.Namespace) -> TrainRecipe:
+    return TrainRecipe(
         steps=args.steps,
         learning_rate=args.learning_rate,
         warmup_steps=args.warmup_steps,

@@ -24,7 +24,7 @@ from sglang_dflash.model.generate import Options
 from sglang_dflash.model.target import TargetReader, check_pair, stop_token_ids
 from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving
 from sglang_dflash.train.features import Read, read_rows, weights_digest
-from sglang_dflash.train.loop import Recipe, Report, train
+from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import (
     Blocks,
     Scores,
@@ -203,7 +203,7 @@ def train_draft(
     target: PreTrainedModel,
     config: Checkpoint,
     data: Data,
-    recipe: Recipe,
+    recipe: TrainRecipe,
     *,
     out: Path,
     settings: Settings,

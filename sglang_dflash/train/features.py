@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sglang_dflash.model.target import target_features
-from sglang_dflash.train.facts import differing
+from sglang_dflash.train.loop import differing
 from sglang_dflash.train.ranks import Ranks
 from sglang_dflash.train.tokens import Rows, Tokens, stacked, text_digest
 

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
-from sglang_dflash.train.facts import differing
 from sglang_dflash.train.ranks import ALONE, Ranks
 
 Report = dict[str, float | list[float]]
@@ -31,7 +30,7 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TrainRecipe:
     """How long and how fast to train: one cosine cycle, or several."""
 
     steps: int
@@ -58,7 +57,7 @@ class Recipe:
         return {name: value for name, value in asdict(self).items() if name not in ("save_every", "report_every")}
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
+def learning_rate(recipe: TrainRecipe, step: int) -> float:
     """Within a cycle, linear warm-up times a cosine from 1 to `final_rate`; `step` counts from 0."""
     for n_steps, peak in recipe.cycles:
         if step < n_steps:
@@ -69,7 +68,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     raise ValueError(f"the recipe ends {step} steps before this one")
 
 
-def adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
+def adamw(module: nn.Module, recipe: TrainRecipe) -> torch.optim.AdamW:
     """AdamW that decays matrices and leaves norms, biases and kernels that begin as the identity alone."""
     learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     matrices = [p for name, p in learned if p.ndim >= 2 and not name.endswith("base_kernel")]
@@ -79,6 +78,12 @@ def adamw(module: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
         {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """Return the facts that differ, by name: `steps 6, now 7; text a, now b`; empty if all agree."""
+    pairs = {name: (found.get(name, "unset"), wanted.get(name, "unset")) for name in found.keys() | wanted.keys()}
+    return "; ".join(f"{name} {was}, now {now}" for name, (was, now) in sorted(pairs.items()) if was != now)
 
 
 @dataclass
@@ -141,7 +146,7 @@ class Log:
 def train(
     module: nn.Module,
     loss_at: Callable[[int], torch.Tensor],
-    recipe: Recipe,
+    recipe: TrainRecipe,
     *,
     folder: Path,
     name: str,
@@ -183,7 +188,7 @@ def train(
     module.eval()
 
 
-def take_step(run: Run, loss_at: Callable[[int], torch.Tensor], recipe: Recipe, ranks: Ranks) -> float:
+def take_step(run: Run, loss_at: Callable[[int], torch.Tensor], recipe: TrainRecipe, ranks: Ranks) -> float:
     """One update of the weights; returns the loss of the whole batch."""
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(recipe, run.step)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Con
 from sglang_dflash.model import DraftModel
 from sglang_dflash.train.__main__ import main
 from sglang_dflash.train.loop import LOG
-from sglang_dflash.train.tiny_target import make_tokenizer
+from sglang_dflash.train.tiny_pair import make_tokenizer
 
 
 @pytest.fixture(scope="module")

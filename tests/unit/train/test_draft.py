@@ -12,7 +12,7 @@ from sglang_dflash.draft import checkpoint
 from sglang_dflash.model import DraftConfig, DraftModel
 from sglang_dflash.train.draft import Data, DraftRun, Settings, draft_config_for, initialised, train_draft
 from sglang_dflash.train.features import read_rows
-from sglang_dflash.train.loop import CHECKPOINT, Recipe
+from sglang_dflash.train.loop import CHECKPOINT, TrainRecipe
 from sglang_dflash.train.text import padded
 from sglang_dflash.train.tokens import Tokens
 
@@ -65,7 +65,7 @@ def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
     """What is saved for serving has not moved; the checkpoint has, and so the next steps add up."""
     target = make_target(torch.bfloat16)
     config = config_for(target)
-    recipe = Recipe(steps=3, learning_rate=1e-7, warmup_steps=0, weight_decay=0.0)
+    recipe = TrainRecipe(steps=3, learning_rate=1e-7, warmup_steps=0, weight_decay=0.0)
     data = Data(lambda step: some_rows(), held_out=[some_rows()], prompts=[], facts={})
     train_draft(target, config, data, recipe, out=tmp_path, settings=Settings(eval_tokens=4))
     torch.manual_seed(0)

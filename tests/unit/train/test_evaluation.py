@@ -11,8 +11,7 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.model.target import stop_token_ids
 from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving
-from sglang_dflash.train.tiny import held_out_prompts
-from sglang_dflash.train.tiny_target import END, make_tokenizer
+from sglang_dflash.train.tiny_pair import END, held_out_prompts, make_tokenizer
 from sglang_dflash.train.tokens import Rows
 
 DENSE = Path(sglang_dflash.__file__).parent / "assets" / "tiny_dense"

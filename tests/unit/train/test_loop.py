@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from sglang_dflash.train.loop import CHECKPOINT, LOG, Recipe, adamw, learning_rate, train
+from sglang_dflash.train.loop import CHECKPOINT, LOG, TrainRecipe, adamw, learning_rate, train
 
-RECIPE = Recipe(steps=6, learning_rate=0.1, warmup_steps=2, save_every=2, report_every=3)
+RECIPE = TrainRecipe(steps=6, learning_rate=0.1, warmup_steps=2, save_every=2, report_every=3)
 
 
 def make_module() -> nn.Module:
@@ -91,7 +91,7 @@ def test_no_partial_file_is_left(tmp_path):
 
 def test_reports_come_every_so_often_and_at_the_end(tmp_path, capsys):
     numbers = {"tokens_per_step": 2.5, "accepted_at_slot": [0.9, 0.6]}
-    run(tmp_path, Recipe(steps=5, learning_rate=0.1, report_every=2), report=lambda: numbers)
+    run(tmp_path, TrainRecipe(steps=5, learning_rate=0.1, report_every=2), report=lambda: numbers)
     lines = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert all(line.items() >= numbers.items() for line in lines)
@@ -99,7 +99,7 @@ def test_reports_come_every_so_often_and_at_the_end(tmp_path, capsys):
 
 
 def test_learning_rate_of_two_cycles():
-    recipe = Recipe(steps=10, learning_rate=1.0, more_cycles=((4, 0.5),), warmup_steps=2, final_rate=0.1)
+    recipe = TrainRecipe(steps=10, learning_rate=1.0, more_cycles=((4, 0.5),), warmup_steps=2, final_rate=0.1)
     rates = [learning_rate(recipe, step) for step in range(14)]
     assert rates[0] == 0.5  # half warm
     assert rates[5] == pytest.approx(0.1 + 0.9 * 0.5)  # half way down

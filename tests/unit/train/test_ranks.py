@@ -13,7 +13,7 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.train.__main__ import main
 from sglang_dflash.train.loop import LOG
 from sglang_dflash.train.ranks import ALONE, Ranks, joined
-from sglang_dflash.train.tiny_target import make_target, make_tokenizer
+from sglang_dflash.train.tiny_pair import make_target, make_tokenizer
 from tests.fixtures import two_ranks
 
 SCRIPT = Path(two_ranks.__file__)

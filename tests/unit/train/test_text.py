@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sglang_dflash.train.text import Batches, padded, read_documents
-from sglang_dflash.train.tiny_target import CHAT_TEMPLATE
+from sglang_dflash.train.tiny_pair import CHAT_TEMPLATE
 from sglang_dflash.train.tokens import Tokens, packed, text_digest
 
 

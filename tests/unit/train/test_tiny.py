@@ -10,9 +10,20 @@ from transformers import AutoTokenizer
 
 import sglang_dflash
 from sglang_dflash.tiny import corpus
-from sglang_dflash.train.loop import Recipe
-from sglang_dflash.train.tiny import held_out_prompts, load_pair, make_draft, make_pair, measure
-from sglang_dflash.train.tiny_target import CHAT_TEMPLATE, MASK, SPECIAL_TOKENS, chat_rows, chat_tokens, make_tokenizer
+from sglang_dflash.train.loop import TrainRecipe
+from sglang_dflash.train.tiny_pair import (
+    CHAT_TEMPLATE,
+    MASK,
+    SPECIAL_TOKENS,
+    chat_rows,
+    chat_tokens,
+    held_out_prompts,
+    load_pair,
+    make_draft,
+    make_pair,
+    make_tokenizer,
+    measure,
+)
 
 ASSETS = Path(sglang_dflash.__file__).parent / "assets"
 PAIRS = {"hybrid": ASSETS / "tiny", "dense": ASSETS / "tiny_dense"}
@@ -70,7 +81,7 @@ def test_rows_depend_on_their_seed_alone(tokenizer):
 
 @pytest.mark.parametrize("kind", ["hybrid", pytest.param("dense", marks=pytest.mark.full)])
 def test_a_pair_is_made_from_nothing_and_resumed(tmp_path, kind):
-    short = Recipe(steps=2, learning_rate=1e-3, warmup_steps=1)
+    short = TrainRecipe(steps=2, learning_rate=1e-3, warmup_steps=1)
     make_pair(tmp_path, kind, target_recipe=short, draft_recipe=short)
     draft, target = load_pair(tmp_path)
     made = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
