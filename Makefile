@@ -45,8 +45,7 @@ $(READY): pyproject.toml $(wildcard env/constraints.txt)
 demo: $(READY)
 	@$(RUN) -m sglang_dflash demo --port $(PORT) $(if $(filter-out 0,$(ONCE)),--once)
 
-# The kernels' tests need Triton imported as an interpreter, so they run in processes of their own, first. Of the others
-# one process runs those that share servers, another the rest.
+# The kernels' tests need Triton imported as an interpreter, so they run in processes of their own, first.
 test: $(READY)
 	@$(call pytest,-m "not full")
 
