@@ -1,4 +1,4 @@
-"""Rows of tests/mutations are about this tree: `python -m tests.tools.mutate` makes the mistakes, which takes minutes."""
+"""Rows of tests/mutations fit this tree. `python -m tests.tools.mutate` makes the mistakes, which takes minutes."""
 
 import ast
 
