@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import Options, Step, spec_steps
+from sglang_dflash.model.generate import DecodedStep, Options, spec_steps
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, REHEARSED, Family, write_pair
@@ -37,7 +37,7 @@ class Served(NamedTuple):
     family: Family
     pair: Pair
     prompts: list[list[int]]
-    expected: list[list[Step]]
+    expected: list[list[DecodedStep]]
     name: str
 
 

@@ -17,7 +17,7 @@ from sglang_dflash.draft.record import FULL, Checkpoint
 from sglang_dflash.tiny.pairs import HYBRID, HYBRID_FLAGS, Pair
 from sglang_dflash.train.draft import Data, Settings, train_draft
 from sglang_dflash.train.features import read_rows
-from sglang_dflash.train.loop import Recipe
+from sglang_dflash.train.loop import TrainRecipe
 from sglang_dflash.train.tokens import Rows
 from tests.server.lib.rehearsals import GRAPHS, SM90, STREAMS, attention
 
@@ -25,7 +25,7 @@ N_LAYERS, VOCABULARY, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 4, 128, 64, 4, 2, 16
 END, MASK = 2, 3
 BLOCK_SIZE, FEATURE_LAYERS = 8, (0, 1, 2)
 N_TEXTS, N_PROMPT, N_ANSWER = 16, 12, 56
-RECIPE = Recipe(steps=200, learning_rate=4e-3, warmup_steps=20)
+RECIPE = TrainRecipe(steps=200, learning_rate=4e-3, warmup_steps=20)
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": N_LAYERS, "num_attention_heads": HEADS,
