@@ -1,49 +1,32 @@
-"""The installation: versions, entry points, hooks, SGLang's names; and whether this machine's libraries run at all."""
-
-from __future__ import annotations
+"""The installation: versions, entry points, hooks, SGLang's names, and whether the GPU computes at all."""
 
 import importlib
 import importlib.util
 import platform
-from typing import Any
+
+import torch
 
 from sglang_dflash.check import findings, launch
 from sglang_dflash.prove.machine import Place
-from sglang_dflash.prove.record import Finding, require
+from sglang_dflash.prove.plugin import Finding, Found, check
 
-# Modules that SGLang or we import, and without which no server starts or answers.
+# Modules without which no server starts or answers.
 MODULES = ("sglang", "torch", "triton", "transformers", "httpx", "psutil", "rich", "huggingface_hub", "fastapi", "zmq")
+VERSIONED = ("sglang", "torch", "triton", "transformers", "sglang_dflash")
 
 
-def environment(place: Place) -> Finding:
+@check("environment", "versions, entry points, hooks and names of SGLang are as needed", 2, short=True)
+def check_environment(place: Place, found: Found) -> None:
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
-    numbers = versions() | {"device": place.device, "missing": missing}
-    if missing:
-        return require(False, f"not importable: {', '.join(missing)}; put them on PYTHONPATH", numbers)
+    assert not missing, f"not importable: {', '.join(missing)}; put them on PYTHONPATH"
+    # From the modules: where they were unpacked, metadata is missing or another version's.
+    versions = {name: importlib.import_module(name).__version__ for name in VERSIONED}
     if place.gpu is not None:
-        numbers["product"] = matrix_product()
-    found = [*findings.installation(), *launch.report([])]
-    numbers["checks"] = {finding.name: finding.text for finding in found}
-    wrong = [f"{finding.name}: {finding.text}" for finding in found if not finding.ok]
-    shown = ", ".join(f"{name} {numbers[name]}" for name in ("sglang", "torch", "triton"))
-    return require(not wrong, "; ".join([shown, *wrong]), numbers)
-
-
-def versions() -> dict[str, Any]:
-    """As the modules themselves say: where they were unpacked there is no metadata, or another version's."""
-    import torch
-
-    found = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("sglang", "torch", "triton", "transformers", "sglang_dflash"):
-        found[name.removesuffix(".version")] = importlib.import_module(name).__version__
-    return found
-
-
-def matrix_product() -> float:
-    """A GPU that computes: the largest error of a small product, which is exact in fp32."""
-    import torch
-
-    a = torch.randint(-8, 8, (64, 64), device="cuda").float()
-    error = (a @ a - (a.double() @ a.double()).float()).abs().max().item()
-    assert error == 0, f"a product of small integers is off by {error}"
-    return error
+        a = torch.randint(-8, 8, (64, 64), device="cuda").float()
+        error = (a @ a - (a.double() @ a.double()).float()).abs().max().item()
+        assert error == 0, f"a product of small integers is off by {error}"
+    said = [*findings.installation(), *launch.report([])]
+    wrong = [f"{one.name}: {one.text}" for one in said if not one.ok]
+    shown = ", ".join(f"{name} {versions[name]}" for name in ("sglang", "torch", "triton"))
+    numbers = versions | {"python": platform.python_version(), "cuda": torch.version.cuda, "device": place.device}
+    found(Finding("; ".join([shown, *wrong]), numbers | {"checks": {one.name: one.text for one in said}}, not wrong))

@@ -1,240 +1,188 @@
-"""What the probe saw inside the scheduler of a server of ours, beside what plain torch says of the same prompts."""
+"""What the probe recorded inside the scheduler of a server with the plugin, and plain torch's answers beside it."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.flags import Worker
 from sglang_dflash.memory.sizes import ring_slots
 from sglang_dflash.prove import served
-from sglang_dflash.prove.machine import DENSE, OWN, Gpu, Place
-from sglang_dflash.prove.record import Failed, Finding, Once, Skipped, require
-from sglang_dflash.prove.served import Expected, Launch, Torch, Watched
-from sglang_dflash.tiny.workloads import answered_conversations
+from sglang_dflash.prove.machine import Gpu, Place
+from sglang_dflash.prove.plugin import Finding, Found, check
+from sglang_dflash.prove.served import Draw, Reference, Watched
+from sglang_dflash.tiny.workloads import answered_conversations, held_out
 
-STEPS_WITHIN = 0.1  # of tokens per step, where rounding differs
+STEPS_WITHIN = 0.1  # of the acceptance length, where rounding differs
 BYTES_WITHIN = 0.02  # a page of padding, alignment
-EVERY_WIDTH = (("SGLANG_DFLASH_WIDTHS", "random"),)
-FP32 = 4
+FP32 = 4  # bytes
+SIZE = ("requests", "width")
+STAGES = {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit", "append"}
 
 
-def watch_whole_blocks(place: Place) -> Watched:
-    launch = Launch(place.main_pair, place.backends[0], env=tuple(served.WHOLE_BLOCKS.items()))
-    return served.watch(place, launch)
+class Setting(NamedTuple):
+    """How a watched server drafts and verifies, and its prompts."""
+
+    title: str
+    where: str
+    env: Mapping[str, str]
+    draw: Draw = held_out
 
 
-def watch_every_width(place: Place) -> Watched:
-    return served.watch(place, Launch(place.main_pair, place.backends[0], env=EVERY_WIDTH))
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}  # as plain torch drafts and verifies
+WITH_COPIES = WHOLE_BLOCKS | {"SGLANG_DFLASH_COPY": "on"}
+SETTINGS = {
+    "whole_blocks": Setting("", "", WHOLE_BLOCKS),
+    "every_width": Setting("every width", "where widths change", {"SGLANG_DFLASH_WIDTHS": "random"}),
+    "copies": Setting("copies", "in conversations that repeat themselves", WITH_COPIES, answered_conversations),
+}
 
 
-def watch_copies(place: Place) -> Watched:
-    launch = Launch(place.main_pair, place.backends[0], env=tuple(served.WITH_COPIES.items()))
-    return served.watch(place, launch, answered_conversations)
+def watching(name: str, proves: str, **minutes: float) -> pytest.MarkDecorator:
+    """Mark a check of watched servers; `minutes`: its limit by setting."""
+    params = []
+    for key, limit in minutes.items():
+        title, where, *_ = SETTINGS[key]
+        facts = (f"{name}, {title}", f"the same as `{name}`, {where}") if title else (name, proves)
+        params.append(pytest.param(key, marks=check(*facts, limit, short=not title), id=key))
+    return pytest.mark.parametrize("watched", params, indirect=True)
 
 
-def by_plain_torch(place: Place) -> tuple[Torch, list[Expected]]:
-    return generate(place, whole_blocks(place), copies=False)
+@pytest.fixture(scope="module")
+def watched(place: Place, request: pytest.FixtureRequest) -> Watched:
+    setting = SETTINGS[request.param]
+    return served.watch(place, setting.env, setting.draw)
 
 
-def by_plain_torch_with_copies(place: Place) -> tuple[Torch, list[Expected]]:
-    return generate(place, copying(place), copies=True)
+@pytest.fixture(scope="module")
+def reference(place: Place, watched: Watched) -> Reference:
+    """Plain torch's answers. The watched server has ended by now."""
+    return served.by_plain_torch(place, watched.prompts, copies=watched.copies)
 
 
-def generate(place: Place, watched: Watched, *, copies: bool) -> tuple[Torch, list[Expected]]:
-    """Of the prompts that the watched server was asked; it has ended by now."""
-    torch = Torch(place, place.main_pair)
-    return torch, [torch.generate(prompt, served.n_new(place), copies=copies) for prompt in watched.prompts]
-
-
-whole_blocks, every_width, copying = Once(watch_whole_blocks), Once(watch_every_width), Once(watch_copies)
-plain_torch, plain_torch_with_copies = Once(by_plain_torch), Once(by_plain_torch_with_copies)
-
-
-# -- drafts and padding --------------------------------------------------------------------------------------------
-
-
-def drafts(place: Place) -> Finding:
-    return judge_drafts(whole_blocks(place).dflash["probe"])
-
-
-def drafts_with_copies(place: Place) -> Finding:
-    return judge_drafts(copying(place).dflash["probe"])
-
-
-def drafts_at_every_width(place: Place) -> Finding:
-    return judge_drafts(every_width(place).dflash["probe"])
-
-
-def judge_drafts(probe: dict[str, Any]) -> Finding:
-    rows = probe["drafts"]
-    if not probe["captured"]:
-        raise Failed("no graph of the draft was captured", {"drafts": rows})
+@watching("drafts", "drafts are the same before and after the target's replay, at every captured batch size",
+          whole_blocks=12, every_width=8, copies=8)  # fmt: skip
+def check_drafts(watched: Watched, found: Found) -> None:
+    rows = watched.dflash["probe"]["steps"]
     bad = [row for row in rows if row["changed"]]
-    n_steps, widths = sum(row["steps"] for row in rows), sorted({row["width"] for row in rows})
-    sizes = sorted({row["requests"] for row in rows})
-    where = f"{n_steps} steps of {sizes[0]} to {sizes[-1]} requests, widths {', '.join(map(str, widths))}"
+    n_steps, sizes, widths = sum(row["steps"] for row in rows), *({row[key] for row in rows} for key in SIZE)
+    shown = ", ".join(map(str, sorted(widths)))
+    text = f"no draft changed in {n_steps} steps of {min(sizes)} to {max(sizes)} requests, widths {shown}"
     if bad:
         worst = max(bad, key=lambda row: row["changed"])
         text = (
             f"{len(bad)} of {len(rows)} sizes have other drafts after the target's replay, most with "
             f"{worst['requests']} requests at width {worst['width']}: {worst['changed']} in {worst['steps']} steps"
         )
-        raise Failed(text, {"drafts": rows})
-    return Finding(f"no draft changed in {where}", {"drafts": rows})
+    captured = bool(watched.dflash["probe"]["captured"])
+    found(Finding(text if captured else "no graph of the draft was captured", {"steps": rows}, captured and not bad))
 
 
-def padding(place: Place) -> Finding:
-    return judge_padding(whole_blocks(place).dflash["probe"])
+@watching("steps", "a step commits what it commits in plain torch, alone and in a crowd", whole_blocks=8, copies=8)
+def check_steps(place: Place, watched: Watched, reference: Reference, found: Found) -> None:
+    ours = {c: [served.histogram(one) for one in answers] for c, answers in watched.answers.items()}
+    plain, *measured = map(served.acceptance_length, (reference.histograms, *ours.values()))
+    shown = ", ".join(f"{length:.3f} with {c} at once" for c, length in zip(ours, measured, strict=True))
+    equal = [a == b for answers in ours.values() for a, b in zip(answers, reference.histograms, strict=True)]
+    numbers = {"plain_torch": round(plain, 4), "served": dict(zip(ours, (round(x, 4) for x in measured), strict=True))}
+    near = all(abs(length / plain - 1) <= STEPS_WITHIN for length in measured)
+    text = f"{plain:.3f} tokens a step by plain torch, {shown}; {sum(equal)} of {len(equal)} answers alike"
+    found(Finding(text, numbers, all(equal) if place.gpu is None else near))
 
 
-def padding_at_every_width(place: Place) -> Finding:
-    return judge_padding(every_width(place).dflash["probe"])
+@watching("answers", "greedy answers are plain torch's", whole_blocks=8, copies=8)
+def check_answers(place: Place, watched: Watched, reference: Reference, found: Found) -> None:
+    tie, said = served.near_tie(place, place.backends[0]), watched.answers.items()
+    tokens = {c: [one.token_ids for one in answers] for c, answers in said}
+    compared = {c: served.compare(watched.prompts, reference, answers, tie) for c, answers in tokens.items()}
+    bad = [text for one in compared.values() for text in one.beyond_a_tie]
+    text = ", ".join(f"{one.equal} of {one.of} with {c} at once" for c, one in compared.items())
+    text += f"; the others part where two tokens are within {tie} nats" if tie and not bad else ""
+    found(Finding("; ".join([text, *bad[:1]]), {c: one._asdict() for c, one in compared.items()}, not bad))
 
 
-def judge_padding(probe: dict[str, Any]) -> Finding:
-    rows, slot = probe["rows"], probe["padding_slot"]
-    n_padded, n_bad = sum(row["padded"] for row in rows), sum(row["not_finite"] for row in rows)
-    n_real = sum(row["not_finite_real"] for row in rows)
-    numbers = {"rows": rows, "padding_slot": slot}
-    if not n_padded:
-        raise Failed("no replay had a padded row, so nothing was looked at", numbers)
+@watching("padding", "nothing that is not finite in rows of no request, nor in the padding slot",
+          whole_blocks=6, every_width=6)  # fmt: skip
+def check_padding(watched: Watched, found: Found) -> None:
+    rows, slot = watched.dflash["probe"]["steps"], watched.dflash["probe"]["padding_slot"]
+    n_padded, n_bad, n_real = (sum(row[key] for row in rows) for key in ("padded", "not_finite", "not_finite_real"))
     text = (
         f"{n_padded} padded rows: {n_bad} values that are not finite; requests' own rows {n_real}; "
         f"padding slot {slot['target']} in the target's K and V, {slot['draft']} in the draft's"
     )
-    return require(not (n_bad or n_real or slot["target"] or slot["draft"]), text, numbers)
+    if not n_padded:
+        text = "no replay had a padded row, so nothing was looked at"
+    holds = n_padded > 0 and not (n_bad or n_real or slot["target"] or slot["draft"])
+    found(Finding(text, {"steps": rows, "padding_slot": slot}, holds))
 
 
-# -- beside plain torch --------------------------------------------------------------------------------------------
+@watching("stages", "time of every stage of a step", whole_blocks=6)
+def check_stages(watched: Watched, found: Found) -> None:
+    rows = watched.dflash["probe"]["stages"]
+    one = {row["stage"]: [row["host_ms"], row["device_ms"]] for row in rows if row["requests"] == 1}
+    missing = ", ".join(sorted(STAGES - set(one)))
+    shown = (f"{name} {' / '.join(f'{ms:.2f}' for ms in times if ms is not None)}" for name, times in one.items())
+    text = f"ms host (/ device), one request: {', '.join(shown)}" if not missing else f"no times of {missing}"
+    found(Finding(text, {"stages": rows}, not missing))
 
 
-def answers(place: Place) -> Finding:
-    return judge_answers(place, whole_blocks(place), *plain_torch(place))
+@watching("memory", "pools take what the capacity report counts", whole_blocks=6)
+def check_memory(place: Place, watched: Watched, found: Found) -> None:
+    allocated, counted = watched.dflash["probe"]["bytes"], count(place, watched)
+    off = {name: allocated[name] / n_bytes - 1 for name, n_bytes in counted.items()}
+    shown = [f"{name.replace('_', ' ')} {allocated[name] / 2**20:.1f} MiB ({x:+.1%})" for name, x in off.items()]
+    numbers: dict[str, Any] = {"bytes": allocated, "counted": counted}
+    if place.gpu is not None and place.is_own:
+        numbers["counted_tokens"] = n = counted_tokens(place.gpu, place, watched)
+        shown.append(f"tokens of K and V {allocated['target_tokens']:,}, counted {n:,}")
+    found(Finding(", ".join(shown), numbers, all(abs(share) <= BYTES_WITHIN for share in off.values())))
 
 
-def answers_with_copies(place: Place) -> Finding:
-    return judge_answers(place, copying(place), *plain_torch_with_copies(place))
+def count(place: Place, watched: Watched) -> dict[str, int]:
+    """Return the bytes of each pool by the capacity report's formulas."""
+    pools, info, widest = watched.dflash["probe"]["bytes"], watched.info, watched.dflash["widest"]
+    if not Path(place.pair.target).is_dir():
+        pytest.skip(f"{place.pair.target} is no directory, so its config.json is not here to be counted")
+    target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
+    ranks, page, in_fp32 = info["tp_size"], pools["page_size"], place.exact(place.backends[0])
+    attention = [replace(one.attention, itemsize=FP32) if in_fp32 else one.attention for one in (target, draft)]
+    per_token, draft_per_token = (one.bytes_per_token(ranks) for one in attention)
+    draft_tokens = pools["target_tokens"]
+    if window := info.get("speculative_draft_window_size") or draft.window:
+        draft_tokens = (pools["requests"] + 1) * ring_slots(window, widest, page)
+    counted = {
+        "target_kv": (pools["target_tokens"] + page) * per_token,
+        "draft_kv": (draft_tokens + page) * draft_per_token,
+    }
+    if target.recurrent:
+        rank = target.recurrent.shard(ranks)
+        rank = replace(rank, conv_itemsize=FP32) if in_fp32 else rank
+        counted["state_bytes"] = pools["states"] * rank.state_bytes
+        counted["block_bytes"] = pools["block_rows"] * rank.record_bytes(widest)
+    return counted
 
 
-def judge_answers(place: Place, watched: Watched, torch: Torch, expected: list[Expected]) -> Finding:
-    allowed, numbers, bad = served.tie(place, watched.launch.attention), {}, []
-    for concurrency, said in watched.answers.items():
-        parted = served.apart(
-            watched.prompts, [one.token_ids for one in expected], [one.token_ids for one in said], torch.gap
-        )
-        bad += [one for one in parted if one.gap > allowed]
-        numbers[str(concurrency)] = {"equal": len(said) - len(parted), "of": len(said), "apart": list(map(str, parted))}
-    counts = ", ".join(f"{row['equal']} of {row['of']} with {c} at once" for c, row in numbers.items())
-    excuse = f"; the others part where two tokens are within {allowed} nats" if allowed else ""
-    text = f"{counts}{excuse}" if not bad else f"{counts}; {bad[0]}"
-    return require(not bad, text, numbers)
-
-
-def steps(place: Place) -> Finding:
-    return judge_steps(place, whole_blocks(place), plain_torch(place)[1])
-
-
-def steps_with_copies(place: Place) -> Finding:
-    return judge_steps(place, copying(place), plain_torch_with_copies(place)[1])
-
-
-def judge_steps(place: Place, watched: Watched, expected: list[Expected]) -> Finding:
-    theirs = [one.histogram for one in expected]
-    ours = {c: [served.histogram(one) for one in said] for c, said in watched.answers.items()}
-    plain = served.committed_per_step(theirs)
-    measured = {c: served.committed_per_step(histograms) for c, histograms in ours.items()}
-    numbers = {"plain_torch": round(plain, 4), "served": {str(c): round(value, 4) for c, value in measured.items()}}
-    shown = ", ".join(f"{value:.3f} with {c} at once" for c, value in measured.items())
-    if place.gpu is None:
-        equal = sum(a == b for histograms in ours.values() for a, b in zip(histograms, theirs, strict=True))
-        of = sum(map(len, ours.values()))
-        return require(
-            equal == of, f"{plain:.3f} tokens a step by plain torch, {shown}; {equal} of {of} answers alike", numbers
-        )
-    holds = all(abs(value / plain - 1) <= STEPS_WITHIN for value in measured.values())
-    return require(holds, f"{plain:.3f} tokens a step by plain torch, {shown}", numbers)
-
-
-# -- times and bytes -----------------------------------------------------------------------------------------------
-
-
-def stages(place: Place) -> Finding:
-    rows = whole_blocks(place).dflash["probe"]["stages"]
-    one = {row["stage"]: row for row in rows if row["requests"] == 1}
-    if missing := {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit", "append"} - set(one):
-        raise Failed(f"no times of {', '.join(sorted(missing))}", {"stages": rows})
-    shown = [f"{name} {row['host_ms']:.2f}{device(row)}" for name, row in one.items()]
-    unit = "host" if place.gpu is None else "host / device"
-    return Finding(f"ms {unit}, one request: {', '.join(shown)}", {"stages": rows})
-
-
-def device(row: dict[str, Any]) -> str:
-    return "" if row["device_ms"] is None else f" / {row['device_ms']:.2f}"
-
-
-def memory(place: Place) -> Finding:
-    """Bytes of the pools as they were allocated, against the formulas of the capacity report."""
-    watched = whole_blocks(place)
-    found, counted = watched.dflash["probe"]["bytes"], count(place, watched)
-    rows = {name: {"allocated": found[name], "counted": counted[name]} for name in counted}
-    off = {name: row["allocated"] / row["counted"] - 1 for name, row in rows.items()}
-    shown = ", ".join(
-        f"{name.replace('_', ' ')} {rows[name]['allocated'] / 2**20:.1f} MiB ({share:+.1%})"
-        for name, share in off.items()
-    )
-    numbers: dict[str, Any] = {"bytes": found, "counted": rows}
-    if place.gpu is not None and watched.launch.pair == OWN:
-        numbers["tokens"] = {"served": found["target_tokens"], "counted": counted_tokens(place.gpu, watched, place)}
-        shown += f"; tokens of K and V {found['target_tokens']:,}, counted {numbers['tokens']['counted']:,}"
-    return require(all(abs(share) <= BYTES_WITHIN for share in off.values()), shown, numbers)
-
-
-def counted_tokens(gpu: Gpu, watched: Watched, place: Place) -> int:
-    """By the capacity report, for a card of which nothing is taken before the launch."""
-    info, models = watched.info, place.pairs[watched.launch.pair]
+def counted_tokens(gpu: Gpu, place: Place, watched: Watched) -> int:
+    """Return the tokens of K and V that the capacity report expects on an empty card."""
+    info, dflash = watched.info, watched.dflash
     flags = {
-        "--model": models.target,
-        "--draft": models.draft,
+        "--model": place.pair.target,
+        "--draft": place.pair.draft,
         "--gpu-memory": gpu.memory / 2**30,
-        "--block": watched.dflash["block_size"],
-        "--widest": watched.dflash["widest"],
-        "--copy": "auto" if watched.dflash["copies"] else "off",
+        "--block": dflash["block_size"],
+        "--widest": dflash["widest"],
+        "--copy": "auto" if dflash["copies"] else "off",
         "--context-length": info.get("context_length"),
         "--tp": info["tp_size"],
         "--mem-fraction": info["mem_fraction_static"],
-        "--max-running-requests": watched.dflash["probe"]["bytes"]["requests"],
+        "--max-running-requests": dflash["probe"]["bytes"]["requests"],
         "--page-size": info["page_size"],
         "--window": info.get("speculative_draft_window_size"),
     }
     words = [str(word) for pair in flags.items() if pair[1] is not None for word in pair]
     report = capacity_report.answer(capacity_report.arguments().parse_args(words))
     return report.results[Worker.PLUGIN].n_tokens
-
-
-def count(place: Place, watched: Watched) -> dict[str, int]:
-    found, info, models = watched.dflash["probe"]["bytes"], watched.info, place.pairs[watched.launch.pair]
-    if not Path(models.target).is_dir():
-        raise Skipped(f"{models.target} is no directory, so its config.json is not here to be counted")
-    target, draft = geometry.read_target(str(models.target)), geometry.read_draft(str(models.draft))
-    ranks, widest = info["tp_size"], watched.dflash["widest"]
-    wide = place.exact(watched.launch.attention) and watched.launch.pair != OWN  # served in fp32
-    attention = [replace(one.attention, itemsize=FP32) if wide else one.attention for one in (target, draft)]
-    per_token, draft_per_token = (one.bytes_per_token(ranks) for one in attention)
-    page, window = found["page_size"], info.get("speculative_draft_window_size") or draft.window
-    draft_tokens = found["target_tokens"]
-    if window:
-        draft_tokens = (found["requests"] + 1) * ring_slots(window, widest, page)
-    counted = {
-        "target_kv": (found["target_tokens"] + page) * per_token,
-        "draft_kv": (draft_tokens + page) * draft_per_token,
-    }
-    if target.recurrent and watched.launch.pair != DENSE:
-        rank = target.recurrent.shard(ranks)
-        rank = replace(rank, conv_itemsize=FP32) if wide else rank
-        counted["state_bytes"] = found["states"] * rank.state_bytes
-        counted["block_bytes"] = found["block_rows"] * rank.record_bytes(widest)
-    return counted

@@ -1,15 +1,11 @@
-"""Do two samplers draw from the same distribution? Compared by counting, with a bound fixed beforehand.
+"""Comparison of two sampling distributions by counting, with a bound fixed beforehand.
 
 A draw is the first tokens of one answer. Two sets of draws are compared over views of a draw: the token at each
-position, and the first two tokens together. In each view every outcome's share must agree within `BOUND` standard
-errors, computed from the counts. Outcomes seen fewer than `RARE` times in both sets together share one cell: for them
-the standard error says little. That rule looks at the sum of both sets alone, so it favours neither.
+position, and the first two tokens together. In each view the shares of every outcome must agree within `BOUND` standard
+errors. Outcomes seen fewer than `RARE` times in both sets together share one cell: their standard error says little.
 
-What it detects: with n draws in each set, an outcome of probability p that moves by BOUND + 1 standard errors,
-`detectable(p, n)`, is caught five times in six. Two equal samplers are called different less than once in a million
-comparisons of a cell.
-
-Knows nothing of servers or models.
+With n draws in each set, an outcome of probability p that moves by `detectable(p, n)` is caught five times in six. Two
+equal samplers are called different less than once in a million comparisons of a cell.
 """
 
 import math
@@ -40,7 +36,7 @@ class Cell(NamedTuple):
 
     @property
     def n_errors(self) -> float:
-        """How many standard errors lie between the two shares; 0 where both are 0 or both are 1."""
+        """Standard errors between the two shares; 0 where both are 0 or both are 1."""
         pooled = (self.n_a + self.n_b) / (self.of_a + self.of_b)
         error = standard_error(pooled, self.of_a, self.of_b)
         return abs(self.n_a / self.of_a - self.n_b / self.of_b) / error if error else 0.0
@@ -53,31 +49,27 @@ class Cell(NamedTuple):
 
 
 def standard_error(p: float, of_a: int, of_b: int) -> float:
-    """Of the difference between two shares, when both have probability `p`."""
+    """Return that of the difference between two shares, when both have probability `p`."""
     return math.sqrt(p * (1 - p) * (1 / of_a + 1 / of_b))
 
 
 def detectable(p: float, n: int) -> float:
-    """The shift of an outcome of probability `p` that `n` draws on each side show with probability 0.84."""
+    """Return the shift of an outcome of probability `p` that `n` draws on each side show with probability 0.84."""
     return (BOUND + 1) * standard_error(p, n, n)
 
 
-def token_at(draw: Draw, position: int) -> int:
-    return draw[position] if position < len(draw) else ENDED
-
-
-def _token(draw: Draw, position: int) -> Outcome:
-    return (token_at(draw, position),)
+def tokens_at(draw: Draw, positions: Sequence[int]) -> Outcome:
+    return tuple(draw[position] if position < len(draw) else ENDED for position in positions)
 
 
 def views() -> Iterator[tuple[str, Callable[[Draw], Outcome]]]:
-    yield "tokens 1 and 2", lambda draw: (token_at(draw, 0), token_at(draw, 1))
+    yield "tokens 1 and 2", partial(tokens_at, positions=(0, 1))
     for position in range(N_POSITIONS):
-        yield f"token {position + 1}", partial(_token, position=position)
+        yield f"token {position + 1}", partial(tokens_at, positions=(position,))
 
 
 def cells(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
-    """Every cell of every view; within a view each draw falls into exactly one."""
+    """Return every cell of every view; within a view each draw falls into exactly one."""
     found = []
     for view, outcome_of in views():
         counts_a, counts_b = Counter(map(outcome_of, a)), Counter(map(outcome_of, b))
@@ -91,6 +83,6 @@ def cells(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
 
 
 def violations(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
-    """The cells further apart than `BOUND` standard errors, the furthest first; none if the two laws look the same."""
+    """Return the cells further apart than `BOUND` standard errors, the furthest first."""
     apart = [cell for cell in cells(a, b) if cell.n_errors > BOUND]
     return sorted(apart, key=lambda cell: -cell.n_errors)

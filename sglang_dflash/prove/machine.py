@@ -1,16 +1,10 @@
-"""Where the checks run, and with which flags a pair is served there.
-
-A `Place` is made of the command line in every process anew; making it starts nothing on the GPU of this process.
-"""
-
-from __future__ import annotations
+"""The machine that checks run on, and the flags with which a pair is served there."""
 
 import argparse
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,25 +14,18 @@ from sglang_dflash.host.backends import BACKENDS
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Pair
 
-# In a process of its own: naming the device takes half a GiB of its memory for as long as the process lives.
-ASK = """
-import json, torch
-if torch.cuda.is_available():
-    properties, capability = torch.cuda.get_device_properties(0), torch.cuda.get_device_capability(0)
-    print(json.dumps([properties.name, "sm%d%d" % capability, properties.total_memory]))
-else:
-    print("null")
-"""
-MAX_REQUESTS = 32  # of a tiny pair's server on a GPU
+# Run in a process of its own: a process that names the device holds half a GiB of its memory until it ends.
+ASK = """import json, torch
+gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""
+MAX_REQUESTS = "32"  # of a tiny pair's server on a GPU
 GPU_FLAGS = (
-    *("--mem-fraction-static", "0.3"),
-    *("--max-total-tokens", "131072"),  # of a tiny model a card holds millions, whose bookkeeping takes minutes
-    *("--max-running-requests", str(MAX_REQUESTS)),
-    *("--cuda-graph-max-bs-decode", str(MAX_REQUESTS)),
-    *("--sampling-backend", "pytorch"),
+    *("--mem-fraction-static", "0.3", "--sampling-backend", "pytorch"),
+    *("--max-total-tokens", "131072"),  # a card holds millions of a tiny model, whose bookkeeping takes minutes
+    *("--max-running-requests", MAX_REQUESTS, "--cuda-graph-max-bs-decode", MAX_REQUESTS),
+    *("--mamba-radix-cache-strategy", "extra_buffer", "--max-mamba-cache-size", "256"),
 )
-HYBRID_GPU_FLAGS = ("--mamba-radix-cache-strategy", "extra_buffer", "--max-mamba-cache-size", "256")
-# Of the target and the draft alike: what SGLang itself would choose first, then those that a GPU also has.
+# Attention backends of target and draft: first SGLang's own choice, then others that run on the GPU.
 ATTENTION = {
     "sm80": ("flashinfer", "triton"),
     "sm89": ("flashinfer", "triton"),
@@ -46,13 +33,12 @@ ATTENTION = {
     "sm100": ("trtllm_mha", "fa4", "flashinfer", "triton"),
     "sm120": ("flashinfer", "triton"),
 }
-PAGE_SIZES = (1, 16)
-FP32_ATTENTION = ("triton",)  # of a GPU's; a rehearsed one computes in fp32 whatever its name
-# Host devices capture no sizes of their own accord; prompts' graphs take a minute to rehearse and prove nothing here.
-REHEARSAL_FLAGS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "disabled")
-HYBRID, DENSE, OWN = "hybrid", "dense", "own"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 ALIASES = {"sm86": "sm80", "sm87": "sm80", "sm103": "sm100", "sm121": "sm120"}
+PAGE_SIZES = (1, 16)
+FP32_ATTENTION = ("triton",)  # backends that compute in fp32 on a GPU; an emulated backend always does
+# SGLang captures no sizes on a CPU unless told; emulating the graphs of prompts takes a minute and proves nothing here.
+EMULATION_FLAGS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "disabled")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class Gpu(NamedTuple):
@@ -63,24 +49,16 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """
-    Attributes:
-        gpu: None: one is rehearsed.
-        device: "sm90", the GPU's or the rehearsed one's.
-        pairs: those that are served, by name; a pair of one's own is alone.
-        server_flags: go to every server, last.
-        short: the short form.
-        folder: for logs.
-        port: where free ports are looked for from.
-    """
+    """The machine of one run, and what is served on it."""
 
-    gpu: Gpu | None
-    device: str
-    pairs: Mapping[str, Pair]
-    server_flags: tuple[str, ...]
+    gpu: Gpu | None  # None: one is emulated
+    device: str  # architecture of the real or emulated GPU, such as "sm90"
+    pair: Pair
+    is_own: bool  # the user's pair instead of the tiny one
+    server_flags: tuple[str, ...]  # appended to the flags of every server
     short: bool
-    folder: Path
-    port: int
+    folder: Path  # for logs
+    port: int  # first one to try
 
     @property
     def level(self) -> str:
@@ -96,67 +74,58 @@ class Place:
         return ATTENTION.get(self.device, ("triton",))
 
     def page_sizes(self, attention: str) -> list[int]:
-        """The tried page sizes that the backend takes."""
+        """Return the tried page sizes that the backend takes."""
         pages = BACKENDS[attention].pages
         return [size for size in PAGE_SIZES if not pages or size in pages]
 
     @property
     def side_by_side(self) -> bool:
-        """Whether servers start beside one another. On a GPU each takes what it finds free for its own."""
-        return self.gpu is None and OWN not in self.pairs
-
-    @property
-    def main_pair(self) -> str:
-        """The one with recurrent layers, where there is a choice."""
-        return next(iter(self.pairs))
+        """Whether servers may run at the same time. On a GPU each one takes all the memory that is free."""
+        return self.gpu is None and not self.is_own
 
     def exact(self, attention: str) -> bool:
-        """Whether answers and steps are computed in fp32 there, so that they can be compared exactly."""
-        return OWN not in self.pairs and (self.gpu is None or attention in FP32_ATTENTION)
+        """Return whether answers and steps are computed in fp32, so that they can be compared exactly."""
+        return not self.is_own and (self.gpu is None or attention in FP32_ATTENTION)
 
     @property
-    def child_env(self) -> dict[str, str]:
-        """Of a process that checks. Triton reads whether it interprets when it is imported."""
-        return {"PYTHONUNBUFFERED": "1"} | OFFLINE | ({} if self.gpu else {"TRITON_INTERPRET": "1"})
+    def env_of_checks(self) -> dict[str, str]:
+        """Environment of processes that check. Triton reads its variable when it is imported."""
+        return OFFLINE if self.gpu else OFFLINE | {"TRITON_INTERPRET": "1"}
 
-    def flags(self, pair: str, attention: str, page_size: int | None = None) -> list[str]:
-        """Of a server of `pair`, without models, speculation, host and port."""
+    def flags(self, attention: str, page_size: int | None = None) -> list[str]:
+        """Return the flags of a server, without models, speculation, host and port."""
         page_size = page_size or self.page_sizes(attention)[0]
-        own = ["--attention-backend", attention, "--page-size", str(page_size)]
-        if pair == OWN:
-            return [*own, *self.server_flags]
-        recurrent = pair == HYBRID
+        own = ["--attention-backend", attention, "--page-size", str(page_size), *self.server_flags]
+        if self.is_own:
+            return own
         if self.gpu is None:
-            return [*tiny.FLAGS, *(tiny.HYBRID_FLAGS if recurrent else ()), *REHEARSAL_FLAGS, *own, *self.server_flags]
-        dtype = "float32" if self.exact(attention) else "bfloat16"
-        more = HYBRID_GPU_FLAGS if recurrent else ()
-        return [*GPU_FLAGS, *more, "--dtype", dtype, *own, *self.server_flags]
+            return [*tiny.FLAGS, *tiny.HYBRID_FLAGS, *EMULATION_FLAGS, *own]
+        return [*GPU_FLAGS, "--dtype", "float32" if self.exact(attention) else "bfloat16", *own]
 
     def env(self, attention: str) -> dict[str, str]:
+        """Return the environment of a server."""
         if self.gpu is None:
-            return dict(tiny.ENV) | OFFLINE
-        conv = {"SGLANG_MAMBA_CONV_DTYPE": "float32"} if self.exact(attention) else {}
-        return {"PYTHONUNBUFFERED": "1"} | OFFLINE | conv
+            return tiny.ENV | OFFLINE
+        return OFFLINE | ({"SGLANG_MAMBA_CONV_DTYPE": "float32"} if self.exact(attention) else {})
 
 
 def place_of(options: argparse.Namespace) -> Place:
-    """
+    """Return the place of a command line. Nothing is started on the GPU of this process.
+
     Raises:
-        ValueError: there is neither a GPU nor the rehearsal of one; half a pair.
+        ValueError: there is neither a GPU nor the emulation of one; half a pair.
     """
-    rehearse = flags.read(os.environ).rehearse
-    gpu = None if rehearse.gpu else find_gpu()
-    if gpu is None and not rehearse.gpu:
+    emulated = flags.read(os.environ).rehearse.gpu
+    gpu = None if emulated else find_gpu()
+    if gpu is None and not emulated:
         raise ValueError("no CUDA device here; SGLANG_DFLASH_REHEARSE=sm90 rehearses one on this CPU")
     if bool(options.model_path) != bool(options.draft_path):
         raise ValueError("a pair of your own needs both --model-path and --draft-path")
-    pairs = {HYBRID: tiny.HYBRID, DENSE: tiny.DENSE}
-    if options.model_path:
-        pairs = {OWN: Pair(options.model_path, options.draft_path)}
     return Place(
         gpu=gpu,
-        device=ALIASES.get(gpu.device, gpu.device) if gpu else rehearse.gpu,
-        pairs=pairs,
+        device=ALIASES.get(gpu.device, gpu.device) if gpu else emulated,
+        pair=Pair(options.model_path, options.draft_path) if options.model_path else tiny.HYBRID,
+        is_own=bool(options.model_path),
         server_flags=tuple(options.flags or ()),
         short=options.short,
         folder=options.folder,

@@ -1,20 +1,19 @@
-"""Our worker, watched from inside the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
+"""The worker, watched from inside the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
 
-At launch it takes dummy steps at every captured batch size, at one less than each (such a batch is padded), and at
-every width. Then it watches every step that is served. `GET /server_info` tells what was seen, under
-`dflash.probe`. Nothing of this runs in a server without the flag.
+At launch it takes dummy steps at every width, at every captured batch size and at one less, which is padded. Then it
+watches every step that is served. `GET /server_info` returns the record under `dflash.probe`:
 
-    drafts    a copy taken when the draft has run, compared with the drafts themselves when the target has
-    padding   logits and features of a replay's padded rows, and the K and V of the padding slot, are finite
-    stages    host seconds around each stage, and the device's between two events
-    bytes     what the pools take
+    steps     drafts that changed while the target ran, and values that are not finite in its logits and features
+    stages    host seconds of each stage, and the device's between two events
+    bytes     sizes of the pools
 """
 
-from __future__ import annotations
-
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from statistics import median_high
+from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -25,26 +24,34 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.names import SECTIONS
 from sglang_dflash.memory.records import RecordPool
-from sglang_dflash.metrics.stage_times import STAGES, DeviceClock, HostClock, Interval, P, R, measured
+from sglang_dflash.metrics.stage_times import STAGES, DeviceClock, P, R, measured
 from sglang_dflash.stages.copier import CopyStep
 from sglang_dflash.stages.dry_run import DryRun, own_states
 from sglang_dflash.stages.stages import Stages, with_methods
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.worker import DFlashWorker, Publish
 
-KEPT = 512  # intervals of a stage and size
+KEPT = 512  # times of a stage and size
 PADDING_SLOT = 0
 
 Size = tuple[int, int]  # requests, width
 
 
-class Rows(NamedTuple):
-    """Of the replays at one size; the counts are the device's."""
+@dataclass
+class Seen:
+    """The steps at one size."""
 
-    n_steps: int
-    n_padded: int  # rows of no request, in all steps
-    not_finite: torch.Tensor  # values among those rows
-    not_finite_real: torch.Tensor  # values among the requests' rows
+    steps: int = 0
+    served: int = 0  # of `steps`, those of real requests
+    padded: int = 0  # rows of no request, in all steps
+    # Counted on the device: drafts that the target's replay changed; values that are not finite in padded rows, and in
+    # requests' rows.
+    counts: Any = 0
+
+    def describe(self) -> dict[str, int]:
+        changed, not_finite, not_finite_real = self.counts.tolist()
+        counts = {"changed": changed, "not_finite": not_finite, "not_finite_real": not_finite_real}
+        return {"steps": self.steps, "served": self.served, "padded": self.padded} | counts
 
 
 class ProbedWorker(DFlashWorker):
@@ -72,12 +79,9 @@ class Probe:
         self.target, self.draft = worker.target_runner, worker.draft_runner
         self.device = torch.device(worker.device)
         self.has_gpu = self.device.type != "cpu"
-        self.changed = dict[Size, torch.Tensor]()  # drafts that are others after the target's replay
-        self.n_steps = defaultdict[Size, int](int)
-        self.n_served = defaultdict[Size, int](int)  # of `n_steps`, the steps of real requests
-        self.rows = dict[Size, Rows]()
+        self.seen = defaultdict[Size, Seen](Seen)
         self.raw: Any = None  # the last replay's output, padded rows included
-        self.times = StageClock(self.has_gpu, worker.device)
+        self.times = StageClock(worker.device if self.has_gpu else None)
         self.size: Size = (0, 0)
         self.tokens = self.copy = torch.empty(0)
         for engine in worker.stages.verifier.engines.values():
@@ -87,7 +91,7 @@ class Probe:
     # -- dummy steps -----------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
-        """Numbers of requests: each captured one, and one less."""
+        """Return numbers of requests: each captured one, and one less."""
         graphs = self.draft.decode_cuda_graph_runner
         if not isinstance(graphs, DecodeCudaGraphRunner):
             return []
@@ -126,7 +130,7 @@ class Probe:
 
         def verify(batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
             target = verifier.verify(batch, plan, tokens_BN)
-            self.n_served[self.size] += 1
+            self.seen[self.size].served += 1
             self.end()
             return target
 
@@ -138,28 +142,23 @@ class Probe:
         )
 
     def begin(self, size: Size, tokens_BN: torch.Tensor) -> None:
-        """The draft has run, the target has not."""
+        """Copy the drafts, before the target runs."""
         self.size, self.raw = size, None
         self.tokens, self.copy = tokens_BN, tokens_BN.clone()
 
     def end(self) -> None:
-        """The target has."""
+        """Compare the drafts with their copy, and look at the output, after the target has run."""
+        seen, n_rows = self.seen[self.size], self.size[0] * self.size[1]
+        raw = (self.raw.next_token_logits, self.raw.hidden_states) if self.raw is not None else ()
+        outputs = [x for x in raw if isinstance(x, torch.Tensor)]
+        seen.steps += 1
+        seen.padded += max((len(x) - n_rows for x in outputs), default=0)
         changed = (self.tokens != self.copy).sum()
-        self.changed[self.size] = self.changed.get(self.size, torch.zeros_like(changed)) + changed
-        self.n_steps[self.size] += 1
-        if self.raw is None:
-            return
-        n_rows = self.size[0] * self.size[1]
-        outputs = [x for x in (self.raw.next_token_logits, self.raw.hidden_states) if isinstance(x, torch.Tensor)]
-        real, padded = (
-            sum((not_finite(rows) for rows in parts), torch.zeros((), dtype=torch.int64, device=self.device))
-            for parts in ([x[:n_rows] for x in outputs], [x[n_rows:] for x in outputs])
+        padded, real = (
+            sum((not_finite(rows) for rows in parts), torch.zeros_like(changed))
+            for parts in ([x[n_rows:] for x in outputs], [x[:n_rows] for x in outputs])
         )
-        before = self.rows.get(self.size, Rows(0, 0, torch.zeros_like(real), torch.zeros_like(real)))
-        n_padded = max((len(x) - n_rows for x in outputs), default=0)
-        self.rows[self.size] = Rows(
-            before.n_steps + 1, before.n_padded + n_padded, before.not_finite + padded, before.not_finite_real + real
-        )
+        seen.counts = seen.counts + torch.stack((changed, padded, real))
 
     def _keep_output(self, graphs: DecodeCudaGraphRunner) -> None:
         replay = graphs.backend.replay
@@ -170,31 +169,13 @@ class Probe:
 
         graphs.backend.replay = replayed
 
-    # -- what was seen ---------------------------------------------------------------------------------------------
+    # -- the record ------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         return {
             "captured": self.sizes(),
-            "drafts": [
-                {
-                    "requests": n_requests,
-                    "width": width,
-                    "steps": self.n_steps[n_requests, width],
-                    "served": self.n_served[n_requests, width],
-                    "changed": int(changed),
-                }
-                for (n_requests, width), changed in sorted(self.changed.items())
-            ],
-            "rows": [
-                {
-                    "requests": n_requests,
-                    "width": width,
-                    "steps": seen.n_steps,
-                    "padded": seen.n_padded,
-                    "not_finite": int(seen.not_finite),
-                    "not_finite_real": int(seen.not_finite_real),
-                }
-                for (n_requests, width), seen in sorted(self.rows.items())
+            "steps": [
+                {"requests": size[0], "width": size[1]} | seen.describe() for size, seen in sorted(self.seen.items())
             ],
             "padding_slot": {"target": padding_slot(self.target), "draft": padding_slot(self.draft)},
             "stages": list(self.times.medians()),
@@ -202,7 +183,7 @@ class Probe:
         }
 
     def bytes(self) -> dict[str, Any]:
-        """Of this rank."""
+        """Return the pools' sizes on this rank, and what is free."""
         sizes = {
             "target_tokens": int(self.target.max_total_num_tokens),
             "target_kv": kv_bytes(self.target),
@@ -236,57 +217,41 @@ def kv_bytes(runner: ModelRunner) -> int:
 
 
 def padding_slot(runner: ModelRunner) -> int:
-    """Values of K and V there, over all layers, that are not finite."""
+    """Return how many values of K and V there are not finite, over all layers."""
     pool = runner.token_to_kv_pool
     pool = vars(pool).get("full_kv_pool", pool)
     return sum(int(not_finite(layer[PADDING_SLOT].float())) for layer in (*pool.k_buffer, *pool.v_buffer))
 
 
 class StageClock:
-    """Host and device seconds of stages, by stage and size."""
+    """Host and device times of stages, by stage and size; no `device`: host times alone."""
 
-    def __init__(self, has_gpu: bool, device: str) -> None:
-        self.host, self.gpu = HostClock(), DeviceClock(device) if has_gpu else None
+    def __init__(self, device: str | None) -> None:
+        self.events = DeviceClock(device) if device else None
         self.size: Size = (0, 0)
         self.host_s = defaultdict[tuple[str, Size], deque[float]](lambda: deque(maxlen=KEPT))
-        self.device_s = defaultdict[tuple[str, Size], deque[float]](lambda: deque(maxlen=KEPT))
-        self.pending = deque[tuple[Interval, Size]](maxlen=KEPT)
+        self.marks = defaultdict[tuple[str, Size], deque[tuple[Any, Any]]](lambda: deque(maxlen=KEPT))
 
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
         """Return `run`, measured as `stage`."""
 
         def run_timed(*args: P.args, **others: P.kwargs) -> R:
-            marked = self.gpu.mark() if self.gpu else None
-            began = self.host.mark()
+            marked = self.events.mark() if self.events else None
+            began = time.perf_counter()
             result = run(*args, **others)
-            self.host_s[stage, self.size].append(self.host.mark() - began)
-            if self.gpu:
-                self.pending.append((Interval(stage, marked, self.gpu.mark()), self.size))
+            self.host_s[stage, self.size].append(time.perf_counter() - began)
+            if self.events:
+                self.marks[stage, self.size].append((marked, self.events.mark()))
             return result
 
         return run_timed
 
     def medians(self) -> Iterator[dict[str, Any]]:
-        """In milliseconds; the device's None where there is none."""
-        while self.gpu and self.pending:
-            (stage, began, ended), size = self.pending[0]
-            seconds = self.gpu.seconds(began, ended)
-            if seconds is None:
-                break
-            self.device_s[stage, size].append(seconds)
-            self.pending.popleft()
+        """Yield milliseconds by stage and size; the device's are None without one."""
         order = ["step", "plan", *STAGES, "accept"]
         for stage, size in sorted(self.host_s, key=lambda key: (key[1], order.index(key[0]))):
-            host_s, device_s = self.host_s[stage, size], self.device_s.get((stage, size), ())
-            yield {
-                "stage": stage,
-                "requests": size[0],
-                "width": size[1],
-                "steps": len(host_s),
-                "host_ms": round(1e3 * middle(host_s), 4),
-                "device_ms": round(1e3 * middle(device_s), 4) if device_s else None,
-            }
-
-
-def middle(values: Any) -> float:
-    return sorted(values)[len(values) // 2]
+            host_s, marks = self.host_s[stage, size], self.marks[stage, size]
+            device_s = [s for pair in marks if self.events and (s := self.events.seconds(*pair)) is not None]
+            row = {"stage": stage, "requests": size[0], "width": size[1], "steps": len(host_s)}
+            device_ms = round(1e3 * median_high(device_s), 4) if device_s else None
+            yield row | {"host_ms": round(1e3 * median_high(host_s), 4), "device_ms": device_ms}

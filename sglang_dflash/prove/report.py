@@ -1,52 +1,146 @@
-"""What a run of all checks leaves: a JSON document, and a table for people and for the documents."""
+"""Pytest hooks of the process that collects: results of checks, the table, the JSON document."""
 
-from __future__ import annotations
-
-import dataclasses
-from collections.abc import Mapping, Sequence
+import ctypes
+import json
+import pickle
+import time
+from collections.abc import Mapping
 from typing import Any
 
-from sglang_dflash.prove.machine import Place
-from sglang_dflash.prove.record import Check, Result, Status
+import psutil
+import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScheduling
+from xdist.workermanage import WorkerController
+
+from sglang_dflash.prove.plugin import RUN, Check, Run, facts_of, server_of
 from sglang_dflash.servers.document import head, inherited, portable
 
-SHOWN = {Status.PASSED: "yes", Status.FAILED: "**no**", Status.TIMED_OUT: "**no**: timed out", Status.SKIPPED: "–"}
+PR_SET_CHILD_SUBREAPER = 36
+KILL_S = 25.0  # for processes to disappear
+SHOWN = {"passed": "yes", "failed": "**no**", "timed out": "**no**: timed out", "skipped": "–"}
+CRASHED = "???"  # xdist's word for when it happened
 
 
-def document(place: Place, checks: Sequence[Check], results: Sequence[Result], command: str) -> dict[str, Any]:
-    level = f"{place.level}: {'seen on ' if place.gpu else ''}{place.where}"
-    said = {check.name: {"proves": check.proves, "expected": check.expected} for check in checks}
-    return head("prove", command) | {
-        "level": level,
-        "device": place.device,
-        "gpu": place.gpu._asdict() if place.gpu else None,
-        "form": "short" if place.short else "whole",
-        "environment": {name: portable(value) for name, value in inherited().items()},
-        "ok": not any(result.is_bad for result in results),
-        "results": [
-            dataclasses.asdict(result) | said[result.name] | {"text": portable(result.text)} for result in results
-        ],
-    }
+def adopt_orphans() -> None:
+    """Make this process (Linux) the parent of all that its children leave behind."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_children() -> None:
+    left = psutil.Process().children(recursive=True)
+    for child in left:
+        child.kill()
+    psutil.wait_procs(left, KILL_S)
+
+
+class InOrder(LoadScheduling):
+    """Runs checks one after the other, in their order. A worker that ended between two checks takes none with it."""
+
+    started: Mapping[str, float] = {}
+
+    def remove_node(self, node: WorkerController) -> str | None:
+        pending, names = self.node2pending.pop(node), self.collection or []
+        crashed = names[pending.pop(0)] if pending and names[pending[0]] in self.started else None
+        self.pending[:0] = pending
+        return crashed
+
+
+class Collector:
+    """Collects results as pytest reports them.
+
+    Attributes:
+        checks, rows: by pytest's node id, in the order of the run.
+        started: Unix time, by node id.
+        hung: names of checks that timed out, by the server they share with others.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.checks, self.rows = dict[str, Check](), dict[str, dict[str, Any]]()
+        self.started, self.hung = dict[str, float](), dict[str, str]()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        config.stash[RUN] = self.run
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.checks = {item.nodeid: facts_of(item) for item in session.items}
+        for nodeid, facts in self.checks.items():
+            said = {
+                "name": facts.name,
+                "level": self.run.place.level,
+                "proves": facts.proves,
+                "expected": facts.expected,
+            }
+            self.rows[nodeid] = said | {"status": "skipped", "text": "did not run", "numbers": {}, "seconds": 0.0}
+
+    def pytest_configure_node(self, node: WorkerController) -> None:
+        node.workerinput["run"] = pickle.dumps((self.run, self.hung))
+
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Producer) -> LoadScheduling:
+        config.pluginmanager.unregister(name="terminaldistreporter")  # it reports every worker that ends
+        scheduler = InOrder(config, log)
+        scheduler.started = self.started
+        return scheduler
+
+    def pytest_testnodedown(self) -> None:
+        end_children()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.started[nodeid] = time.time()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        facts, row, when = self.checks[report.nodeid], self.rows[report.nodeid], str(report.when)
+        if when == "call" or not report.passed:
+            row["status"], row["text"] = report.outcome, text_of(report)
+            if when == "call" and report.user_properties:
+                row["text"], row["numbers"] = json.loads(str(report.user_properties[0][1]))
+        seconds = time.time() - self.started[report.nodeid]
+        limit_s = self.run.limit_s(facts, self.started[report.nodeid])
+        if when == CRASHED and seconds >= limit_s:
+            row["status"], row["text"] = "timed out", f"took more than {limit_s / 60:.1f} minutes"
+            self.hung |= {server: facts.name for server in [server_of(report.nodeid)] if server}
+        row["seconds"] = round(seconds, 1)
+        if when in ("teardown", CRASHED):
+            print(f"{row['status']:<9} {seconds:>6.1f} s  {facts.name}: {' '.join(row['text'].split())}", flush=True)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str]:
+        """Keep pytest's count, without its letter."""
+        return report.outcome if report.when == "call" or not report.passed else "", "", ""
+
+    def document(self, command: str) -> dict[str, Any]:
+        """Return the JSON document: every check that was asked for, with its result."""
+        place = self.run.place
+        return head("prove", command) | {
+            "level": f"{place.level}: {'seen on ' if place.gpu else ''}{place.where}",
+            "device": place.device,
+            "gpu": place.gpu._asdict() if place.gpu else None,
+            "form": "short" if place.short else "whole",
+            "environment": {name: portable(value) for name, value in inherited().items()},
+            "ok": all(row["status"] in ("passed", "skipped") for row in self.rows.values()),
+            "results": [row | {"text": portable(row["text"])} for row in self.rows.values()],
+        }
+
+
+def text_of(report: pytest.TestReport) -> str:
+    """Return a sentence: why a check was skipped, or how it failed."""
+    if report.when == CRASHED:
+        return "its process crashed; the end of checks.log says where"
+    if isinstance(report.longrepr, tuple):
+        return report.longrepr[2].removeprefix("Skipped: ")
+    crash: Any = vars(report.longrepr).get("reprcrash") if report.longrepr else None
+    return crash.message.removeprefix("AssertionError: ") if crash else report.longreprtext
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """A line per check; `level` takes the place of P and C in the documents."""
-    gpu, level = document["gpu"], document["level"].split(":")[0]
-    where = f"{level} ({gpu['name']})" if gpu else f"{level} ({document['device']})"
+    """Return a table with a line per check; `level` is the mark of the documents."""
+    name = document["gpu"]["name"] if document["gpu"] else document["device"]
     lines = ["| check | what it proves | holds | level | found | expected |", "|---|---|---|---|---|---|"]
-    for result in document["results"]:
-        status = Status(result["status"])
-        shown = where if status is not Status.SKIPPED else "–"
-        found, expected = escaped(result["text"]), result["expected"] or "–"
-        cells = (result["name"], result["proves"], SHOWN[status], shown, found, expected)
+    for row in document["results"]:
+        level = "–" if row["status"] == "skipped" else f"{row['level']} ({name})"
+        text = " ".join(row["text"].split()).replace("|", "\\|")
+        cells = (row["name"], row["proves"], SHOWN[row["status"]], level, text, row["expected"] or "–")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def escaped(text: str) -> str:
-    return portable(" ".join(text.split())).replace("|", "\\|")
-
-
-def line(result: Result) -> str:
-    """As it is printed while the run goes on."""
-    return f"{result.status:<9} {result.seconds:>6.1f} s  {result.name}: {' '.join(result.text.split())}"

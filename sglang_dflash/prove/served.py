@@ -1,22 +1,19 @@
-"""Servers of a place, what they are asked, and what plain torch says of a pair."""
-
-from __future__ import annotations
+"""Servers of a place, their answers to prompts, and plain torch's answers to the same prompts."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoTokenizer
 
-from sglang_dflash.bench.compare import Difference, differences, lead
+from sglang_dflash.bench.compare import Likeliest, Unequal, differences, is_near_tie, lead
 from sglang_dflash.bench.measure import Steps
 from sglang_dflash.check import served
 from sglang_dflash.model import plain
 from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.prove.machine import Place
-from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny import pairs as tiny
@@ -25,19 +22,19 @@ from sglang_dflash.tiny.workloads import held_out
 
 N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
-CROWDS = (3, 8)  # requests at once; a captured batch of four is padded with three
+CONCURRENCIES = (1, 3, 8)  # 3: a captured batch of four is padded
 START_S = 900.0  # a model of 27B from disk, and its graphs
-WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}  # as plain torch drafts and verifies
-WITH_COPIES = WHOLE_BLOCKS | {"SGLANG_DFLASH_COPY": "on"}
-TOP = 50  # logprobs that are looked at
+TOP = 50  # log-probabilities to look at
+
+Draw = Callable[[int], Sequence[Any]]  # conversations
 
 
-def prompts(place: Place, pair: str, drawn: Callable[[int], Sequence[Any]] = held_out) -> list[list[int]]:
-    """Conversations, of held-out questions unless others are drawn, as token ids of the pair's own tokenizer."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(place.pairs[pair].target)
+def prompts(place: Place, draw: Draw = held_out) -> list[list[int]]:
+    """Return the token ids of conversations, held-out questions unless `draw` says otherwise."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(place.pair.target)
     return [
         tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
-        for conversation in drawn(N_PROMPTS_SHORT if place.short else N_PROMPTS)
+        for conversation in draw(N_PROMPTS_SHORT if place.short else N_PROMPTS)
     ]
 
 
@@ -45,43 +42,33 @@ def n_new(place: Place) -> int:
     return NEW_TOKENS_SHORT if place.short else NEW_TOKENS
 
 
-class Launch(NamedTuple):
-    """What is served."""
-
-    pair: str
-    attention: str
-    page_size: int | None = None
-    env: tuple[tuple[str, str], ...] = ()
-    flags: tuple[str, ...] = ()
-
-    def server(self, place: Place, arm: Arm, port: int) -> Server:
-        models = place.pairs[self.pair]
-        own = dict(self.env) if arm is Arm.PLUGIN else {}
-        flags = [*place.flags(self.pair, self.attention, self.page_size), *self.flags]
-        return Server(
-            tiny.command(arm, models, *flags),
-            port=port,
-            log=place.folder / f"{arm}-{self.pair}-{self.attention}-{port}.log",
-            env=place.env(self.attention) | tiny.environment(arm) | own,
-            name=f"{arm} {self.pair} {self.attention}",
-        )
-
-
 @contextmanager
-def serving(place: Place, launch: Launch, arms: Sequence[Arm]) -> Iterator[dict[Arm, Server]]:
-    """Servers of these arms, side by side.
+def serving(
+    place: Place,
+    arms: Sequence[Arm],
+    attention: str,
+    page_size: int | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[dict[Arm, Server]]:
+    """Run servers of these arms side by side; `env` is the plugin's.
 
     Raises:
-        ServerError: one does not start, or is not what its name says.
+        ServerError: a server does not start, or runs another worker than its arm's.
     """
+    flags, servers, port = place.flags(attention, page_size), dict[Arm, Server](), place.port
     with ExitStack() as stack:
-        servers, port = dict[Arm, Server](), place.port
         for arm in arms:
-            port = free_port(port)  # of this process, whether or not it is listened on yet
-            servers[arm] = launch.server(place, arm, port)
-            port += 1
+            port = free_port(port)
+            servers[arm] = Server(
+                tiny.command(arm, place.pair, *flags),
+                port=port,
+                log=place.folder / f"{arm}-{attention}-{port}.log",
+                env=place.env(attention) | tiny.environment(arm) | dict(env or {} if arm is Arm.PLUGIN else {}),
+                name=f"{arm} {attention}",
+            )
             stack.callback(servers[arm].stop)
             servers[arm].start()
+            port += 1  # a server listens only seconds after its start
         for arm, server in servers.items():
             server.wait_ready(START_S)
             tiny.require_worker(arm, server)
@@ -94,114 +81,98 @@ def ask(server: Server, asked: Sequence[Sequence[int]], *, concurrency: int, n_n
 
 
 class Watched(NamedTuple):
-    """A server of ours with the probe, after it was asked."""
+    """What a server of the plugin, with the probe, answered and recorded."""
 
-    launch: Launch
     prompts: list[list[int]]
-    answers: dict[int, list[Generation]]  # by requests at once
-    dflash: dict[str, Any]  # what it says of itself
-    info: dict[str, Any]
+    answers: dict[int, list[Generation]]  # by concurrency
+    dflash: dict[str, Any]  # the worker's account of itself
+    info: dict[str, Any]  # SGLang's
+    copies: bool = False  # n-gram copies follow every block
 
 
-def watch(place: Place, launch: Launch, drawn: Callable[[int], Sequence[Any]] = held_out) -> Watched:
-    launch = launch._replace(env=(*launch.env, ("SGLANG_DFLASH_PROBE", "1")))
-    asked = prompts(place, launch.pair, drawn)
-    with serving(place, launch, [Arm.PLUGIN]) as servers:
+def watch(place: Place, env: Mapping[str, str], draw: Draw = held_out) -> Watched:
+    asked = prompts(place, draw)
+    with serving(place, [Arm.PLUGIN], place.backends[0], env={"SGLANG_DFLASH_PROBE": "1", **env}) as servers:
         server = servers[Arm.PLUGIN]
-        answers = {c: ask(server, asked, concurrency=c, n_new=n_new(place)) for c in (1, *CROWDS)}
-        return Watched(launch, asked, answers, served.fetch(server.url), server.server_info())
+        answers = {c: ask(server, asked, concurrency=c, n_new=n_new(place)) for c in CONCURRENCIES}
+        return Watched(
+            asked, answers, served.fetch(server.url), server.server_info(), env.get("SGLANG_DFLASH_COPY") == "on"
+        )
 
 
-# -- plain torch ---------------------------------------------------------------------------------------------------
+class Reference(NamedTuple):
+    """Greedy answers, and the log-probabilities they were chosen by."""
+
+    answers: list[list[int]]
+    likeliest: Likeliest
+    histograms: Sequence[Mapping[int, int]] = ()  # of each answer, decode steps that accepted 0, 1, 2, ... drafts
 
 
-class Expected(NamedTuple):
-    """One generation by plain torch, greedy."""
+def by_plain_torch(place: Place, prompts: Sequence[Sequence[int]], *, copies: bool) -> Reference:
+    """Return what the pair answers in plain torch, on the GPU where there is one."""
+    models = plain.load(str(place.pair.target), str(place.pair.draft))
+    options = Options(max_new_tokens=n_new(place), stop_token_ids=models.stop_token_ids, copies=copies)
 
-    token_ids: list[int]
-    histogram: dict[int, int]  # decode steps that accepted 0, 1, 2, ... drafts
-
-
-class Torch:
-    """A pair in plain torch: on the GPU where there is one."""
-
-    def __init__(self, place: Place, pair: str) -> None:
-        models = place.pairs[pair]
-        self.models = plain.load(str(models.target), str(models.draft))
-
-    def generate(self, prompt: Sequence[int], max_new_tokens: int, *, copies: bool = False) -> Expected:
-        models = self.models
-        options = Options(max_new_tokens=max_new_tokens, stop_token_ids=models.stop_token_ids, copies=copies)
-        ids = torch.tensor([list(prompt)], device=models.target.device)
-        steps = list(spec_steps(models.draft, models.target, ids, options))
-        token_ids = [token for step in steps for token in step.committed]
-        return Expected(token_ids, dict(Counter(step.n_accepted for step in steps[1:])))
+    def on_device(tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(tokens)], device=models.target.device)
 
     @torch.inference_mode()
-    def gap(self, text: Sequence[int], said: int) -> float:
-        """Nats between the likeliest token after `text` and `said`."""
-        ids = torch.tensor([list(text)], device=self.models.target.device)
-        logits_V = self.models.target(input_ids=ids).logits[0, -1].float()
-        return float(logits_V.max() - logits_V[said])
+    def likeliest(context: Sequence[int]) -> dict[int, float]:
+        top = models.target(input_ids=on_device(context)).logits[0, -1].float().log_softmax(-1).topk(TOP)
+        return dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
+    answers, histograms = [], []
+    for prompt in prompts:
+        steps = list(spec_steps(models.draft, models.target, on_device(prompt), options))
+        answers.append([token for step in steps for token in step.committed])
+        histograms.append(Counter(step.n_accepted for step in steps[1:]))
+    return Reference(answers, likeliest, histograms)
+
+
+def likeliest_of(server: Server) -> Likeliest:
+    def likeliest(context: Sequence[int]) -> dict[int, float]:
+        fields = {"return_logprob": True, "top_logprobs_num": TOP}
+        meta = server.generate(list(context), fields=fields, max_new_tokens=1).meta
+        return {token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]}
+
+    return likeliest
 
 
 def histogram(answer: Generation) -> dict[int, int]:
-    """How many decode steps of a server accepted 0, 1, 2, ... drafts."""
+    """Return how many decode steps of a server's answer accepted 0, 1, 2, ... drafts."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 
-def committed_per_step(histograms: Sequence[dict[int, int]]) -> float:
-    """Accepted drafts and the bonus."""
+def acceptance_length(histograms: Sequence[Mapping[int, int]]) -> float:
+    """Return tokens per step, the bonus included."""
     total = sum((Counter(one) for one in histograms), Counter())
     return Steps(total.total(), sum(n * count for n, count in total.items())).committed_per_step
 
 
-# -- answers that should be the same -------------------------------------------------------------------------------
-
-
-class Apart(NamedTuple):
-    """Where two answers part, and how nearly they did not."""
-
-    difference: Difference
-    gap: float  # nats, of the reference
-
-    def __str__(self) -> str:
-        return f"{self.difference} ({self.gap:.3f} nats behind)"
-
-
-def tie(place: Place, attention: str) -> float:
-    """Nats within which two tokens may swap: rounding in another order. None in fp32 on a CPU."""
+def near_tie(place: Place, attention: str) -> float:
+    """Return the nats within which rounding may swap two tokens; 0 in fp32 on a CPU."""
     if place.gpu is None:
         return 0.0
     return 0.05 if place.exact(attention) else 0.3
 
 
-def apart(
-    asked: Sequence[Sequence[int]], reference: Sequence[Sequence[int]], found: Sequence[Sequence[int]], gap: Any
-) -> list[Apart]:
-    """Each answer's first difference; `gap(text, token)` asks the reference.
-
-    A difference where one of the answers has ended has no token to ask for.
-    """
-    parted = []
-    for one in differences(reference, found):
-        text = [*asked[one.prompt], *reference[one.prompt][: one.position]]
-        known = isinstance(one.expected, int) and isinstance(one.found, int)
-        parted.append(Apart(one, gap(text, one.found) if known else float("inf")))
-    return parted
+class Agreement(NamedTuple):
+    equal: int
+    of: int
+    apart: list[str]  # first differences
+    beyond_a_tie: list[str]  # those of `apart` that rounding does not explain
 
 
-def served_gap(off: Server) -> Any:
-    """As `Torch.gap`, of a server."""
-
-    def gap(text: Sequence[int], said: int) -> float:
-        fields = {"return_logprob": True, "top_logprobs_num": TOP}
-        meta = off.generate(list(text), fields=fields, max_new_tokens=1).meta
-        return lead({token: logprob for logprob, token, _ in meta["output_top_logprobs"][0]}, said)
-
-    return gap
-
-
-def require_running(server: Server) -> None:
-    if not server.running:
-        raise ServerError(f"{server.name} ended while it was asked:\n{server.log_tail()}")
+def compare(
+    prompts: Sequence[Sequence[int]], reference: Reference, answers: Sequence[Sequence[int]], tie: float
+) -> Agreement:
+    """Compare answers with a reference; differences of at most `tie` nats are near ties."""
+    apart = dict[str, bool]()
+    for one in differences(reference.answers, answers):
+        context = [*prompts[one.prompt], *reference.answers[one.prompt][: one.position]]
+        nats = lead(reference.likeliest(context), one.found)
+        apart[f"{one} ({nats:.3f} nats below the likeliest)"] = is_near_tie(
+            Unequal("", one, context), reference.likeliest, tie
+        )
+    beyond = [text for text, near in apart.items() if not near]
+    return Agreement(len(answers) - len(apart), len(answers), list(apart), beyond)

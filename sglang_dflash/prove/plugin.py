@@ -1,0 +1,131 @@
+"""Pytest hooks of a process that checks: facts of a check, its time limit, and what it found."""
+
+import faulthandler
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglang_dflash.prove.machine import Place
+
+LEAST_S = 20.0  # no check starts with less time left
+GRACE_S = 5.0  # for pytest-timeout, which needs the interpreter; native code may hold it
+
+
+class Check(NamedTuple):
+    """The facts of a check, in the table's words."""
+
+    name: str
+    proves: str  # a sentence without its full stop
+    minutes: float  # limit, with the start of a server that no check before it started
+    short: bool = False  # part of the short form
+    gpu: bool = False  # needs a GPU
+    expected: str = ""  # values to compare the measured ones with
+
+
+class Finding(NamedTuple):
+    """A measurement and its verdict: a sentence, and the numbers it was made of."""
+
+    text: str
+    numbers: dict[Any, Any]
+    holds: bool = True
+
+
+class Run(NamedTuple):
+    """One call of `sglang-dflash prove`, as each of its processes knows it."""
+
+    place: Place
+    only: tuple[str, ...]  # names; empty: all
+    deadline: float  # Unix time
+
+    def limit_s(self, facts: Check, began: float) -> float:
+        return min(60 * facts.minutes, self.deadline - began)
+
+
+Found = Callable[[Finding], None]
+RUN, FILE, HUNG = pytest.StashKey[Run](), pytest.StashKey[Path](), pytest.StashKey[dict[str, str]]()
+
+
+def check(name: str, proves: str, minutes: float, **more: Any) -> pytest.MarkDecorator:
+    """Mark a function as a check; the arguments are the fields of `Check`."""
+    return pytest.mark.check(Check(name, proves, minutes, **more))
+
+
+def facts_of(item: pytest.Item) -> Check:
+    return next(item.iter_markers("check")).args[0]
+
+
+def server_of(nodeid: str) -> str:
+    """Return what identifies the server that a parametrized check shares with others; "" for other checks."""
+    file, _, function = nodeid.partition("::")
+    return file + function[function.index("[") :] if "[" in function else ""
+
+
+@pytest.fixture(scope="session")
+def place(pytestconfig: pytest.Config) -> Place:
+    return pytestconfig.stash[RUN].place
+
+
+@pytest.fixture
+def found(record_property: Callable[[str, object], None]) -> Found:
+    """A function that reports a check's finding, and fails the check if the finding does not hold."""
+
+    def report(finding: Finding) -> None:
+        record_property("finding", json.dumps(finding[:2]))  # workers send nothing but Python's own types
+        if not finding.holds:
+            pytest.fail(finding.text, pytrace=False)
+
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "check(facts): a check of `sglang-dflash prove`")
+    if sent := vars(config).get("workerinput"):
+        config.stash[RUN], config.stash[HUNG] = run, _ = pickle.loads(sent["run"])
+        log = os.open(run.place.folder / "checks.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        faulthandler.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the checks of the short form first, and leave out those that were not asked for."""
+    run = config.stash[RUN]
+    kept = [item for item in items if facts_of(item).short or not run.place.short]
+    if unknown := set(run.only) - {facts_of(item).name for item in kept}:
+        raise pytest.UsageError(f"no check is called {', '.join(sorted(unknown))}; --list names them")
+    kept.sort(key=lambda item: not facts_of(item).short)
+    items[:] = [item for item in kept if not run.only or facts_of(item).name in run.only]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Give a check its time limit, and each file a process: a GPU's memory and errors end with their process."""
+    config, facts = item.config, facts_of(item)
+    if "workerinput" in vars(config) and config.stash.setdefault(FILE, item.path) != item.path:
+        os._exit(0)  # a new worker takes over
+    print(f"-- {facts.name}", flush=True)
+    limit_s = max(config.stash[RUN].limit_s(facts, time.time()), 1)
+    item.add_marker(pytest.mark.timeout(limit_s, method="thread"))
+    faulthandler.dump_traceback_later(limit_s + GRACE_S, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    run = item.config.stash[RUN]
+    if before := item.config.stash.get(HUNG, {}).get(server_of(item.nodeid)):
+        pytest.skip(f"{before} took too long, with the same server")
+    if facts_of(item).gpu and run.place.gpu is None:
+        pytest.skip("needs a GPU")
+    if (left_s := run.deadline - time.time()) < LEAST_S:
+        pytest.skip(f"no time left of --minutes ({max(left_s, 0):.0f} s)")

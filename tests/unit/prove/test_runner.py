@@ -1,0 +1,216 @@
+"""`sglang-dflash prove` as a runner: results, crashes, hangs, limits, the table and the JSON document."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sglang_dflash.prove import __main__ as program
+from sglang_dflash.prove import machine
+from sglang_dflash.prove.machine import Gpu
+from sglang_dflash.prove.report import markdown
+
+H200 = Gpu("NVIDIA H200", "sm90", 141 << 30)
+CHECKS = """
+import ctypes, os, subprocess, time
+import pytest
+from sglang_dflash.prove.plugin import Finding, check
+
+LIMIT = 0.05  # minutes
+
+@check("holds", "one is one", 1, short=True, expected="1")
+def check_holds(place, found):
+    found(Finding("1 |\\n1", {"n": {1: place.device}}))
+
+@check("does not hold", "two is three", 1, short=True)
+def check_does_not_hold(found):
+    found(Finding("2 of 3", {"n": 2}, False))
+
+@check("breaks", "", 1, short=True)
+def check_breaks():
+    raise RuntimeError("CUDA error")
+
+@check("crashes", "", 1, short=True)
+def check_crashes():
+    os.abort()
+
+@check("hangs", "", LIMIT, short=True)
+@pytest.mark.parametrize("server", ["a"])
+def check_hangs(server):
+    print("left behind:", subprocess.Popen(["sleep", "600"], start_new_session=True).pid, flush=True)
+    time.sleep(600)
+
+@check("same server", "", 1, short=True)
+@pytest.mark.parametrize("server", ["a"])
+def check_same_server(server, found):
+    found(Finding("", {}))
+
+@check("holds the interpreter", "", LIMIT, short=True)
+def check_holds_the_interpreter():
+    ctypes.PyDLL(None).sleep(600)
+
+@check("times", "", 1, short=True, gpu=True)
+def check_times():
+    assert False
+
+@check("last", "", 1, short=True)
+def check_last(found):
+    found(Finding("all the same", {}))
+
+@check("whole form", "", 1)
+def check_whole_form(found):
+    found(Finding("", {}))
+"""
+RUN = """
+import sys
+from pathlib import Path
+from sglang_dflash.prove import __main__ as program
+from sglang_dflash.prove.__main__ import main
+program.FILES = [Path("checks.py")]
+"""
+
+
+def prove(folder: Path, *words: str, program: str = RUN) -> subprocess.CompletedProcess[str]:
+    """Run the command in `folder`, on the checks there."""
+    env = os.environ | {"SGLANG_DFLASH_REHEARSE": "sm90"}
+    command = [sys.executable, "-c", f"{program}\nsys.exit(main(sys.argv[1:]))", "--out", "prove.json", *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+def results(folder: Path) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads((folder / "prove.json").read_text())["results"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prove")
+    (folder / "checks.py").write_text(CHECKS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> subprocess.CompletedProcess[str]:
+    return prove(folder, "--short")
+
+
+def test_each_check_has_its_result(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert {name: (row["status"], row["text"]) for name, row in results(folder).items()} == {
+        "holds": ("passed", "1 |\n1"),
+        "does not hold": ("failed", "2 of 3"),
+        "breaks": ("failed", "RuntimeError: CUDA error"),
+        "crashes": ("failed", "its process crashed; the end of checks.log says where"),
+        "hangs": ("timed out", "took more than 0.1 minutes"),
+        "same server": ("skipped", "hangs took too long, with the same server"),
+        "holds the interpreter": ("timed out", "took more than 0.1 minutes"),
+        "times": ("skipped", "needs a GPU"),
+        "last": ("passed", "all the same"),
+    }
+    assert "Fatal Python error: Aborted" in (folder / "prove-logs" / "checks.log").read_text()
+
+
+def test_document_has_levels_numbers_and_expectations(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+    document = json.loads((folder / "prove.json").read_text())
+    assert (document["level"], document["ok"]) == ("R: sm90 rehearsed on a CPU", False)
+    first, second, *_ = document["results"]
+    assert (first["level"], first["proves"], first["expected"]) == ("R", "one is one", "1")
+    assert (first["numbers"], second["numbers"]) == ({"n": {"1": "sm90"}}, {"n": 2})
+
+
+def test_table_names_level_and_verdict(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+    document = json.loads((folder / "prove.json").read_text())
+    table = markdown(document)
+    assert table in ended.stdout
+    assert table.splitlines()[2:4] == [
+        "| holds | one is one | yes | R (sm90) | 1 \\| 1 | 1 |",
+        "| does not hold | two is three | **no** | R (sm90) | 2 of 3 | – |",
+    ]
+    assert "| hangs |  | **no**: timed out |" in table
+    assert "| times |  | – | – | needs a GPU | – |" in table
+    document["results"][0]["level"] = "G"
+    assert "| yes | G (NVIDIA H200) |" in markdown(document | {"gpu": H200._asdict()})
+
+
+def test_process_left_by_a_hang_is_ended(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+    log = (folder / "prove-logs" / "checks.log").read_text()
+    pid = int(log.partition("left behind: ")[2].split()[0])
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_options_of_pytest_are_pytests(folder: Path) -> None:
+    ended = prove(folder, "-x", "-k", "hold and not interpreter or last")
+    assert ended.returncode == 1
+    found = {name: row["status"] for name, row in results(folder).items()}
+    assert found == {"holds": "passed", "does not hold": "failed", "last": "skipped"}
+    ended = prove(folder, "--only", "last", "whole form", "--minutes", "0.5")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "passed" in ended.stdout
+
+
+def test_without_time_nothing_runs(folder: Path) -> None:
+    assert prove(folder, "--only", "last", "--minutes", "0.1").returncode == 0
+    assert results(folder)["last"]["text"].startswith("no time left of --minutes (")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "draft"], "no check is called draft; --list names them"),
+        (["--shrot"], "unrecognized arguments: --shrot"),
+        (["--model-path", "M"], "needs both --model-path and --draft-path"),
+    ],
+)
+def test_wrong_words_are_refused(folder: Path, words: list[str], said: str) -> None:
+    ended = prove(folder, *words)
+    assert ended.returncode == 2
+    assert said in ended.stderr
+
+
+def test_without_pytest_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "find_spec", lambda name: None if name == "xdist" else name)
+    assert program.main(["--list"]) == 2
+    assert capsys.readouterr().err == "prove: xdist is missing; pip install 'sglang-dflash[prove]'\n"
+
+
+def test_without_a_gpu_or_an_emulated_one_nothing_is_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
+    monkeypatch.setattr(machine, "find_gpu", lambda: None)
+    assert program.main(["--list"]) == 2
+    assert "SGLANG_DFLASH_REHEARSE=sm90 rehearses one" in capsys.readouterr().err
+
+
+def test_own_pair_is_served_alone_with_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
+    monkeypatch.setattr(machine, "find_gpu", lambda: H200)
+    options = program.parse(["--model-path", "M", "--draft-path", "D", "--flags", "--tp-size", "2"])
+    own, tiny = machine.place_of(options), machine.place_of(program.parse(["-k", "law"]))
+    assert own.flags("fa3", 16) == ["--attention-backend", "fa3", "--page-size", "16", "--tp-size", "2"]
+    assert not own.side_by_side
+    assert [own.exact("triton"), tiny.exact("triton"), tiny.exact("fa3")] == [False, True, False]
+
+
+def listed(folder: Path, *words: str) -> list[str]:
+    ended = prove(folder, "--list", *words, program="import sys; from sglang_dflash.prove.__main__ import main")
+    assert ended.returncode == 0, ended.stderr
+    return [line[:28].strip() for line in ended.stdout.splitlines()]
+
+
+def test_list_has_the_most_important_checks_first(tmp_path: Path) -> None:
+    whole, short = listed(tmp_path), listed(tmp_path, "--short")
+    assert list(tmp_path.iterdir()) == []
+    assert whole[: len(short)] == short
+    assert short[:3] == ["environment", "drafts", "steps"]
+    assert [name for name in short if name.startswith("parity")] == ["parity fa3 page 16"]
+    assert {name for name in whole if name.startswith("parity")} == {
+        f"parity {attention} page {size}" for attention in ("fa3", "flashinfer", "triton") for size in (1, 16)
+    }
+    assert {"drafts, every width", "answers, copies", "law", "speed"} <= set(whole)
