@@ -11,6 +11,7 @@ from typing import IO, Any
 from sglang_dflash.servers.arms import SERVE
 from sglang_dflash.servers.server import Process, Server
 from tests.fixtures.forking import ForkedProcess
+from tests.tools.parameters import REFERENCE_ENV
 
 # Read when a server starts, not at import. With any other variable a server is started from its command line.
 READ_LATER = (
@@ -21,6 +22,7 @@ READ_LATER = (
     "SGLANG_CPU_OMP_THREADS_BIND",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
     "SGLANG_MAMBA_CONV_DTYPE",
+    "SGLANG_TEST_RETRACT",
 )
 
 
@@ -31,10 +33,15 @@ class ForkedServer(Server):
 
     def _spawn(self, log: IO[bytes]) -> Process:
         argv = self.command[len(SERVE) :]
-        return ForkedProcess(SERVE[-1], argv, os.environ | self.env, out=Path(log.name), err=Path(log.name))
+        path = self.env.get("PYTHONPATH", "")
+        return ForkedProcess(SERVE[-1], argv, os.environ | self.env, out=Path(log.name), err=Path(log.name), path=path)
 
 
 def make_server(command: Sequence[str], env: Mapping[str, str], **options: Any) -> Server:
-    """Return a server, not started: one that is forked if no variable of `env` is read at import."""
-    forks = all(name in READ_LATER or name.startswith("SGLANG_DFLASH_") for name in env)
+    """Return a server, not started: one that is forked if no variable of `env` is read at import.
+
+    Servers without speculation share the path that makes them references, so they have a forking process of their own.
+    """
+    early = {name: env[name] for name in env if name not in READ_LATER and not name.startswith("SGLANG_DFLASH_")}
+    forks = early in ({}, REFERENCE_ENV)
     return (ForkedServer if forks else Server)(command, env=env, **options)
