@@ -97,10 +97,11 @@ def main(arguments: Sequence[str]) -> int:
         status = pytest.main(words, [collector])
     finally:
         end_children()
-    document = collector.document(shlex.join(["sglang-dflash", "prove", *arguments]))
+    ok = status == pytest.ExitCode.OK
+    document = collector.document(shlex.join(["sglang-dflash", "prove", *arguments]), ok=ok)
     print(markdown(document))
     print(write(document, options.out))
-    return 0 if document["ok"] and status == pytest.ExitCode.OK else 1
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

@@ -43,15 +43,12 @@ def check_parity(place: Place, attention: str, page_size: int, found: Found) -> 
     for arms in [ARMS[::-1]] if place.side_by_side else [[arm] for arm in ARMS[::-1]]:
         with served.serving(place, arms, attention, page_size) as servers:
             for arm, server in servers.items():
-                said[arm] = {c: tokens(server, asked, c, served.n_new(place)) for c in served.CONCURRENCIES}
+                answers = served.ask_at_each(server, asked, served.n_new(place))
+                said[arm] = {c: [one.token_ids for one in many] for c, many in answers.items()}
             if Arm.OFF in servers:
                 reference = Reference(said[Arm.OFF][1], served.likeliest_of(servers[Arm.OFF]))
                 finding = judge_parity(served.near_tie(place, attention), asked, said, reference)
     found(finding)
-
-
-def tokens(server: Server, asked: Sequence[Sequence[int]], concurrency: int, n_new: int) -> list[list[int]]:
-    return [answer.token_ids for answer in served.ask(server, asked, concurrency=concurrency, n_new=n_new)]
 
 
 def judge_parity(tie: float, asked: Sequence[Sequence[int]], said: Mapping[Arm, Said], reference: Reference) -> Finding:

@@ -80,6 +80,11 @@ def ask(server: Server, asked: Sequence[Sequence[int]], *, concurrency: int, n_n
     return server.generate_many(asked, concurrency=concurrency, max_new_tokens=n_new)
 
 
+def ask_at_each(server: Server, asked: Sequence[Sequence[int]], n_new: int) -> dict[int, list[Generation]]:
+    """Return the answers by concurrency."""
+    return {c: ask(server, asked, concurrency=c, n_new=n_new) for c in CONCURRENCIES}
+
+
 class Watched(NamedTuple):
     """What a server of the plugin, with the probe, answered and recorded."""
 
@@ -94,10 +99,8 @@ def watch(place: Place, env: Mapping[str, str], draw: Draw = held_out) -> Watche
     asked = prompts(place, draw)
     with serving(place, [Arm.PLUGIN], place.backends[0], env={"SGLANG_DFLASH_PROBE": "1", **env}) as servers:
         server = servers[Arm.PLUGIN]
-        answers = {c: ask(server, asked, concurrency=c, n_new=n_new(place)) for c in CONCURRENCIES}
-        return Watched(
-            asked, answers, served.fetch(server.url), server.server_info(), env.get("SGLANG_DFLASH_COPY") == "on"
-        )
+        answers, copies = ask_at_each(server, asked, n_new(place)), env.get("SGLANG_DFLASH_COPY") == "on"
+        return Watched(asked, answers, served.fetch(server.url), server.server_info(), copies)
 
 
 class Reference(NamedTuple):

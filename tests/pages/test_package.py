@@ -68,7 +68,8 @@ def test_outside_the_clone_the_command_has_its_files(wheel: Path, tmp_path: Path
     assert (folder / "bin" / "sglang-dflash").is_file()
 
     def say(*words: str) -> str:
-        return run(sys.executable, "-m", "sglang_dflash", *words, cwd=tmp_path, PYTHONPATH=str(folder))
+        environment = {"PYTHONPATH": str(folder), "SGLANG_DFLASH_REHEARSE": "sm90"}
+        return run(sys.executable, "-m", "sglang_dflash", *words, cwd=tmp_path, **environment)
 
     assert say("--version").strip() == __version__
     assert str(folder) in say("docs")
@@ -76,6 +77,7 @@ def test_outside_the_clone_the_command_has_its_files(wheel: Path, tmp_path: Path
     assert json.loads(say("dashboard"))["panels"]
     assert "z-lab/Qwen3.5-27B-DFlash" in say("recipe", "qwen3.5-27b", "--gpu", "h200")
     assert "requests at once" in say("check", "--model", "Qwen3.5-27B", "--gpu-memory", "140.4")
+    assert "parity fa3 page 16" in say("prove", "--list")
 
 
 @pytest.mark.full
