@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from sglang_dflash.capacity import geometry
-from sglang_dflash.capacity import report as capacity_report
+from sglang_dflash.capacity.division import Serving, capacity
 from sglang_dflash.flags import Worker
 from sglang_dflash.memory.sizes import ring_slots
 from sglang_dflash.prove import served
@@ -169,20 +169,18 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
 def counted_tokens(gpu: Gpu, place: Place, watched: Watched) -> int:
     """Return the tokens of K and V that the capacity report expects on an empty card."""
     info, dflash = watched.info, watched.dflash
-    flags = {
-        "--model": place.pair.target,
-        "--draft": place.pair.draft,
-        "--gpu-memory": gpu.memory / 2**30,
-        "--block": dflash["block_size"],
-        "--widest": dflash["widest"],
-        "--copy": "auto" if dflash["copies"] else "off",
-        "--context-length": info.get("context_length"),
-        "--tp": info["tp_size"],
-        "--mem-fraction": info["mem_fraction_static"],
-        "--max-running-requests": dflash["probe"]["bytes"]["requests"],
-        "--page-size": info["page_size"],
-        "--window": info.get("speculative_draft_window_size"),
-    }
-    words = [str(word) for pair in flags.items() if pair[1] is not None for word in pair]
-    report = capacity_report.answer(capacity_report.arguments().parse_args(words))
-    return report.results[Worker.PLUGIN].n_tokens
+    target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
+    context = info.get("context_length") or target.context_length
+    serving = Serving(
+        mem_fraction=info["mem_fraction_static"],
+        block_size=dflash["block_size"],
+        context=context,
+        tp_size=info["tp_size"],
+        window=info.get("speculative_draft_window_size"),
+        max_requests=dflash["probe"]["bytes"]["requests"],
+        page_size=info["page_size"],
+        copies=bool(dflash["copies"]),
+        wider=dflash["widest"],
+    )
+    target = replace(target, context_length=context)
+    return capacity(target, draft, serving, gpu.memory / 2**30, Worker.PLUGIN).n_tokens
