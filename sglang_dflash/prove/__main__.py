@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.update(place.env_of_checks | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"})
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # pytest ends its workers, and returns
     words = [*map(str, FILES), *PYTEST, "-o", f"cache_dir={options.out.parent / '.prove_cache'}", *options.more]
-    collector = Collector(Run(place, tuple(options.only), time.time() + 60 * options.minutes))
+    collector = Collector(Run(place, tuple(options.only), deadline=0))
     with redirect_stdout(StringIO()) as said:
         status = pytest.main([*words, "--collect-only", "-n0"], [collector])
     if status != pytest.ExitCode.OK:
@@ -89,9 +89,9 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{facts.name:<28} {facts.minutes:>3g} min  {needs:<3}  {facts.proves}")
         return 0
     options.folder.mkdir(parents=True, exist_ok=True)
-    print(
-        f"{len(collector.checks)} checks, {place.where}, at most {options.minutes:g} minutes; logs in {options.folder}"
-    )
+    n_checks, limit = len(collector.checks), f"at most {options.minutes:g} minutes"
+    print(f"{n_checks} checks, {place.where}, {limit}; logs in {options.folder}")
+    collector.run = collector.run._replace(deadline=time.time() + 60 * options.minutes)
     adopt_orphans()
     try:
         status = pytest.main(words, [collector])
