@@ -213,12 +213,14 @@ OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "tests" / "tools").rgl
 OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target"}
 OF_VLLM = {"--speculative-config", "--max-num-batched-tokens", "--no-enable-prefix-caching"}
 OF_ROUTER = {"--policy", "--worker-urls"}
+OF_PYTEST = {"--lf", "--tb", "--pdb"}
 
 
 @of_pages
 def test_options_exist(page: Path) -> None:
     fields = re.findall(r"^    (\w+): A\[", source_of_sglang("srt/arg_groups/fields"), re.MULTILINE)
-    known = {"--" + field.replace("_", "-") for field in fields} | set(flags.OLD_NAMES) | OTHERS | OF_VLLM | OF_ROUTER
+    known = {"--" + field.replace("_", "-") for field in fields} | set(flags.OLD_NAMES)
+    known |= OTHERS | OF_VLLM | OF_ROUTER | OF_PYTEST
     for path in OURS:
         for names in re.findall(r"add(?:_argument)?\(\s*((?:\"--[a-z-]+\",?\s*)+)", path.read_text()):
             known |= set(re.findall(r"--[a-z-]+", names))
