@@ -178,7 +178,7 @@ def leave_the_end(longest: int, request: Any, input_len: int) -> int:
 
     A hit fills nothing of the draft's ring: its window begins with the tokens that are read. After another question
     that is context enough. Where next to nothing is new (the same prompt again, n > 1, a request that was retracted),
-    drafts fail for some thirty tokens; launch/measure_hits.py has the curves. So the end of a prompt is always read: an
+    drafts fail for some thirty tokens (the log has the measurement). So the end of a prompt is always read: an
     attention-only target takes hardly longer for 64 tokens than for one. A recurrent target resumes from checkpoints,
     which may be far between or missing, and what lies behind the last one is read anyway: a hit is left as it is there.
     """
