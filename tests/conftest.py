@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 
+import hypothesis
 import psutil
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -16,6 +17,9 @@ from tests.fixtures.forking import RUN
 from tests.fixtures.launching import checkpoints, hub, launch, pair  # noqa: F401  (fixtures of many tests)
 from tests.server.lib.rehearsals import REHEARSALS
 from tests.server.lib.variants import VARIANTS
+
+hypothesis.settings.register_profile("tests", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("tests")
 
 # Batteries with a server for each row, and their rows.
 BATTERIES = {"tests/server/test_exact.py": VARIANTS, "tests/server/test_rehearsal.py": REHEARSALS}
