@@ -27,6 +27,8 @@ help:
 setup: $(READY)
 	@echo "make setup: $(VENV) is ready"
 
+# Bytecode of the largest packages is compiled here: otherwise the first processes each do it, for 20 s and more. Some of
+# their files are templates, which do not compile.
 # The stamp is newer than what it was installed from, or the installation runs again.
 $(READY): pyproject.toml $(wildcard env/constraints.txt)
 	@python=; for candidate in $(PYTHON) python3 python3.11 python3.12 python3.13; do \
@@ -40,6 +42,7 @@ $(READY): pyproject.toml $(wildcard env/constraints.txt)
 	$$python -m venv $(VENV)
 	@$(RUN) -m pip install --quiet uv
 	@$(RUN) -m uv pip install --python $(RUN) $(addprefix --constraint ,$(wildcard env/constraints.txt)) --editable '.[dev]'
+	@cd $(VENV)/lib/python3*/site-packages && $(CURDIR)/$(RUN) -m compileall -q -j 0 sglang torch transformers >/dev/null || true
 	@touch $@
 
 demo: $(READY)
