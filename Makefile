@@ -57,7 +57,7 @@ test-full: $(READY)
 
 pytest = status=0; \
 	$(RUN) -m pytest -n 2 $(1) tests/kernels || status=1; \
-	$(RUN) -m pytest -n 2 $(1) --ignore=tests/kernels || status=1; \
+	$(RUN) -m pytest -n 2 --durations=20 $(1) --ignore=tests/kernels || status=1; \
 	exit $$status
 
 soak: $(READY)
