@@ -30,7 +30,7 @@ def uses_servers(nodeid: str) -> bool:
 
 
 def scope_of(nodeid: str) -> str:
-    """What one process runs as a whole: a file, or a row of a battery."""
+    """Name what one process runs as a whole: a file, or a row of a battery."""
     file, _, test = nodeid.partition("::")
     case = test.partition("[")[2].rstrip("]")
     rows = [row for row in BATTERIES.get(file, ()) if case == row or case.startswith(f"{row}-")]

@@ -68,7 +68,7 @@ def end_on_sigterm() -> None:
 
 
 class Process(Protocol):
-    """As much of `subprocess.Popen` as a server is managed with."""
+    """The part of `subprocess.Popen` that managing a server takes."""
 
     returncode: Any
 
