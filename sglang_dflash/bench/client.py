@@ -84,7 +84,7 @@ class HttpEngine(Engine):
         served = [model["id"] for model in models["data"]]
         self.model = self.model or served[0]
         if self.model not in served:
-            raise ServerError(f"{self.name}: {self.url} serves {', '.join(served)}, not {self.model}; mend --model")
+            raise ServerError(f"{self.name}: {self.url} serves {', '.join(served)}, not {self.model}; change --model")
 
     def flush(self) -> bool:
         if self.kind is ServerKind.SGLANG:

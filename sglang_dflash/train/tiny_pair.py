@@ -247,7 +247,7 @@ def make_draft(
 
 
 def draft_folder(*, second: bool) -> str:
-    """Of a pair's two drafts, which share the target."""
+    """The two drafts of a pair, which share the target."""
     return "draft2" if second else "draft"
 
 
