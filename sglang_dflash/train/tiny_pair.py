@@ -247,7 +247,7 @@ def make_draft(
 
 
 def draft_folder(*, second: bool) -> str:
-    """The two drafts of a pair, which share the target."""
+    """Name the folder of one of the two drafts of a pair, which share the target."""
     return "draft2" if second else "draft"
 
 
