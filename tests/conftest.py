@@ -1,11 +1,15 @@
 """Two processes share the tests file by file; of the two batteries of servers, row by row.
 
-What takes long comes first, so that both end at the same time: servers, launched commands, the rest.
+Tests that share servers, and plain torch's answers, are run by one process, so that it makes them once. They come
+first, then the batteries and what has servers of its own, then launched commands and the rest: both end together.
 """
 
 import os
+import re
 import shutil
 import signal
+from functools import cache
+from pathlib import Path
 
 import hypothesis
 import psutil
@@ -21,6 +25,7 @@ from tests.server.lib.variants import VARIANTS
 hypothesis.settings.register_profile("tests", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("tests")
 
+ROOT = Path(__file__).parent.parent
 # Batteries with a server for each row, and their rows.
 BATTERIES = {"tests/server/test_exact.py": VARIANTS, "tests/server/test_rehearsal.py": REHEARSALS}
 
@@ -29,12 +34,25 @@ def uses_servers(nodeid: str) -> bool:
     return nodeid.startswith("tests/server/")
 
 
+@cache
+def is_full(file: str) -> bool:
+    """Whether all tests of a file are `full`: then none of `make test` shares its servers."""
+    return re.search(r"^pytestmark = .*mark\.full", (ROOT / file).read_text(), re.MULTILINE) is not None
+
+
 def scope_of(nodeid: str) -> str:
-    """Name what one process runs as a whole: a file, or a row of a battery."""
+    """Name what one process runs as a whole: all that shares servers, a file, or a row of a battery."""
     file, _, test = nodeid.partition("::")
     case = test.partition("[")[2].rstrip("]")
     rows = [row for row in BATTERIES.get(file, ()) if case == row or case.startswith(f"{row}-")]
-    return f"{file}[{max(rows, key=len)}]" if rows else file
+    if rows and max(rows, key=len) != "hybrid":  # that row's server is shared
+        return f"{file}[{max(rows, key=len)}]"
+    return "servers" if uses_servers(nodeid) and not is_full(file) else file
+
+
+def rank_of(nodeid: str) -> int:
+    """What takes long comes first."""
+    return 0 if scope_of(nodeid) == "servers" else 1 if uses_servers(nodeid) else 2
 
 
 class ByScope(LoadScopeScheduling):
@@ -49,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByScope:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: (not uses_servers(item.nodeid), "launch" not in item.fixturenames))  # type: ignore[attr-defined]
+    items.sort(key=lambda item: (rank_of(item.nodeid), "launch" not in item.fixturenames))  # type: ignore[attr-defined]
     for item in items:
         if uses_servers(item.nodeid):
             item.add_marker(pytest.mark.server)
