@@ -30,9 +30,9 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
     Raises ValueError naming the line that cannot be used, and when nothing remains.
     """
     if path.suffix == ".txt":
-        documents = [_tokens([(path.read_text(), True)], tokenizer)]
+        documents = [tokens_of([(path.read_text(), True)], tokenizer)]
     elif path.suffix == ".jsonl":
-        documents = [_tokens(parts, tokenizer) for parts in _jsonl_parts(path, tokenizer)]
+        documents = [tokens_of(parts, tokenizer) for parts in _jsonl_parts(path, tokenizer)]
     else:
         raise ValueError(f"{path} is neither .txt nor .jsonl; convert it to one of them")
     pieces = [piece for document in documents for piece in _cut(document, max_length)]
@@ -147,7 +147,8 @@ def _chat_parts(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBa
     return parts
 
 
-def _tokens(parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def tokens_of(parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Tokenize parts one by one, and mark the tokens of responses."""
     ids: list[int] = []
     is_response: list[bool] = []
     for text, said in parts:

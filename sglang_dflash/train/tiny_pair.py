@@ -29,6 +29,7 @@ from sglang_dflash.model.generate import Options, spec_steps
 from sglang_dflash.tiny import corpus
 from sglang_dflash.train.draft import Data, Second, Settings, draft_config_for, train_draft
 from sglang_dflash.train.loop import Report, TrainRecipe, train
+from sglang_dflash.train.text import tokens_of
 from sglang_dflash.train.tokens import Rows, Tokens, packed, stacked
 
 Kind = Literal["hybrid", "dense"]
@@ -78,14 +79,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def chat_tokens(exchange: corpus.Exchange, tokenizer: PreTrainedTokenizerFast) -> Tokens:
     """One exchange as the chat template writes it; the response ends with `<|im_end|>`."""
     asked = f"<|im_start|>user\n{exchange.prompt}<|im_end|>\n<|im_start|>assistant\n"
-    parts = [(asked, False), (f"{exchange.answer}<|im_end|>", True), ("\n", False)]
-    ids: list[int] = []
-    is_response: list[bool] = []
-    for text, said in parts:
-        part = tokenizer.encode(text, add_special_tokens=False)
-        ids += part
-        is_response += [said] * len(part)
-    return Tokens(ids, is_response)
+    return tokens_of([(asked, False), (f"{exchange.answer}<|im_end|>", True), ("\n", False)], tokenizer)
 
 
 def chat_rows(tokenizer: PreTrainedTokenizerFast, seed: str, shape: tuple[int, int], *, held_out: bool = False) -> Rows:
