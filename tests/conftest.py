@@ -36,7 +36,7 @@ def uses_servers(nodeid: str) -> bool:
 
 @cache
 def is_full(file: str) -> bool:
-    """Whether all tests of a file are `full`: then none of `make test` shares its servers."""
+    """Return whether all tests of a file are `full`: then none of `make test` shares its servers."""
     return re.search(r"^pytestmark = .*mark\.full", (ROOT / file).read_text(), re.MULTILINE) is not None
 
 
@@ -51,7 +51,7 @@ def scope_of(nodeid: str) -> str:
 
 
 def rank_of(nodeid: str) -> int:
-    """What takes long comes first."""
+    """Return 0 for tests that run first, then 1, then 2: those that take long come first."""
     return 0 if scope_of(nodeid) == "servers" else 1 if uses_servers(nodeid) else 2
 
 

@@ -1,4 +1,4 @@
-"""What the probe recorded inside the scheduler of a server with the plugin, and plain torch's answers beside it."""
+"""Checks of the probe's records, made in the scheduler of a server with the plugin, against plain torch's answers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ STAGES = {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit
 
 
 class Setting(NamedTuple):
-    """How a watched server drafts and verifies, and its prompts."""
+    """Flags of a watched server, which decide how it drafts and verifies, and its prompts."""
 
     title: str
     where: str

@@ -80,7 +80,7 @@ class Place:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether servers may run at the same time. On a GPU each one takes all the memory that is free."""
+        """Return whether servers may run at the same time. On a GPU each one takes all the memory that is free."""
         return self.gpu is None and not self.is_own
 
     def exact(self, attention: str) -> bool:

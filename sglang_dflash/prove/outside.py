@@ -1,4 +1,4 @@
-"""What a client sees of three servers: without speculation, with SGLang's DFLASH, with this plugin."""
+"""Checks by a client of three servers: without speculation, with SGLang's DFLASH, with this plugin."""
 
 import json
 import os

@@ -86,7 +86,7 @@ def ask_at_each(server: Server, asked: Sequence[Sequence[int]], n_new: int) -> d
 
 
 class Watched(NamedTuple):
-    """What a server of the plugin, with the probe, answered and recorded."""
+    """Answers and records of a server of the plugin, with the probe."""
 
     prompts: list[list[int]]
     answers: dict[int, list[Generation]]  # by concurrency
