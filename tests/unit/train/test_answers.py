@@ -1,0 +1,91 @@
+"""Training text from a served target: what is asked, what is written, and going on after an interruption."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from transformers import AutoTokenizer
+
+from sglang_dflash.tiny.pairs import DENSE
+from sglang_dflash.train import answers, prompts
+
+
+class Server:
+    """Answers chats with their own last turn in capitals, and completions with a fixed question."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict] = []
+        self.client = AsyncOpenAI(
+            base_url="http://server/v1",
+            api_key="none",
+            http_client=httpx.AsyncClient(transport=httpx.MockTransport(self.answer)),
+        )
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/v1/models":
+            model = {"id": "m", "object": "model", "created": 0, "owned_by": "us"}
+            return httpx.Response(200, json={"object": "list", "data": [model]})
+        body = json.loads(request.content)
+        self.asked.append(body)
+        if "messages" in body:
+            text = body["messages"][-1]["content"].upper()
+            choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        else:
+            choice = {"index": 0, "text": f" is {body['seed'] % 2}, and why?", "finish_reason": "stop"}
+        return httpx.Response(200, json={"id": "1", "object": "o", "created": 0, "model": "m", "choices": [choice]})
+
+
+def turn(text: str) -> answers.Messages:
+    return [{"role": "user", "content": text}]
+
+
+def test_each_prompt_is_answered_once_also_after_a_cut_line(tmp_path: Path) -> None:
+    server, out = Server(), tmp_path / "answers.jsonl"
+    asked = [turn(f"question {i}") for i in range(7)]
+    first = answers.write_answers(server.client, asked[:4], out, answers.Sampling(), at_once=3)
+    assert asyncio.run(first) == 4
+    out.write_text(out.read_text()[:-9])
+
+    again = Server()
+    assert asyncio.run(answers.write_answers(again.client, asked, out, answers.Sampling(), at_once=3)) == 4
+    rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
+    assert sorted(row[0]["content"] for row in rows) == sorted(messages[0]["content"] for messages in asked)
+    assert all(row[1] == {"role": "assistant", "content": row[0]["content"].upper()} for row in rows)
+
+
+def test_every_second_answer_is_greedy(tmp_path: Path) -> None:
+    server = Server()
+    asked = [turn(f"question {i}") for i in range(4)]
+    asyncio.run(answers.write_answers(server.client, asked, tmp_path / "out", answers.Sampling(0.7), at_once=1))
+    assert [body["temperature"] for body in server.asked] == [0.0, 0.7, 0.0, 0.7]
+    assert len({body["seed"] for body in server.asked}) == 4
+
+
+def test_a_prompt_without_a_question_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n{"messages": []}\n')
+    with pytest.raises(ValueError, match=r"line 2: give"):
+        answers.read_prompts(path)
+
+
+def test_the_target_continues_its_own_user_header() -> None:
+    server, tokenizer = Server(), AutoTokenizer.from_pretrained(DENSE.target)
+    before, _ = prompts.user_header(tokenizer)
+    found = list(asyncio.run(prompts.user_turns(server.client, tokenizer, 4, 0, at_once=2)))
+    assert all(body["prompt"].startswith(before) for body in server.asked)
+    assert turn("What is 1, and why?") in found
+
+
+def test_tasks_take_functions_and_documentation(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    source = '"""' + "Text of a module. " * 15 + '"""\n\n\ndef double(x):\n    y = x\n    y = y + x\n    return y\n'
+    (tmp_path / "a.py").write_text(source)
+    (tmp_path / "tests" / "b.py").write_text(source.replace("double", "triple"))
+    (tmp_path / "template.py").write_text("{{ not python }")
+    found = [messages[0]["content"] for messages in prompts.tasks([tmp_path], 10, 0)]
+    assert len(found) == 2
+    assert any("```python\ndef double(x):" in text for text in found)
+    assert any("Text of a module." in text for text in found)
