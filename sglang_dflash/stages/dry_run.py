@@ -85,7 +85,7 @@ class DryRun:
         ]
         _first, *rounds = [[self._time(run) for run in runs] for _ in range(1 + ROUNDS)]
         round_R1 = np.mean(rounds, axis=1, keepdims=True)
-        draft_s, *verify_s = (np.median(rounds / round_R1, axis=0) * round_R1.min()).tolist()
+        draft_s, *verify_s = (np.median(rounds / round_R1, axis=0) * np.median(round_R1)).tolist()
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
     def end(self) -> None:

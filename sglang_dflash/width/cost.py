@@ -1,12 +1,15 @@
 """What a step takes: measured at launch, corrected by real steps."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from statistics import median
 
 import numpy as np
 
 COMMON = 0.1  # of a step's error by which every width is corrected
 OWN = 0.03  # of it by which the step's own width is corrected besides
-MOST = 0.15  # of a step's time: an error counts as no larger, for some steps take twice as long
+MOST = 0.15  # of a step's time: the error of a width's first steps counts as no larger, for some take twice as long
+RECENT = 5  # steps of a width whose median error counts instead, whatever its size
 
 Agree = Callable[[np.ndarray], None]  # writes the same on every rank into an array, in place
 
@@ -23,6 +26,7 @@ class StepCost:
         """`seconds`: by batch size, one per width."""
         self.widths, self.sizes, self.agree = tuple(widths), sorted(seconds), agree
         self.measured_SW = [list(seconds[size]) for size in self.sizes]
+        self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # of the last steps
         # The sizes whose costs make up those of n requests, and their weights: linear between two sizes.
         weight_SN = [np.interp(range(self.sizes[-1] + 1), self.sizes, one).tolist() for one in np.eye(len(self.sizes))]
         self.parts_N = [[(i, x) for i, x in enumerate(weight_S) if x] for weight_S in zip(*weight_SN, strict=True)]
@@ -45,7 +49,9 @@ class StepCost:
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         """Correct the costs by a real step."""
         w = self.widths.index(width)
-        error = min(max(seconds / self._of(n_requests, self.measured_SW)[w] - 1, -MOST), MOST)
+        errors = self.errors_W[w]
+        errors.append(seconds / self._of(n_requests, self.measured_SW)[w] - 1)
+        error = median(errors) if len(errors) == RECENT else min(max(errors[-1], -MOST), MOST)
         for i, weight in self.parts_N[min(n_requests, self.sizes[-1])]:
             self.measured_SW[i] = [(1 + COMMON * weight * error) * known for known in self.measured_SW[i]]
             self.measured_SW[i][w] *= 1 + OWN * weight * error

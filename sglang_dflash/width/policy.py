@@ -9,30 +9,29 @@ later. So besides a width w the policy chooses a rest, r steps of one token befo
 
 over all widths, because on a GPU T is a staircase: a neighbour that is worse says nothing about the one behind it.
 
-Verifying w tokens shows every narrower width, and no wider one. So now and then a step looks at the full width: when
-what it is expected to lose has been saved up. The savings grow by `EXPLORE` times the most a wider block could gain,
-all unseen drafts accepted. Switching is free; the only hysteresis is slow forgetting. All of it runs on the host, from
-counts that arrive one or two steps late, in plain Python: between two steps on a CPU whose caches a model has just
-swept, calls of numpy are dear. Ranks with the same counts decide the same.
+Verifying w tokens shows every narrower width, and no wider one. So some steps look at the full width: the first step
+of a request that runs alone, the first of a batch of new requests, and later steps once what a look is expected to lose
+has been saved up. The savings grow by `EXPLORE` times the most a wider block could gain, all unseen drafts accepted.
+Switching is free; the only hysteresis is slow forgetting. All of it runs on the host, from counts that arrive one or
+two steps late, in plain Python: between two steps on a CPU whose caches a model has just swept, calls of numpy are
+dear. Ranks with the same counts decide the same.
 """
 
 import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
+from sglang_dflash.width.acceptance import Acceptance
 from sglang_dflash.width.cost import StepCost
 
 EXPLORE = 0.01  # fraction of a wider block's possible gain, and of the time at most, spent on looking at it
-DECAY = math.exp(-1 / 32)  # per step: how fast an observation fades
-HEAVY = 1e100  # weight at which all weights are scaled down
-PRIOR = 4.0  # weight of the prior, in observations
 REST = 6  # steps of one token between two drafts, where drafts rest; a longer rest changes nothing more
 REST_DECAY = math.exp(-1 / 128)  # per draft: how fast evidence about rests fades
 REST_PRIOR = 64.0  # weight of a factor of 1, in accepted drafts
 SETTLE = 32  # steps between two settlements of measured step times
+EARLY = (SETTLE // 4, SETTLE // 2)  # steps with one besides: what launch measured may be wrong
 
 
 class Decision(NamedTuple):
@@ -80,66 +79,6 @@ class Random(Policy):
         return Decision(self.random.choice(self.widths))
 
 
-Counts = list[tuple[float, float]]  # by position: how often it was reached, and accepted, by the weight of each time
-
-
-class Acceptance:
-    """The probability that a draft is accepted when those before it are, by request and position.
-
-    A request's own counts are drawn towards the batch's, those of the batch towards the last belief about the position,
-    or, if it was never reached, about the position before. An observation weighs more every step, in place of all
-    before it weighing less.
-    """
-
-    def __init__(self, n_drafts: int) -> None:
-        self.weight, self.nothing = 1.0, [(0.0, 0.0)] * n_drafts  # of an observation now; of no observation
-        self.batch, self.of_request = self.nothing[:], dict[str, Counts]()
-        self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # at first every width is tried
-
-    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
-        """Learn that a step at `width` accepted the first n of its width - 1 drafts, by request."""
-        self.weight /= DECAY
-        if self.weight > HEAVY:
-            self.batch = scaled(self.batch, 1 / self.weight)
-            self.of_request = {rid: scaled(counts, 1 / self.weight) for rid, counts in self.of_request.items()}
-            self.weight = 1.0
-        if width == 1:
-            return
-        for rid, n_accepted in zip(rids, n_accepted_B, strict=True):
-            for counts in (self.batch, self.of_request.setdefault(rid, self.nothing[:])):
-                for i, (reached, accepted) in enumerate(counts[: min(n_accepted + 1, width - 1)]):
-                    counts[i] = reached + self.weight, accepted + self.weight * (i < n_accepted)
-        # What a batch of this size reaches at most: counts of a larger one must not linger.
-        self.batch = scaled(self.batch, min(len(rids) * self.weight / (1 - DECAY) / self.batch[0][0], 1))
-        if len(self.of_request) > 4 * len(rids) + 64:  # most have ended
-            self.of_request = {rid: self.of_request[rid] for rid in rids}
-        n_reached = min(max(n_accepted_B) + 1, width - 1)
-        self.last_D[:n_reached] = self._of_batch()[:n_reached]
-
-    def expected(self, rids: Sequence[str]) -> list[float]:
-        """Return E(0) = 0, E(1), .. E(N), the mean over the requests."""
-        batch_D, prior = self._of_batch(), PRIOR * self.weight
-        total_D = [0.0] * len(batch_D)
-        for counts in (self.of_request.get(rid, self.nothing) for rid in rids):
-            survival = 1.0
-            for i, (reached, accepted) in enumerate(counts):
-                survival *= (accepted + prior * batch_D[i]) / (reached + prior)
-                total_D[i] += survival
-        return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]
-
-    def _of_batch(self) -> list[float]:
-        believed, prior, batch_D = 1.0, PRIOR * self.weight, []
-        for (reached, accepted), last in zip(self.batch, self.last_D, strict=True):
-            believed = (accepted + prior * (believed if last is None else last)) / (reached + prior)
-            batch_D.append(believed)
-        return batch_D
-
-
-def scaled(counts: Counts, factor: float) -> Counts:
-    """Return the counts times `factor`."""
-    return [(factor * reached, factor * accepted) for reached, accepted in counts]
-
-
 class Rhythm:
     """Two factors on the drafts expected to be accepted: right after another draft, and after a rest. Each is accepted
     over expected, as a share of what that is over all drafts, whose level is `Acceptance`'s business; drawn to 1."""
@@ -183,11 +122,12 @@ class Adaptive(Policy):
         self.review: Review | None = None  # of the requests `reviewed`; None where something was learned since
         self.reviewed: Sequence[str] = ()
         self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0  # rested: steps of one token since the last draft
+        self.drafted = set[str]()  # requests that some draft was decided for
 
     def decide(self, rids: Sequence[str]) -> Decision:
         """Decide the best width, a rest, or a look at the whole block once its price has been saved."""
         self.n_steps += 1
-        if self.n_steps % SETTLE == 0:
+        if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
             self.cost.settle()
             self.review = None
         if self.review is None or rids != self.reviewed:
@@ -196,9 +136,15 @@ class Adaptive(Policy):
         self.saved_s = min(self.saved_s + review.saving_s, review.block_s)
         decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
         # Where drafts rest, a look is a draft that does not.
-        if self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0):
-            self.saved_s -= review.price_s
+        may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
+        # A batch of new requests does so on credit, one request whatever it owes.
+        if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
+            self.saved_s = max(self.saved_s - review.price_s, -review.block_s)
             decision = review.look
+        if decision.width > 1:
+            self.drafted.update(rids)
+            if len(self.drafted) > 4 * len(rids) + 64:  # most have ended
+                self.drafted.intersection_update(rids)
         rested = self.n_rested >= REST
         self.n_rested = self.n_rested + 1 if decision.width == 1 else 0
         return decision._replace(rested=rested)

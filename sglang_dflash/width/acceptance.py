@@ -1,0 +1,141 @@
+"""Acceptance of drafts: what each request of a batch is believed to accept, from the steps so far."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+DECAY = math.exp(-1 / 32)  # per step: how fast an observation fades
+HEAVY = 1e100  # weight at which all weights are scaled down
+ALL_DECAY = math.exp(-1 / 512)  # the same of what all requests showed
+PRIOR = 4.0  # weight of the prior, in observations
+LEVEL_DECAY = math.exp(-1 / 8)  # per block: how fast evidence about a request's level fades
+LEVEL_PRIOR = 8.0  # weight of the usual level of acceptance in a request's own, in drafts
+CERTAIN = 0.02  # a probability this near to 0 or 1 counts as no nearer
+WARM_UP = 8  # tokens that a server asks itself for at its start; requests that end so early teach nothing
+
+Counts = list[tuple[float, float]]  # by position: how often it was reached, and accepted, by the weight of each time
+
+
+class Own:
+    """What one request showed, and what of it others have still to learn."""
+
+    def __init__(self, nothing: Counts) -> None:
+        self.counts, self.n_tokens = nothing[:], 0
+        # Over the last drafts: how many were reached, accepted, and would be if all requests were meant.
+        self.n_reached, self.n_accepted, self.n_usual = 0.0, 0.0, 0.0
+        self.untold: list[tuple[int, int]] | None = []  # (width, accepted) of its first tokens; None: told
+
+    def weigh(self, usual_D: Sequence[float], n_accepted: int) -> None:
+        """Learn that of drafts accepted at `usual_D` with all requests the first n were accepted here."""
+        self.n_reached = LEVEL_DECAY * self.n_reached + len(usual_D)
+        self.n_accepted = LEVEL_DECAY * self.n_accepted + n_accepted
+        self.n_usual = LEVEL_DECAY * self.n_usual + sum(usual_D)
+
+    def level(self) -> float:
+        """Return this request's odds of acceptance over those of all requests."""
+        if not self.n_reached:
+            return 1.0
+        usual = self.n_usual / self.n_reached
+        return odds((self.n_accepted + LEVEL_PRIOR * usual) / (self.n_reached + LEVEL_PRIOR)) / odds(usual)
+
+
+class Acceptance:
+    """The probability that a draft is accepted when those before it are, by request and position.
+
+    A request's own counts are drawn towards those of all requests, moved by how much better or worse its last blocks
+    were; those towards the last belief about the position, or, if it was never reached, about the
+    position before.
+    Observations fade by weighing less every step than later ones: a request's own within `DECAY`, those of all requests
+    within `ALL_DECAY`, so that one request does not decide what is believed of the next.
+    """
+
+    def __init__(self, n_drafts: int) -> None:
+        self.weight, self.all_weight = 1.0, 1.0  # of an observation now
+        self.nothing = [(0.0, 0.0)] * n_drafts
+        self.batch, self.of_request = self.nothing[:], dict[str, Own]()
+        self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # at first every width is tried
+
+    def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
+        """Learn that a step at `width` accepted the first n of its width - 1 drafts, by request."""
+        self._fade()
+        all_D = self._of_all() if width > 1 else []
+        for rid, n_accepted in zip(rids, n_accepted_B, strict=True):
+            own = self.of_request.setdefault(rid, Own(self.nothing))
+            count(own.counts, width, n_accepted, self.weight)
+            own.n_tokens += n_accepted + 1
+            if width > 1:
+                own.weigh(all_D[: min(n_accepted + 1, width - 1)], n_accepted)
+            self._tell(own, width, n_accepted, len(rids))
+        if len(self.of_request) > 4 * len(rids) + 64:  # most have ended
+            self.of_request = {rid: self.of_request[rid] for rid in rids}
+
+    def _fade(self) -> None:
+        self.weight /= DECAY
+        self.all_weight /= ALL_DECAY
+        if self.weight > HEAVY:
+            for own in self.of_request.values():
+                own.counts = scaled(own.counts, 1 / self.weight)
+            self.weight = 1.0
+        if self.all_weight > HEAVY:
+            self.batch, self.all_weight = scaled(self.batch, 1 / self.all_weight), 1.0
+
+    def _tell(self, own: Own, width: int, n_accepted: int, n_requests: int) -> None:
+        """Add a step to the counts of all requests, once this one is longer than what a server asks itself."""
+        steps = [*(own.untold or ()), (width, n_accepted)]
+        if own.untold is not None and own.n_tokens <= WARM_UP:
+            own.untold = steps
+            return
+        own.untold = None
+        for width, n_accepted in steps:
+            if width == 1:
+                continue
+            count(self.batch, width, n_accepted, self.all_weight)
+            # What a batch of this size reaches at most: counts of a larger one must not linger.
+            most = n_requests * self.all_weight / (1 - ALL_DECAY)
+            self.batch = scaled(self.batch, min(most / self.batch[0][0], 1))
+            n_reached = min(n_accepted + 1, width - 1)
+            self.last_D[:n_reached] = self._of_all()[:n_reached]
+
+    def expected(self, rids: Sequence[str]) -> list[float]:
+        """Return E(0) = 0, E(1), .. E(N), the mean over the requests."""
+        all_D = self._of_all()
+        total_D = [0.0] * len(all_D)
+        for own in (self.of_request.get(rid) for rid in rids):
+            survival = 1.0
+            for i, p in enumerate(self._of_one(own, all_D) if own else all_D):
+                survival *= p
+                total_D[i] += survival
+        return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]
+
+    def _of_one(self, own: Own, all_D: Sequence[float]) -> list[float]:
+        """Return a request's probabilities: those of all requests at this one's level, and its own counts."""
+        level = own.level()
+        odds_D, prior = [level * odds(p) for p in all_D], PRIOR * self.weight
+        return [
+            (accepted + prior * x / (1 + x)) / (reached + prior)
+            for (reached, accepted), x in zip(own.counts, odds_D, strict=True)
+        ]
+
+    def _of_all(self) -> list[float]:
+        believed, prior, batch_D = 1.0, PRIOR * self.all_weight, []
+        for (reached, accepted), last in zip(self.batch, self.last_D, strict=True):
+            believed = (accepted + prior * (believed if last is None else last)) / (reached + prior)
+            batch_D.append(believed)
+        return batch_D
+
+
+def count(counts: Counts, width: int, n_accepted: int, weight: float) -> None:
+    """Add to `counts` a step at `width` that accepted `n_accepted` drafts."""
+    for i, (reached, accepted) in enumerate(counts[: min(n_accepted + 1, width - 1)]):
+        counts[i] = reached + weight, accepted + weight * (i < n_accepted)
+
+
+def odds(p: float) -> float:
+    """Return p / (1 - p), of a probability that counts as neither 0 nor 1."""
+    p = min(max(p, CERTAIN), 1 - CERTAIN)
+    return p / (1 - p)
+
+
+def scaled(counts: Counts, factor: float) -> Counts:
+    """Return the counts times `factor`."""
+    return [(factor * reached, factor * accepted) for reached, accepted in counts]
