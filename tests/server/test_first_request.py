@@ -1,0 +1,35 @@
+"""The first question of a fresh server, and an easy one after hopeless text, are drafted for as when asked again.
+
+Steps are counted, not seconds: a request that is not drafted for takes a step per token.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from sglang_dflash.servers.server import Server
+from sglang_dflash.tiny.workloads import hopeless_prompts
+from tests.server.lib.variants import VARIANTS
+
+DEFAULT = {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}
+MAX_NEW_TOKENS = 64
+EASY = 2  # of the pairs' held-out questions, one that whole blocks of are accepted
+
+
+def n_steps(server: Server, prompt: list[int]) -> int:
+    server.flush_cache()
+    return server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).meta["spec_verify_ct"]
+
+
+@pytest.mark.parametrize("target", ["hybrid", "dense"])
+def test_first_request_is_drafted_for(server: Callable, questions: Callable, target: str) -> None:
+    fresh = {"TEST_FIRST_REQUEST": "1"}  # no other test has asked this server
+    ours = server(target=target, flags=VARIANTS[target].flags, env=DEFAULT | fresh)
+    easy = questions(3, target=target)[EASY]
+    first = n_steps(ours, easy)
+    for prompt in hopeless_prompts(4):
+        n_steps(ours, prompt)
+    after_hopeless = n_steps(ours, easy)
+    again = n_steps(ours, easy)
+    assert again <= MAX_NEW_TOKENS / 4, "this text is not easy; the test could not fail"
+    assert max(first, after_hopeless) * 0.9 <= again + 1, "one step looks at the whole block, if it has to"
