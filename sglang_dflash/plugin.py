@@ -75,6 +75,7 @@ def hook_scheduler(config: "DFlashConfig") -> None:
     """Set the hooks that only a scheduler needs that serves DFLASH; it has these modules loaded anyway."""
     from sglang.srt.plugins.hook_registry import HookType
 
+    from sglang_dflash.draft.weight_push import draft_stays, refuse_unknown, to_target_unless_named
     from sglang_dflash.draft.weight_update import own_checkpoint_only
     from sglang_dflash.host.draft_input import after_transfer, row_headroom
     from sglang_dflash.host.requests import (
@@ -97,6 +98,10 @@ def hook_scheduler(config: "DFlashConfig") -> None:
         HOOKS["finish"]: (update_finish_state, HookType.AROUND),
         HOOKS["session"]: (create_req, HookType.AROUND),
         HOOKS["update_from_disk"]: (own_checkpoint_only(config.draft), HookType.AROUND),
+        HOOKS["push_tensors"]: (to_target_unless_named, HookType.AROUND),
+        HOOKS["push_over_group"]: (to_target_unless_named, HookType.AROUND),
+        HOOKS["load_pushed"]: (refuse_unknown, HookType.AROUND),
+        HOOKS["load_from_ipc"]: (draft_stays, HookType.AROUND),
         HOOKS["internal_state"]: (add_dflash, HookType.AFTER),
         HOOKS["start_metrics"]: (start_metrics, HookType.AFTER),
         HOOKS["count_states"]: (count_records, HookType.AROUND),

@@ -12,7 +12,7 @@ E head width, H hidden, C features (captured layers x H), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,8 @@ from sglang_dflash.draft.fill import filled
 from sglang_dflash.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
 from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side, loader_of
+
+COMPUTED = "rotary_emb.inv_freq"  # a buffer that some exporters save; ours follows from the config
 
 
 class DraftAttention(nn.Module):
@@ -277,18 +279,30 @@ class DFlashDraftModel(nn.Module):
                 quantized draft.
         """
         parameters = dict(self.named_parameters())
-        if self.needed <= self.loaded and self.qkv_LXH is None:
-            raise ValueError("a draft that was quantized while loading takes no new weights; start the server again")
+        if self.needed <= self.loaded:
+            if self.qkv_LXH is None:
+                raise ValueError("a quantized draft takes no new weights; start the server again")
+            weights = list(weights)  # an update is refused whole or not at all
+            for name, _ in weights:
+                require_known(name, parameters)
         for name, tensor in weights:
             name = name.removeprefix("model.")
-            if name.endswith("rotary_emb.inv_freq"):  # a buffer some exporters save; ours follows from the config
-                continue
-            fused, shard = fused_name(name)
-            if fused not in parameters:
-                raise ValueError(f"draft checkpoint has a tensor {name!r} that a DFlash draft does not know")
-            parameter = parameters[fused]
-            loader_of(parameter)(parameter, tensor, *shard)
-            self.loaded.add(name)
+            if not name.endswith(COMPUTED):
+                fused, shard = require_known(name, parameters)
+                loader_of(parameters[fused])(parameters[fused], tensor, *shard)
+                self.loaded.add(name)
+
+
+def require_known(name: str, parameters: Mapping[str, nn.Parameter]) -> tuple[str, tuple[Any, ...]]:
+    """Return the parameter that a checkpoint's tensor goes to, and which shard of it.
+
+    Raises:
+        ValueError: the draft has none of that name.
+    """
+    fused, shard = fused_name(name.removeprefix("model."))
+    if fused not in parameters and not name.endswith(COMPUTED):
+        raise ValueError(f"a DFlash draft has no tensor {name!r}")
+    return fused, shard
 
 
 EntryClass = DFlashDraftModel

@@ -4,12 +4,16 @@ import base64
 import pickle
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sglang.srt.utils import init_custom_process_group
 
+from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.oracle import Oracle
@@ -21,15 +25,17 @@ NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", 
          "layers.1.self_attn.k_norm.weight")  # fmt: skip
 
 
+def push(server: Server, tensors: dict[str, torch.Tensor], **options: str) -> httpx.Response:
+    """Push tensors through SGLang's own endpoints, while the server runs; return what it says of them."""
+    body = {"serialized_named_tensors": [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()], **options}
+    assert post(server, "/begin_weight_update", {}).status_code == 200
+    answer = post(server, "/update_weights_from_tensor", body)
+    assert post(server, "/end_weight_update", {}).status_code == 200
+    return answer
+
+
 def update(server: Server, tensors: dict[str, torch.Tensor]) -> None:
-    """Through SGLang's own endpoints, while the server runs."""
-    body = {
-        "serialized_named_tensors": [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()],
-        "selector": "draft",
-    }
-    for path, content in (("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})):
-        answer = httpx.post(f"{server.url}/{path}", json=content, timeout=60)
-        assert answer.status_code == 200, f"{path}: {answer.text}"
+    assert push(server, tensors, selector="draft").status_code == 200
 
 
 def test_an_updated_draft_drafts_as_if_it_had_been_loaded(server: Callable, questions: Callable) -> None:
@@ -112,3 +118,86 @@ def test_a_draft_that_does_not_fit_is_refused(server: Callable, tmp_path: Path) 
     assert refused.status_code == 400
     assert "mask_token_id is 4, and the draft being served has 3; restart with it" in refused.json()["message"]
     assert ours.generate([5], max_new_tokens=4).token_ids
+
+
+def served_steps(server: Server, prompts: list[list[int]]) -> list[dict[int, int]]:
+    return [steps(server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("part", ["model.layers.0.", "model.norm.weight", ""])
+def test_target_push_leaves_draft(server: Callable, questions: Callable, part: str) -> None:
+    """Without a selector, as trainers push: one layer, one norm whose name the draft has too, and everything."""
+    ours, prompts = server(flags=VARIANTS["hybrid"].flags), questions(3, seed=13)
+    before = served_steps(ours, prompts)
+    tensors = {name: t for name, t in load_file(HYBRID.target / "model.safetensors").items() if part in name}
+    assert tensors
+    assert push(ours, tensors).status_code == 200
+    assert served_steps(ours, prompts) == before
+
+
+def test_target_push_over_group_leaves_draft(server: Callable, questions: Callable) -> None:
+    ours, prompts = server(flags=VARIANTS["hybrid"].flags), questions(3, seed=13)
+    before = served_steps(ours, prompts)
+    tensors = {
+        name: tensor for name, tensor in load_file(HYBRID.target / "model.safetensors").items() if "layers.0." in name
+    }
+    port, group = free_port(31900), {"world_size": 2, "group_name": "push", "backend": "gloo"}
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(
+            post, ours, "/init_weights_update_group",
+            {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, **group},
+        )  # fmt: skip
+        trainer = init_custom_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, **group)
+        assert joining.result().status_code == 200
+        assert post(ours, "/begin_weight_update", {}).status_code == 200
+        body = {
+            "names": list(tensors),
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+            "shapes": [list(t.shape) for t in tensors.values()],
+            "group_name": "push",
+        }
+        receiving = threads.submit(post, ours, "/update_weights_from_distributed", body)
+        for tensor in tensors.values():
+            torch.distributed.broadcast(tensor, src=0, group=trainer)
+        assert receiving.result().status_code == 200
+        assert post(ours, "/end_weight_update", {}).status_code == 200
+        assert post(ours, "/destroy_weights_update_group", {"group_name": "push"}).status_code == 200
+    assert served_steps(ours, prompts) == before
+
+
+def test_unknown_tensor_is_refused(server: Callable, questions: Callable) -> None:
+    """A draft knows all its names: what is not among them fails the push, and nothing of it is loaded."""
+    ours, prompts = server(flags=VARIANTS["hybrid"].flags), questions(3, seed=13)
+    before = served_steps(ours, prompts)
+    tensors = {"norm.weight": torch.zeros(64), "lm_head.weight": torch.zeros(8, 8)}
+    refused = push(ours, tensors, selector="draft")
+    assert refused.status_code == 400
+    assert "a DFlash draft has no tensor 'lm_head.weight'" in refused.json()["message"]
+    assert '"selector": "target"' in refused.json()["message"]
+    wrong_shape = push(ours, {"model.norm.weight": torch.zeros(8)})
+    assert wrong_shape.status_code == 400
+    assert served_steps(ours, prompts) == before
+
+
+def test_draft_uses_head_of_updated_target(server: Callable, questions: Callable) -> None:
+    """With another head and embedding text is as without speculation, and steps as plain torch's with both."""
+    ours, off, prompts = server(flags=VARIANTS["hybrid"].flags), server("off"), questions(3, seed=13)
+    original = load_file(HYBRID.target / "model.safetensors")
+    names = [name for name in original if "lm_head" in name or "embed_tokens" in name]
+    torch.manual_seed(0)
+    changed = {name: original[name] + 0.2 * original[name].std() * torch.randn_like(original[name]) for name in names}
+    before, expert = served_steps(ours, prompts), Oracle(HYBRID, None, None)
+    try:
+        for one in (ours, off):
+            assert push(one, changed).status_code == 200
+        expert.target.load_state_dict(changed, strict=False)
+        answers = [ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
+        expected = [off.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids for prompt in prompts]
+        assert [answer.token_ids for answer in answers] == expected
+        after = list(map(steps, answers))
+        assert after != before, "the change is too small to see"
+        assert after == [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    finally:
+        for one in (ours, off):
+            assert push(one, {name: original[name] for name in names}).status_code == 200
+    assert served_steps(ours, prompts) == before
