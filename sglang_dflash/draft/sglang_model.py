@@ -12,7 +12,7 @@ E head width, H hidden, C features (captured layers x H), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -35,9 +35,7 @@ from sglang_dflash.draft.checkpoint import COPIED_FROM_TARGET
 from sglang_dflash.draft.fill import filled
 from sglang_dflash.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
-from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side, loader_of
-
-COMPUTED = "rotary_emb.inv_freq"  # a buffer that some exporters save; ours follows from the config
+from sglang_dflash.draft.weights import COMPUTED, checkpoint_names, lay_side_by_side, loader_of, require_known
 
 
 class DraftAttention(nn.Module):
@@ -291,18 +289,6 @@ class DFlashDraftModel(nn.Module):
                 fused, shard = require_known(name, parameters)
                 loader_of(parameters[fused])(parameters[fused], tensor, *shard)
                 self.loaded.add(name)
-
-
-def require_known(name: str, parameters: Mapping[str, nn.Parameter]) -> tuple[str, tuple[Any, ...]]:
-    """Return the parameter that a checkpoint's tensor goes to, and which shard of it.
-
-    Raises:
-        ValueError: the draft has none of that name.
-    """
-    fused, shard = fused_name(name.removeprefix("model."))
-    if fused not in parameters and not name.endswith(COMPUTED):
-        raise ValueError(f"a DFlash draft has no tensor {name!r}")
-    return fused, shard
 
 
 EntryClass = DFlashDraftModel

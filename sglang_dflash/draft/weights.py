@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from sglang.srt.layers.parameter import BasevLLMParameter
@@ -17,6 +17,7 @@ FUSED: dict[str, tuple[str, str | int]] = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
+COMPUTED = "rotary_emb.inv_freq"  # a buffer that some exporters save; ours follows from the config
 
 
 def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
@@ -25,6 +26,18 @@ def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
         if f".{part}." in name:
             return name.replace(part, fused), (shard,)
     return name, ()
+
+
+def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str | int, ...]]:
+    """Return the parameter that a checkpoint's tensor goes to, and which shard of it.
+
+    Raises:
+        ValueError: the draft has none of that name.
+    """
+    fused, shard = fused_name(name.removeprefix("model."))
+    if fused not in parameters and not name.endswith(COMPUTED):
+        raise ValueError(f"a DFlash draft has no tensor {name!r}")
+    return fused, shard
 
 
 def checkpoint_names(parameters: Iterable[str]) -> set[str]:

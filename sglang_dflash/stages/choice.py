@@ -20,9 +20,9 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
-from sglang.srt.speculative.spec_utils import build_grammar_vocab_mask
 from sglang_dflash_kernels.accept import Accepted
 
+from sglang_dflash.stages.grammar import allowed
 from sglang_dflash.stages.greedy import Whole, argmax
 from sglang_dflash.stages.penalties import Penalties
 from sglang_dflash.stages.processors import Processors
@@ -105,7 +105,9 @@ class Choice:
         logits_TV = target.output.next_token_logits
         self.penalties.apply(batch, plan, tokens_BN, logits_TV)
         if target.grammar_tree is not None:
-            self._mask_by_grammar(batch, target, grammar_barrier)
+            mask = allowed(batch, target.grammar_tree, logits_TV.device, grammar_barrier)
+            if mask is not None:
+                mask.apply(logits_TV)
         if info.logit_bias is not None:
             logits_TV.view(*tokens_BN.shape, -1).add_(info.logit_bias[:, None])
         if info.has_custom_logit_processor:
@@ -144,20 +146,6 @@ class Choice:
         logits_TV = torch.zeros(n_requests * n_tokens, self.vocab_size, device=self.device)
         positions_BN = torch.zeros(n_requests, n_tokens, dtype=torch.int64, device=self.device)
         self._sample(logits_TV, info, positions_BN)
-
-    def _mask_by_grammar(
-        self, batch: ScheduleBatch, target: Target, grammar_barrier: Callable[[], None] | None
-    ) -> None:
-        """Walk each grammar along its request's drafts, on the host, behind the target forward."""
-        mask = build_grammar_vocab_mask(
-            reqs=batch.reqs,
-            tree=target.grammar_tree,
-            sampling_info=batch.sampling_info,
-            device=target.output.next_token_logits.device,
-            barrier=grammar_barrier,
-        )
-        if mask is not None:
-            mask.apply(target.output.next_token_logits)
 
     def _sample(
         self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor

@@ -312,7 +312,7 @@ def test_logits_are_whole_only_where_a_request_needs_them(
     monkeypatch, rows, fields, sampling, return_logprob, grammar_tree
 ):
     """The rest of the step is given them; a greedy step hands none on."""
-    monkeypatch.setattr(choice_module, "build_grammar_vocab_mask", lambda **_: None)
+    monkeypatch.setattr(choice_module, "allowed", lambda *_: None)
     kinds = Kinds()
     choice = make_choice(logits=kinds)
     batch = batch_of(info_of(rows, **fields), request([1]), request([2], **sampling), return_logprob=return_logprob)
@@ -342,8 +342,8 @@ def test_logits_go_through_all_that_they_would_without_speculation(monkeypatch):
     """In that order, in every slot: ((4 / 2 + 7) + 1) * -10."""
     monkeypatch.setattr(
         choice_module,
-        "build_grammar_vocab_mask",
-        lambda **_: SimpleNamespace(apply=lambda logits_TV: logits_TV.add_(7)),
+        "allowed",
+        lambda *_: SimpleNamespace(apply=lambda logits_TV: logits_TV.add_(7)),
     )
     req, choice = request([1, 2], repetition_penalty=2.0), make_choice()
     info = info_of(

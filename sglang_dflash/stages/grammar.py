@@ -1,0 +1,62 @@
+"""The tokens that grammars allow at every slot of a step.
+
+SGLang walks each request's grammar along its drafts. An error of one of them would end the scheduler, and every other
+request with it. Without speculation the same error ends its own request with status 500, and so it does here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from http import HTTPStatus
+
+import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.speculative.spec_utils import (
+    GrammarMask,
+    GrammarTree,
+    build_grammar_vocab_mask,
+    generate_token_bitmask,
+)
+
+logger = logging.getLogger(__name__)
+
+BROKEN = (ValueError, RuntimeError)  # what grammars raise once they have failed
+
+
+def allowed(
+    batch: ScheduleBatch, tree: GrammarTree, device: torch.device, barrier: Callable[[], None] | None
+) -> GrammarMask | None:
+    """Walk each grammar along its request's drafts, on the host, while the target's forward runs.
+
+    Args:
+        tree: the drafts of every request, one chain each.
+        barrier: lets the grammars take the tokens of the step before; None: they have.
+    Returns:
+        The mask of logits [B * N, V]; None where no request has a grammar.
+    """
+    build = partial(
+        build_grammar_vocab_mask, reqs=batch.reqs, tree=tree, sampling_info=batch.sampling_info, device=device
+    )
+    try:
+        return build(barrier=barrier)
+    except BROKEN:
+        end_broken(batch.reqs, tree, batch.sampling_info.vocab_size)
+        return build(barrier=None)
+
+
+def end_broken(reqs: Sequence[Req], tree: GrammarTree, vocab_size: int) -> None:
+    """Let the requests end whose grammars fail. They have none from now on."""
+    chains = tree.resolve()
+    for i, req in enumerate(reqs):
+        if req.grammar is None:
+            continue
+        try:
+            generate_token_bitmask([req], *(chain_BN[i : i + 1] for chain_BN in chains), vocab_size)
+        except BROKEN as error:
+            logger.error("the grammar of request %s failed: %s", req.rid, error)
+            req.grammar = None
+            req.to_finish = FINISH_ABORT(
+                f"the grammar failed: {error}", HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError"
+            )
