@@ -75,7 +75,7 @@ class DFlashConfig:
         """
         flags, arguments = current(), arguments_of(server_args)
         check_arguments(arguments, flags)
-        draft = checkpoint.read(arguments.require_draft_path(), arguments.draft_revision, arguments.config_overrides)
+        draft = checkpoint.read(arguments.require_draft_path(), arguments.draft_revision)
         return combine(arguments, target_of(server_args), draft, flags)
 
     @property
@@ -172,6 +172,7 @@ def check_arguments(arguments: Arguments, flags: Flags) -> None:
         )
     for name in arguments.unsupported:
         raise NotSupported(f"{flag(name)} is not supported with DFLASH ({UNSUPPORTED[name]}); drop the flag")
+    arguments.require_rollback()
     _check_parallel(arguments)
     if flags.fp8_head:
         _check_fp8_head(arguments)

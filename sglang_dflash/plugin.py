@@ -41,9 +41,12 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_dflash.cpu.platform import register_choices
+    from sglang_dflash.draft.sglang_config import as_long_as_the_target, read_draft
 
     HookRegistry.register(HOOKS["create_worker"], create_worker, HookType.AROUND)
     HookRegistry.register(HOOKS["add_cli_args"], add_old_flags, HookType.AFTER)
+    HookRegistry.register(HOOKS["read_draft"], read_draft, HookType.AROUND)
+    HookRegistry.register(HOOKS["draft_length"], as_long_as_the_target, HookType.AROUND)
     register_resolution_hook("handle_deprecated_dp_attention")(apply_flags)
     register_resolution_hook("handle_speculative_decoding")(check_arguments)
     register_choices()

@@ -16,8 +16,8 @@ ENTRY_POINTS = {
     "sglang.srt.platforms": ("sglang_dflash_cpu", "sglang_dflash.cpu:activate"),
 }
 
-# What a check may raise to say no: our own errors, and those of SGLang's argument resolution.
-REFUSALS = (ValueError, RuntimeError, AssertionError, OSError, ImportError)
+# Errors that a check may end with: this plugin's, and those of SGLang's argument resolution.
+REFUSALS = (ValueError, RuntimeError, AssertionError, OSError, ImportError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,17 @@ def _find(name: str, check: Callable[[], str]) -> Finding:
     try:
         return Finding(name, True, check())
     except REFUSALS as refusal:
-        return Finding(name, False, str(refusal) or type(refusal).__name__)
+        return Finding(name, False, sentence(refusal))
+
+
+def sentence(refusal: Exception) -> str:
+    """Return what a refusal says; of SGLang's own slips, also what may have caused them."""
+    if isinstance(refusal, AttributeError):
+        return (
+            f"SGLang cannot read this model with these flags ({refusal}); "
+            "leave out what the model does not have, most often a field of --json-model-override-args"
+        )
+    return str(refusal) or type(refusal).__name__
 
 
 def installation() -> list[Finding]:

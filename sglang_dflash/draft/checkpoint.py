@@ -21,17 +21,16 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 COPIED_FROM_TARGET = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
-def read(path: str, revision: str | None = None, overrides: Mapping[str, Any] | None = None) -> Checkpoint:
+def read(path: str, revision: str | None = None) -> Checkpoint:
     """Read and check the draft at `path`: a directory, or a Hugging Face repository id.
 
     Args:
         revision: branch, tag or commit of a repository.
-        overrides: `--json-model-override-args`, which SGLang applies to the draft as well.
     Raises:
         ValueError: the checkpoint contradicts itself or is incomplete.
         NotSupported: it is a valid draft of another kind.
     """
-    checkpoint = parse(draft_files.read_config(path, revision) | dict(overrides or {}), path)
+    checkpoint = parse(draft_files.read_config(path, revision), path)
     check_tensors(checkpoint, draft_files.tensor_shapes(path, revision))
     return checkpoint
 

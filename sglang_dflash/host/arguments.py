@@ -3,13 +3,12 @@
 Two plain records, so that `config.py` and its tests need no engine.
 """
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from sglang_dflash import flags
+from sglang_dflash.errors import NotSupported
 
 # Arguments that have no exact meaning for a DFlash chain, and why; SGLang's names, which are the flags'.
 UNSUPPORTED = {
@@ -54,7 +53,6 @@ class Arguments:
 
     draft_path: str | None
     draft_revision: str | None
-    config_overrides: Mapping[str, Any]
     block_size: int | None
     draft_window: int | None
     draft_backend: str | None
@@ -101,7 +99,6 @@ def arguments_of(server_args: Any) -> Arguments:
     return Arguments(
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
-        config_overrides=json.loads(args.json_model_override_args),
         # The first is that of the widest verify once it is resolved, and never less than the block.
         block_size=least_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
         draft_window=args.speculative_draft_window_size,

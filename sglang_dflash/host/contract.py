@@ -81,7 +81,7 @@ def require_live() -> None:
         HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
     """
     if flags.current().worker is not Worker.STOCK:
-        require_hooks(HOOKS["create_worker"], HOOKS["add_cli_args"])
+        require_hooks(*(HOOKS[name] for name in ("create_worker", "add_cli_args", "read_draft", "draft_length")))
 
 
 def check(names: Iterable[Name]) -> None:

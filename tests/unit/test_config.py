@@ -22,7 +22,6 @@ TARGET = TargetFacts(
 ARGUMENTS = Arguments(
     draft_path="draft",
     draft_revision=None,
-    config_overrides={},
     block_size=None,
     draft_window=None,
     draft_backend=None,

@@ -63,10 +63,6 @@ def test_the_target_s_rotary_fields_may_be_carried_along_unused(checkpoints: Mod
     assert checkpoint.read(str(folder)).rope_parameters == rope
 
 
-def test_overrides_are_applied(folder: Path) -> None:
-    assert checkpoint.read(str(folder), overrides={"block_size": 4}).block_size == 4
-
-
 def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints: ModuleType, folder: Path) -> None:
     shapes = {f"model.{name}": shape for name, shape in checkpoints.draft_shapes().items()}
     checkpoints.write_tensors(folder, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": [8]})

@@ -1,0 +1,68 @@
+"""The configuration that SGLang builds of a draft: what the one reader says, whatever the flags say of the target.
+
+SGLang reads a draft's `config.json` in several places. Everywhere it lays `--json-model-override-args` over the file,
+which are meant for the target. It also compares the draft's context length with the target's. Here both are answered
+from `checkpoint.parse`, so that SGLang, `check` and a weight update read the same draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from transformers import PretrainedConfig, Qwen3Config
+
+from sglang_dflash import flags
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft import files as draft_files
+from sglang_dflash.draft.record import Checkpoint
+from sglang_dflash.draft.variants import ARCHITECTURES
+from sglang_dflash.flags import Worker
+
+
+def read_draft(
+    stock: Callable[..., PretrainedConfig],
+    model: str,
+    trust_remote_code: bool,
+    revision: str | None = None,
+    model_override_args: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> PretrainedConfig:
+    """AROUND `get_config`: read a DFlash draft from its own file alone; any other model is SGLang's to read.
+
+    SGLang reads a draft that the reader refuses, too. DFLASH has refused it by then, another algorithm may serve it.
+    """
+    found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
+    if is_ours(found):
+        with suppress(ValueError):
+            return sglang_config(checkpoint.parse(draft_files.read_config(model, revision), model))
+    if not model_override_args:
+        return found
+    return stock(
+        model, trust_remote_code=trust_remote_code, revision=revision, model_override_args=model_override_args, **kwargs
+    )
+
+
+def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context_length: int | None) -> None:
+    """AROUND `ModelConfig._derive_context_length`: give a draft every position of its target.
+
+    SGLang refuses a draft that was trained for fewer positions. Its answers are exact there, too.
+    """
+    if model_config.is_draft_model and context_length is not None and is_ours(model_config.hf_config):
+        text = model_config.hf_text_config
+        text.max_position_embeddings = max(text.max_position_embeddings, context_length)
+    stock(model_config, context_length)
+
+
+def is_ours(config: PretrainedConfig) -> bool:
+    """Return whether the config is that of a DFlash draft which this plugin serves."""
+    named = not ARCHITECTURES.keys().isdisjoint(config.architectures or ())
+    return named and flags.current().worker is not Worker.STOCK
+
+
+def sglang_config(draft: Checkpoint) -> PretrainedConfig:
+    """Return the draft's fields as Transformers has them, which fills in what a scaled rope needs."""
+    config = Qwen3Config.from_dict(draft.to_json())
+    config._name_or_path = draft.path
+    return config
