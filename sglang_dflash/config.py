@@ -14,9 +14,8 @@ from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.flags import Copy, Flags, GdnState, current
-from sglang_dflash.host import backends
+from sglang_dflash.host import backends, fit
 from sglang_dflash.host.arguments import UNSUPPORTED, Arguments, TargetFacts, arguments_of, flag, target_of
-from sglang_dflash.memory.sizes import kept_window
 from sglang_dflash.memory.texts import why_no_copies
 from sglang_dflash.width.chooser import candidates, widest
 
@@ -47,6 +46,7 @@ class DFlashConfig:
         draft_attention_backend: resolved by `backends`.
         disaggregation: `--disaggregation-mode`.
         draft: the checkpoint's fields.
+        notes: sentences for the log, see `fit.notes`.
     """
 
     block_size: int
@@ -63,6 +63,7 @@ class DFlashConfig:
     draft: Checkpoint
     target: TargetFacts = field(repr=False)
     flags: Flags = field(repr=False)
+    notes: tuple[str, ...] = field(repr=False)
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "DFlashConfig":
@@ -103,9 +104,9 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     check_pair(
         draft, target.path, hidden_size=target.hidden_size, vocab_size=target.vocab_size, n_layers=target.n_layers
     )
-    block_size = _block_size(arguments, draft)
-    _check_heads(arguments, draft)
-    draft_window = _window(arguments, draft, block_size)
+    block_size = fit.block_size(arguments, draft)
+    fit.check_heads(arguments, draft)
+    draft_window = fit.window(arguments, draft, block_size)
     _check_sessions(arguments, draft_window)
     _check_rings(arguments, draft_window)
     no_copies = why_no_copies(flags.copy, arguments.disaggregation)
@@ -124,6 +125,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
         slots_are_ours=arguments.disaggregation == "null" and not arguments.host_cache,
         draft_quantization=None if arguments.draft_quantization == "unquant" else arguments.draft_quantization,
         dtype=_dtype(arguments, target, draft),
+        notes=fit.notes(arguments, target, draft),
         draft_window=draft_window,
         disaggregation=arguments.disaggregation,
         draft_attention_backend=backends.resolve(
@@ -245,48 +247,6 @@ def _gdn_state(target: TargetFacts, flags: Flags) -> GdnState | None:
 
 
 # -- what the draft says -------------------------------------------------------------------------------------------
-
-
-def _block_size(arguments: Arguments, draft: Checkpoint) -> int:
-    """A shorter block is a prefix of the trained one, and cheaper at load; a longer one was never trained."""
-    asked = draft.block_size if arguments.block_size is None else arguments.block_size
-    if not 2 <= asked <= draft.block_size:
-        raise ValueError(
-            f"block size {asked} is not within 2..{draft.block_size}, what {draft.path} was trained for "
-            "(config.json: block_size); change or drop --speculative-num-draft-tokens"
-        )
-    return asked
-
-
-def _window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | None:
-    if arguments.disaggregation != "null":
-        # K/V travel by the target's slots, so the draft's must lie there. Its layers slide all the same.
-        if arguments.draft_window is not None:
-            raise NotSupported(
-                f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
-                "supported (K/V travel by the target's slots, a window's lie in rings); drop the window"
-            )
-        return None
-    if arguments.draft_window is not None and arguments.draft_window < block_size:
-        raise ValueError(
-            f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {block_size}; "
-            f"give at least {block_size}"
-        )
-    return kept_window(arguments.draft_window, draft.window)
-
-
-def _check_heads(arguments: Arguments, draft: Checkpoint) -> None:
-    # With attention data parallelism a draft is split over the ranks that share requests.
-    tp, over = arguments.tp_size, f"--tp-size {arguments.tp_size}"
-    if arguments.attention_dp:
-        tp //= arguments.dp_size
-        over += f" / --dp-size {arguments.dp_size}"
-    n_heads, kv = draft.num_attention_heads, draft.num_key_value_heads
-    if n_heads % tp or (kv % tp and tp % kv):
-        raise ValueError(
-            f"{draft.path}: {n_heads} heads and {kv} KV heads cannot be split over {over}; "
-            f"use a --tp-size that divides both, or a multiple of {kv} that divides {n_heads}"
-        )
 
 
 def _dtype(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> str:

@@ -65,6 +65,8 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
     from sglang_dflash.worker import DFlashWorker
 
     config = DFlashConfig.from_server_args(server_args)
+    for note in config.notes:
+        logger.info(note)
     ModelRegistry.models.update(dict.fromkeys(ARCHITECTURES, DFlashDraftModel))
     hook_scheduler(config)
     if config.flags.probe:

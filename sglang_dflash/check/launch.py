@@ -68,7 +68,7 @@ def launch(argv: Sequence[str]) -> str:
         return "left to SGLang's built-in worker"
     config = DFlashConfig.from_server_args(server_args)
     shown = (field.name for field in dataclasses.fields(config) if field.repr)
-    return ", ".join(f"{name}={vars(config)[name]}" for name in shown)
+    return "; ".join([", ".join(f"{name}={vars(config)[name]}" for name in shown), *config.notes])
 
 
 if __name__ == "__main__":

@@ -131,6 +131,8 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
             f"{path}: partial_rotary_factor or mrope_section without rope_dim={head_dim}; "
             f"take them out of config.json if the draft was trained with plain rotary heads, or {STOCK}"
         )
+    if rope["rope_type"] == "linear":
+        rope["factor"] = float(rope.get("factor", 1.0))  # SGLang takes a list or a float
     return {name: value for name, value in rope.items() if name not in COPIED_FROM_TARGET}
 
 

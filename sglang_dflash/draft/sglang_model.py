@@ -33,6 +33,7 @@ from torch import nn
 
 from sglang_dflash.draft.checkpoint import COPIED_FROM_TARGET
 from sglang_dflash.draft.fill import filled
+from sglang_dflash.draft.rotary import reach
 from sglang_dflash.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
 from sglang_dflash.draft.weights import COMPUTED, checkpoint_names, lay_side_by_side, loader_of, require_known
@@ -217,7 +218,7 @@ class DFlashDraftModel(nn.Module):
         # Around nn.Module's bookkeeping, or the target's weights would count as (and be updated as) the draft's.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions
-        attentions[0].rotary_emb._ensure_cos_sin_cache_length(max_position - 1)
+        reach(attentions[0].rotary_emb, max_position)  # all layers share it
         plain = isinstance(attentions[0].qkv_proj.quant_method, UnquantizedLinearMethod)
         self.qkv_LXH = lay_side_by_side([a.qkv_proj.weight for a in attentions]) if plain else None
         self.k_norm_LE = lay_side_by_side([a.k_norm.weight for a in attentions])

@@ -45,6 +45,7 @@ class TargetFacts:
     dtype: str
     recurrent: bool  # some layers keep a state instead of K and V
     gated_delta_net: bool = False  # these are Gated DeltaNet's
+    context_length: int = 0  # most tokens of a request
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,7 @@ def device_of(device: str | None) -> str:
         return flags.current().rehearse.gpu or device
     import torch
 
+        context_length=model_config.context_len,
     if not torch.version.cuda:
         return "rocm"  # which torch calls cuda
     capability = torch.cuda.get_device_capability()

@@ -1,0 +1,73 @@
+"""A draft against the launch that serves it: its block, its window, its heads, and what a launch changes of it."""
+
+from sglang_dflash.draft.record import Checkpoint
+from sglang_dflash.errors import NotSupported
+from sglang_dflash.host.arguments import Arguments, TargetFacts
+from sglang_dflash.memory.sizes import kept_window
+
+
+def block_size(arguments: Arguments, draft: Checkpoint) -> int:
+    """Return N. A shorter block is a prefix of the trained one, and cheaper at load; a longer one was never trained.
+
+    Raises:
+        ValueError: the launch asks for a longer one, or for none.
+    """
+    asked = draft.block_size if arguments.block_size is None else arguments.block_size
+    if not 2 <= asked <= draft.block_size:
+        raise ValueError(
+            f"block size {asked} is not within 2..{draft.block_size}, what {draft.path} was trained for "
+            "(config.json: block_size); change or drop --speculative-num-draft-tokens"
+        )
+    return asked
+
+
+def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | None:
+    """Return how many context tokens the draft keeps of a request; None: all.
+
+    Raises:
+        ValueError: the launch asks for fewer than a block.
+        NotSupported: it asks for a window where K/V travel to another server.
+    """
+    if arguments.disaggregation != "null":
+        # K/V travel by the target's slots, so the draft's must lie there. Its layers slide all the same.
+        if arguments.draft_window is not None:
+            raise NotSupported(
+                f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
+                "supported (K/V travel by the target's slots, a window's lie in rings); drop the window"
+            )
+        return None
+    if arguments.draft_window is not None and arguments.draft_window < block_size:
+        raise ValueError(
+            f"--speculative-draft-window-size {arguments.draft_window} is smaller than the block of {block_size}; "
+            f"give at least {block_size}"
+        )
+    return kept_window(arguments.draft_window, draft.window)
+
+
+def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
+    """Check that the draft's heads can be split over the ranks that share requests.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    tp, over = arguments.tp_size, f"--tp-size {arguments.tp_size}"
+    if arguments.attention_dp:
+        tp //= arguments.dp_size
+        over += f" / --dp-size {arguments.dp_size}"
+    n_heads, kv = draft.num_attention_heads, draft.num_key_value_heads
+    if n_heads % tp or (kv % tp and tp % kv):
+        raise ValueError(
+            f"{draft.path}: {n_heads} heads and {kv} KV heads cannot be split over {over}; "
+            f"use a --tp-size that divides both, or a multiple of {kv} that divides {n_heads}"
+        )
+
+
+def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
+    """Return a sentence for each thing in which this launch differs from what the draft's files say."""
+    said = []
+    if draft.max_position_embeddings < target.context_length:
+        said.append(
+            f"{draft.path} was trained for {draft.max_position_embeddings} positions and serves "
+            f"{target.context_length} (beyond them answers stay exact, and fewer drafts may be accepted)"
+        )
+    return tuple(said)
