@@ -1,4 +1,9 @@
-"""Tests set environment flags, which a server reads once."""
+"""What one test sets and another must not see: environment flags that were read, and hooks on SGLang's classes."""
+
+import sys
+from collections.abc import Iterator
+from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 
@@ -8,3 +13,33 @@ from sglang_dflash import flags
 @pytest.fixture(autouse=True)
 def flags_are_read_again() -> None:
     flags.current.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def hooks_are_taken_off() -> Iterator[None]:
+    """Take off the hooks that a test has set; those of a loaded plugin stay, as SGLang loads it once per process."""
+    yield
+    if module := sys.modules.get("sglang.srt.plugins.hook_registry"):
+        registry = module.HookRegistry
+        for target, hooks in list(registry._hooks.items()):
+            if all(plugin is None for *_, plugin in hooks):
+                del registry._hooks[target]
+                if target in registry._patched:
+                    registry._patched.remove(target)
+                    take_off(target, module.__file__)
+
+
+def take_off(target: str, registry: str) -> None:
+    """Put the original of a function or method back wherever the wrapper is bound that this file made."""
+    path, _, name = target.rpartition(".")
+    owner: Any = resolve_name(path)
+    hooked = vars(owner)[name]
+    kind = type(hooked) if isinstance(hooked, staticmethod | classmethod) else None
+    original = hooked.__func__ if kind else hooked
+    while original.__code__.co_filename == registry:
+        original = original.__wrapped__
+    setattr(owner, name, kind(original) if kind else original)
+    for module in list(sys.modules.values()):
+        for other, value in list(vars(module).items()) if module else ():
+            if value is hooked:
+                setattr(module, other, original)
