@@ -40,7 +40,8 @@ class DFlashConfig:
             another server.
         draft_quantization: of the draft's linear layers while they load, for `--speculative-draft-model-quantization`;
             None: none, whatever the target's is.
-        dtype: of the draft's weights and activations, and of the target's features, e.g. "bfloat16".
+        dtype: of the target, and so of the draft's weights and activations, e.g. "bfloat16".
+        draft_load_format: for `--speculative-draft-load-format`; None: that of the target.
         draft_window: context tokens a request's draft keeps, and sees; None: all. The smaller of
             `--speculative-draft-window-size` and, where every draft layer slides, the checkpoint's sliding window.
         draft_attention_backend: resolved by `backends`.
@@ -57,6 +58,7 @@ class DFlashConfig:
     slots_are_ours: bool
     draft_quantization: str | None
     dtype: str
+    draft_load_format: str | None
     draft_window: int | None
     draft_attention_backend: str
     disaggregation: str
@@ -124,7 +126,8 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
         attention_dp=arguments.attention_dp,
         slots_are_ours=arguments.disaggregation == "null" and not arguments.host_cache,
         draft_quantization=None if arguments.draft_quantization == "unquant" else arguments.draft_quantization,
-        dtype=_dtype(arguments, target, draft),
+        dtype=target.dtype,
+        draft_load_format=fit.load_format(arguments),
         notes=fit.notes(arguments, target, draft),
         draft_window=draft_window,
         disaggregation=arguments.disaggregation,
@@ -244,17 +247,3 @@ def _gdn_state(target: TargetFacts, flags: Flags) -> GdnState | None:
     if not target.recurrent:
         return None
     return flags.gdn_state if target.gated_delta_net else GdnState.SNAPSHOT
-
-
-# -- what the draft says -------------------------------------------------------------------------------------------
-
-
-def _dtype(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> str:
-    """The draft reads the target's features and embeddings as they are, so both run in one dtype."""
-    long_names = {"auto": draft.dtype, "half": "float16", "float": "float32"}
-    dtype = long_names.get(arguments.dtype, arguments.dtype)
-    if dtype != target.dtype:
-        raise NotSupported(
-            f"{draft.path}: the draft is {dtype} and the target runs in {target.dtype}; give --dtype {dtype}"
-        )
-    return dtype

@@ -194,6 +194,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         speculative_num_draft_tokens=config.block_size,
         speculative_draft_attention_backend=config.draft_attention_backend,
         speculative_draft_model_quantization=config.draft_quantization,
+        speculative_draft_load_format=config.draft_load_format,
+        dtype=config.dtype,  # decided for the draft, too, whose own file may name another
     )
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)

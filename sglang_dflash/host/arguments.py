@@ -60,7 +60,6 @@ class Arguments:
     target_backend: str | None
     draft_kv_dtype: str
     draft_quantization: str | None  # None too where SGLang fills in the target's
-    dtype: str
     device: str
     tp_size: int
     pp_size: int
@@ -76,6 +75,7 @@ class Arguments:
     streaming_session: bool
     page_size: int | None
     load_format: str = "auto"
+    draft_load_format: str | None = None
     host_cache: bool = False  # `--enable-hierarchical-cache`
 
     def require_draft_path(self) -> str:
@@ -109,7 +109,6 @@ def arguments_of(server_args: Any) -> Arguments:
         draft_quantization=(
             args.speculative_draft_model_quantization if args._speculative_draft_quantization_explicitly_set else None
         ),
-        dtype=args.dtype,
         device=device_of(args.device),
         tp_size=args.tp_size,
         pp_size=args.pp_size,
@@ -138,6 +137,7 @@ def is_given(value: object) -> bool:
     """Return whether a value differs from what stands for "not given"; 0 does."""
     return not (value is None or value is False or value == [])
 
+        draft_load_format=args.speculative_draft_load_format,
 
 def least_given(*values: int | None) -> int | None:
     """Return the smallest of the values that are not None."""

@@ -5,6 +5,8 @@ from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.arguments import Arguments, TargetFacts
 from sglang_dflash.memory.sizes import kept_window
 
+DUMMY = "dummy"  # SGLang's name for weights drawn at random
+
 
 def block_size(arguments: Arguments, draft: Checkpoint) -> int:
     """Return N. A shorter block is a prefix of the trained one, and cheaper at load; a longer one was never trained.
@@ -62,6 +64,23 @@ def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
         )
 
 
+def load_format(arguments: Arguments) -> str | None:
+    """Return how the draft's weights are loaded; None: as the target's.
+
+    A target without weights waits for a trainer's. Its draft has them, and nobody else would bring them.
+
+    Raises:
+        NotSupported: the draft itself is to be without weights.
+    """
+    if arguments.draft_load_format == DUMMY:
+        raise NotSupported(
+            f"--speculative-draft-load-format {DUMMY} is not supported with DFLASH (a draft without weights is never "
+            "accepted); drop the flag: the draft is loaded from its files even with --load-format dummy"
+        )
+    by_default = "auto" if arguments.load_format == DUMMY else None
+    return arguments.draft_load_format or by_default
+
+
 def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
     """Return a sentence for each thing in which this launch differs from what the draft's files say."""
     said = []
@@ -70,4 +89,8 @@ def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple
             f"{draft.path} was trained for {draft.max_position_embeddings} positions and serves "
             f"{target.context_length} (beyond them answers stay exact, and fewer drafts may be accepted)"
         )
+    if draft.dtype != target.dtype:
+        said.append(f"{draft.path} says {draft.dtype} and is loaded in {target.dtype}, the target's dtype")
+    if arguments.load_format == DUMMY:
+        said.append(f"--load-format {DUMMY} is the target's: the draft is loaded from {draft.path}")
     return tuple(said)

@@ -127,7 +127,10 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.Monk
 
     from sglang_dflash.config import DFlashConfig
 
-    config = SimpleNamespace(block_size=8, widest=8, draft_attention_backend="trtllm_mha", draft_quantization=None)
+    config = SimpleNamespace(
+        block_size=8, widest=8, draft_attention_backend="trtllm_mha", draft_quantization=None,
+        draft_load_format="auto", dtype="float16",
+    )  # fmt: skip
     monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)
     monkeypatch.setattr(plugin.host, "require_live", lambda: None)
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
@@ -136,6 +139,8 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.Monk
     def sglang_s(server_args: Any) -> None:
         assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
         assert resolving_view(server_args).speculative_num_draft_tokens == 8
+        assert resolving_view(server_args).speculative_draft_load_format == "auto"
+        assert resolving_view(server_args).dtype == "float16"
         declare_resolution(server_args, "SGLang", speculative_draft_attention_backend="fa4")
 
     plugin.check_arguments(server_args, sglang_s)

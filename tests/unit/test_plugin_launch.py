@@ -104,9 +104,10 @@ BAD = {
         "NotSupported: --speculative-draft-window-size with --disaggregation-mode prefill is not supported",
         "--disaggregation-mode prefill --speculative-draft-window-size 64",
     ),
-    "dtypes": Bad(
-        "NotSupported: {draft}: the draft is bfloat16 and the target runs in float16; give --dtype bfloat16",
-        target="fp16",
+    "a draft without weights": Bad(
+        "NotSupported: --speculative-draft-load-format dummy is not supported with DFLASH (a draft without weights is "
+        "never accepted); drop the flag: the draft is loaded from its files even with --load-format dummy",
+        "--load-format dummy --speculative-draft-load-format dummy",
     ),
     "unknown strategy under its old name": Bad(
         "argument --mamba-scheduler-strategy: invalid choice: 'ring'", "--mamba-scheduler-strategy ring"

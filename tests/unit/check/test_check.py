@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,6 +40,51 @@ def test_a_good_installation_and_launch(launch: Any, pair: dict[str, str]) -> No
     assert found["platform"]["text"] == "CpuPlatform, device cpu"
     assert "block_size=8" in found["launch"]["text"]
     assert "draft_attention_backend=torch_native" in found["launch"]["text"]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+class Served(NamedTuple):
+    """A draft's changes, further flags, and what the report says of them."""
+
+    said: str
+    draft: dict[str, Any] = {}  # noqa: RUF012
+    flags: tuple[str, ...] = ()
+    target: str = "dense"
+    ok: bool = True
+
+
+def overrides(**fields: Any) -> tuple[str, ...]:
+    return "--json-model-override-args", json.dumps(fields)
+
+
+SERVED = {
+    "another rope of the target": Served("'rope_type': 'default'", flags=overrides(rope_parameters=YARN)),
+    "the same in the older words": Served("'rope_type': 'default'", flags=overrides(rope_scaling=YARN)),
+    "another architecture of the target": Served("block_size=8", flags=overrides(architectures=["Qwen3ForCausalLM"])),
+    "what the target does not have": Served(
+        "SGLang cannot read this model with these flags ('",
+        flags=overrides(text_config={"rope_scaling": YARN}),
+        ok=False,
+    ),
+    "fewer positions": Served("was trained for 64 positions and serves 512", {"max_position_embeddings": 64}),
+    "a label of float32": Served("says float32 and is loaded in bfloat16, the target's", {"dtype": "float32"}),
+    "a target in float16": Served("says bfloat16 and is loaded in float16, the target's dtype", target="fp16"),
+    "a target without weights": Served(
+        "--load-format dummy is the target's: the draft is loaded from", flags=("--load-format", "dummy")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_draft_keeps_its_own_file(
+    name: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType, tmp_path: Path
+) -> None:
+    case = SERVED[name]
+    draft = str(checkpoints.write_draft(tmp_path, **case.draft))
+    found = asked(launch, *CPU.format(target=pair[case.target], draft=draft).split(), *case.flags)["launch"]
+    assert (found["ok"], case.said in found["text"]) == (case.ok, True), found["text"]
 
 
 def test_a_bad_launch_is_the_one_line_that_fails(launch: Any, pair: dict[str, str]) -> None:

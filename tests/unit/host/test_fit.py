@@ -8,6 +8,7 @@ import pytest
 
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.record import Checkpoint
+from sglang_dflash.errors import NotSupported
 from sglang_dflash.host import fit
 from tests.unit.test_config import ARGUMENTS, TARGET
 
@@ -26,3 +27,24 @@ def test_fewer_positions(draft: Checkpoint) -> None:
         "draft was trained for 512 positions and serves 513 (beyond them answers stay exact, and fewer drafts may be "
         "accepted)",
     )
+
+
+@pytest.mark.parametrize("label", ["float32", "float16"])
+def test_another_dtype(label: str, draft: Checkpoint) -> None:
+    assert fit.notes(ARGUMENTS, TARGET, replace(draft, dtype=label)) == (
+        f"draft says {label} and is loaded in bfloat16, the target's dtype",
+    )
+
+
+def test_a_target_without_weights_leaves_the_draft_its_own(draft: Checkpoint) -> None:
+    dummy = replace(ARGUMENTS, load_format="dummy")
+    assert fit.load_format(ARGUMENTS) is None
+    assert fit.load_format(dummy) == "auto"
+    assert fit.notes(dummy, TARGET, draft) == ("--load-format dummy is the target's: the draft is loaded from draft",)
+    asked = replace(dummy, draft_load_format="safetensors")
+    assert fit.load_format(asked) == "safetensors"
+
+
+def test_a_draft_without_weights_is_refused() -> None:
+    with pytest.raises(NotSupported, match="--speculative-draft-load-format dummy is not supported"):
+        fit.load_format(replace(ARGUMENTS, draft_load_format="dummy"))
