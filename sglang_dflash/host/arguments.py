@@ -124,6 +124,7 @@ def arguments_of(server_args: Any) -> Arguments:
         streaming_session=args.enable_streaming_session,
         page_size=args.page_size,
         load_format=args.load_format,
+        draft_load_format=args.speculative_draft_load_format,
         host_cache=args.enable_hierarchical_cache,
     )
 
@@ -137,7 +138,6 @@ def is_given(value: object) -> bool:
     """Return whether a value differs from what stands for "not given"; 0 does."""
     return not (value is None or value is False or value == [])
 
-        draft_load_format=args.speculative_draft_load_format,
 
 def least_given(*values: int | None) -> int | None:
     """Return the smallest of the values that are not None."""
@@ -160,6 +160,7 @@ def target_of(server_args: Any) -> TargetFacts:
         dtype=str(model_config.dtype).removeprefix("torch."),
         recurrent=mambaish_config(model_config) is not None,
         gated_delta_net=hybrid_gdn_config(model_config) is not None,
+        context_length=model_config.context_len,
     )
 
 
@@ -174,7 +175,6 @@ def device_of(device: str | None) -> str:
         return flags.current().rehearse.gpu or device
     import torch
 
-        context_length=model_config.context_len,
     if not torch.version.cuda:
         return "rocm"  # which torch calls cuda
     capability = torch.cuda.get_device_capability()
