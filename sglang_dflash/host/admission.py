@@ -19,6 +19,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_dflash.host import contract
+from sglang_dflash.host.increments import hook_parsers
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
 MOST_TOP_K = 2**31 - 1  # SGLang keeps it as int32
@@ -28,7 +29,8 @@ MOST_ANSWERS = 2**16  # to one request, which SGLang makes that many requests of
 
 
 def hook_tokenizer() -> None:
-    """Check requests in this process, where it tokenizes them."""
+    """Check requests in this process, where it tokenizes them, and parse its streams in pieces."""
+    hook_parsers()
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
         {

@@ -1,0 +1,88 @@
+"""Streamed answers are parsed alike, however many tokens an increment has.
+
+A speculative step adds several tokens to a stream at once. Most of SGLang's tool-call parsers report one event for each
+increment. They lose arguments, or whole calls, when an increment holds more. One reasoning parser loses an answer. So
+each increment is cut into pieces of about a token. The pieces are parsed one by one, and the results are joined.
+
+A special token stays whole, because some parsers do not recognise its parts. A run of punctuation stays whole, and so
+does white space with what follows: tokenizers merge them, and Llama's parser takes a piece that starts with a brace for
+a call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+from sglang.srt.function_call.function_call_parser import FunctionCallParser
+from sglang.srt.function_call.json_array_parser import JsonArrayParser
+from sglang.srt.parser.reasoning_parser import ReasoningParser
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_dflash.host import contract
+from sglang_dflash.host.names import HOOKS, SECTIONS
+
+# As special tokens look: <tool_call>, </tool_calls:1a2b>, <|tool_call_end|>, <|"|>, <｜tool▁sep｜>, [TOOL_CALLS]
+MARKER = r"</?[|｜]?[^\W\d][\w▁:|｜ ]{0,40}>|<[|｜/][^<>\n]{1,40}>|\[[A-Z_]+\]"
+PIECE = re.compile(rf"{MARKER}|\s*(?:\w+|(?:(?!{MARKER})[^\w\s])+)|\s+")
+
+Parsed = tuple[str, list[ToolCallItem]]
+
+
+def hook_parsers() -> None:
+    """Parse the increments of streams in pieces, in this process."""
+    contract.check(SECTIONS["increments"])
+    contract.set_hooks(
+        {
+            HOOKS["thoughts"]: (parse_thoughts, HookType.AROUND),
+            HOOKS["tool_calls"]: (parse_calls, HookType.AROUND),
+            HOOKS["required_calls"]: (parse_array, HookType.AROUND),
+        }
+    )
+
+
+def parse_calls(stock: Callable[..., Parsed], parser: FunctionCallParser, text: str) -> Parsed:
+    """AROUND `FunctionCallParser.parse_stream_chunk`: return the new plain text and the new parts of calls."""
+    pieces = PIECE.findall(text)
+    if len(pieces) < 2:
+        return stock(parser, text)
+    results = [stock(parser, piece) for piece in pieces]
+    return "".join(plain for plain, _ in results), joined(call for _, calls in results for call in calls)
+
+
+def parse_thoughts(
+    stock: Callable[..., tuple[str | None, str | None]], parser: ReasoningParser, text: str
+) -> tuple[str | None, str | None]:
+    """AROUND `ReasoningParser.parse_stream_chunk`: return the new parts of the thoughts and of what follows them."""
+    pieces = PIECE.findall(text)
+    if len(pieces) < 2:
+        return stock(parser, text)
+    results = [stock(parser, piece) for piece in pieces]
+    return "".join(thought or "" for thought, _ in results), "".join(rest or "" for _, rest in results)
+
+
+def parse_array(
+    stock: Callable[..., StreamingParseResult], parser: JsonArrayParser, text: str, tools: list[Any]
+) -> StreamingParseResult:
+    """AROUND `JsonArrayParser.parse_streaming_increment`, which reads the calls that `tool_choice` requires."""
+    pieces = PIECE.findall(text)
+    if len(pieces) < 2:
+        return stock(parser, text, tools)
+    results = [stock(parser, piece, tools) for piece in pieces]
+    return StreamingParseResult(
+        normal_text="".join(result.normal_text for result in results),
+        calls=joined(call for result in results for call in result.calls),
+    )
+
+
+def joined(calls: Iterable[ToolCallItem]) -> list[ToolCallItem]:
+    """Join arguments with the part of the same call before them, so that a client reads few events."""
+    found: list[ToolCallItem] = []
+    for call in calls:
+        if found and not call.name and call.tool_index == found[-1].tool_index:
+            found[-1] = found[-1].model_copy(update={"parameters": found[-1].parameters + call.parameters})
+        else:
+            found.append(call)
+    return found
