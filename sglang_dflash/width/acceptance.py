@@ -9,11 +9,33 @@ HEAVY = 1e100  # weight at which all weights are scaled down
 ALL_DECAY = math.exp(-1 / 512)  # the same of what all requests showed
 PRIOR = 4.0  # weight of the prior, in observations
 LEVEL_DECAY = math.exp(-1 / 8)  # per block: how fast evidence about a request's level fades
-LEVEL_PRIOR = 8.0  # weight of the usual level of acceptance in a request's own, in drafts
+FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0  # weights of the usual level in a request's own, in drafts: first ones, others
 CERTAIN = 0.02  # a probability this near to 0 or 1 counts as no nearer
 WARM_UP = 8  # tokens that a server asks itself for at its start; requests that end so early teach nothing
 
 Counts = list[tuple[float, float]]  # by position: how often it was reached, and accepted, by the weight of each time
+
+
+class Level:
+    """Odds of acceptance of one request over those of all requests, from its last blocks."""
+
+    def __init__(self, prior: float) -> None:
+        """`prior`: weight of the usual level, in drafts."""
+        self.prior, self.n_reached, self.n_accepted, self.n_usual = prior, 0.0, 0.0, 0.0
+
+    def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
+        """Learn that of drafts accepted at `usual_D` with all requests the first n were accepted here."""
+        if usual_D:
+            self.n_reached = LEVEL_DECAY * self.n_reached + len(usual_D)
+            self.n_accepted = LEVEL_DECAY * self.n_accepted + n_accepted
+            self.n_usual = LEVEL_DECAY * self.n_usual + sum(usual_D)
+
+    def odds(self) -> float:
+        """Return the factor on the usual odds."""
+        if not self.n_reached:
+            return 1.0
+        usual = self.n_usual / self.n_reached
+        return odds((self.n_accepted + self.prior * usual) / (self.n_reached + self.prior)) / odds(usual)
 
 
 class Own:
@@ -21,22 +43,14 @@ class Own:
 
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0
-        # Over the last drafts: how many were reached, accepted, and would be if all requests were meant.
-        self.n_reached, self.n_accepted, self.n_usual = 0.0, 0.0, 0.0
+        # A block that fails at once says nothing of how one goes on that does not.
+        self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
         self.untold: list[tuple[int, int]] | None = []  # (width, accepted) of its first tokens; None: told
 
-    def weigh(self, usual_D: Sequence[float], n_accepted: int) -> None:
+    def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
         """Learn that of drafts accepted at `usual_D` with all requests the first n were accepted here."""
-        self.n_reached = LEVEL_DECAY * self.n_reached + len(usual_D)
-        self.n_accepted = LEVEL_DECAY * self.n_accepted + n_accepted
-        self.n_usual = LEVEL_DECAY * self.n_usual + sum(usual_D)
-
-    def level(self) -> float:
-        """Return this request's odds of acceptance over those of all requests."""
-        if not self.n_reached:
-            return 1.0
-        usual = self.n_usual / self.n_reached
-        return odds((self.n_accepted + LEVEL_PRIOR * usual) / (self.n_reached + LEVEL_PRIOR)) / odds(usual)
+        self.first.observe(usual_D[:1], min(n_accepted, 1))
+        self.further.observe(usual_D[1:], max(n_accepted - 1, 0))
 
 
 class Acceptance:
@@ -64,7 +78,7 @@ class Acceptance:
             count(own.counts, width, n_accepted, self.weight)
             own.n_tokens += n_accepted + 1
             if width > 1:
-                own.weigh(all_D[: min(n_accepted + 1, width - 1)], n_accepted)
+                own.observe(all_D[: min(n_accepted + 1, width - 1)], n_accepted)
             self._tell(own, width, n_accepted, len(rids))
         if len(self.of_request) > 4 * len(rids) + 64:  # most have ended
             self.of_request = {rid: self.of_request[rid] for rid in rids}
@@ -109,8 +123,8 @@ class Acceptance:
 
     def _of_one(self, own: Own, all_D: Sequence[float]) -> list[float]:
         """Return a request's probabilities: those of all requests at this one's level, and its own counts."""
-        level = own.level()
-        odds_D, prior = [level * odds(p) for p in all_D], PRIOR * self.weight
+        first, further, prior = own.first.odds(), own.further.odds(), PRIOR * self.weight
+        odds_D = [(further if i else first) * odds(p) for i, p in enumerate(all_D)]
         return [
             (accepted + prior * x / (1 + x)) / (reached + prior)
             for (reached, accepted), x in zip(own.counts, odds_D, strict=True)

@@ -137,9 +137,10 @@ class Adaptive(Policy):
         decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
         # Where drafts rest, a look is a draft that does not.
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
-        # A batch of new requests does so on credit, one request whatever it owes.
         if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
-            self.saved_s = max(self.saved_s - review.price_s, -review.block_s)
+            self.saved_s -= review.price_s
+            if len(rids) == 1:  # a batch owes what it had not saved, so that looks stay rare where requests come and go
+                self.saved_s = max(self.saved_s, 0.0)
             decision = review.look
         if decision.width > 1:
             self.drafted.update(rids)

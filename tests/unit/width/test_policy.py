@@ -108,7 +108,7 @@ def test_a_failure_ends_what_a_step_says() -> None:
 
 
 def test_a_request_is_drawn_to_the_others() -> None:
-    """As strongly as by four observations, its own level by eight drafts; a new one is believed to be like the others.
+    """As strongly as by four observations, its own level by two drafts; a new one is believed to be like the others.
 
     Of two drafts one was accepted, where 1 was believed: first (1 + 4) / (1 + 4) = 1, then, with a tiny fading and that
     for the last belief, (1 + 4) / (2 + 4) = 5/6 and (1 + 4 * 5/6) / (2 + 4) = 13/18.
@@ -117,10 +117,20 @@ def test_a_request_is_drawn_to_the_others() -> None:
     believed = {rid: acceptance.expected([rid])[2] - 1 for rid in ("a", "b", "new")}
     usual = 13 / 18
     for rid, accepted in (("a", 1), ("b", 0)):
-        level = odds((accepted + 8) / 9) / odds(1)  # 1 was usual
+        level = odds((accepted + 2) / 3) / odds(1)  # 1 was usual
         there = level * odds(usual) / (1 + level * odds(usual))
         assert believed[rid] == pytest.approx((accepted + 4 * there) / 5)
     assert believed["new"] == pytest.approx(usual)
+
+
+def test_a_block_that_fails_at_once_says_nothing_of_one_that_does_not() -> None:
+    acceptance = taught([([f"good-{i}"], N, [D]) for i in range(50)])
+    usual_D = conditional(acceptance, "new")
+    for _ in range(5):
+        acceptance.observe(["a"], N, [0])
+    believed_D = conditional(acceptance, "a")
+    assert believed_D[0] < 0.5 * usual_D[0]
+    np.testing.assert_allclose(believed_D[1:], usual_D[1:], rtol=0.05)
 
 
 def test_one_look_tells_a_good_request_from_bad_ones() -> None:
@@ -464,12 +474,11 @@ def served(
 
 
 def test_every_request_starts_with_a_look() -> None:
-    """Also after hopeless ones, whose looks are soon paid for: at most one per cent of 100 tokens, beside the first."""
+    """Also after hopeless ones: of 100 tokens a look costs one step here, and at most one more can be saved up for."""
     seconds_W = (1.0, 1.3, 1.5, 2.0)
     policy = Adaptive(WIDTHS, step_cost(seconds_W))
     hopeless = served(policy, [0.0] * 20, 1, 100, seconds_W)
     assert min(hopeless[1:]) > 0.98
-    assert np.mean(hopeless[1:]) >= 0.99 - 1e-3
     assert policy.decide(["new"]).width == N
     assert policy.decide(["new"]).width == 1
 
