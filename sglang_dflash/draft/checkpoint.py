@@ -7,6 +7,7 @@ not know the flags or the engine.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.draft import files as draft_files
@@ -15,6 +16,7 @@ from sglang_dflash.draft.record import FULL, SECOND, SLIDING, Checkpoint
 from sglang_dflash.draft.variants import ARCHITECTURES, DFLASH_2, refuse_variants
 from sglang_dflash.errors import STOCK, NotSupported
 
+CODEBOOK = "_codebook"  # a matrix of DFlash 2 with one row per token
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # A draft turns its whole heads by one position. Drafts of partly rotated or multi-modal targets carry the target's
 # fields along, unused, and say so with `rope_dim`.
@@ -31,8 +33,10 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
         NotSupported: it is a valid draft of another kind.
     """
     checkpoint = parse(draft_files.read_config(path, revision), path)
-    check_tensors(checkpoint, draft_files.tensor_shapes(path, revision))
-    return checkpoint
+    found = draft_files.tensor_shapes(path, revision)
+    borrowed = {name: found.pop(name) for name in draft_files.BORROWED if name in found}
+    check_tensors(checkpoint, found)
+    return replace(checkpoint, borrowed=borrowed)
 
 
 # -- config.json ---------------------------------------------------------------------------------------------------
@@ -171,7 +175,7 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
             layer[f"{conv}.kernel_projection.weight"] = (2 * taps * n_groups, hidden)
     if rank := checkpoint.selector_rank:
         n_vocab = checkpoint.vocab_size or 0
-        shapes |= {f"candidate_selector.{side}_codebook": (n_vocab, rank) for side in ("predecessor", "successor")}
+        shapes |= {f"candidate_selector.{side}{CODEBOOK}": (n_vocab, rank) for side in ("predecessor", "successor")}
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
     for i in range(checkpoint.num_hidden_layers):
         shapes |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -199,6 +203,12 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
             f"{path}: {len(extra)} tensors are not part of a DFlash draft, the first is {extra[0]}; {STOCK}"
         )
     for name, shape in expected.items():
+        if found[name] != shape and name.endswith(CODEBOOK):
+            raise ValueError(
+                f"{path}: {name} has shape {list(found[name])}, and config.json says vocab_size "
+                f"{checkpoint.vocab_size} and selector_rank {checkpoint.selector_rank}: a codebook has a row for every "
+                "token of the vocabulary; mend config.json or fetch the draft again"
+            )
         if found[name] != shape:
             raise ValueError(
                 f"{path}: {name} has shape {list(found[name])}, config.json implies {list(shape)}; "

@@ -25,6 +25,8 @@ Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 MASK_EMBEDDING = "mask_embedding.pt"
 ROTARY = "rotary_emb.inv_freq"
+# Tensors of the target that some exporters save with a draft, and the vocabulary maps of speculators.
+BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
 
 
 def read_config(path: str, revision: str | None) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def local_folder(source: str | Path) -> Path:
 
 
 def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the tensors of a draft's directory by the names of `own_names`.
+    """Return the tensors of a draft's directory by the names of `own_names`, without those of its target.
 
     Args:
         read: a framework's, of a safetensors file.
@@ -95,7 +97,7 @@ def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> d
     tensors: dict[str, Value] = {}
     for file in weight_files(folder):
         tensors |= read(file)
-    return own_names(tensors)
+    return {name: tensor for name, tensor in own_names(tensors).items() if name not in BORROWED}
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,10 +1,19 @@
 """A draft against its target, as the sizes of both say it."""
 
+from collections.abc import Iterable
+
 from sglang_dflash.draft.record import Checkpoint
+from sglang_dflash.errors import NotSupported
+
+ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # one row per token
+WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
 
 
 def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:
-    """Check that the draft was trained on features, vocabulary and layers like this target's.
+    """Check that the draft was trained on features, tokens and layers like this target's.
+
+    A draft without a selector has no rows of its own for tokens: it borrows the target's embedding and head, so the
+    vocabulary in its config.json may differ by rows that pad one of them.
 
     Args:
         target: its name in messages; the rest is its.
@@ -17,8 +26,12 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
         raise ValueError(
             f"{path}: hidden_size {draft.hidden_size} is not the target's {hidden_size} ({target}); {other}"
         )
-    if draft.vocab_size not in (None, vocab_size):
-        raise ValueError(f"{path}: vocab_size {draft.vocab_size} is not the target's {vocab_size} ({target}); {other}")
+    if draft.selector_rank and draft.vocab_size != vocab_size:
+        raise ValueError(
+            f"{path}: the codebooks of its selector have {draft.vocab_size} rows (config.json: vocab_size), one for "
+            f"every token, and the target's vocabulary has {vocab_size} ({target}); {other}"
+        )
+    check_borrowed(draft, target, hidden_size=hidden_size, vocab_size=vocab_size)
     if draft.mask_token_id >= vocab_size:
         raise ValueError(
             f"{path}: mask_token_id {draft.mask_token_id} is outside the target's vocabulary of {vocab_size}; "
@@ -34,3 +47,33 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
         raise ValueError(
             f"{path}: num_target_layers {n_target_layers} is not the target's {n_layers} ({target}); {other}"
         )
+
+
+def unused(names: Iterable[str]) -> str:
+    """Return a sentence for the log on tensors that a draft's files have and the draft does not."""
+    return f"{', '.join(sorted(names))} stay unused: a DFlash draft has the target's own"
+
+
+def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int) -> None:
+    """Check that the tensors of a target beside the draft's own are as large as this target's, which are used.
+
+    Raises:
+        ValueError: one is not; the draft may have been trained with it.
+    """
+    whole = draft.vocab_size or vocab_size
+    (n_tokens,) = draft.borrowed.get("d2t", (whole,))
+    if n_tokens != whole:
+        raise NotSupported(
+            f"{draft.path}: d2t has {n_tokens} entries for a vocabulary of {whole}: a reduced vocabulary is not "
+            f"supported; {WHOLE}"
+        )
+    rows = dict.fromkeys(
+        ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight"), (vocab_size, hidden_size)
+    )
+    for name, shape in (rows | {"verifier_norm.weight": (hidden_size,)}).items():
+        found = draft.borrowed.get(name, shape)
+        if found != shape:
+            raise ValueError(
+                f"{draft.path}: {name} has shape {list(found)}, and that of the target, which a draft uses instead, "
+                f"{list(shape)} ({target}); give the draft that was trained for this target"
+            )

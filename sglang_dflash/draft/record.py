@@ -26,7 +26,7 @@ class Checkpoint:
 
     Sizes are counts of elements; nothing is divided by tensor parallelism. In a full layer a slot sees its whole block;
     in a sliding one it sees `sliding_window` tokens, itself and those before it, and without `sliding_is_causal` as
-    many after it. The last six are DFlash 2's, 0 where a draft has no convolution or no selector.
+    many after it. The six from `conv_kernel_size` on are DFlash 2's, 0 where a draft has no convolution or no selector.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -58,6 +58,8 @@ class Checkpoint:
     selector_top_k: int = 0  # candidates per slot
     output_multiplier: float = 1.0  # of the candidates' logits,
     final_logit_softcapping: float | None = None  # and then their soft cap
+    # Shapes of the tensors in its files that are the target's, by name: a draft uses the target's own.
+    borrowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     path: str = field(default="the draft", compare=False)  # what it is called in messages
 
     def __post_init__(self) -> None:
@@ -126,6 +128,7 @@ class Checkpoint:
         dflash = {name: said.pop(name) for name in ("mask_token_id", "target_layer_ids")}
         second = {name: said.pop(name) for name in SECOND}
         causal = said.pop("sliding_is_causal")
+        del said["borrowed"]
         theta = self.rope_parameters["rope_theta"]
         return {
             "architectures": [DFLASH_2 if self.selector_rank else DFLASH],

@@ -31,12 +31,18 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 from torch import nn
 
-from sglang_dflash.draft.checkpoint import COPIED_FROM_TARGET
 from sglang_dflash.draft.fill import filled
 from sglang_dflash.draft.rotary import reach
 from sglang_dflash.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
-from sglang_dflash.draft.weights import COMPUTED, checkpoint_names, lay_side_by_side, loader_of, require_known
+from sglang_dflash.draft.weights import (
+    checkpoint_names,
+    is_unused,
+    lay_side_by_side,
+    loader_of,
+    require_all_known,
+    require_known,
+)
 
 
 class DraftAttention(nn.Module):
@@ -62,8 +68,6 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         rope_theta, rope_scaling = get_rope_config(config)
-        if "rope_dim" in (rope_scaling or {}):  # beside it, fields of the target mean nothing
-            rope_scaling = {k: v for k, v in rope_scaling.items() if k not in COPIED_FROM_TARGET}
         self.rotary_emb = get_rope(
             self.head_dim,
             rotary_dim=self.head_dim,
@@ -282,11 +286,10 @@ class DFlashDraftModel(nn.Module):
             if self.qkv_LXH is None:
                 raise ValueError("a quantized draft takes no new weights; start the server again")
             weights = list(weights)  # an update is refused whole or not at all
-            for name, _ in weights:
-                require_known(name, parameters)
+            require_all_known((name for name, _ in weights), parameters)
         for name, tensor in weights:
             name = name.removeprefix("model.")
-            if not name.endswith(COMPUTED):
+            if not is_unused(name):
                 fused, shard = require_known(name, parameters)
                 loader_of(parameters[fused])(parameters[fused], tensor, *shard)
                 self.loaded.add(name)

@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft import files as draft_files
+from sglang_dflash.draft.pair import check_borrowed
 from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.draft.variants import ARCHITECTURES
@@ -29,11 +30,12 @@ BUILT = (
 )  # fmt: skip
 
 
-def own_checkpoint_only(served: Checkpoint) -> Callable[..., tuple[bool, str]]:
+def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tuple[bool, str]]:
     """AROUND `WeightUpdater.update_weights_from_disk`: return whether it went well, and a sentence.
 
     Args:
         served: the draft that the server was started with.
+        vocab_size: of the target.
     """
 
     def update(
@@ -48,7 +50,7 @@ def own_checkpoint_only(served: Checkpoint) -> Callable[..., tuple[bool, str]]:
             return True, f"The target stays: {model_path} is a DFlash draft."
         if for_draft:
             try:
-                require_like(served, checkpoint.read(model_path))
+                require_like(served, checkpoint.read(model_path), vocab_size)
             except ValueError as error:
                 return False, str(error)
         return stock(updater, model_path, *args, **kwargs)
@@ -65,13 +67,14 @@ def is_draft(path: str) -> bool:
     return not ARCHITECTURES.keys().isdisjoint(config.get("architectures", ()))
 
 
-def require_like(served: Checkpoint, new: Checkpoint) -> None:
+def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int) -> None:
     """Check that the new draft fits into what was built for the served one.
 
     Raises:
         ValueError: it does not.
     """
-    for name in BUILT:
+    check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)
+    for name in (*BUILT, *(["vocab_size"] if served.selector_rank else [])):
         ours, theirs = vars(served)[name], vars(new)[name]
         if ours != theirs:
             raise ValueError(f"{new.path}: {name} is {theirs}, and the draft being served has {ours}; restart with it")

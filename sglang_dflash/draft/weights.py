@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from sglang.srt.layers.parameter import BasevLLMParameter
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
+
+from sglang_dflash.draft.files import BORROWED, ROTARY
+from sglang_dflash.draft.pair import unused
+
+logger = logging.getLogger(__name__)
 
 # A checkpoint stores the parts of a fused projection one by one: part -> (fused parameter, shard).
 FUSED: dict[str, tuple[str, str | int]] = {
@@ -17,7 +23,6 @@ FUSED: dict[str, tuple[str, str | int]] = {
     "gate_proj": ("gate_up_proj", 0),
     "up_proj": ("gate_up_proj", 1),
 }
-COMPUTED = "rotary_emb.inv_freq"  # a buffer that some exporters save; ours follows from the config
 
 
 def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
@@ -35,9 +40,28 @@ def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str
         ValueError: the draft has none of that name.
     """
     fused, shard = fused_name(name.removeprefix("model."))
-    if fused not in parameters and not name.endswith(COMPUTED):
+    if fused not in parameters and not is_unused(name):
         raise ValueError(f"a DFlash draft has no tensor {name!r}")
     return fused, shard
+
+
+def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
+    """Check every name before a tensor is touched, and log those that are left out.
+
+    Raises:
+        ValueError: the draft has none of one name.
+    """
+    left_out = []
+    for name in names:
+        require_known(name, parameters)
+        left_out += [name] * is_unused(name)
+    if left_out:
+        logger.info(unused(left_out))
+
+
+def is_unused(name: str) -> bool:
+    """Return whether a checkpoint's tensor is the target's, or a buffer that follows from the config."""
+    return name.removeprefix("model.") in BORROWED or name.endswith(ROTARY)
 
 
 def checkpoint_names(parameters: Iterable[str]) -> set[str]:

@@ -1,5 +1,6 @@
 """A draft against the launch that serves it: its block, its window, its heads, and what a launch changes of it."""
 
+from sglang_dflash.draft.pair import unused
 from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.arguments import Arguments, TargetFacts
@@ -91,6 +92,13 @@ def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple
         )
     if draft.dtype != target.dtype:
         said.append(f"{draft.path} says {draft.dtype} and is loaded in {target.dtype}, the target's dtype")
+    if draft.vocab_size not in (None, target.vocab_size):
+        said.append(
+            f"{draft.path} says vocab_size {draft.vocab_size} and uses the target's embedding and head of "
+            f"{target.vocab_size} rows"
+        )
+    if draft.borrowed:
+        said.append(f"{draft.path}: {unused(draft.borrowed)}")
     if arguments.load_format == DUMMY:
         said.append(f"--load-format {DUMMY} is the target's: the draft is loaded from {draft.path}")
     return tuple(said)

@@ -156,8 +156,9 @@ BAD = {
         draft=dflash(target_layer_ids=[0, 3]),
     ),
     "another target's hidden size": Bad("fc.weight has shape [64, 128]", draft={"hidden_size": 32}),
-    "another target's vocabulary": Bad(
-        "ValueError: {draft}: vocab_size 96 is not the target's 128", draft={"vocab_size": 96}
+    "another target's codebooks": Bad(
+        "a codebook has a row for every token of the vocabulary; mend config.json or fetch the draft again",
+        draft={"architectures": ["DFlash2DraftModel"], "vocab_size": 96} | dflash(selector_rank=8, selector_top_k=4),
     ),
     "another target's depth": Bad(
         "ValueError: {draft}: num_target_layers 36 is not the target's 4",
@@ -206,7 +207,9 @@ def spoil(draft: Path, how: str, checkpoints: ModuleType) -> Path:
         case "config cut off":
             (draft / "config.json").write_text('{"architectures": [')
         case "an extra tensor":
-            checkpoints.write_tensors(draft, checkpoints.draft_shapes() | {"lm_head.weight": [128, 64]})
+            checkpoints.write_tensors(draft, checkpoints.draft_shapes() | {"lm_head.bias": [128]})
+        case "a head of another size":
+            checkpoints.write_tensors(draft, checkpoints.draft_shapes() | {"lm_head.weight": [96, 64]})
     return draft
 
 
@@ -220,7 +223,8 @@ def spoil(draft: Path, how: str, checkpoints: ModuleType) -> Path:
         ("pickled weights", "holds pytorch_model.bin, and only safetensors are loaded; convert it"),
         ("cut off", "cannot be read as safetensors"),
         ("config cut off", "is not JSON"),
-        ("an extra tensor", "1 tensors are not part of a DFlash draft, the first is lm_head.weight"),
+        ("an extra tensor", "1 tensors are not part of a DFlash draft, the first is lm_head.bias"),
+        ("a head of another size", "lm_head.weight has shape [96, 64], and that of the target"),
     ],
 )
 def test_files_that_are_no_draft_end_the_launch(

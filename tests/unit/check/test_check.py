@@ -70,6 +70,7 @@ SERVED = {
     ),
     "fewer positions": Served("was trained for 64 positions and serves 512", {"max_position_embeddings": 64}),
     "a label of float32": Served("says float32 and is loaded in bfloat16, the target's", {"dtype": "float32"}),
+    "a padded vocabulary": Served("says vocab_size 100 and uses the target's embedding and head", {"vocab_size": 100}),
     "a target in float16": Served("says bfloat16 and is loaded in float16, the target's dtype", target="fp16"),
     "a target without weights": Served(
         "--load-format dummy is the target's: the draft is loaded from", flags=("--load-format", "dummy")

@@ -13,14 +13,14 @@ from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.draft.weight_update import BUILT, own_checkpoint_only
 from sglang_dflash.tiny.pairs import HYBRID
 
-SERVED = checkpoint.read(str(HYBRID.draft))
+SERVED, VOCAB_SIZE = checkpoint.read(str(HYBRID.draft)), 1024
 DRAFT = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))
 TARGET = SimpleNamespace(get_model=object)
 
 
 @pytest.fixture
 def load() -> Callable[[Any, object], tuple[bool, str]]:
-    update = own_checkpoint_only(SERVED)
+    update = own_checkpoint_only(SERVED, VOCAB_SIZE)
 
     def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
         return True, f"loaded {model_path} as {load_format}"
@@ -47,7 +47,7 @@ def test_no_graph_is_captured_again(model: SimpleNamespace) -> None:
         loaded.append(model_path)
         return True, ""
 
-    update = own_checkpoint_only(SERVED)
+    update = own_checkpoint_only(SERVED, VOCAB_SIZE)
     assert update(stock, model, str(HYBRID.target), "auto", recapture_cuda_graph=True) == (
         False,
         "recapture_cuda_graph is not supported with DFLASH; leave it out: weights are loaded in place",
@@ -82,6 +82,6 @@ def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
 def test_all_that_is_built_from_is_compared() -> None:
     """The rest: where it lies, its dtype, and what only its training or the launch decided."""
     left_out = {
-        "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings",
+        "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
     }  # fmt: skip
     assert set(vars(SERVED)) - set(BUILT) == left_out

@@ -48,3 +48,11 @@ def test_a_target_without_weights_leaves_the_draft_its_own(draft: Checkpoint) ->
 def test_a_draft_without_weights_is_refused() -> None:
     with pytest.raises(NotSupported, match="--speculative-draft-load-format dummy is not supported"):
         fit.load_format(replace(ARGUMENTS, draft_load_format="dummy"))
+
+
+def test_rows_and_tensors_of_the_target(draft: Checkpoint) -> None:
+    padded = replace(draft, vocab_size=120, borrowed={"lm_head.weight": (128, 64), "embed_tokens.weight": (128, 64)})
+    assert fit.notes(ARGUMENTS, TARGET, padded) == (
+        "draft says vocab_size 120 and uses the target's embedding and head of 128 rows",
+        "draft: embed_tokens.weight, lm_head.weight stay unused: a DFlash draft has the target's own",
+    )
