@@ -51,6 +51,18 @@ def update_finish_state(stock: Stock, req: Req, new_accepted_len: int = 1) -> No
     if req.finished() and (params.stop_strs or params.stop_regex_strs):
         find_first_end(stock, req, new_accepted_len)
     req.finished_reason = abort or req.finished_reason
+    if req.finished_len is not None:
+        uncount_thoughts(req, req.finished_len)
+
+
+def uncount_thoughts(req: Req, n_kept: int) -> None:
+    """Count only the thoughts among the first `n_kept` output tokens. SGLang counts a step before it cuts it."""
+    if req._is_reasoning_over:
+        n_thoughts = min(req.reasoning_tokens, n_kept)
+    else:
+        n_thoughts = max(req.reasoning_tokens - (len(req.output_ids) - n_kept), 0)
+    # A start tag that was cut is no thought.
+    req.reasoning_tokens = n_thoughts if n_kept >= req._think_start_match_len else 0
 
 
 def find_first_end(stock: Stock, req: Req, n: int) -> None:

@@ -1,6 +1,7 @@
 """An answer ends where it would have ended, had its tokens come one by one."""
 
 from array import array
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -33,12 +34,20 @@ def ended(req: Req) -> tuple[object, list[int], list[int]]:
     return reason, list(req.output_ids[: req.finished_len]), list(req.output_ids)
 
 
-def stepped(req: Req, tokens: list[int], widths: list[int], update: object) -> Req:
+def stepped(
+    req: Req,
+    tokens: list[int],
+    widths: list[int],
+    update: object,
+    count: Callable[[Req, list[int]], None] | None = None,
+) -> Req:
     for width in widths:
         step, tokens = tokens[:width], tokens[width:]
         if not step or req.finished():
             break
         req.output_ids.extend(step)
+        if count:
+            count(req, step)
         update(req, len(step))
     return req
 
@@ -68,6 +77,47 @@ def test_ends_as_if_tokens_came_one_by_one(
     one_by_one = stepped(request(**asked), tokens, [1] * len(tokens), Req.update_finish_state)
     in_blocks = stepped(request(**asked), tokens, widths, ours)
     assert ended(in_blocks)[:2] == ended(one_by_one)[:2]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    stop=st.lists(st.sampled_from(STOPS), max_size=2),
+    max_new_tokens=st.integers(1, 40),
+    n_start=st.integers(0, 3),
+    end=st.lists(st.sampled_from(token_ids(TEXT)), min_size=1, max_size=2),
+    widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
+    aborted=st.booleans(),
+)
+def test_thoughts_are_counted_as_if_tokens_came_one_by_one(
+    stop: list[str], max_new_tokens: int, n_start: int, end: list[int], widths: list[int], *, aborted: bool
+) -> None:
+    """With a start tag of 1 to 3 tokens that the answer begins with, or one in the prompt."""
+    tokens = [*token_ids(TEXT), 2]
+    asked = {"stop": stop or None, "max_new_tokens": max_new_tokens}
+
+    def count(req: Req, step: list[int]) -> None:
+        if n_start:
+            req.update_self_opened_reasoning_tokens(step, tokens[:n_start], end)
+        else:
+            req.update_reasoning_tokens(step, end)
+
+    one_by_one = stepped(request(**asked), tokens, [1] * len(tokens), Req.update_finish_state, count)
+    req = stepped(request(**asked), tokens, widths[:2] if aborted else widths, ours, count)
+    if aborted and not req.finished():
+        req.to_finish = FINISH_ABORT()
+        stepped(req, tokens[sum(widths[:2]) :], widths[2:], ours, count)
+    if req.finished_len == one_by_one.finished_len:
+        assert req.reasoning_tokens == one_by_one.reasoning_tokens
+    assert req.reasoning_tokens <= len(req.output_ids[: req.finished_len])
+
+
+def test_sglang_s_own_count_is_above_the_tokens() -> None:
+    """If this fails, SGLang has mended it, and `uncount_thoughts` can go."""
+    req = request(max_new_tokens=4)
+    stepped(
+        req, token_ids(TEXT), [16], Req.update_finish_state, lambda req, step: req.update_reasoning_tokens(step, [0])
+    )
+    assert (req.finished_len, req.reasoning_tokens) == (4, 16)
 
 
 def test_no_token_of_the_step_is_lost() -> None:
