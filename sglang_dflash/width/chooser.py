@@ -14,6 +14,7 @@ from sglang_dflash.width.tally import Tally
 logger = logging.getLogger(__name__)
 
 REPORT = 1000  # steps between two lines in the log
+SUSPECT_BLOCKS, SUSPECT_SHARE = 500, 0.02  # so many drafted blocks, and fewer of them with an accepted draft: a warning
 DEFAULT = (1, 4, 8, 12)  # widths, beside the whole block
 WIDEST = 32  # the most tokens of a block with its n-gram copy
 
@@ -37,6 +38,7 @@ class Chooser:
         self.before: tuple[Kind | None, int, float] = None, 0, 0.0  # the last outcome: its step, in flight then, when
         self.tally, self.recent = Tally(), Tally()  # since the start, since the last line in the log
         self.n_interruptions, self.expected_tokens = 0, 0.0  # since the start
+        self.is_suspected = False  # the draft; said once
 
     def decide(self, rids: list[str]) -> int:
         """Return the width of the next step of these requests."""
@@ -62,11 +64,24 @@ class Chooser:
         self.expected_tokens += n_requests * decision.expected
         for tally in (self.tally, self.recent):
             tally.add(width, n_accepted_B)
+        self._warn_of_draft()
         if self.trace:
             self.trace(rids, width, n_accepted_B, now_s)
         if self.recent.n_steps.total() == REPORT:
             logger.info("%s", self.recent)
             self.recent = Tally()
+
+    def _warn_of_draft(self) -> None:
+        """Say once that hardly any block has an accepted draft: such a draft was trained for something else."""
+        n_drafted, n_useful = self.tally.n_drafted, self.tally.n_useful
+        if not self.is_suspected and n_drafted >= SUSPECT_BLOCKS and n_useful < SUSPECT_SHARE * n_drafted:
+            self.is_suspected = True
+            logger.warning(
+                "of %d drafted blocks %d had an accepted draft: this draft is not for this target or prompts, or its "
+                "slots are shifted by one; `sglang-dflash check --draft-steps 20` tells which",
+                n_drafted,
+                n_useful,
+            )
 
     def describe(self) -> dict[str, Any]:
         """Return counts since the start and the known step times, as JSON."""

@@ -10,12 +10,16 @@ class Tally:
     def __init__(self) -> None:
         self.n_steps = Counter[int]()  # by width; a batch's step is one
         self.n_blocks = Counter[tuple[int, int]]()  # by width and accepted drafts; every request of a batch has one
+        self.n_drafted, self.n_useful = 0, 0  # blocks with drafts, and those of them with an accepted one
 
     def add(self, width: int, n_accepted_B: Sequence[int]) -> None:
         """Count a step that verified `width` tokens of each block, and accepted 0..width - 1 drafts."""
         if n_accepted_B:
             self.n_steps[width] += 1
             self.n_blocks.update((width, n) for n in n_accepted_B)
+            if width > 1:
+                self.n_drafted += len(n_accepted_B)
+                self.n_useful += sum(map(bool, n_accepted_B))
 
     def n_committed(self) -> int:
         """Tokens: a block's accepted drafts, and the bonus."""

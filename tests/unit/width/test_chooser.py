@@ -195,6 +195,18 @@ def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
+@pytest.mark.parametrize(("useful", "n_warnings"), [(0, 1), (9, 1), (10, 0)])
+def test_draft_that_is_never_accepted_is_said_once(
+    useful: int, n_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 500 blocks; steps of one token count for nothing."""
+    chooser = Chooser(Scripted([1, 8] * 1000))
+    for step in range(2000):
+        chooser.decide(["a"])
+        chooser.observe([0 if step % 2 == 0 or step // 2 % 500 >= useful else 1], float(step))
+    assert [record.levelname for record in caplog.records].count("WARNING") == n_warnings
+
+
 def test_before_the_first_step_there_is_nothing_to_tell() -> None:
     assert Chooser(Fixed(4)).describe() == {
         "policy": "always 4", "seconds": {}, "n_steps": {}, "committed": 0, "expected": 0.0, "account": "",
