@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from sglang_dflash.draft import files as draft_files
+from sglang_dflash.draft.dialects import in_our_words
 from sglang_dflash.draft.fields import Fields
 from sglang_dflash.draft.record import FULL, SECOND, SLIDING, Checkpoint
 from sglang_dflash.draft.variants import ARCHITECTURES, DFLASH_2, refuse_variants
@@ -44,6 +45,7 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
 
 def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
     """Return the fields of `config`, typed and checked against each other."""
+    config = in_our_words(config, path)
     refuse_variants(config, path)
     fields = Fields(config, path, "dflash_config")
     n_layers, head_dim = fields.count("num_hidden_layers"), fields.count("head_dim")

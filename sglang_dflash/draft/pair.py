@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
+from sglang_dflash.draft.dialects import WHOLE
 from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.errors import NotSupported
 
 ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # one row per token
-WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
 
 
 def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:

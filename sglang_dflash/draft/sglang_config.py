@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, Qwen3Config
 from sglang_dflash import flags
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft import files as draft_files
+from sglang_dflash.draft.dialects import names_draft
 from sglang_dflash.draft.record import Checkpoint
-from sglang_dflash.draft.variants import ARCHITECTURES
 from sglang_dflash.flags import Worker
 
 
@@ -33,10 +33,16 @@ def read_draft(
 
     SGLang reads a draft that the reader refuses, too. DFLASH has refused it by then, another algorithm may serve it.
     """
-    found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
-    if is_ours(found):
-        with suppress(ValueError):
-            return sglang_config(checkpoint.parse(draft_files.read_config(model, revision), model))
+    try:
+        found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
+    except ValueError:  # a dialect's file may name no model type
+        ours = own_config(model, revision)
+        if ours is None:
+            raise
+        return ours
+    ours = own_config(model, revision) if is_ours(found) else None
+    if ours is not None:
+        return ours
     if not model_override_args:
         return found
     return stock(
@@ -57,8 +63,16 @@ def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context
 
 def is_ours(config: PretrainedConfig) -> bool:
     """Return whether the config is that of a DFlash draft which this plugin serves."""
-    named = not ARCHITECTURES.keys().isdisjoint(config.architectures or ())
-    return named and flags.current().worker is not Worker.STOCK
+    return names_draft({"architectures": config.architectures}) and flags.current().worker is not Worker.STOCK
+
+
+def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
+    """Return a draft's config from the one reader; None: the file is no draft's that it reads."""
+    with suppress(ValueError):
+        config = draft_files.read_config(model, revision)
+        if names_draft(config) and flags.current().worker is not Worker.STOCK:
+            return sglang_config(checkpoint.parse(config, model))
+    return None
 
 
 def sglang_config(draft: Checkpoint) -> PretrainedConfig:

@@ -19,6 +19,9 @@ ARCHITECTURES = {
     "MiniMaxDFlash2DraftModel": DFLASH_2,
 }
 
+# Fields that say that slot 0 of a block predicts the next token, instead of holding the anchor.
+ANCHOR_FIRST = ("sample_from_anchor", "query_zero_predicts_next")
+
 # dflash_config keys that belong to another drafter, by the prefix or name that gives it away.
 VARIANT_KEYS = {
     "lilicorr_": "LiLiCorr",
@@ -27,10 +30,10 @@ VARIANT_KEYS = {
     "shift_label": "Domino",
     "pure_draft_prefix_len": "Domino",
     "markov_": "DSpark",
+    "enable_confidence": "DSpark",
     "attention_sink_bias": "attention sinks",
     "attention_value_scale": "scaled values",
     "swa_window_size": "Nemotron",
-    "sample_from_anchor": "Nemotron",
 }
 
 # Keys of `dflash_config` that DFlash has. The output multiplier and soft cap are increasing functions of a logit: they
@@ -59,9 +62,10 @@ TOP_LEVEL = {
     "has_embed_tokens": False,
     "has_lm_head": False,
     "gating": None,
-    "quantization_config": None,
     "hidden_act": "silu",
     "num_experts": None,
+    "markov_rank": 0,
+    "enable_confidence_head": False,
     "input_embedding_scale": 1.0,
     "rope_is_neox_style": True,
     "is_neox_style": True,
@@ -75,6 +79,8 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
         NotSupported: `config` is another drafter's, or asks for something that DFlash does not have.
         ValueError: it is no DFlash draft's.
     """
+    _refuse_anchor_first(config, path)
+    _refuse_quantized(config, path)
     architectures = config.get("architectures") or []
     if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
         raise NotSupported(
@@ -97,3 +103,26 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
         value = config.get(key, expected)
         if value not in (expected, None):
             raise NotSupported(f"{path}: {key}={value!r} is not DFlash ({expected!r}); {STOCK}")
+
+
+def _refuse_anchor_first(config: Mapping[str, Any], path: str, inside: str = "") -> None:
+    for key, value in config.items():
+        if key in ANCHOR_FIRST and value not in (None, False, 0):
+            raise NotSupported(
+                f"{path}: {inside}{key}={value!r}: its blocks are anchor-first (slot 0 predicts the next token), which "
+                "is not supported; give a draft whose slot 0 is the anchor"
+            )
+        if isinstance(value, dict):
+            _refuse_anchor_first(value, path, f"{inside}{key}.")
+
+
+def _refuse_quantized(config: Mapping[str, Any], path: str) -> None:
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        return
+    of = found if isinstance(found, dict) else {}
+    words = ", ".join(str(of[name]) for name in ("quant_method", "format") if of.get(name)) or repr(found)
+    raise NotSupported(
+        f"{path}: quantization_config says {words}: quantized draft checkpoints are not supported; give the draft "
+        "as it was trained (--speculative-draft-model-quantization fp8 quantizes it while it loads)"
+    )

@@ -16,10 +16,10 @@ from typing import Any
 
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft import files as draft_files
+from sglang_dflash.draft.dialects import names_draft
 from sglang_dflash.draft.pair import check_borrowed
 from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
-from sglang_dflash.draft.variants import ARCHITECTURES
 
 Update = Callable[..., tuple[bool, str]]
 # What is built when the server starts; a new draft has to fit into it.
@@ -64,7 +64,7 @@ def is_draft(path: str) -> bool:
         config = draft_files.read_config(path, None)
     except ValueError:
         return False
-    return not ARCHITECTURES.keys().isdisjoint(config.get("architectures", ()))
+    return names_draft(config)
 
 
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int) -> None:

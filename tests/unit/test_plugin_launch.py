@@ -172,7 +172,26 @@ BAD = {
     "a causal block": Bad(
         "NotSupported: {draft}: is_causal=True on full_attention layers is not DFlash", draft={"is_causal": True}
     ),
-    "quantized draft": Bad("quantization_config=", draft={"quantization_config": {"quant_method": "fp8"}}),
+    "quantized draft": Bad(
+        "NotSupported: {draft}: quantization_config says compressed-tensors, int-quantized: quantized draft "
+        "checkpoints are not supported; give the draft as it was trained (--speculative-draft-model-quantization fp8 "
+        "quantizes it while it loads)",
+        draft={"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}},
+    ),
+    "anchor-first": Bad(
+        "NotSupported: {draft}: sample_from_anchor=True: its blocks are anchor-first (slot 0 predicts the next token), "
+        "which is not supported; give a draft whose slot 0 is the anchor",
+        draft={"sample_from_anchor": True},
+    ),
+    "DeepSpec": Bad(
+        "NotSupported: {draft}: Qwen3DSparkModel is a DeepSpec draft, and its blocks are anchor-first",
+        draft={"architectures": ["Qwen3DSparkModel"], "markov_rank": 0, "dflash_config": None},
+    ),
+    "a reduced vocabulary": Bad(
+        "NotSupported: {draft}: draft_vocab_size 64 of 128: a reduced vocabulary is not supported; train the",
+        draft={"architectures": ["DFlashSpeculator"], "draft_vocab_size": 64}
+        | {"transformer_layer_config": {"vocab_size": 128}},
+    ),
 }
 
 

@@ -108,7 +108,12 @@ def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: P
         ({"rope_is_neox_style": False}, NotSupported, "rope_is_neox_style=False is not DFlash"),
         ({"rope_parameters": {"rope_type": "longrope"}}, NotSupported, "rope_type='longrope' is not one of default,"),
         ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash"),
-        ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "quantization_config=.* is not DFlash"),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized", "bits": 4}},
+            NotSupported,
+            "quantization_config says compressed-tensors, pack-quantized: quantized draft checkpoints are not",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "says fp8: quantized draft checkpoints"),
         ({"block_size": None}, ValueError, "config.json has no block_size"),
         ({"block_size": "16"}, ValueError, "block_size is '16', not an integer of at least 2"),
         (

@@ -1,0 +1,91 @@
+"""Dialects of a draft's `config.json`, turned into the one that z-lab writes, which `checkpoint.py` reads.
+
+speculators (vLLM's trainer) keeps the layers' fields in an object of their own and counts target layers from 1.
+DeepSpec keeps every field at the top. Both train DFlash's network, and others, which are refused by name.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_dflash.draft.record import SLIDING
+from sglang_dflash.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH
+from sglang_dflash.errors import NotSupported
+
+SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # the second ends DeepSpec's names: Qwen3DSparkModel
+WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
+
+
+def names_draft(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json says that it is a DFlash draft's, in any dialect."""
+    names = config.get("architectures") or ()
+    return (
+        not (ARCHITECTURES.keys() | {SPECULATORS}).isdisjoint(names)
+        or any(name.endswith(DEEPSPEC) for name in names)
+        or config.get("speculators_model_type") == "dflash"
+    )
+
+
+def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return the config as z-lab would have written it; one of no dialect known here is returned as it is.
+
+    Raises:
+        NotSupported: the dialect's draft is not DFlash, or has a part that is not supported.
+        ValueError: a field of the dialect is missing.
+    """
+    names = config.get("architectures") or ()
+    if "transformer_layer_config" in config or "speculators_model_type" in config or SPECULATORS in names:
+        return _of_speculators(config, path)
+    if any(name.endswith(DEEPSPEC) for name in names):
+        return _of_deepspec(config, path)
+    return config
+
+
+def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind, layers = config.get("speculators_model_type", "dflash"), config.get("transformer_layer_config")
+    if kind != "dflash":
+        raise NotSupported(f"{path}: speculators_model_type is {kind!r}, not 'dflash'; give a DFlash draft")
+    if not isinstance(layers, dict):
+        raise ValueError(f"{path}: speculators draft without transformer_layer_config; save it with speculators again")
+    n_vocab, n_drafted = layers.get("vocab_size"), config.get("draft_vocab_size")
+    if n_drafted not in (None, n_vocab):
+        raise NotSupported(
+            f"{path}: draft_vocab_size {n_drafted} of {n_vocab}: a reduced vocabulary is not supported; {WHOLE}"
+        )
+    ids = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(ids, list) or not all(type(id_) is int and id_ > 0 for id_ in ids):
+        raise ValueError(
+            f"{path}: aux_hidden_state_layer_ids is {ids!r}, not a list of layer numbers from 1 on; mend config.json"
+        )
+    both_ways = bool(config.get("sliding_window_non_causal")) and SLIDING in (layers.get("layer_types") or ())
+    dtype = config.get("dtype") or config.get("torch_dtype") or layers.get("dtype") or layers.get("torch_dtype")
+    given = {name: config[name] for name in (*ANCHOR_FIRST, "quantization_config") if name in config}
+    return {
+        **layers,
+        **given,
+        **({"is_causal": False} if both_ways else {}),
+        **({"dtype": dtype} if dtype else {}),
+        "architectures": [DFLASH],
+        "block_size": config.get("block_size"),
+        "dflash_config": {
+            "mask_token_id": config.get("mask_token_id"),
+            "target_layer_ids": [id_ - 1 for id_ in ids],  # z-lab's are counted from 0
+        },
+    }
+
+
+def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """DeepSpec trains anchor-first blocks and does not say so: only a config that denies it is DFlash's."""
+    (name,) = config["architectures"]
+    if config.get("markov_rank"):
+        raise NotSupported(f"{path}: {name} with markov_rank {config['markov_rank']} is DSpark; give a DFlash draft")
+    if all(config.get(field) is not False for field in ANCHOR_FIRST):
+        raise NotSupported(
+            f"{path}: {name} is a DeepSpec draft, and its blocks are anchor-first (slot 0 predicts the next token), "
+            f'which is not supported; if it was trained otherwise, write "{ANCHOR_FIRST[0]}": false into config.json'
+        )
+    inner = ("mask_token_id", "target_layer_ids")
+    return {
+        **{field: value for field, value in config.items() if field not in inner},
+        "architectures": [DFLASH],
+        "dflash_config": {field: config.get(field) for field in inner},
+    }

@@ -1,0 +1,170 @@
+"""Other trainers' config.json: read as the same draft, or refused by the dialect's name."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_dflash import flags
+from sglang_dflash.draft import checkpoint
+from sglang_dflash.draft.dialects import names_draft
+from sglang_dflash.draft.weight_update import is_draft
+from sglang_dflash.errors import NotSupported
+from tests.fixtures.checkpoints import DRAFT, write_draft
+
+INNER, OUTER = DRAFT["dflash_config"], ("architectures", "block_size", "dflash_config", "num_target_layers")
+LAYERS = {name: value for name, value in DRAFT.items() if name not in OUTER}
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": LAYERS,
+    "aux_hidden_state_layer_ids": [id_ + 1 for id_ in INNER["target_layer_ids"]],
+    "draft_vocab_size": LAYERS["vocab_size"],
+    "block_size": DRAFT["block_size"],
+    "mask_token_id": INNER["mask_token_id"],
+    "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "speculators_config": {"algorithm": "dflash"},
+}
+DEEPSPEC = {name: value for name, value in DRAFT.items() if name != "dflash_config"} | {
+    "architectures": ["Qwen3DSparkModel"],
+    "markov_rank": 0,
+    "num_anchors": 512,
+    "enable_confidence_head": False,
+    "sample_from_anchor": False,
+    **INNER,
+}
+
+
+@pytest.fixture(autouse=True)
+def plugin_serves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
+    flags.current.cache_clear()
+    yield
+    flags.current.cache_clear()
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    write_draft(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SPECULATORS,
+        SPECULATORS | {"architectures": ["DFlashDraftModel"]},
+        {
+            name: value
+            for name, value in SPECULATORS.items()
+            if name not in ("speculators_model_type", "draft_vocab_size")
+        },
+        DEEPSPEC,
+        DRAFT | {"markov_rank": 0, "num_anchors": 512, "enable_confidence_head": False},
+        DRAFT | {"sample_from_anchor": False, "query_zero_predicts_next": None},
+    ],
+    ids=["speculators", "flat", "speculators, older", "DeepSpec", "DeepSpec, exported", "declared"],
+)
+def test_the_same_draft(config: dict[str, Any], tmp_path: Path) -> None:
+    read = checkpoint.read(str(write(tmp_path / "other", config)))
+    ours = checkpoint.read(str(write_draft(tmp_path / "ours")))
+    said = {"num_target_layers": 4} | read.to_json()  # speculators does not say it
+    assert said == ours.to_json()
+    assert is_draft(read.path)
+
+
+def test_sliding_layers_that_see_their_block(tmp_path: Path) -> None:
+    layers = LAYERS | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+    config = SPECULATORS | {"transformer_layer_config": layers}
+    for both_ways in (True, False):
+        draft = checkpoint.read(str(write(tmp_path, config | {"sliding_window_non_causal": both_ways})))
+        assert (draft.sliding_is_causal, draft.layer_windows) == (not both_ways, (32, None))
+
+
+def test_a_label_is_the_outer_one(tmp_path: Path) -> None:
+    assert checkpoint.read(str(write(tmp_path, SPECULATORS | {"torch_dtype": "float32"}))).dtype == "float32"
+
+
+def nested(**fields: Any) -> dict[str, Any]:
+    return SPECULATORS | {"transformer_layer_config": LAYERS | fields}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "sentence"),
+    [
+        (SPECULATORS | {"speculators_model_type": "dspark"}, NotSupported, "speculators_model_type is 'dspark', not"),
+        (
+            SPECULATORS | {"draft_vocab_size": 64},
+            NotSupported,
+            "draft_vocab_size 64 of 128: a reduced vocabulary is not",
+        ),
+        (
+            SPECULATORS | {"aux_hidden_state_layer_ids": [0, 2]},
+            ValueError,
+            r"_ids is \[0, 2\], not a list .* from 1 on",
+        ),
+        (SPECULATORS | {"aux_hidden_state_layer_ids": None}, ValueError, "aux_hidden_state_layer_ids is None"),
+        (SPECULATORS | {"transformer_layer_config": None}, ValueError, "without transformer_layer_config; save it"),
+        (
+            SPECULATORS | {"sample_from_anchor": True},
+            NotSupported,
+            "sample_from_anchor=True: its blocks are anchor-first",
+        ),
+        (nested(model_type="llama"), NotSupported, "model_type='llama' is not DFlash"),
+        (SPECULATORS | {"quantization_config": {"quant_method": "fp8"}}, NotSupported, "says fp8: quantized draft"),
+        (nested(quantization_config={"format": "pack-quantized"}), NotSupported, "says pack-quantized: quantized"),
+        (
+            DEEPSPEC | {"markov_rank": 256},
+            NotSupported,
+            "Qwen3DSparkModel with markov_rank 256 is DSpark; give a DFlash",
+        ),
+        (DEEPSPEC | {"sample_from_anchor": None}, NotSupported, "is a DeepSpec draft, and its blocks are anchor-first"),
+        (DEEPSPEC | {"sample_from_anchor": True}, NotSupported, "anchor-first"),
+        (
+            DRAFT | {"query_zero_predicts_next": True},
+            NotSupported,
+            "query_zero_predicts_next=True: its blocks are anchor",
+        ),
+        (
+            DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}},
+            NotSupported,
+            "dflash_config.sample_from_anchor=True: its blocks are anchor-first .* give a draft whose slot 0 is the",
+        ),
+        (DRAFT | {"markov_rank": 4}, NotSupported, "markov_rank=4 is not DFlash"),
+        (DRAFT | {"enable_confidence_head": True}, NotSupported, "enable_confidence_head=True is not DFlash"),
+    ],
+    ids=str,
+)
+def test_others_are_refused_by_name(
+    config: dict[str, Any], error: type[Exception], sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=sentence) as refusal:
+        checkpoint.read(str(write(tmp_path, config)))
+    assert type(refusal.value) is error
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_target_is_no_draft() -> None:
+    assert not names_draft({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
+    assert not names_draft({"architectures": None})
+    assert not names_draft({"architectures": ["DSparkDraftModel"]})  # SGLang's own
+
+
+def test_sglang_reads_it_through_the_one_reader(tmp_path: Path) -> None:
+    """Its own reading knows no such model type."""
+    from sglang.srt.utils.hf_transformers.config import get_config
+
+    from sglang_dflash.draft.sglang_config import read_draft
+
+    folder = write(tmp_path / "draft", SPECULATORS)
+    with pytest.raises(ValueError, match="model_type"):
+        get_config(str(folder), trust_remote_code=False)
+    config = read_draft(get_config, str(folder), trust_remote_code=False)
+    assert config.architectures == ["DFlashDraftModel"]
+    assert config.dflash_config["target_layer_ids"] == INNER["target_layer_ids"]
+    unknown = write(tmp_path / "unknown", {"architectures": ["SomeModel"]})
+    with pytest.raises(ValueError, match="model_type"):
+        read_draft(get_config, str(unknown), trust_remote_code=False)
