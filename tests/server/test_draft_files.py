@@ -1,0 +1,109 @@
+"""Drafts whose files differ from z-lab's, or from what the flags say of the target: the same tokens, in the same steps.
+
+Each difference is one that users reported, and all of them at once must change nothing.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_dflash.tiny.pairs import DENSE, Pair
+from tests.server.lib.oracle import Oracle, Said
+from tests.server.lib.talk import post
+
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 4096}
+CONTEXT = 8192
+N_PROMPTS, MAX_NEW_TOKENS = 5, 48
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def as_speculators(folder: Path) -> Path:
+    """The dense pair's draft as speculators saves it, with the target's embedding and head.
+
+    It says float32, 64 positions and a vocabulary with a few rows less.
+    """
+    config, tensors = config_of(DENSE.draft), load_file(DENSE.draft / "model.safetensors")
+    of_target = load_file(DENSE.target / "model.safetensors")
+    embedding = of_target["model.embed_tokens.weight"]
+    tensors |= {"embed_tokens.weight": embedding, "verifier_norm.weight": of_target["model.norm.weight"]}
+    tensors |= {"lm_head.weight": of_target.get("lm_head.weight", embedding).clone()}
+    inner = config.pop("dflash_config")
+    outer = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "block_size": config.pop("block_size"),
+        "mask_token_id": inner["mask_token_id"],
+        "aux_hidden_state_layer_ids": [id_ + 1 for id_ in inner["target_layer_ids"]],
+        "transformer_layer_config": config | {"max_position_embeddings": 64, "dtype": "float32", "vocab_size": 1000},
+        "draft_vocab_size": 1000,
+    }
+    folder.mkdir()
+    save_file({name: tensor.to(torch.float32) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(outer))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def speculators(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return as_speculators(tmp_path_factory.mktemp("drafts") / "speculators")
+
+
+@pytest.fixture
+def scaled(tmp_path: Path) -> Path:
+    """The target as `--json-model-override-args` makes it."""
+    folder = Path(shutil.copytree(DENSE.target, tmp_path / "target"))
+    config = config_of(folder) | {"rope_parameters": YARN, "max_position_embeddings": CONTEXT}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_target_s_overrides_leave_the_draft_alone(
+    speculators: Path, scaled: Path, pool: Any, questions: Callable
+) -> None:
+    """And an update with the draft that is served is none."""
+    overrides = json.dumps({"rope_parameters": YARN, "max_position_embeddings": CONTEXT})
+    flags = ["--json-model-override-args", overrides, "--context-length", str(CONTEXT)]
+    server = pool.get(target="speculators", pair=Pair(DENSE.target, speculators), flags=flags)
+    prompts, oracle = questions(N_PROMPTS, "dense"), Oracle(Pair(scaled, speculators), None, None)
+    said = Said(
+        prompts,
+        MAX_NEW_TOKENS,
+        [oracle.continuation(prompt, MAX_NEW_TOKENS) for prompt in prompts],
+        [oracle.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts],
+    )
+    plain = Oracle(Pair(DENSE.target, DENSE.draft), None, None)
+    assert said.steps == [
+        Oracle(Pair(scaled, DENSE.draft), None, None).accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts
+    ], "the dialect says the same draft"
+    assert said.steps != [plain.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts], "no override seen"
+    said.asked_of(server, concurrency=2)
+    answer = post(server, "/update_weights_from_disk", {"model_path": str(speculators)})
+    assert answer.status_code == 200, answer.text
+    said.asked_of(server, concurrency=2)
+    log = server.log_text()
+    for line in (
+        "was trained for 64 positions and serves 8192",
+        "says vocab_size 1000 and uses the target's embedding and head of 1024 rows",
+        "embed_tokens.weight, lm_head.weight, verifier_norm.weight stay unused",
+    ):
+        assert line in log, line
+    pool.drop(server)
+
+
+def test_a_target_without_weights_gets_them_later(pool: Any, said: Callable) -> None:
+    """As a trainer starts a server: the draft is there from the first token on."""
+    server = pool.get(target="dense", flags=["--load-format", "dummy"])
+    answer = post(server, "/update_weights_from_disk", {"model_path": str(DENSE.target), "load_format": "auto"})
+    assert answer.status_code == 200, answer.text
+    server.flush_cache()
+    said(N_PROMPTS, MAX_NEW_TOKENS, "dense").asked_of(server, concurrency=1)
+    pool.drop(server)
