@@ -2,6 +2,7 @@
 
     sglang-dflash check                              the installation, in seconds
     sglang-dflash check --model-path ... [flags]     the same, and what SGLang makes of these launch flags
+    sglang-dflash check ... --draft-steps 20         besides, whether the draft is accepted, in plain torch
     sglang-dflash check --json ...                   as one JSON document on the last line
     sglang-dflash check --server URL [--json]        a running server: what its steps cost, what it chose
     sglang-dflash check --model ... --gpu-memory ... how many requests a card holds (`capacity.report`)

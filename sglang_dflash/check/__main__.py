@@ -4,12 +4,14 @@ import dataclasses
 import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
+from functools import partial
 
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.check import __doc__ as usage
 from sglang_dflash.check import served
-from sglang_dflash.check.findings import Finding, installation
+from sglang_dflash.check.findings import REFUSALS, Finding, installation, sentence
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
@@ -22,10 +24,27 @@ def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
     return [Finding(**finding) for finding in json.loads(ended.stdout.splitlines()[-1])]
 
 
-def check(argv: Sequence[str], *, as_json: bool) -> int:
+def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
+    """Return whether the target accepts what the draft says."""
+    from sglang_dflash.check import draft_steps
+
+    parser = ArgumentParser(add_help=False)
+    parser.add_argument("--model-path", "--model", required=True)
+    parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", required=True)
+    paths, _ = parser.parse_known_args(argv)
+    measured = partial(draft_steps.measure, paths.model_path, paths.speculative_draft_model_path, n_steps)
+    try:
+        return [measured()]
+    except REFUSALS as refusal:
+        return [Finding("draft steps", False, sentence(refusal))]
+
+
+def check(argv: Sequence[str], *, as_json: bool, n_steps: int = 0) -> int:
     """Print each part of the report as soon as it is known."""
     findings: list[Finding] = []
     parts = [installation, *([lambda: asked_of_sglang(argv)] if argv else [])]  # without flags SGLang is not asked
+    if n_steps:
+        parts.append(lambda: draft_steps(argv, n_steps))
     for part in parts:
         found = part()
         findings += found
@@ -47,7 +66,11 @@ def main(argv: Sequence[str]) -> int:
         return served.main(argv[1:], as_json=as_json)
     if any(argument.split("=")[0] == "--gpu-memory" for argument in argv):
         return capacity_report.main(argv)
-    return check([argument for argument in argv if argument != "--json"], as_json=as_json)
+    own = ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--json", action="store_true")
+    own.add_argument("--draft-steps", type=int, default=0)
+    mine, launch_flags = own.parse_known_args(argv)
+    return check(launch_flags, as_json=as_json, n_steps=mine.draft_steps)
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def accepted_at(
     text = torch.tensor([*prompt, *answer])
     at_A = torch.arange(len(prompt), len(text))
     sizes = block_size or draft.config.block_size, draft_window
-    hidden_ADH = hidden_of_blocks(draft, target, text, at_A, sizes)
+    hidden_ADH = hidden_of_blocks(draft, target, text, at_A, sizes)[:, 1:]
     guesses_AD = draft.guesses(hidden_ADH, draft_logits(hidden_ADH, target), text[at_A]).tolist()
     return [
         len(list(takewhile(bool, (guess == token for guess, token in zip(guesses, answer[i + 1 :], strict=False)))))
@@ -139,7 +139,7 @@ def accepted_at(
 def hidden_of_blocks(
     draft: Draft, target: PreTrainedModel, text: torch.Tensor, at_A: torch.Tensor, sizes: tuple[int, int | None]
 ) -> torch.Tensor:
-    """What the draft makes of blocks whose anchors are the tokens of `text` at these places, [A, D, H].
+    """Return what the draft makes of blocks whose anchors are the tokens of `text` at these places, [A, N, H].
 
     Each sees the text before its anchor. `sizes` = (N, window, None for all).
     """
@@ -148,7 +148,7 @@ def hidden_of_blocks(
     tokens_1AN = torch.full((1, len(at_A), N), draft.config.mask_token_id)
     tokens_1AN[0, :, 0] = text[at_A]
     embeddings_1ANH = target.get_input_embeddings()(tokens_1AN)
-    return draft(embeddings_1ANH, draft.context_kv(features_1SC), at_A[None], draft_window)[0, :, 1:]
+    return draft(embeddings_1ANH, draft.context_kv(features_1SC), at_A[None], draft_window)[0]
 
 
 def draft_logits(hidden: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:

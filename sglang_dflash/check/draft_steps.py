@@ -1,0 +1,85 @@
+"""Is a draft accepted, and if not, would it be with its slots shifted by one? Asked in plain torch, on one answer.
+
+A block's slot 0 holds the anchor, and slot i the draft of the i-th token after it. Some drafters are trained otherwise:
+their slot 0 already predicts the token after the anchor. Loaded as DFlash such a draft is exact and never accepted.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sglang_dflash.check.findings import Finding
+from sglang_dflash.model import DraftModel
+from sglang_dflash.model.generate import draft_logits, hidden_of_blocks
+from sglang_dflash.model.target import stop_token_ids
+
+PROMPT = "Count from one to twenty in words, then explain in a few sentences how to make tea."
+USEFUL = 0.1  # share of first drafts accepted from which a draft counts as one for this target
+SHIFTS = {0: "as it is", 1: "shifted by one: its slot 0 predicts the token after the anchor"}
+
+
+def measure(target_path: str, draft_path: str, n_steps: int) -> Finding:
+    """Draft once at each of `n_steps` places of the target's own greedy answer, and count the first drafts it accepts.
+
+    Raises:
+        ValueError: the pair does not fit, or the answer is too short.
+    """
+    target = AutoModelForCausalLM.from_pretrained(target_path, dtype="auto").eval()
+    draft = DraftModel.from_pretrained(draft_path, dtype=target.dtype, device=target.device)
+    prompt = prompt_ids(target_path)
+    text = answer(target, prompt, n_steps + draft.config.block_size)
+    shares = first_drafts_accepted(draft, target, text, len(prompt), n_steps)
+    return finding(shares, n_steps)
+
+
+def prompt_ids(target_path: str) -> list[int]:
+    """Return the prompt's tokens, as a chat where the tokenizer has a template."""
+    tokenizer = AutoTokenizer.from_pretrained(target_path)
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(PROMPT)
+    turn = [{"role": "user", "content": PROMPT}]
+    return cast(list[int], tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
+
+
+@torch.inference_mode()
+def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> torch.Tensor:
+    """Return prompt and greedy answer, int64 [tokens]; the answer goes on where the target would end it."""
+    ids_1S = torch.tensor([list(prompt)], device=target.device)
+    ends = [token for token in stop_token_ids(target) if token is not None]
+    return target.generate(  # type: ignore[operator]  # a method that transformers mixes in
+        ids_1S, attention_mask=torch.ones_like(ids_1S), max_new_tokens=n_tokens, do_sample=False, suppress_tokens=ends
+    )[0]
+
+
+@torch.inference_mode()
+def first_drafts_accepted(
+    draft: DraftModel, target: PreTrainedModel, text: torch.Tensor, first: int, n_steps: int
+) -> dict[int, float]:
+    """Return the share of anchors whose next token is drafted, if slot 1 drafts it and if slot 0 does.
+
+    Args:
+        text: int64 [tokens].
+        first: place of the first anchor; the others follow it.
+    """
+    at_A = torch.arange(first, min(first + n_steps, len(text) - 1))
+    if not len(at_A):
+        raise ValueError("the target answers nothing to the check's prompt; try another --draft-steps")
+    hidden_ANH = hidden_of_blocks(draft, target, text, at_A, (draft.config.block_size, None))
+    tokens_AN = draft_logits(hidden_ANH, target).argmax(-1)
+    next_A = text[at_A + 1]
+    return {shift: (tokens_AN[:, 1 - shift] == next_A).float().mean().item() for shift in SHIFTS}
+
+
+def finding(shares: dict[int, float], n_steps: int) -> Finding:
+    """Say which way of reading the slots the target accepts, if any."""
+    shown = ", ".join(f"{shares[shift]:.0%} {how}" for shift, how in SHIFTS.items())
+    best = max(shares, key=lambda shift: shares[shift])
+    if shares[best] < USEFUL:
+        text = f"nothing is accepted: this draft was not trained for this target, or on other prompts ({shown})"
+    elif best:
+        text = f"would be accepted shifted by one, which is not DFlash's layout and is not served ({shown})"
+    else:
+        text = f"accepted as it is: {shares[0]:.0%} of the first drafts of {n_steps} steps"
+    return Finding("draft steps", shares[best] >= USEFUL and not best, text)
