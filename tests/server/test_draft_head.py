@@ -40,7 +40,7 @@ def test_an_fp8_head_drafts_as_plain_torch_with_it_rounded(
 ) -> None:
     """Captured graphs read the copy, of the target's head at launch and of a target loaded while serving."""
     ours = server(flags=(*attention("fa3"), *GRAPHS, *TRACK), env=ENV)
-    prompts, new_target = questions(24, seed=21), changed_copy(HYBRID.target, tmp_path / "target")
+    prompts, new_target = questions(10, seed=21), changed_copy(HYBRID.target, tmp_path / "target")
     new = Pair(new_target, HYBRID.draft)
     plain = said(HYBRID, prompts)
     monkeypatch.setattr(generate, "draft_logits", rounded_logits)
