@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
 
-from sglang.srt.function_call.core_types import StreamingParseResult, ToolCallItem
+from sglang.srt.function_call.core_types import ToolCallItem
 from sglang.srt.function_call.function_call_parser import FunctionCallParser
-from sglang.srt.function_call.json_array_parser import JsonArrayParser
 from sglang.srt.parser.reasoning_parser import ReasoningParser
 from sglang.srt.plugins.hook_registry import HookType
 
@@ -38,7 +36,6 @@ def hook_parsers() -> None:
         {
             HOOKS["thoughts"]: (parse_thoughts, HookType.AROUND),
             HOOKS["tool_calls"]: (parse_calls, HookType.AROUND),
-            HOOKS["required_calls"]: (parse_array, HookType.AROUND),
         }
     )
 
@@ -61,20 +58,6 @@ def parse_thoughts(
         return stock(parser, text)
     results = [stock(parser, piece) for piece in pieces]
     return "".join(thought or "" for thought, _ in results), "".join(rest or "" for _, rest in results)
-
-
-def parse_array(
-    stock: Callable[..., StreamingParseResult], parser: JsonArrayParser, text: str, tools: list[Any]
-) -> StreamingParseResult:
-    """AROUND `JsonArrayParser.parse_streaming_increment`, which reads the calls that `tool_choice` requires."""
-    pieces = PIECE.findall(text)
-    if len(pieces) < 2:
-        return stock(parser, text, tools)
-    results = [stock(parser, piece, tools) for piece in pieces]
-    return StreamingParseResult(
-        normal_text="".join(result.normal_text for result in results),
-        calls=joined(call for result in results for call in result.calls),
-    )
 
 
 def joined(calls: Iterable[ToolCallItem]) -> list[ToolCallItem]:
