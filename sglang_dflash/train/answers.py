@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from openai import APIError, AsyncOpenAI
+from openai.types.chat import ChatCompletionMessage
 from rich.progress import Progress, TimeElapsedColumn, TimeRemainingColumn
 
+from sglang_dflash.train.chat import require_line
+
 Messages = list[dict[str, Any]]
+Line = dict[str, Any]  # messages, and perhaps tools and chat_template_kwargs
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,13 @@ class Sampling:
     seed: int = 0
 
 
-def name_of(messages: Messages) -> str:
-    """Return 16 hex digits that name a conversation without its answer."""
-    return sha256(json.dumps(messages, sort_keys=True).encode()).hexdigest()[:16]
+def name_of(line: Line) -> str:
+    """Return 16 hex digits that name a conversation without its answer, and what it is asked with."""
+    return sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_prompts(path: Path) -> list[Messages]:
-    """Return the conversations of a .jsonl file, one {"messages": [...]} a line, each ending in a user turn.
+def read_prompts(path: Path) -> list[Line]:
+    """Return the lines of a .jsonl file, each a conversation that ends in a turn of the user or of a tool.
 
     Raises ValueError naming the line that holds something else.
     """
@@ -40,9 +44,15 @@ def read_prompts(path: Path) -> list[Messages]:
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         row = json.loads(line)
         messages = row.get("messages") if isinstance(row, dict) else None
-        if not messages or messages[-1].get("role") != "user":
-            raise ValueError(f'{path}, line {number}: give {{"messages": [...]}} whose last turn is of the user')
-        found.append(messages)
+        if not messages or messages[-1].get("role") not in ("user", "tool"):
+            raise ValueError(
+                f'{path}, line {number}: give {{"messages": [...]}} whose last turn is of the user or of a tool'
+            )
+        try:
+            require_line(row)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        found.append(row)
     return found
 
 
@@ -55,24 +65,40 @@ def answered(out: Path) -> Iterator[str]:
     if whole != text:
         out.write_text(whole)
     for line in whole.splitlines():
-        yield name_of(json.loads(line)["messages"][:-1])
+        row = json.loads(line)
+        yield name_of(row | {"messages": row["messages"][:-1]})
 
 
-async def ask(client: AsyncOpenAI, model: str, messages: Messages, sampling: Sampling, number: int) -> Messages | None:
-    """Return the conversation with the target's answer; None for an empty one. Even numbers are answered greedily."""
+async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:
+    """Return the line with the target's answer; None for an empty one. Even numbers are answered greedily."""
     reply = await client.chat.completions.create(
         model=model,
-        messages=messages,  # type: ignore[arg-type]  # as the file has them
+        messages=line["messages"],
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature if number % 2 else 0.0,
         seed=sampling.seed + number,
+        extra_body={key: value for key, value in line.items() if key != "messages"},
     )
-    text = reply.choices[0].message.content
-    return [*messages, {"role": "assistant", "content": text}] if text and text.strip() else None
+    said = answer_of(reply.choices[0].message)
+    return line | {"messages": [*line["messages"], said]} if said else None
+
+
+def answer_of(message: ChatCompletionMessage) -> dict[str, Any] | None:
+    """Return the answer as a line has it, with its thoughts and its tool calls; None for an empty one."""
+    text, thoughts = message.content, (message.model_extra or {}).get("reasoning_content")
+    if not message.tool_calls and not (text and text.strip()):
+        return None
+    answer: dict[str, Any] = {"role": "assistant", "content": text}
+    if thoughts:
+        answer["reasoning_content"] = thoughts
+    if message.tool_calls:
+        kept = {"id", "type", "function"}
+        answer["tool_calls"] = [call.model_dump(include=kept) for call in message.tool_calls]
+    return answer
 
 
 async def write_answers(
-    client: AsyncOpenAI, prompts: Sequence[Messages], out: Path, sampling: Sampling, *, at_once: int
+    client: AsyncOpenAI, prompts: Sequence[Line], out: Path, sampling: Sampling, *, at_once: int
 ) -> int:
     """Append a line to `out` for each prompt that has none yet, `at_once` of them in flight; returns how many.
 
@@ -80,17 +106,17 @@ async def write_answers(
     """
     model = (await client.models.list()).data[0].id
     done = set(answered(out))
-    missing = [(number, messages) for number, messages in enumerate(prompts) if name_of(messages) not in done]
+    missing = [(number, line) for number, line in enumerate(prompts) if name_of(line) not in done]
     out.parent.mkdir(parents=True, exist_ok=True)
     written = 0
     columns = (*Progress.get_default_columns()[:2], TimeElapsedColumn(), TimeRemainingColumn())
     with out.open("a") as file, Progress(*columns) as progress:
         bar = progress.add_task("answers", total=len(prompts), completed=len(prompts) - len(missing))
-        work = ((ask(client, model, messages, sampling, number)) for number, messages in missing)
-        async for conversation in in_flight(work, at_once):
+        work = (ask(client, model, line, sampling, number) for number, line in missing)
+        async for line in in_flight(work, at_once):
             progress.advance(bar)
-            if conversation:
-                file.write(json.dumps({"messages": conversation}) + "\n")
+            if line:
+                file.write(json.dumps(line) + "\n")
                 file.flush()
                 written += 1
     return written

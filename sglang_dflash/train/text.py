@@ -4,6 +4,7 @@ A `.txt` file is one long text. Every line of a `.jsonl` file is one of
     {"text": "..."}                           all of it is learnt
     {"prompt": "...", "response": "..."}      taken as they are; the response is learnt
     {"messages": [{"role", "content"}, ...]}  written with the tokenizer's chat template; assistant turns are learnt
+A line with messages may also have "tools" and "chat_template_kwargs", as a request to the server has them.
 
 Knows tokenizers, not models.
 """
@@ -18,9 +19,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from sglang_dflash.train import chat
+from sglang_dflash.train.chat import Part, require_keys
 from sglang_dflash.train.tokens import Rows, Tokens, stacked
-
-Part = tuple[str, bool]  # text, and whether it is a response
 
 
 def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Tokens]:
@@ -113,38 +114,18 @@ def _parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part
     if not isinstance(row, dict) or not row.keys() & {"text", "response", "messages"}:
         raise ValueError(f'found {str(row)[:60]!r}; give {{"text"}}, {{"prompt", "response"}} or {{"messages"}}')
     if "text" in row:
+        require_keys(row, ("text",), "a line with text")
         return [(_string(row, "text"), True)]
     if "response" in row:
+        require_keys(row, ("prompt", "response"), "a line with a response")
         return [(_string(row, "prompt"), False), (_string(row, "response"), True)]
-    return _chat_parts(row["messages"], tokenizer)
+    return chat.parts(row, tokenizer)
 
 
 def _string(row: dict[str, Any], name: str) -> str:
     if not isinstance(row.get(name), str):
         raise ValueError(f"{name!r} is {row.get(name)!r}; it must be a string")
     return row[name]
-
-
-def _chat_parts(messages: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[Part]:
-    if tokenizer.chat_template is None:
-        raise ValueError('this target has no chat template; give {"prompt", "response"} instead of {"messages"}')
-
-    def written(n: int, *, ask: bool) -> str:
-        return str(tokenizer.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=ask))
-
-    whole, parts, end = written(len(messages), ask=False), [], 0
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        asked, answered = written(i, ask=True), written(i + 1, ask=False)
-        if not (whole.startswith(answered) and answered.startswith(asked)):
-            raise ValueError(
-                "the chat template writes earlier turns differently once later ones follow; "
-                "split the conversation so that the assistant speaks last"
-            )
-        parts += [(whole[end : len(asked)], False), (whole[len(asked) : len(answered.rstrip())], True)]
-        end = len(answered.rstrip())
-    return parts
 
 
 def tokens_of(parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> Tokens:

@@ -16,8 +16,9 @@ from sglang_dflash.train import answers, prompts
 class Server:
     """Answers chats with their own last turn in capitals, and completions with a fixed question."""
 
-    def __init__(self) -> None:
+    def __init__(self, **more: object) -> None:
         self.asked: list[dict] = []
+        self.more = more  # fields of every answer
         self.client = AsyncOpenAI(
             base_url="http://server/v1",
             api_key="none",
@@ -32,7 +33,8 @@ class Server:
         self.asked.append(body)
         if "messages" in body:
             text = body["messages"][-1]["content"].upper()
-            choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+            message = {"role": "assistant", "content": text} | self.more
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
         else:
             choice = {"index": 0, "text": f" is {body['seed'] % 2}, and why?", "finish_reason": "stop"}
         return httpx.Response(200, json={"id": "1", "object": "o", "created": 0, "model": "m", "choices": [choice]})
@@ -42,9 +44,13 @@ def turn(text: str) -> answers.Messages:
     return [{"role": "user", "content": text}]
 
 
+def line(text: str, **more: object) -> answers.Line:
+    return {"messages": turn(text)} | more
+
+
 def test_each_prompt_is_answered_once_also_after_a_cut_line(tmp_path: Path) -> None:
     server, out = Server(), tmp_path / "answers.jsonl"
-    asked = [turn(f"question {i}") for i in range(7)]
+    asked = [line(f"question {i}") for i in range(7)]
     first = answers.write_answers(server.client, asked[:4], out, answers.Sampling(), at_once=3)
     assert asyncio.run(first) == 4
     out.write_text(out.read_text()[:-9])
@@ -52,16 +58,48 @@ def test_each_prompt_is_answered_once_also_after_a_cut_line(tmp_path: Path) -> N
     again = Server()
     assert asyncio.run(answers.write_answers(again.client, asked, out, answers.Sampling(), at_once=3)) == 4
     rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
-    assert sorted(row[0]["content"] for row in rows) == sorted(messages[0]["content"] for messages in asked)
+    assert sorted(row[0]["content"] for row in rows) == sorted(one["messages"][0]["content"] for one in asked)
     assert all(row[1] == {"role": "assistant", "content": row[0]["content"].upper()} for row in rows)
 
 
 def test_every_second_answer_is_greedy(tmp_path: Path) -> None:
     server = Server()
-    asked = [turn(f"question {i}") for i in range(4)]
+    asked = [line(f"question {i}") for i in range(4)]
     asyncio.run(answers.write_answers(server.client, asked, tmp_path / "out", answers.Sampling(0.7), at_once=1))
     assert [body["temperature"] for body in server.asked] == [0.0, 0.7, 0.0, 0.7]
     assert len({body["seed"] for body in server.asked}) == 4
+
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_tools_and_template_arguments_are_asked_with_and_written(tmp_path: Path) -> None:
+    server, out = Server(content=None, tool_calls=[CALL | {"index": 0}], reasoning_content="hm"), tmp_path / "out"
+    asked = [line("a", tools=TOOLS, chat_template_kwargs={"enable_thinking": False}), line("a")]
+    assert asyncio.run(answers.write_answers(server.client, asked, out, answers.Sampling(), at_once=1)) == 2
+    assert [body.get("tools") for body in server.asked] == [TOOLS, None]
+    assert [body.get("chat_template_kwargs") for body in server.asked] == [{"enable_thinking": False}, None]
+    said = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]}
+    rows = [json.loads(text) for text in out.read_text().splitlines()]
+    assert rows == [one | {"messages": [*one["messages"], said]} for one in asked]
+    assert asyncio.run(answers.write_answers(server.client, asked, out, answers.Sampling(), at_once=1)) == 0
+
+
+@pytest.mark.parametrize("content", ["", " ", None])
+def test_an_empty_answer_is_left_out(tmp_path: Path, content: str | None) -> None:
+    server = Server(content=content)
+    assert (
+        asyncio.run(answers.write_answers(server.client, [line("a")], tmp_path / "o", answers.Sampling(), at_once=1))
+        == 0
+    )
+
+
+def test_an_unknown_key_of_a_prompt_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(line("a", tools=TOOLS)) + "\n" + json.dumps(line("a", toolz=1)))
+    with pytest.raises(ValueError, match=r"line 2: unknown key 'toolz'"):
+        answers.read_prompts(path)
 
 
 def test_a_prompt_without_a_question_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ class Letters:
         assert not add_special_tokens
         return [ord(c) for c in text]
 
-    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+    def apply_chat_template(self, messages, tokenize, tools, add_generation_prompt):
+        assert tools is None
         turns = "".join(f"<{m['role']}>{m['content']}</>\n" for m in messages)
         return turns + ("<assistant>" if add_generation_prompt else "")
 
@@ -71,6 +72,18 @@ def test_documents_with_nothing_to_guess_are_left_out(tmp_path):
         ({"text": 5}, "line 2: 'text' is 5; it must be a string"),
         ({"response": "x"}, "line 2: 'prompt' is None"),
         ({"messages": [{"content": "x"}]}, "line 2: 'role'"),
+        (
+            {"messages": [], "toolz": 1},
+            "line 2: unknown key 'toolz' in a line with messages; .* messages, tools, chat_",
+        ),
+        ({"prompt": "x", "response": "y", "system": "z"}, "line 2: unknown key 'system' in a line with a response"),
+        ({"text": "x", "messages": []}, "line 2: unknown key 'messages' in a line with text; .* use one of text"),
+        ({"messages": {}}, "line 2: 'messages' must be a list of objects"),
+        ({"messages": [], "tools": {"name": "f"}}, "line 2: 'tools' is .*; it must be a list"),
+        (
+            {"messages": [], "chat_template_kwargs": [1]},
+            r"line 2: 'chat_template_kwargs' is \[1\]; it must be an object",
+        ),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, row, said):
@@ -93,8 +106,8 @@ def test_messages_need_a_chat_template(tmp_path):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     class Forgetful(Letters):
-        def apply_chat_template(self, messages, tokenize, add_generation_prompt):
-            return super().apply_chat_template(messages[-1:], tokenize, add_generation_prompt)
+        def apply_chat_template(self, messages, tokenize, tools, add_generation_prompt):
+            return super().apply_chat_template(messages[-1:], tokenize, tools, add_generation_prompt)
 
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     with pytest.raises(ValueError, match="so that the assistant speaks last"):

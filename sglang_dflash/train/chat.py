@@ -1,0 +1,147 @@
+"""Conversations as serving writes them: what SGLang passes to the chat template, and which part is the assistant's.
+
+SGLang drops null fields, writes null content as an empty text, and decodes the arguments of calls. It passes tools with
+every field of its own schema, and the fields of `chat_template_kwargs` as variables of the template.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from sglang_dflash.host import contract
+from sglang_dflash.host.names import SECTIONS
+
+Message = dict[str, Any]
+Part = tuple[str, bool]  # text, and whether it is a response
+
+LINE_KEYS = ("messages", "tools", "chat_template_kwargs")
+USER_KEYS = ("role", "content")
+MESSAGE_KEYS = (*USER_KEYS, "name", "reasoning_content", "tool_calls", "tool_call_id")
+
+
+def require_keys(found: Iterable[str], allowed: Sequence[str], where: str) -> None:
+    """Check that nothing is given that would be ignored.
+
+    Raises:
+        ValueError: a key that is not allowed.
+    """
+    for key in found:
+        if key not in allowed:
+            raise ValueError(f"unknown key {key!r} in {where}; take it out, or use one of {', '.join(allowed)}")
+
+
+def require_line(row: dict[str, Any]) -> None:
+    """Check the keys of a line with a conversation, and what they hold.
+
+    Raises:
+        ValueError: a key is unknown, or its value is of another kind.
+    """
+    require_keys(row, LINE_KEYS, "a line with messages")
+    if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"]):
+        raise ValueError("'messages' must be a list of objects")
+    if not isinstance(row.get("tools") or [], list):
+        raise ValueError(f"'tools' is {str(row['tools'])[:60]}; it must be a list")
+    if not isinstance(row.get("chat_template_kwargs") or {}, dict):
+        raise ValueError(f"'chat_template_kwargs' is {str(row['chat_template_kwargs'])[:60]}; it must be an object")
+
+
+def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]:
+    """Return the text of a conversation in parts, as the chat template writes it.
+
+    Args:
+        row: a line of the file: messages, and perhaps tools and chat_template_kwargs.
+
+    Raises:
+        ValueError: the line cannot be used; TypeError, KeyError: the template cannot.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError('this target has no chat template; give {"prompt", "response"} instead of {"messages"}')
+    require_line(row)
+    messages = [served(message) for message in row["messages"]]
+    tools = served_tools(row.get("tools") or [])
+    variables = row.get("chat_template_kwargs") or {}
+
+    def written(n: int, *, ask: bool) -> str:
+        return render(tokenizer, messages[:n], tools, variables | {"add_generation_prompt": ask})
+
+    whole, found, end = written(len(messages), ask=False), [], 0
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        asked, answered = written(i, ask=True), written(i + 1, ask=False)
+        if not (whole.startswith(answered) and answered.startswith(asked)):
+            raise ValueError(
+                "the chat template writes earlier turns differently once later ones follow; "
+                "split the conversation so that the assistant speaks last"
+            )
+        found += [(whole[end : len(asked)], False), (whole[len(asked) : len(answered.rstrip())], True)]
+        end = len(answered.rstrip())
+    return found
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]], variables: dict[str, Any]
+) -> str:
+    """Return the text of the chat template. A template that fails on tools is given their functions alone."""
+
+    def applied(tools: Any) -> str:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **variables))
+
+    try:
+        return applied(tools or None)
+    except (TemplateError, TypeError, KeyError, ValueError):
+        if not tools:
+            raise
+        return applied([tool["function"] for tool in tools])
+
+
+def served(message: Message) -> Message:
+    """Return a message as SGLang passes it to the chat template.
+
+    Raises:
+        ValueError: a key is unknown, the content is no text, or arguments are no JSON object.
+        KeyError: it has no role.
+    """
+    found = {"role": message["role"]} | {key: value for key, value in message.items() if value is not None}
+    is_user = found["role"] == "user"
+    require_keys(found, USER_KEYS if is_user else MESSAGE_KEYS, f"a message of role {found['role']!r}")
+    content = found.setdefault("content", "")
+    if not isinstance(content, str):
+        raise ValueError(f"the content of a message is {str(content)[:60]!r}; it must be a text, or null")
+    if "tool_calls" in found:
+        found["tool_calls"] = [served_call(call, decode=found["role"] == "assistant") for call in found["tool_calls"]]
+    return found
+
+
+def served_call(call: dict[str, Any], *, decode: bool) -> dict[str, Any]:
+    """Return a tool call as SGLang passes it to the chat template, its arguments decoded.
+
+    Raises:
+        ValueError: the arguments are no JSON object; KeyError: there is no function.
+    """
+    require_keys(call, ("id", "index", "type", "function"), "a tool call")
+    require_keys(call["function"], ("name", "arguments"), "the function of a tool call")
+    arguments = call["function"].get("arguments")
+    if decode and isinstance(arguments, str):
+        arguments = json.loads(arguments)
+        if not isinstance(arguments, dict):
+            raise ValueError(f"the arguments of a tool call are {arguments!r}; they must be a JSON object")
+    function = {"name": call["function"].get("name"), "arguments": arguments}
+    return {"id": call.get("id"), "index": call.get("index"), "type": "function", "function": function}
+
+
+def served_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return tools as SGLang passes them to the chat template.
+
+    Raises:
+        ValueError: one is no tool of the OpenAI API.
+    """
+    if not tools:
+        return []
+    contract.check(SECTIONS["training"])
+    from sglang.srt.entrypoints.openai.protocol import Tool
+
+    return [Tool.model_validate(tool).model_dump() for tool in tools]
