@@ -1,4 +1,4 @@
-"""What the processes of `--tokenizer-worker-num` serve: SGLang's application, its requests checked as in one process.
+"""Application of the processes of `--tokenizer-worker-num`: SGLang's, with the hooks that one process has.
 
 SGLang loads plugins where it launches and where it schedules, not where it tokenizes in processes of their own.
 `plugin.check_requests` names this module in SGLANG_HTTP_SERVER_APP_PATH, from which they import what they serve.
