@@ -173,6 +173,8 @@ def test_mistral_s_array_of_one_call(calls: list[Call]) -> None:
     """SGLang streams the first call of the array alone, a token at a time too."""
     for increments in cuts(units(MISTRAL_ARRAY("", calls))):
         assert streamed("mistral", increments) == ("", calls)
+    both = PIECE.findall(MISTRAL_ARRAY("", [*calls, NOW]))
+    assert streamed("mistral", both, stock_chunk)[1] == calls
 
 
 @pytest.mark.parametrize("calls", CALLS[1:])
