@@ -77,6 +77,7 @@ class Arguments:
     load_format: str = "auto"
     draft_load_format: str | None = None
     host_cache: bool = False  # `--enable-hierarchical-cache`
+    grammar_backend: str | None = None  # None: not resolved yet, and xgrammar
 
     def require_draft_path(self) -> str:
         """Return the draft's path.
@@ -87,6 +88,18 @@ class Arguments:
         if self.draft_path is None:
             raise ValueError("DFLASH needs a draft model; give --speculative-draft-model-path")
         return self.draft_path
+
+    def require_rollback(self) -> None:
+        """Check that grammars can take back rejected drafts.
+
+        Raises:
+            NotSupported: they cannot.
+        """
+        if self.grammar_backend == "outlines":
+            raise NotSupported(
+                "--grammar-backend outlines is not supported with DFLASH (its grammars cannot take back a rejected "
+                "draft); give xgrammar or llguidance"
+            )
 
 
 def arguments_of(server_args: Any) -> Arguments:
@@ -126,6 +139,7 @@ def arguments_of(server_args: Any) -> Arguments:
         load_format=args.load_format,
         draft_load_format=args.speculative_draft_load_format,
         host_cache=args.enable_hierarchical_cache,
+        grammar_backend=args.grammar_backend,
     )
 
 

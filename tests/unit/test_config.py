@@ -260,6 +260,13 @@ def test_every_argument_that_is_refused_is_a_name_of_sglang_s() -> None:
     assert set(UNSUPPORTED) <= known
 
 
+def test_outlines_is_refused() -> None:
+    for backend in (None, "xgrammar", "llguidance", "none"):
+        check_arguments(replace(ARGUMENTS, grammar_backend=backend), FLAGS)
+    with pytest.raises(NotSupported, match=r"--grammar-backend outlines is not supported.*give xgrammar or llguidance"):
+        check_arguments(replace(ARGUMENTS, grammar_backend="outlines"), FLAGS)
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
