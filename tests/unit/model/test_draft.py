@@ -223,8 +223,8 @@ def without(tensors, name):
     [
         (lambda t: without(t, "fc.weight"), r"1 of 25 tensors are missing, the first is fc\.weight"),
         (
-            lambda t: t | {"lm_head.weight": torch.zeros(2, 2)},
-            r"1 tensors are not part .* the first is lm_head\.weight",
+            lambda t: t | {"gate.weight": torch.zeros(2, 2)},
+            r"1 tensors are not part .* the first is gate\.weight",
         ),
         (lambda t: t | {"fc.weight": torch.zeros(32, 96)}, r"fc\.weight has shape \[32, 96\], .* \[32, 64\]"),
     ],
