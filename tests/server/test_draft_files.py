@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_dflash.tiny.pairs import DENSE, Pair
+from tests.server.lib.families import FAMILIES, NO_WARMUP, write_pair
 from tests.server.lib.oracle import Oracle, Said
 from tests.server.lib.talk import post
 
@@ -107,3 +108,20 @@ def test_a_target_without_weights_gets_them_later(pool: Any, said: Callable) -> 
     server.flush_cache()
     said(N_PROMPTS, MAX_NEW_TOKENS, "dense").asked_of(server, concurrency=1)
     pool.drop(server)
+
+
+@pytest.mark.full
+def test_overrides_of_a_text_config_are_the_target_s(pool: Any, tmp_path: Path) -> None:
+    """A target with vision has its text model's fields in an object, which its draft does not have."""
+    family = FAMILIES["qwen3.5"]
+    pair, prompts = write_pair(family, tmp_path)
+    rope = config_of(pair.target)["text_config"]["rope_parameters"] | {"rope_theta": 30_000.0}
+    overrides = json.dumps({"text_config": {"rope_parameters": rope}})
+    flags = (*family.flags, *NO_WARMUP, "--json-model-override-args", overrides)
+    texts = []
+    for arm in ("off", "plugin"):
+        server = pool.get(arm, target="vision", pair=pair, flags=flags)
+        answers = server.generate_many(prompts[:N_PROMPTS], concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+        texts.append([answer.token_ids for answer in answers])
+        pool.drop(server)
+    assert texts[0] == texts[1]
