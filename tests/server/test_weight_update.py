@@ -169,10 +169,10 @@ def test_unknown_tensor_is_refused(server: Callable, questions: Callable) -> Non
     """A draft knows all its names: what is not among them fails the push, and nothing of it is loaded."""
     ours, prompts = server(flags=VARIANTS["hybrid"].flags), questions(3, seed=13)
     before = served_steps(ours, prompts)
-    tensors = {"norm.weight": torch.zeros(64), "lm_head.weight": torch.zeros(8, 8)}
+    tensors = {"norm.weight": torch.zeros(64), "lm_head.bias": torch.zeros(8)}
     refused = push(ours, tensors, selector="draft")
     assert refused.status_code == 400
-    assert "a DFlash draft has no tensor 'lm_head.weight'" in refused.json()["message"]
+    assert "a DFlash draft has no tensor 'lm_head.bias'" in refused.json()["message"]
     assert '"selector": "target"' in refused.json()["message"]
     wrong_shape = push(ours, {"model.norm.weight": torch.zeros(8)})
     assert wrong_shape.status_code == 400
