@@ -110,7 +110,7 @@ def test_kernel_is_the_definition(B, P, N, V, dtype, device):
             "index": b,
             "row": B - b,
             "frequency": 0.3 * b,
-            "presence": -0.2,
+            "presence": 0.4 - 0.3 * b,
             "repetition": 1.0 + 0.2 * b,
             "min_new": 7 + 2 * b,
             "stop": [0, V // 2][: b + 1],

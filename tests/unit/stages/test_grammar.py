@@ -78,3 +78,18 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Counts, "allocate_vocab_mask", lambda *args, **options: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         masked([Counts()], [[9, 1, 2, 3]])
+
+
+def test_grammars_take_the_step_before_first() -> None:
+    """The barrier lets them; walked before it, they would allow what came a step ago."""
+    grammar = Counts()
+    req = Req("0", "", array("q", [1]), SamplingParams(), vocab_size=V)
+    req.grammar = grammar
+    chain, drafts = torch.tensor([[1, -1]]), torch.tensor([[4, 5]])
+    batch = SimpleNamespace(reqs=[req], sampling_info=SimpleNamespace(vocab_size=V, grammar_mask=None))
+    tree = GrammarTree.from_host(chain, torch.full((1, 2), -1), drafts)
+    mask = allowed(batch, tree, torch.device("cpu"), lambda: grammar.accept_token(4))
+    assert mask is not None
+    logits_TV = torch.zeros(2, V)
+    mask.apply(logits_TV)
+    assert (logits_TV == 0).nonzero().tolist() == [[0, 5], [1, 6]]
