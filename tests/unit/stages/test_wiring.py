@@ -57,7 +57,7 @@ def test_the_engine_that_verified_commits() -> None:
     states = {width: Commits() for width in (1, 4, 8)}
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None, device="cuda", forward=None)
     made = {width: WidthEngine("backend", None, state, {}) for width, state in states.items()}  # type: ignore[arg-type]
-    verifier = Verifier(SimpleNamespace(model_runner=runner), made, OneGroup(), on_host=True)  # type: ignore[arg-type]
+    verifier = Verifier(SimpleNamespace(model_runner=runner), made, OneGroup(), on_host=False)  # type: ignore[arg-type]
     verifier.commit(None, plan_of(1, drafted=8, width=4), torch.ones(1))  # type: ignore[arg-type]
     assert {width: state.n for width, state in states.items()} == {1: 0, 4: 1, 8: 0}
 
