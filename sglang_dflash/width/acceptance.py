@@ -39,7 +39,7 @@ class Level:
 
 
 class Own:
-    """What one request showed, and what of it others have still to learn."""
+    """Outcomes of one request, and those of them that still count for it alone."""
 
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0

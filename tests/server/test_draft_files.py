@@ -101,7 +101,7 @@ def test_the_target_s_overrides_leave_the_draft_alone(
 
 
 def test_a_target_without_weights_gets_them_later(pool: Any, said: Callable) -> None:
-    """As a trainer starts a server: the draft is there from the first token on."""
+    """Start a server as a trainer does: the draft is there from the first token on."""
     server = pool.get(target="dense", flags=["--load-format", "dummy"])
     answer = post(server, "/update_weights_from_disk", {"model_path": str(DENSE.target), "load_format": "auto"})
     assert answer.status_code == 200, answer.text

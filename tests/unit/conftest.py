@@ -1,4 +1,4 @@
-"""What one test sets and another must not see: environment flags that were read, and hooks on SGLang's classes."""
+"""Fixtures that undo what a test sets: environment flags that were read, and hooks on SGLang's classes."""
 
 import sys
 from collections.abc import Iterator

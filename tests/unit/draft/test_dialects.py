@@ -1,13 +1,11 @@
 """Other trainers' config.json: read as the same draft, or refused by the dialect's name."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_dflash import flags
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.dialects import names_draft
 from sglang_dflash.draft.weight_update import is_draft
@@ -36,14 +34,6 @@ DEEPSPEC = {name: value for name, value in DRAFT.items() if name != "dflash_conf
     "sample_from_anchor": False,
     **INNER,
 }
-
-
-@pytest.fixture(autouse=True)
-def plugin_serves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
-    flags.current.cache_clear()
-    yield
-    flags.current.cache_clear()
 
 
 def write(folder: Path, config: dict[str, Any]) -> Path:

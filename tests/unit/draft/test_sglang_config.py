@@ -1,7 +1,6 @@
 """The config that SGLang builds of a draft is what the reader says, without the target's overrides and as long."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,18 +9,9 @@ import pytest
 from sglang.srt.utils.hf_transformers.config import get_config
 from transformers import PretrainedConfig
 
-from sglang_dflash import flags
 from sglang_dflash.draft.sglang_config import as_long_as_the_target, read_draft
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 128}
-
-
-@pytest.fixture(autouse=True)
-def plugin_serves(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
-    flags.current.cache_clear()
-    yield
-    flags.current.cache_clear()
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_thoughts_are_counted_as_if_tokens_came_one_by_one(
 
 
 def test_sglang_s_own_count_is_above_the_tokens() -> None:
-    """If this fails, SGLang has mended it, and `uncount_thoughts` can go."""
+    """If this fails, SGLang has fixed it, and `uncount_thoughts` can go."""
     req = request(max_new_tokens=4)
     stepped(
         req, token_ids(TEXT), [16], Req.update_finish_state, lambda req, step: req.update_reasoning_tokens(step, [0])
@@ -137,7 +137,7 @@ def test_the_order_of_the_list_does_not_matter(asked: str, stops: list[str], wid
 
 
 def test_sglang_s_own_test_would_take_the_later_stop() -> None:
-    """If this fails, SGLang has mended it, and `requests.py` can go."""
+    """If this fails, SGLang has fixed it, and `requests.py` can go."""
     req = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
     assert ended(req)[0] == {"type": "stop", "matched": "\n"}
 
@@ -167,7 +167,7 @@ def test_an_answer_goes_on_where_tokens_one_by_one_would() -> None:
     """A stop string of two tokens, spelled letter by letter: of three tokens' text it is never a part."""
     letters = [token for letter in "The capital" for token in token_ids(letter)]
     req = stepped(request(stop=["The capital"]), letters, [len(letters)], Req.update_finish_state)
-    assert req.finished(), "SGLang has mended it: a step's tokens are looked at one by one"
+    assert req.finished(), "SGLang has fixed it: a step's tokens are looked at one by one"
     req = stepped(request(stop=["The capital"]), letters, [len(letters)], ours)
     assert (req.finished_reason, req.finished_len, list(req.output_ids)) == (None, None, letters)
 
@@ -198,7 +198,7 @@ def test_an_aborted_answer_is_no_longer_than_the_whole_one(
 
 
 def test_sglang_s_own_abort_would_keep_the_whole_step() -> None:
-    """If this fails, SGLang has mended it."""
+    """If this fails, SGLang has fixed it."""
     req = request(max_new_tokens=4)
     req.to_finish = FINISH_ABORT()
     stepped(req, token_ids(TEXT), [16], Req.update_finish_state)
@@ -216,7 +216,7 @@ def test_a_session_goes_on_from_where_the_answer_ended() -> None:
     session.req_nodes["r"] = SessionReqNode(req)
     end = req.finished_len
     assert end < 16
-    assert next_prompt(session) == [5, *tokens[:16], 9], "SGLang has mended it: `create_req` can go"
+    assert next_prompt(session) == [5, *tokens[:16], 9], "SGLang has fixed it: `create_req` can go"
     assert create_req(next_prompt, session) == [5, *tokens[:end], 9]
 
 

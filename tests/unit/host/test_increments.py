@@ -1,4 +1,4 @@
-"""What a stream says of thoughts and tool calls does not depend on how many tokens come at once."""
+"""Streams of thoughts and tool calls do not depend on how many tokens come at once."""
 
 import contextlib
 import json
@@ -146,7 +146,7 @@ def test_a_stream_is_what_the_whole_answer_parses_to(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_what_sglang_gets_wrong_by_itself(name: str) -> None:
-    """If this fails, SGLang has mended the parser: take it off the list."""
+    """If this fails, SGLang has fixed the parser: take it off the list."""
     _, is_wrong = OWN[name]
     for text, calls in samples(name):
         if is_wrong(text, calls):
@@ -157,13 +157,13 @@ def test_what_sglang_gets_wrong_by_itself(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CUT))
 def test_what_sglang_gets_wrong_where_it_is_cut(name: str) -> None:
-    """If this fails, SGLang has mended the parser: take it off the list."""
+    """If this fails, SGLang has fixed the parser: take it off the list."""
     text = TEXTS[1]
     assert streamed(name, units(WRITERS[name](text, [])), stock_chunk) != (text.strip(), [])
 
 
 def test_sglang_alone_loses_calls() -> None:
-    """If this fails, SGLang has mended its parsers, and `parse_calls` can go."""
+    """If this fails, SGLang has fixed its parsers, and `parse_calls` can go."""
     answer = WRITERS["qwen25"]("", [NOW, WEATHER])
     assert streamed("qwen25", [answer], stock_chunk) != ("", [NOW, WEATHER])
 
@@ -264,6 +264,6 @@ def test_thoughts_of_a_stream(name: str) -> None:
 
 
 def test_sglang_alone_loses_an_answer() -> None:
-    """If this fails, SGLang has mended its parser, and `parse_thoughts` can go."""
+    """If this fails, SGLang has fixed its parser, and `parse_thoughts` can go."""
     whole = thoughts("cohere_command4", THOUGHT, ANSWER)
     assert thought("cohere_command4", [whole], ReasoningParser.parse_stream_chunk)[1] == ""

@@ -1,4 +1,4 @@
-"""What stages hand to one another and to SGLang: the width, the engine, and the order in which things are made."""
+"""Wiring between stages and SGLang: the width, the engine, and the order in which things are made."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
