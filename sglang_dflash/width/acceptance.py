@@ -45,7 +45,8 @@ class Own:
         self.counts, self.n_tokens = nothing[:], 0
         # A block that fails at once says nothing of how one goes on that does not.
         self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
-        self.untold: list[tuple[int, int]] | None = []  # (width, accepted) of its first tokens; None: told
+        # (width, accepted) of the first tokens, which all requests do not count yet; None: they count every step.
+        self.kept: list[tuple[int, int]] | None = []
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
         """Learn that of drafts accepted at `usual_D` with all requests the first n were accepted here."""
@@ -57,8 +58,7 @@ class Acceptance:
     """The probability that a draft is accepted when those before it are, by request and position.
 
     A request's own counts are drawn towards those of all requests, moved by how much better or worse its last blocks
-    were; those towards the last belief about the position, or, if it was never reached, about the
-    position before.
+    were; those towards the last belief about the position, or, if it was never reached, about the position before.
     Observations fade by weighing less every step than later ones: a request's own within `DECAY`, those of all requests
     within `ALL_DECAY`, so that one request does not decide what is believed of the next.
     """
@@ -79,7 +79,7 @@ class Acceptance:
             own.n_tokens += n_accepted + 1
             if width > 1:
                 own.observe(all_D[: min(n_accepted + 1, width - 1)], n_accepted)
-            self._tell(own, width, n_accepted, len(rids))
+            self._share(own, width, n_accepted, len(rids))
         if len(self.of_request) > 4 * len(rids) + 64:  # most have ended
             self.of_request = {rid: self.of_request[rid] for rid in rids}
 
@@ -93,22 +93,23 @@ class Acceptance:
         if self.all_weight > HEAVY:
             self.batch, self.all_weight = scaled(self.batch, 1 / self.all_weight), 1.0
 
-    def _tell(self, own: Own, width: int, n_accepted: int, n_requests: int) -> None:
+    def _share(self, own: Own, width: int, n_accepted: int, n_requests: int) -> None:
         """Add a step to the counts of all requests, once this one is longer than what a server asks itself."""
-        steps = [*(own.untold or ()), (width, n_accepted)]
-        if own.untold is not None and own.n_tokens <= WARM_UP:
-            own.untold = steps
+        steps = [*(own.kept or ()), (width, n_accepted)]
+        if own.kept is not None and own.n_tokens <= WARM_UP:
+            own.kept = steps
             return
-        own.untold = None
+        own.kept = None
         for width, n_accepted in steps:
             if width == 1:
                 continue
             count(self.batch, width, n_accepted, self.all_weight)
-            # What a batch of this size reaches at most: counts of a larger one must not linger.
+            # The most that a batch of this size reaches: counts of a larger one must not linger.
             most = n_requests * self.all_weight / (1 - ALL_DECAY)
-            self.batch = scaled(self.batch, min(most / self.batch[0][0], 1))
+            if self.batch[0][0] > most:
+                self.batch = scaled(self.batch, most / self.batch[0][0])
             n_reached = min(n_accepted + 1, width - 1)
-            self.last_D[:n_reached] = self._of_all()[:n_reached]
+            self.last_D[:n_reached] = self._of_all(n_reached)
 
     def expected(self, rids: Sequence[str]) -> list[float]:
         """Return E(0) = 0, E(1), .. E(N), the mean over the requests."""
@@ -130,9 +131,10 @@ class Acceptance:
             for (reached, accepted), x in zip(own.counts, odds_D, strict=True)
         ]
 
-    def _of_all(self) -> list[float]:
+    def _of_all(self, n: int | None = None) -> list[float]:
+        """Return the probabilities of all requests at the first `n` positions; None: at every one."""
         believed, prior, batch_D = 1.0, PRIOR * self.all_weight, []
-        for (reached, accepted), last in zip(self.batch, self.last_D, strict=True):
+        for (reached, accepted), last in zip(self.batch[:n], self.last_D[:n], strict=True):
             believed = (accepted + prior * (believed if last is None else last)) / (reached + prior)
             batch_D.append(believed)
         return batch_D

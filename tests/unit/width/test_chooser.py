@@ -199,7 +199,7 @@ def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
 def test_draft_that_is_never_accepted_is_said_once(
     useful: int, n_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 500 blocks; steps of one token count for nothing."""
+    """Count 500 blocks; steps of one token count for nothing."""
     chooser = Chooser(Scripted([1, 8] * 1000))
     for step in range(2000):
         chooser.decide(["a"])

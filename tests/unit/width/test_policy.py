@@ -35,7 +35,7 @@ def taught(history: Sequence[Step]) -> Acceptance:
     acceptance = Acceptance(D)
     for step in history:
         for rid in step[0]:
-            acceptance.of_request.setdefault(rid, Own(acceptance.nothing)).untold = None
+            acceptance.of_request.setdefault(rid, Own(acceptance.nothing)).kept = None
         acceptance.observe(*step)
     return acceptance
 
@@ -108,7 +108,7 @@ def test_a_failure_ends_what_a_step_says() -> None:
 
 
 def test_a_request_is_drawn_to_the_others() -> None:
-    """As strongly as by four observations, its own level by two drafts; a new one is believed to be like the others.
+    """Four observations pull a request, two drafts its own level; a new one is believed to be like the others.
 
     Of two drafts one was accepted, where 1 was believed: first (1 + 4) / (1 + 4) = 1, then, with a tiny fading and that
     for the last belief, (1 + 4) / (2 + 4) = 5/6 and (1 + 4 * 5/6) / (2 + 4) = 13/18.
