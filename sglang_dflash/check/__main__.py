@@ -11,7 +11,7 @@ from functools import partial
 from sglang_dflash.capacity import report as capacity_report
 from sglang_dflash.check import __doc__ as usage
 from sglang_dflash.check import served
-from sglang_dflash.check.findings import REFUSALS, Finding, installation, sentence
+from sglang_dflash.check.findings import Finding, find, installation
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
@@ -32,11 +32,8 @@ def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
     parser.add_argument("--model-path", "--model", required=True)
     parser.add_argument("--speculative-draft-model-path", "--speculative-draft-model", required=True)
     paths, _ = parser.parse_known_args(argv)
-    measured = partial(draft_steps.measure, paths.model_path, paths.speculative_draft_model_path, n_steps)
-    try:
-        return [measured()]
-    except REFUSALS as refusal:
-        return [Finding("draft steps", False, sentence(refusal))]
+    measure = partial(draft_steps.measure, paths.model_path, paths.speculative_draft_model_path, n_steps)
+    return find({"draft steps": measure})
 
 
 def check(argv: Sequence[str], *, as_json: bool, n_steps: int = 0) -> int:

@@ -10,7 +10,6 @@ from typing import cast
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from sglang_dflash.check.findings import Finding
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits, hidden_of_blocks
 from sglang_dflash.model.target import stop_token_ids
@@ -20,18 +19,18 @@ USEFUL = 0.1  # share of first drafts accepted from which a draft counts as one 
 SHIFTS = {0: "as it is", 1: "shifted by one: its slot 0 predicts the token after the anchor"}
 
 
-def measure(target_path: str, draft_path: str, n_steps: int) -> Finding:
+def measure(target_path: str, draft_path: str, n_steps: int) -> str:
     """Draft once at each of `n_steps` places of the target's own greedy answer, and count the first drafts it accepts.
 
     Raises:
-        ValueError: the pair does not fit, or the answer is too short.
+        ValueError: the pair does not fit, the answer is too short, or the draft is not accepted; see `verdict`.
     """
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype="auto").eval()
     draft = DraftModel.from_pretrained(draft_path, dtype=target.dtype, device=target.device)
     prompt = prompt_ids(target_path)
     text = answer(target, prompt, n_steps + draft.config.block_size)
     shares = first_drafts_accepted(draft, target, text, len(prompt), n_steps)
-    return finding(shares, n_steps)
+    return verdict(shares, n_steps)
 
 
 def prompt_ids(target_path: str) -> list[int]:
@@ -47,7 +46,7 @@ def prompt_ids(target_path: str) -> list[int]:
 def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> torch.Tensor:
     """Return prompt and greedy answer, int64 [tokens]; the answer goes on where the target would end it."""
     ids_1S = torch.tensor([list(prompt)], device=target.device)
-    ends = [token for token in stop_token_ids(target) if token is not None]
+    ends = list(stop_token_ids(target))
     return target.generate(  # type: ignore[operator]  # a method that transformers mixes in
         ids_1S, attention_mask=torch.ones_like(ids_1S), max_new_tokens=n_tokens, do_sample=False, suppress_tokens=ends
     )[0]
@@ -72,14 +71,18 @@ def first_drafts_accepted(
     return {shift: (tokens_AN[:, 1 - shift] == next_A).float().mean().item() for shift in SHIFTS}
 
 
-def finding(shares: dict[int, float], n_steps: int) -> Finding:
-    """Say which way of reading the slots the target accepts, if any."""
+def verdict(shares: dict[int, float], n_steps: int) -> str:
+    """Say that the target accepts the draft's slots as they are.
+
+    Raises:
+        ValueError: it does not; says which way of reading them it would accept, if any.
+    """
     shown = ", ".join(f"{shares[shift]:.0%} {how}" for shift, how in SHIFTS.items())
     best = max(shares, key=lambda shift: shares[shift])
     if shares[best] < USEFUL:
-        text = f"nothing is accepted: this draft was not trained for this target, or on other prompts ({shown})"
-    elif best:
-        text = f"would be accepted shifted by one, which is not DFlash's layout and is not served ({shown})"
-    else:
-        text = f"accepted as it is: {shares[0]:.0%} of the first drafts of {n_steps} steps"
-    return Finding("draft steps", shares[best] >= USEFUL and not best, text)
+        raise ValueError(
+            f"nothing is accepted: this draft was not trained for this target, or on other prompts ({shown})"
+        )
+    if best:
+        raise ValueError(f"would be accepted shifted by one, which is not DFlash's layout and is not served ({shown})")
+    return f"accepted as it is: {shares[0]:.0%} of the first drafts of {n_steps} steps"

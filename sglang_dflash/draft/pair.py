@@ -35,7 +35,7 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
     if draft.mask_token_id >= vocab_size:
         raise ValueError(
             f"{path}: mask_token_id {draft.mask_token_id} is outside the target's vocabulary of {vocab_size}; "
-            f"mend config.json or {other}"
+            f"fix config.json or {other}"
         )
     # The output of layer i is captured at the entry of layer i + 1, so the last layer's cannot be.
     if last >= n_layers - 1:
@@ -67,9 +67,7 @@ def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_si
             f"{draft.path}: d2t has {n_tokens} entries for a vocabulary of {whole}: a reduced vocabulary is not "
             f"supported; {WHOLE}"
         )
-    rows = dict.fromkeys(
-        ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight"), (vocab_size, hidden_size)
-    )
+    rows = dict.fromkeys(ROWS, (vocab_size, hidden_size))
     for name, shape in (rows | {"verifier_norm.weight": (hidden_size,)}).items():
         found = draft.borrowed.get(name, shape)
         if found != shape:

