@@ -83,11 +83,11 @@ def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     if (ARCHITECTURES[architecture] == DFLASH_2) != bool(sizes["selector_rank"]):
         raise ValueError(
             f"{path}: {architecture} with a selector_rank of {sizes['selector_rank']}: a candidate selector is "
-            f"{DFLASH_2}'s alone, and it always has one; mend config.json"
+            f"{DFLASH_2}'s alone, and it always has one; fix config.json"
         )
     multiplier = given.get("output_multiplier", 1.0)
     if type(multiplier) not in (int, float) or not multiplier > 0:
-        raise ValueError(f"{path}: output_multiplier {multiplier!r} is not a number above 0; mend config.json")
+        raise ValueError(f"{path}: output_multiplier {multiplier!r} is not a number above 0; fix config.json")
     return sizes | {
         "output_multiplier": multiplier,
         "final_logit_softcapping": given.get("final_logit_softcapping") or None,
@@ -99,7 +99,7 @@ def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
     if ids is None:
         raise ValueError(f"{path}: config.json has no dflash_config.target_layer_ids; take it from the training")
     if not isinstance(ids, list) or not ids or not all(type(id_) is int and id_ >= 0 for id_ in ids):
-        raise ValueError(f"{path}: target_layer_ids is {ids!r}, not a list of layer numbers; mend config.json")
+        raise ValueError(f"{path}: target_layer_ids is {ids!r}, not a list of layer numbers; fix config.json")
     return tuple(ids)
 
 
@@ -209,7 +209,7 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
             raise ValueError(
                 f"{path}: {name} has shape {list(found[name])}, and config.json says vocab_size "
                 f"{checkpoint.vocab_size} and selector_rank {checkpoint.selector_rank}: a codebook has a row for every "
-                "token of the vocabulary; mend config.json or fetch the draft again"
+                "token of the vocabulary; fix config.json or fetch the draft again"
             )
         if found[name] != shape:
             raise ValueError(

@@ -54,7 +54,7 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     ids = config.get("aux_hidden_state_layer_ids")
     if not isinstance(ids, list) or not all(type(id_) is int and id_ > 0 for id_ in ids):
         raise ValueError(
-            f"{path}: aux_hidden_state_layer_ids is {ids!r}, not a list of layer numbers from 1 on; mend config.json"
+            f"{path}: aux_hidden_state_layer_ids is {ids!r}, not a list of layer numbers from 1 on; fix config.json"
         )
     both_ways = bool(config.get("sliding_window_non_causal")) and SLIDING in (layers.get("layer_types") or ())
     dtype = config.get("dtype") or config.get("torch_dtype") or layers.get("dtype") or layers.get("torch_dtype")

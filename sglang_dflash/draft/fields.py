@@ -27,7 +27,7 @@ class Fields:
         if value is None:
             raise ValueError(f"{self.name}: config.json has no {field}; add it")
         if type(value) is not int or value < least:
-            raise ValueError(f"{self.name}: {field} is {value!r}, not an integer of at least {least}; mend config.json")
+            raise ValueError(f"{self.name}: {field} is {value!r}, not an integer of at least {least}; fix config.json")
         return value
 
     def count_if_said(self, field: str) -> int | None:

@@ -74,13 +74,13 @@ class Checkpoint:
             raise NotSupported(f"{path}: layer_types has {unknown[0]!r}, which DFlash does not know; {STOCK}")
         if (window is not None or SLIDING in self.layer_types) and (window or 0) < self.block_size:
             raise ValueError(
-                f"{path}: sliding_window {window} is smaller than block_size {self.block_size}; mend config.json"
+                f"{path}: sliding_window {window} is smaller than block_size {self.block_size}; fix config.json"
             )
         n_heads, n_kv_heads = self.num_attention_heads, self.num_key_value_heads
         if n_heads % n_kv_heads:
             raise ValueError(
                 f"{path}: num_attention_heads={n_heads} is not a multiple of num_key_value_heads={n_kv_heads}; "
-                "mend config.json"
+                "fix config.json"
             )
         if self.block_size < 2:
             raise ValueError(
@@ -88,23 +88,23 @@ class Checkpoint:
             )
         ids = self.target_layer_ids
         if not ids or any(left >= right for left, right in pairwise((-1, *ids))):
-            raise ValueError(f"{path}: target_layer_ids {list(ids)} do not increase; mend config.json")
+            raise ValueError(f"{path}: target_layer_ids {list(ids)} do not increase; fix config.json")
         self._check_second()
 
     def _check_second(self) -> None:
         """The fields of DFlash 2."""
         for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             if bool(vars(self)[one]) != bool(vars(self)[other]):
-                raise ValueError(f"{self.path}: {one} and {other} go together; mend config.json")
+                raise ValueError(f"{self.path}: {one} and {other} go together; fix config.json")
         if self.conv_group_size and self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"{self.path}: conv_group_size {self.conv_group_size} does not divide hidden_size {self.hidden_size}; "
-                "mend config.json"
+                "fix config.json"
             )
         if self.selector_top_k > (self.vocab_size or 0):
             raise ValueError(
                 f"{self.path}: selector_top_k {self.selector_top_k} of a vocab_size of {self.vocab_size}; "
-                "mend config.json"
+                "fix config.json"
             )
 
     @property

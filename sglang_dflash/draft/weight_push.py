@@ -15,7 +15,7 @@ import msgspec
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
 Outcome = tuple[bool, str]
-# What SGLang's models raise for a name or a shape that they do not have.
+# Errors of SGLang's models for a name or a shape that they do not have.
 NOT_LOADED = (ValueError, KeyError, RuntimeError, AssertionError)
 
 

@@ -22,7 +22,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_dflash.host import contract
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
-# As special tokens look: <tool_call>, </tool_calls:1a2b>, <|tool_call_end|>, <|"|>, <｜tool▁sep｜>, [TOOL_CALLS]
+# Special tokens: <tool_call>, </tool_calls:1a2b>, <|tool_call_end|>, <|"|>, <｜tool▁sep｜>, [TOOL_CALLS]
 MARKER = r"</?[|｜]?[^\W\d][\w▁:|｜ ]{0,40}>|<[|｜/][^<>\n]{1,40}>|\[[A-Z_]+\]"
 PIECE = re.compile(rf"{MARKER}|\s*(?:\w+|(?:(?!{MARKER})[^\w\s])+)|\s+")
 

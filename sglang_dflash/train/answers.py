@@ -23,7 +23,7 @@ Line = dict[str, Any]  # messages, and perhaps tools and chat_template_kwargs
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target answers; sampled answers are drawn for every second prompt where `temperature` is not 0."""
+    """Parameters of answers. Every second prompt is answered at `temperature`, the others greedily."""
 
     temperature: float = 0.7
     max_tokens: int = 256

@@ -150,14 +150,14 @@ BAD = {
         "ValueError: {draft}: mask_token_id 999 is outside the target's vocabulary of 128",
         draft=dflash(mask_token_id=999),
     ),
-    "layers out of order": Bad("do not increase; mend config.json", draft=dflash(target_layer_ids=[2, 0])),
+    "layers out of order": Bad("do not increase; fix config.json", draft=dflash(target_layer_ids=[2, 0])),
     "the last layer": Bad(
         "ValueError: {draft}: target_layer_ids end at 3, and a target of 4 layers",
         draft=dflash(target_layer_ids=[0, 3]),
     ),
     "another target's hidden size": Bad("fc.weight has shape [64, 128]", draft={"hidden_size": 32}),
     "another target's codebooks": Bad(
-        "a codebook has a row for every token of the vocabulary; mend config.json or fetch the draft again",
+        "a codebook has a row for every token of the vocabulary; fix config.json or fetch the draft again",
         draft={"architectures": ["DFlash2DraftModel"], "vocab_size": 96} | dflash(selector_rank=8, selector_top_k=4),
     ),
     "another target's depth": Bad(

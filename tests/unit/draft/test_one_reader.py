@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "use_sliding_window alone": (WINDOW | {"layer_types": None}, ValueError, "use_sliding_window is set without layer"),
     "a window below the block": (
         {"layer_types": [SLIDING, FULL], "sliding_window": 4},
-        ValueError, "sliding_window 4 is smaller than block_size 8; mend config.json",
+        ValueError, "sliding_window 4 is smaller than block_size 8; fix config.json",
     ),
     "gating": ({"gating": "x"}, NotSupported, "gating='x' is not DFlash"),
     "gru_hidden": ({"dflash_config": {"gru_hidden": 8}}, NotSupported, "gru_hidden=8 belongs to Domino"),

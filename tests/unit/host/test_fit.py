@@ -1,4 +1,4 @@
-"""What a launch changes of a draft's own words: each change is one sentence for the log."""
+"""Changes that a launch makes to what a draft says of itself, one sentence each for the log."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -38,7 +38,7 @@ PUT: Call = ("put", {"path": "a/b.py", "body": {"x": ["1", {"y": "z, w"}], "n": 
 CALLS = ([], [NOW], [WEATHER], [PUT], [NOW, WEATHER], [WEATHER, NOW], [NOW, NOW, PUT], [WEATHER, PUT, NOW])
 TEXTS = ("", "Let me look.\nIt is a < b and [5] {x}, 100%. ")
 
-# What SGLang's parsers get wrong by themselves, a token at a time: the reason, and the samples that show it.
+# Faults of SGLang's parsers themselves, a token at a time: the reason, and the samples that show it.
 Shows = Callable[[str, Sequence[Call]], bool]
 OWN: dict[str, tuple[str, Shows]] = {
     "cohere_command4": ("calls of one function get one index", lambda _, calls: calls.count(NOW) > 1),
