@@ -121,9 +121,13 @@ def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]
 
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
-    answers = serving.said.asked_of(serving.two, concurrency)
-    if TIGHT[0] in serving.kind.decode and concurrency > 1:
-        assert any(answer.meta["num_retractions"] for answer in answers), "memory sufficed; this test could not fail"
+    """Where memory is tight, requests are asked again until some meet: a slow machine may end each before the next."""
+    rounds = 5 if TIGHT[0] in serving.kind.decode and concurrency > 1 else 1
+    for _ in range(rounds):
+        answers = serving.said.asked_of(serving.two, concurrency)
+        if any(answer.meta["num_retractions"] for answer in answers):
+            return
+    assert rounds == 1, "memory sufficed; this test could not fail"
 
 
 @pytest.mark.parametrize(
