@@ -26,8 +26,10 @@ from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny import pairs as tiny
+from sglang_dflash.tiny.corpus import draw
 from sglang_dflash.tiny.pairs import Arm, Pair
 from tests.server.lib.forked import make_server
+from tests.server.lib.talk import chat
 from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
 
@@ -210,28 +212,9 @@ def nothing_lost(pool: ServerPool) -> Iterator[None]:
     pool.check()
 
 
-@cache
-def _tokenizer(target: str) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(PAIRS[target].target)
-
-
 @pytest.fixture(scope="session")
-def chat() -> Callable[..., list[int]]:
-    """`chat(question, target="hybrid")`: the chat prompt as token ids."""
-
-    def tokenize(question: str, target: str = "hybrid") -> list[int]:
-        message = {"role": "user", "content": question}
-        return _tokenizer(target).apply_chat_template([message], add_generation_prompt=True, return_dict=False)
-
-    return tokenize
-
-
-@pytest.fixture(scope="session")
-def questions(chat: Callable[..., list[int]]) -> Callable[..., list[list[int]]]:
+def questions() -> Callable[..., list[list[int]]]:
     """`questions(n, target="hybrid", seed=0)`: `n` held-out chat prompts as token ids."""
-    from sglang_dflash.tiny.corpus import draw
 
     def prompts(n: int, target: str = "hybrid", seed: int = 0) -> list[list[int]]:
         random = Random(seed)

@@ -1,7 +1,6 @@
 """The public benchmark against real servers: it counts what they count, and finds their answers equal."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,14 +8,13 @@ import pytest
 from sglang_dflash.bench.__main__ import main
 from sglang_dflash.bench.client import HttpEngine
 from sglang_dflash.bench.engine import Sampling, TokenIds
-from tests.server.lib.variants import VARIANTS
+from sglang_dflash.servers.server import Server
 
 pytestmark = pytest.mark.full
 MAX_NEW_TOKENS = 32
 
 
-def test_it_reports_what_the_servers_did(server: Callable, tmp_path: Path) -> None:
-    off, ours = server("off"), server(flags=VARIANTS["hybrid"].flags)
+def test_it_reports_what_the_servers_did(off: Server, ours: Server, tmp_path: Path) -> None:
     arms = [f"off={off.url}", f"ours={ours.url}"]
     asked = ["--num-prompts", "4", "--max-new-tokens", str(MAX_NEW_TOKENS), "--concurrency", "1", "4", "--repeats", "2"]
     main(["--base-url", *arms, *asked, "--require-equal", "--output", str(tmp_path / "out")])
@@ -39,8 +37,7 @@ def test_it_reports_what_the_servers_did(server: Callable, tmp_path: Path) -> No
     assert {width for turn in document["widths"] for width in turn["n_steps"]} == {"16"}
 
 
-def test_token_ids_go_to_the_target_as_they_are(server: Callable, tmp_path: Path) -> None:
-    off, ours = server("off"), server(flags=VARIANTS["hybrid"].flags)
+def test_token_ids_go_to_the_target_as_they_are(off: Server, ours: Server, tmp_path: Path) -> None:
     arms = [f"off={off.url}", f"ours={ours.url}"]
     asked = ["--dataset", "hopeless", "--num-prompts", "2", "--concurrency", "1", "--repeats", "1", "--no-latency"]
     main(["--base-url", *arms, *asked, "--require-equal", "--output", str(tmp_path / "out")])
@@ -48,9 +45,9 @@ def test_token_ids_go_to_the_target_as_they_are(server: Callable, tmp_path: Path
     assert [(row["n_prompt_tokens"], row["n_tokens"]) for row in rows] == [(2 * 32, 2 * 48)] * 2
 
 
-def test_a_server_tells_its_two_likeliest_tokens(server: Callable) -> None:
+def test_a_server_tells_its_two_likeliest_tokens(off: Server) -> None:
     """After a prompt as the chat made it; near ties are told by them."""
-    engine = HttpEngine("off", server("off").url)
+    engine = HttpEngine("off", off.url)
     engine.meet()
     answer = engine.ask([{"role": "user", "content": "Hello"}], Sampling(max_new_tokens=4), stream=False)()
     assert len(answer.prompt_ids) == answer.n_prompt_tokens

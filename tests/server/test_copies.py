@@ -15,7 +15,7 @@ from tests.server.lib.oracle import oracle
 from tests.server.lib.rehearsals import GRAPHS, INTERPRETED, SM90, STREAMS, attention
 from tests.server.lib.talk import as_prompt, as_text, conversation, steps
 from tests.server.lib.variants import CHUNKED, PAGES, TRACK, TWO_NODES, window
-from tests.tools.compare_workers import SEEDED_ENV, SEEDED_FLAGS
+from tests.tools.parameters import SEEDED_ENV, SEEDED_FLAGS
 
 N_ASKED, MAX_NEW_TOKENS = 8, 96
 COPY = (("SGLANG_DFLASH_COPY", "on"),)

@@ -16,7 +16,7 @@ from sglang_dflash.metrics.table import METRICS, PREFIX
 from sglang_dflash.servers.server import Generation, Server
 from tests.server.lib.talk import as_prompt, conversation
 from tests.server.lib.variants import METRICS as ENABLED
-from tests.server.lib.variants import VARIANTS, window
+from tests.server.lib.variants import window
 
 BLOCK = 16
 MAX_NEW_TOKENS = 48
@@ -88,8 +88,7 @@ def require_same_counts(before: Scrape, after: Scrape, answers: Sequence[Generat
         assert after.by("position", name) - before.by("position", name) == +Counter(reached)
 
 
-def test_the_sums_are_those_of_the_requests(server: Callable, questions: Callable) -> None:
-    ours = server(flags=VARIANTS["hybrid"].flags)
+def test_the_sums_are_those_of_the_requests(ours: Server, questions: Callable) -> None:
     for concurrency in (1, 4):
         time.sleep(0.5)  # what ran before is written
         before = Scrape(ours)
@@ -111,8 +110,7 @@ def test_the_sums_are_those_of_the_requests(server: Callable, questions: Callabl
     assert after.total("dflash_cut_blocks_total") == 0
 
 
-def test_all_are_exported_with_sglang_s_labels(server: Callable, questions: Callable) -> None:
-    ours = server(flags=VARIANTS["hybrid"].flags)
+def test_all_are_exported_with_sglang_s_labels(ours: Server, questions: Callable) -> None:
     ours.generate(questions(1)[0], max_new_tokens=MAX_NEW_TOKENS)
     samples = Scrape(ours).samples
     (sglang_s,) = [sample.labels for sample in samples if sample.name == "sglang:num_running_reqs"]

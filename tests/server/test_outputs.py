@@ -5,7 +5,6 @@ they are compared in `test_exact.py`, and in captured graphs, whose next replay 
 """
 
 import math
-import unittest
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -153,17 +152,3 @@ def test_what_sglang_refuses_of_masks_is_refused_alike(ours: Server, off: Server
     answers = [post(server, "/generate", body) for server in (ours, off)]
     assert [answer.status_code for answer in answers] == [400, 400]
     assert len({answer.json()["error"]["message"] for answer in answers}) == 1
-
-
-# -- SGLang's own tests of a server that speculates -------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["SpecHiddenStatesKit", "SpecSamplingMaskKit"])
-def test_sglang_s_own_test(ours: Server, name: str) -> None:
-    from sglang.test.kits import spec_server_kits  # ten seconds that only this test waits for
-
-    case = type(name, (vars(spec_server_kits)[name], unittest.TestCase), {"base_url": ours.url})
-    result = unittest.TextTestRunner().run(unittest.defaultTestLoader.loadTestsFromTestCase(case))
-    assert result.testsRun == 1
-    assert result.wasSuccessful(), result.failures + result.errors

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from sglang_dflash.servers.server import Server
+from tests.server.lib.talk import chat
 from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
 from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
@@ -43,7 +44,7 @@ def answer_all(server: Server, cases: tuple[Case, ...], prompts: list[list[int]]
 
 
 @pytest.fixture(scope="module", params=["hybrid", pytest.param("dense", marks=pytest.mark.full)])
-def battery(request: pytest.FixtureRequest, server: Callable, chat: Callable) -> Battery:
+def battery(request: pytest.FixtureRequest, server: Callable) -> Battery:
     target = request.param
     prompts = [chat(question, target) for question in QUESTIONS]
     ours = server(target=target, flags=FLAGS[target])
@@ -60,9 +61,14 @@ def samples(replies: list[Reply]) -> list[Sample]:
     return [sample for reply in replies if not isinstance(reply, Refusal) for sample in reply]
 
 
-def test_there_are_enough_combinations() -> None:
-    assert len(EXACT) * len(QUESTIONS) >= 300
-    assert len({case.name for case in EXACT}) == len(EXACT), "two cases share a name"
+def test_no_two_cases_share_a_name() -> None:
+    assert len({case.name for case in EXACT}) == len(EXACT)
+
+
+def test_a_logprob_of_another_token_is_infinitely_far() -> None:
+    assert parameters.furthest({"a": [[-1.0, 5, None]]}, {"a": [[-1.25, 5, None]]}) == 0.25
+    for other in ({"a": [[-1.0, 6, None]]}, {"a": []}, {"b": [[-1.0, 5, None]]}):
+        assert parameters.furthest({"a": [[-1.0, 5, None]]}, other) == float("inf")
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)

@@ -7,18 +7,17 @@ prompt token first, the newest never), and a retracted request's history is forg
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from sglang.srt.sampling.custom_logit_processor import DeepseekOCRNoRepeatNGramLogitProcessor
-from transformers import AutoModelForCausalLM
 
 from sglang_dflash.servers.server import Server
-from sglang_dflash.tiny.pairs import DENSE, HYBRID
 from tests.fixtures.sequential import penalised
+from tests.server.conftest import PAIRS
+from tests.server.lib.rows import model
 from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 
 N_PROMPTS = 12
@@ -66,18 +65,13 @@ Rule = Callable[[list[int], torch.Tensor], torch.Tensor]
 def answer() -> Answer:
     """`answer(prompt, rule, target)`: greedy, each token from Transformers' logits after `rule(output, logits_V)`."""
 
-    @cache
-    def model(target: str) -> Any:
-        pair = {"hybrid": HYBRID, "dense": DENSE}[target]
-        return AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
-
     def generate(prompt: Sequence[int], rule: Rule, target: str) -> list[int]:
         def process(ids_1T: torch.Tensor, logits_1V: torch.Tensor) -> torch.Tensor:
             return rule(ids_1T[0, len(prompt) :].tolist(), logits_1V[0])[None]
 
         ids = torch.tensor([prompt])
         with torch.inference_mode():
-            out = model(target).generate(
+            out = model(PAIRS[target].target).generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
@@ -94,8 +88,7 @@ def penalty_rule(asked: Mapping[str, Any], end: int) -> Rule:
 
 
 def end_token(target: str) -> int:
-    pair = {"hybrid": HYBRID, "dense": DENSE}[target]
-    return AutoModelForCausalLM.from_pretrained(pair.target).generation_config.eos_token_id
+    return model(PAIRS[target].target).generation_config.eos_token_id
 
 
 def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, answer: Answer) -> None:

@@ -148,28 +148,6 @@ def test_requests_that_share_a_prefix_and_part(serving: Serving, warm: bool) -> 
         assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) >= len(answers) // 2
 
 
-# ------------------------------------------------------------------------------------------------------- isolation
-
-
-def all_at_once(server: Server, prompts: Sequence[list[int]], options: Sequence[dict]) -> list[Generation]:
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt, given: server.generate(prompt, **given), prompts, options))
-
-
-def test_what_each_was_told_comes_back_to_it_alone(serving: Serving) -> None:
-    """Each asks for a record of a person of an age of their own; the target repeats it."""
-    ages = range(20, 44)
-    question = "Make a JSON record for {}, age {}, a painter from Peru who likes coins and eggs. Favourite colour: red."
-    names = ("Ada", "Tom", "Lena", "Omar")
-    prompts = [
-        as_prompt([{"role": "user", "content": question.format(names[age % 4], age)}], serving.target) for age in ages
-    ]
-    answers = all_at_once(serving.server, prompts, [{"max_new_tokens": MAX_NEW_TOKENS}] * len(prompts))
-    for age, answer in zip(ages, answers, strict=True):
-        told = {other for other in ages if f'"age": {other}' in answer.text}
-        assert told == {age}, answer.text
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_keeps_its_own_grammar(serving: Serving, temperature: float) -> None:
     markers = [f"m{i:02d}" for i in range(100, 124)]
@@ -178,22 +156,13 @@ def test_each_keeps_its_own_grammar(serving: Serving, temperature: float) -> Non
         {"regex": f"{marker}( [a-z]{{1,8}}){{3}} {marker}", "temperature": temperature, "max_new_tokens": 60}
         for marker in markers
     ]
-    answers = all_at_once(serving.server, prompts, options)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [
+            pool.submit(serving.server.generate, prompt, **given)
+            for prompt, given in zip(prompts, options, strict=True)
+        ]
+    answers = [one.result() for one in asked]
     for marker, answer in zip(markers, answers, strict=True):
         assert {other for other in markers if other in answer.text} == {marker}, answer.text
         assert answer.text.startswith(marker)
         assert answer.text.endswith(marker)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_keeps_its_own_bias(serving: Serving, temperature: float) -> None:
-    """Every request favours one token of its own beyond anything the target could say."""
-    favoured = range(300, 324)
-    prompts = [as_prompt(conversation(200 + i % 6, n_turns=1), serving.target) for i in favoured]
-    options = [
-        {"logit_bias": {str(token): 100.0}, "temperature": temperature, "max_new_tokens": 20 + token % 7}
-        for token in favoured
-    ]
-    answers = all_at_once(serving.server, prompts, options)
-    for token, given, answer in zip(favoured, options, answers, strict=True):
-        assert answer.token_ids == [token] * given["max_new_tokens"]

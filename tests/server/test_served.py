@@ -5,13 +5,13 @@ from collections.abc import Callable
 import pytest
 
 from sglang_dflash.check import served
+from sglang_dflash.servers.server import Server
 from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 48
 
 
-def test_it_counts_the_steps_that_were_taken(server: Callable, questions: Callable) -> None:
-    ours = server(flags=VARIANTS["hybrid"].flags)
+def test_it_counts_the_steps_that_were_taken(ours: Server, questions: Callable) -> None:
     before = served.fetch(ours.url)["width"]
     answers = ours.generate_many(questions(4), concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
     after = served.fetch(ours.url)["width"]

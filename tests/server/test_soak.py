@@ -26,9 +26,9 @@ def book(server: Callable) -> list[Entry]:
     return write_book(server("off"), n_entries=40, seed=9000)
 
 
-def soaked(server: Server, book: list[Entry], n_requests: int, say: Callable[[str], None] = print) -> Report:
+def soaked(server: Server, book: list[Entry], n_requests: int) -> Report:
     report = Soak(server, book, n_requests, SEED).run()
-    say(f"\n{server.name}: {report}")
+    print(f"\n{server.name}: {report}")
     found = list(complaints(report))
     assert not found, "\n".join(found)
     server.flush_cache()
@@ -36,8 +36,8 @@ def soaked(server: Server, book: list[Entry], n_requests: int, say: Callable[[st
     return report
 
 
-def test_short(server: Callable, book: list[Entry]) -> None:
-    soaked(server(flags=VARIANTS["hybrid"].flags), book, N_SHORT)
+def test_short(ours: Server, book: list[Entry]) -> None:
+    soaked(ours, book, N_SHORT)
 
 
 @pytest.mark.full

@@ -16,6 +16,7 @@ from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.rows import GAP, require_logprobs
+from tests.server.lib.talk import chat
 from tests.server.lib.variants import TRACK, TWO_NODES
 from tests.tools import parameters
 from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, REQUEST_FLAGS, Case, Reply, greedy
@@ -107,8 +108,7 @@ def gathered_per_row(
 
 
 def test_greedy_steps_gather_numbers_not_logits(counted: Server) -> None:
-    prompts = [parameters.chat(question) for question in QUESTIONS]
-    _, gathered = gathered_per_row(counted, [(prompt, PLAIN) for prompt in prompts])
+    _, gathered = gathered_per_row(counted, [(chat(question), PLAIN) for question in QUESTIONS])
     assert len(gathered) > 20
     assert 0 < max(gathered) <= PER_ROW
 
@@ -116,7 +116,7 @@ def test_greedy_steps_gather_numbers_not_logits(counted: Server) -> None:
 @pytest.mark.parametrize("case", NEEDS_LOGITS, ids=str)
 def test_steps_that_need_logits_gather_them(counted: Server, case: Case) -> None:
     """This also shows that the count sees a gather, in a captured graph's step too."""
-    _, gathered = gathered_per_row(counted, [(parameters.chat(QUESTIONS[0]), case)])
+    _, gathered = gathered_per_row(counted, [(chat(QUESTIONS[0]), case)])
     assert len(gathered) >= 2
     assert min(gathered) >= VOCABULARY
 
@@ -124,7 +124,7 @@ def test_steps_that_need_logits_gather_them(counted: Server, case: Case) -> None
 def test_mixed_batches_answer_as_without_speculation(counted: Server, off: Server) -> None:
     """Every case beside others and beside plain ones: steps of both kinds take turns."""
     cases = [*EXACT, *[PLAIN] * len(EXACT)]
-    asked = [(parameters.chat(question), case) for case in cases for question in QUESTIONS[:2]]
+    asked = [(chat(question), case) for case in cases for question in QUESTIONS[:2]]
     Random(0).shuffle(asked)
     expected = parameters.ask_all(off, asked)
     replies, gathered = gathered_per_row(counted, asked, concurrency=3)

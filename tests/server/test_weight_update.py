@@ -1,13 +1,10 @@
 """Weights that change while serving, the draft's or the target's: from tensors, and from a checkpoint on disk."""
 
-import base64
-import pickle
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,52 +14,34 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.oracle import Oracle
-from tests.server.lib.talk import post, steps
-from tests.server.lib.variants import VARIANTS
+from tests.server.lib.talk import post, push, steps
 
 MAX_NEW_TOKENS = 48
 NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight",
          "layers.1.self_attn.k_norm.weight")  # fmt: skip
 
 
-def push(server: Server, tensors: dict[str, torch.Tensor], **options: str) -> httpx.Response:
-    """Push tensors through SGLang's own endpoints, while the server runs; return what it says of them."""
-    body = {"serialized_named_tensors": [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()], **options}
-    assert post(server, "/begin_weight_update", {}).status_code == 200
-    answer = post(server, "/update_weights_from_tensor", body)
-    assert post(server, "/end_weight_update", {}).status_code == 200
-    return answer
-
-
-def update(server: Server, tensors: dict[str, torch.Tensor]) -> None:
-    assert push(server, tensors, selector="draft").status_code == 200
-
-
-def test_an_updated_draft_drafts_as_if_it_had_been_loaded(server: Callable, questions: Callable) -> None:
+def test_an_updated_draft_drafts_as_if_it_had_been_loaded(ours: Server, questions: Callable) -> None:
     """It reaches the block and the context alike: there is no second copy to go stale."""
-    running, prompts = server(flags=VARIANTS["hybrid"].flags), questions(4, seed=11)
+    prompts = questions(4, seed=11)
     original = {name: tensor.float() for name, tensor in load_file(HYBRID.draft / "model.safetensors").items()}
     torch.manual_seed(0)
     changed = {name: original[name] + 0.3 * original[name].std() * torch.randn_like(original[name]) for name in NAMES}
     expert = Oracle(HYBRID, None, None)
 
-    def served() -> list[dict[int, int]]:
-        metas = [running.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).meta for prompt in prompts]
-        return [{n: c for n, c in enumerate(meta["spec_correct_drafts_histogram"]) if c} for meta in metas]
-
     def expected() -> list[dict[int, int]]:
         return [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts]
 
     before = expected()
-    assert served() == before
+    assert served_steps(ours, prompts) == before
     try:
-        update(running, changed)
+        assert push(ours, changed, selector="draft").status_code == 200
         expert.draft.load_state_dict(changed, strict=False)
         assert expected() != before, "the change is too small to see; this test could not fail"
-        assert served() == expected()
+        assert served_steps(ours, prompts) == expected()
     finally:
-        update(running, {name: original[name] for name in NAMES})
-    assert served() == before
+        assert push(ours, {name: original[name] for name in NAMES}, selector="draft").status_code == 200
+    assert served_steps(ours, prompts) == before
 
 
 def changed_copy(checkpoint: Path, folder: Path) -> Path:
@@ -78,11 +57,10 @@ def changed_copy(checkpoint: Path, folder: Path) -> Path:
 
 
 def test_a_checkpoint_from_disk_goes_to_the_model_it_belongs_to(
-    server: Callable, questions: Callable, tmp_path: Path
+    ours: Server, off: Server, questions: Callable, tmp_path: Path
 ) -> None:
     """A target's changes the text as it does without speculation; a draft's changes how many drafts are accepted."""
-    ours, off, prompts = server(flags=VARIANTS["hybrid"].flags), server("off"), questions(2, seed=12)
-    new_target, new_draft = (changed_copy(path, tmp_path / path.name) for path in HYBRID)
+    prompts, (new_target, new_draft) = questions(2, seed=12), (changed_copy(p, tmp_path / p.name) for p in HYBRID)
 
     def load(server: Server, path: Path) -> int:
         return post(server, "/update_weights_from_disk", {"model_path": str(path)}).status_code
@@ -109,9 +87,8 @@ def test_a_checkpoint_from_disk_goes_to_the_model_it_belongs_to(
     assert served() == before
 
 
-def test_a_draft_that_does_not_fit_is_refused(server: Callable, tmp_path: Path) -> None:
-    ours, folder = server(flags=VARIANTS["hybrid"].flags), tmp_path / "draft"
-    shutil.copytree(HYBRID.draft, folder)
+def test_a_draft_that_does_not_fit_is_refused(ours: Server, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(HYBRID.draft, tmp_path / "draft"))
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"mask_token_id": 3', '"mask_token_id": 4'))
     refused = post(ours, "/update_weights_from_disk", {"model_path": str(folder)})
@@ -125,9 +102,9 @@ def served_steps(server: Server, prompts: list[list[int]]) -> list[dict[int, int
 
 
 @pytest.mark.parametrize("part", ["model.layers.0.", "model.norm.weight", ""])
-def test_target_push_leaves_draft(server: Callable, questions: Callable, part: str) -> None:
+def test_target_push_leaves_draft(ours: Server, questions: Callable, part: str) -> None:
     """Without a selector, as trainers push: one layer, one norm whose name the draft has too, and everything."""
-    ours, prompts = server(flags=VARIANTS["hybrid"].flags), questions(3, seed=13)
+    prompts = questions(3, seed=13)
     before = served_steps(ours, prompts)
     tensors = {name: t for name, t in load_file(HYBRID.target / "model.safetensors").items() if part in name}
     assert tensors
@@ -135,8 +112,8 @@ def test_target_push_leaves_draft(server: Callable, questions: Callable, part: s
     assert served_steps(ours, prompts) == before
 
 
-def test_target_push_over_group_leaves_draft(server: Callable, questions: Callable) -> None:
-    ours, prompts = server(flags=VARIANTS["hybrid"].flags), questions(3, seed=13)
+def test_target_push_over_group_leaves_draft(ours: Server, questions: Callable) -> None:
+    prompts = questions(3, seed=13)
     before = served_steps(ours, prompts)
     tensors = {
         name: tensor for name, tensor in load_file(HYBRID.target / "model.safetensors").items() if "layers.0." in name
@@ -165,9 +142,9 @@ def test_target_push_over_group_leaves_draft(server: Callable, questions: Callab
     assert served_steps(ours, prompts) == before
 
 
-def test_unknown_tensor_is_refused(server: Callable, questions: Callable) -> None:
+def test_unknown_tensor_is_refused(ours: Server, questions: Callable) -> None:
     """A draft knows all its names: what is not among them fails the push, and nothing of it is loaded."""
-    ours, prompts = server(flags=VARIANTS["hybrid"].flags), questions(3, seed=13)
+    prompts = questions(3, seed=13)
     before = served_steps(ours, prompts)
     tensors = {"norm.weight": torch.zeros(64), "lm_head.bias": torch.zeros(8)}
     refused = push(ours, tensors, selector="draft")
@@ -179,10 +156,9 @@ def test_unknown_tensor_is_refused(server: Callable, questions: Callable) -> Non
     assert served_steps(ours, prompts) == before
 
 
-def test_draft_uses_head_of_updated_target(server: Callable, questions: Callable) -> None:
+def test_draft_uses_head_of_updated_target(ours: Server, off: Server, questions: Callable) -> None:
     """With another head and embedding text is as without speculation, and steps as plain torch's with both."""
-    ours, off, prompts = server(flags=VARIANTS["hybrid"].flags), server("off"), questions(3, seed=13)
-    original = load_file(HYBRID.target / "model.safetensors")
+    prompts, original = questions(3, seed=13), load_file(HYBRID.target / "model.safetensors")
     names = [name for name in original if "lm_head" in name or "embed_tokens" in name]
     torch.manual_seed(0)
     changed = {name: original[name] + 0.2 * original[name].std() * torch.randn_like(original[name]) for name in names}

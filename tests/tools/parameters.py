@@ -1,14 +1,12 @@
 """What a request may ask for, as a table, and how one request is asked and read.
 
-Shared by the tests (ours against speculation off) and by `compare_workers` (SGLang's worker too), so that both
-mean the same thing by a parameter. Token ids are those of the tiny pair's tokenizer.
+Token ids are those of the tiny pair's tokenizer.
 """
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +16,7 @@ import httpx
 from sglang_dflash.prove import law
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Server
-from sglang_dflash.tiny.pairs import HYBRID
+from tests.server.lib.talk import chat, tokenizer
 
 # Some are what the tiny pair was trained on, and drafts are accepted; in others it is unsure, and parameters bite.
 QUESTIONS = (
@@ -74,6 +72,10 @@ class Case(NamedTuple):
 
 def greedy(row: str, name: str, bites: int, **sampling: Any) -> Case:
     return Case(row, name, sampling, {}, bites)
+
+
+def asking(row: str, name: str, **fields: Any) -> Case:
+    return Case(row, name, {}, fields)
 
 
 def processor(name: str, bites: int, *banned: int, **sampling: Any) -> Case:
@@ -139,47 +141,31 @@ GREEDY = (
 )  # fmt: skip
 # Same tokens, and the logprobs that come with them.
 LOGPROBS = (
-    Case("logprobs", "logprobs", {}, {"return_logprob": True}),
-    Case("top_logprobs", "top 4 logprobs", {}, {"return_logprob": True, "top_logprobs_num": 4}),
-    Case(
-        "top_logprobs",
-        "logprobs of given tokens",
-        {},
-        {"return_logprob": True, "token_ids_logprob": [NEWLINE, COMMA, END]},
+    asking("logprobs", "logprobs", return_logprob=True),
+    asking("top_logprobs", "top 4 logprobs", return_logprob=True, top_logprobs_num=4),
+    asking("top_logprobs", "logprobs of given tokens", return_logprob=True, token_ids_logprob=[NEWLINE, COMMA, END]),
+    asking("top_logprobs", "top logprobs under a bias", return_logprob=True, top_logprobs_num=3)._replace(
+        sampling={"logit_bias": {str(NEWLINE): -100.0, str(ONE): 4.0}}, bites=5
     ),
-    Case(
-        "top_logprobs",
-        "top logprobs under a bias",
-        {"logit_bias": {str(NEWLINE): -100.0, str(ONE): 4.0}},
-        {"return_logprob": True, "top_logprobs_num": 3},
-        5,
+    asking("mixes", "top logprobs under penalties", return_logprob=True, top_logprobs_num=3)._replace(
+        sampling={"frequency_penalty": 2.0}, bites=3
     ),
-    Case(
-        "mixes",
-        "top logprobs under penalties",
-        {"frequency_penalty": 2.0},
-        {"return_logprob": True, "top_logprobs_num": 3},
-        3,
-    ),
-    Case(
-        "prompt logprobs",
-        "prompt logprobs",
-        {},
-        {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0},
-    ),
-)
-STREAMED = (
-    Case("streaming", "streamed", {}, {"stream": True}),
-    Case("streaming", "streamed up to a stop string", {"stop": ["."]}, {"stream": True}, 3),
-)
-RETURNED = (
-    Case("return_hidden_states", "hidden states", {}, {"return_hidden_states": True}),
-    Case("return_hidden_states", "hidden states, stop", {"stop": ["the"]}, {"return_hidden_states": True}),
-    Case(
-        "return_sampling_mask", "sampling masks", {},
-        {"return_sampling_mask": True, "sampling_logprobs_mode": "support"},
+    asking(
+        "prompt logprobs", "prompt logprobs",
+        return_logprob=True, top_logprobs_num=2, logprob_start_len=0, token_ids_logprob=[NEWLINE, ONE],
     ),
 )  # fmt: skip
+STREAMED = (
+    asking("streaming", "streamed", stream=True),
+    asking("streaming", "streamed up to a stop string", stream=True)._replace(sampling={"stop": ["."]}, bites=3),
+)
+RETURNED = (
+    asking("return_hidden_states", "hidden states", return_hidden_states=True),
+    asking("return_hidden_states", "hidden states, stop", return_hidden_states=True)._replace(
+        sampling={"stop": ["the"]}
+    ),
+    asking("return_sampling_mask", "sampling masks", return_sampling_mask=True, sampling_logprobs_mode="support"),
+)
 EXACT = (*GREEDY, *LOGPROBS, *RETURNED, *STREAMED)
 
 # Where drawing is compared. The first token, which the prefill draws, is nearly certain; then the story may go on in
@@ -226,7 +212,7 @@ def bare(case: Case) -> Case:
 def begun(case: Case) -> list[int]:
     """The prompt of a case of `SAMPLED`: a question, and an answer that has begun."""
     question, answer = NUMBERS_BEGUN if case.row == "repetition_penalty" else STORY
-    return chat(question) + token_ids(answer)
+    return chat(question) + tokenizer().encode(answer, add_special_tokens=False)
 
 
 def path_with(folder: Path) -> dict[str, str]:
@@ -236,23 +222,8 @@ def path_with(folder: Path) -> dict[str, str]:
 
 
 REFERENCE_ENV = path_with(STAND_INS)
-
-
-@cache
-def tokenizer() -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(HYBRID.target)
-
-
-def token_ids(text: str) -> list[int]:
-    return tokenizer().encode(text, add_special_tokens=False)
-
-
-def chat(question: str) -> list[int]:
-    """The chat prompt as token ids."""
-    message = {"role": "user", "content": question}
-    return tokenizer().apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+# Servers that are compared with seeds.
+SEEDED_FLAGS, SEEDED_ENV = ("--enable-deterministic-inference",), REFERENCE_ENV | {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Sample(NamedTuple):

@@ -1,6 +1,8 @@
 """What the batteries say to a server beyond one plain completion: conversations, streams, aborts, and its counters."""
 
+import base64
 import json
+import pickle
 import socket
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -8,7 +10,6 @@ from random import Random
 from typing import Any
 
 import httpx
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from sglang_dflash.servers.ports import HOST
 from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Generation, Server
@@ -19,7 +20,9 @@ Message = dict[str, str]
 
 
 @cache
-def tokenizer(target: str = "hybrid") -> PreTrainedTokenizerBase:
+def tokenizer(target: str = "hybrid") -> Any:
+    from transformers import AutoTokenizer  # and with it Triton, which the kernels' tests import as an interpreter
+
     return AutoTokenizer.from_pretrained({"hybrid": HYBRID, "dense": DENSE}[target].target)
 
 
@@ -37,6 +40,10 @@ def as_prompt(messages: Sequence[Message], target: str = "hybrid") -> list[int]:
     return tokenizer(target).apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
 
 
+def chat(question: str, target: str = "hybrid") -> list[int]:
+    return as_prompt([{"role": "user", "content": question}], target)
+
+
 def as_text(token_ids: Sequence[int], target: str = "hybrid") -> str:
     return tokenizer(target).decode(list(token_ids), skip_special_tokens=True)
 
@@ -49,6 +56,15 @@ def steps(answer: Generation) -> dict[int, int]:
 def post(server: Server, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
     """Whatever it answers: the caller looks at the status."""
     return httpx.post(f"{server.url}{path}", json=body or {}, timeout=REQUEST_TIMEOUT_S)
+
+
+def push(server: Server, tensors: dict[str, Any], **options: Any) -> httpx.Response:
+    """Push tensors through SGLang's own endpoints, while the server runs; return what it says of them."""
+    body = {"serialized_named_tensors": [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()], **options}
+    assert post(server, "/begin_weight_update").status_code == 200
+    answer = post(server, "/update_weights_from_tensor", body)
+    assert post(server, "/end_weight_update").status_code == 200
+    return answer
 
 
 def stream(

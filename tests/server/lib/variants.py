@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from sglang_dflash.draft.record import FULL, SLIDING
-from tests.server.lib.sliding import WINDOW
 from tests.tools.parameters import REQUEST_FLAGS
 
 
@@ -33,6 +32,7 @@ class Variant(NamedTuple):
         return "--mamba-track-interval" in self.flags
 
 
+WINDOW = 64  # of drafts whose layers slide
 NO_OVERLAP = ("--disable-overlap-schedule",)
 CHUNKED = ("--chunked-prefill-size", "64")
 # SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.
