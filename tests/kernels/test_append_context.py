@@ -15,6 +15,7 @@ from sglang_dflash_kernels.append_context import (
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 N_SLOTS, N_POSITIONS, EPS = 64, 50, 1e-6
+FORMS = pytest.mark.parametrize("op", [append_context_ref, append_context_triton], ids=["definition", "kernel"])
 
 
 class Case(NamedTuple):
@@ -98,7 +99,7 @@ def test_hand_worked_rows():
     assert caches.v_L[0].squeeze(1).tolist() == [[-1, -1], [-1, -1], [2, 3], [4, 5], [-1, -1], [0, 1]]
 
 
-@pytest.mark.parametrize("op", [append_context_ref, append_context_triton], ids=["definition", "kernel"])
+@FORMS
 def test_key_is_rounded_where_the_model_rounds(op, device):
     """1 + 2^-8 is no bf16: such a K becomes 1 between norm and rotation, and again between rotation and cache."""
     tiny = 2.0**-8
@@ -145,10 +146,7 @@ SIZES = [  # B, N, L, G, E, R
 def test_kernel_is_the_definition(sizes, dtype, normed, prefill, device):
     torch.manual_seed(sum(sizes))
     case = make_case(*sizes, dtype=dtype, normed=normed, prefill=prefill, device=device)
-    (got_k_L, got_v_L), (want_k_L, want_v_L) = (
-        case.append_with(append_context_triton),
-        case.append_with(append_context_ref),
-    )
+    (got_k_L, got_v_L), (want_k_L, want_v_L) = map(case.append_with, (append_context_triton, append_context_ref))
     for got_k, want_k, exact_k in zip(got_k_L, want_k_L, case.exact_keys(), strict=True):
         assert worst(got_k, exact_k) <= 2 * worst(want_k, exact_k) + ONE_ULP
         if dtype != FP32:  # the same roundings in the same places: only a sum's order may tip one over
@@ -157,7 +155,7 @@ def test_kernel_is_the_definition(sizes, dtype, normed, prefill, device):
         assert torch.equal(got_v, want_v)
 
 
-@pytest.mark.parametrize("op", [append_context_ref, append_context_triton], ids=["definition", "kernel"])
+@FORMS
 @pytest.mark.parametrize("cache_dtype", [FP32, FP16, BF16, FP8], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
@@ -174,7 +172,7 @@ def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
     assert torch.equal(caches.v_L[0].float(), want)
 
 
-@pytest.mark.parametrize("op", [append_context_ref, append_context_triton], ids=["definition", "kernel"])
+@FORMS
 def test_slots_may_lie_apart(op, device):
     """As where the K and V of a slot lie side by side: here also with two other rows after each."""
     pool_S4GE = torch.full((3, 4, 2, 2), -1.0, device=device)
@@ -198,14 +196,3 @@ def test_fp8_does_not_hide_a_nan(op, device):
     op(kv_TLGE, kv_TLGE, index_T, index_T, caches=caches, key=key)
     assert caches.k_L[0].isnan().all()
     assert caches.v_L[0].isnan().all()
-
-
-def test_kernel_is_the_definition_at_a_drafts_real_sizes(device):
-    """One request, a block of 4: five layers, eight heads of 128, bf16 values that need no rounding."""
-    torch.manual_seed(0)
-    case = make_case(1, 4, 5, 8, 128, 128, dtype=BF16, cache_dtype=BF16, normed=False, device=device)
-    quarter_turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]], device=device)
-    table_PR = quarter_turns.repeat_interleave(64, dim=1).repeat(13, 1)[:N_POSITIONS]
-    case = case._replace(key=KeyTransform(table_PR, None, EPS))
-    got, want = case.append_with(append_context_triton), case.append_with(append_context_ref)
-    torch.testing.assert_close(got, want, rtol=0, atol=0)

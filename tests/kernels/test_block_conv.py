@@ -63,22 +63,13 @@ SIZES = [  # B, N, S, J, G
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
-@pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)], ids=str)
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_kernel_is_the_definition(sizes, dtype, side, device):
-    torch.manual_seed(sum(sizes))
-    assert_is_the_definition(block_conv_triton, sizes, dtype, side, device)
-
-
-@pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("form", [block_conv_torch, block_conv_triton], ids=["torch", "kernel"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_torch_form_is_the_definition(sizes, dtype, side):
+def test_both_forms_are_the_definition(sizes, form, dtype, side, device):
+    if form is block_conv_triton and dtype == BF16 and device == "cpu":
+        pytest.skip("the interpreter truncates to bf16")
     torch.manual_seed(sum(sizes))
-    assert_is_the_definition(block_conv_torch, sizes, dtype, side, "cpu")
-
-
-def assert_is_the_definition(form, sizes, dtype, side, device) -> None:
     args, N = inputs(*sizes, dtype=dtype, side=side, device=device), sizes[1]
     got_TH, want_TH = form(*args, block_size=N), block_conv_ref(*args, block_size=N)
     assert got_TH.dtype == dtype
@@ -138,7 +129,6 @@ def convolve(**changes) -> None:
     [
         ({"block_size": 3}, "8 rows in blocks of 3; pass whole blocks"),
         ({"block_size": 1}, "8 rows in blocks of 1"),
-        ({"block_size": 0}, "8 rows in blocks of 0"),
         ({"x_TH": torch.zeros(8, 6).double()}, "x_TH is torch.float64; pass torch.float32"),
         ({"x_TH": torch.zeros(6, 8).t()}, r"x_TH has strides \(1, 8\)"),
         ({"x_TH": torch.zeros(8, 7)}, r"base_SH has shape \(2, 6\)"),

@@ -1,5 +1,4 @@
 import importlib
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -196,68 +195,31 @@ def test_the_kernel_is_the_definition(sizes, device) -> None:
         assert_same(copy_draft_triton, *drawn(*sizes, device=device))
 
 
-@pytest.fixture
-def share(monkeypatch) -> Callable[[int], None]:
-    """Set the number of programs that search each text."""
-
-    def share(n_programs: int) -> None:
-        kernel = importlib.import_module("sglang_dflash_kernels.copy_draft")
-        monkeypatch.setattr(kernel, "PROGRAMS", n_programs)
-        monkeypatch.setattr(kernel, "LEAST", n_programs)
-
-    return share
-
-
-@pytest.fixture
-def backwards(monkeypatch, device) -> None:
+def run_backwards(monkeypatch) -> None:
     """Run the programs of a launch last to first, where they are interpreted."""
-    if device == "cpu":
-        builder = type(importlib.import_module("triton.runtime.interpreter").interpreter_builder)
-        stock = builder.set_grid_idx
+    builder = type(importlib.import_module("triton.runtime.interpreter").interpreter_builder)
+    stock = builder.set_grid_idx
 
-        def set_grid_idx(self, *at: int) -> None:
-            stock(self, *(n - 1 - i for n, i in zip(self.grid_dim, at, strict=True)))
+    def set_grid_idx(self, *at: int) -> None:
+        stock(self, *(n - 1 - i for n, i in zip(self.grid_dim, at, strict=True)))
 
-        monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
+    monkeypatch.setattr(builder, "set_grid_idx", set_grid_idx)
 
 
+@pytest.mark.parametrize("backwards", [False, True], ids=["first-to-last", "last-to-first"])
 @pytest.mark.parametrize("n_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("N", [5, 20])
-def test_programs_that_share_a_text_find_what_one_finds(N, n_programs, share, device) -> None:
+def test_programs_that_share_a_text_find_what_one_finds(N, n_programs, backwards, device, monkeypatch) -> None:
+    """Of texts of few words, which have matches of one length in many tiles, and longer ones before shorter ones."""
     torch.manual_seed(N + n_programs)
-    share(n_programs)
-    tokens_BN, texts = drawn(2, N, 5 * TILE + 3, 3, device)
-    full = texts._replace(prefix_len_B=torch.tensor([5 * TILE + 3, 2 * TILE], device=device))
-    assert_same(copy_draft_triton, tokens_BN, full)
-
-
-def test_a_program_that_finishes_first_does_not_decide(share, backwards, device) -> None:
-    torch.manual_seed(0)
-    share(3)
-    for N in (5, 20):
-        tokens_BN, texts = drawn(3, N, 3 * TILE, 2, device)
-        full = texts._replace(prefix_len_B=torch.tensor([3 * TILE, 5, TILE + 1], device=device))
-        assert_same(copy_draft_triton, tokens_BN, full)
-
-
-def test_of_equal_matches_in_two_tiles_the_latest_wins(share, backwards) -> None:
-    """With a program for each tile, and with one for all of them."""
-    for n_programs in (8, 1):
-        share(n_programs)
-        for ends in ([20, TILE + 20], [TILE - 1, 2 * TILE, 3 * TILE + 1], [5, 6 * TILE]):
-            text = [*range(1000, 1000 + 7 * TILE)]
-            for end in ends:
-                text[end - 3 : end] = [1, 2, 3]
-            got, _ = one(copy_draft_triton, [*text, 1, 2], [3, 0, 0], room=8 * TILE)
-            assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (ends[-1], 3)
-
-
-def test_a_longer_match_in_an_earlier_tile_wins(share) -> None:
-    share(8)
-    text = [*range(1000, 1000 + 4 * TILE)]
-    text[50:54], text[3 * TILE : 3 * TILE + 3] = [9, 1, 2, 3], [1, 2, 3]
-    got, _ = one(copy_draft_triton, [*text, 9, 1, 2], [3, 0], room=5 * TILE)
-    assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (54, 4)
+    kernel = importlib.import_module("sglang_dflash_kernels.copy_draft")
+    for name in ("PROGRAMS", "LEAST"):
+        monkeypatch.setattr(kernel, name, n_programs)
+    if backwards and device == "cpu":
+        run_backwards(monkeypatch)
+    tokens_BN, texts = drawn(4, N, 5 * TILE + 3, 3, device)
+    prefix_len_B = torch.tensor([5 * TILE + 3, 2 * TILE, 5, TILE + 1], device=device)
+    assert_same(copy_draft_triton, tokens_BN, texts._replace(prefix_len_B=prefix_len_B))
 
 
 @FORMS
