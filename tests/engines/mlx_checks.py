@@ -59,6 +59,10 @@ def pair_of(folders, name: str) -> Pair:
     return load(*map(str, folders(name)))
 
 
+def options_for(said: dict, **others: int | None) -> Options:
+    return Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]), **others)
+
+
 def test_there_is_no_other_framework() -> None:
     assert not {"torch", "sglang", "transformers.modeling_utils"} & set(sys.modules)
 
@@ -68,9 +72,7 @@ def test_tokens_and_steps_are_plain_torchs(folders, name: str) -> None:
     pair, case = pair_of(folders, name), CASES[name]
     assert len(SAID[name]) == case.n_prompts
     for said in SAID[name]:
-        options = Options(
-            max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]), draft_window=case.draft_window
-        )
+        options = options_for(said, draft_window=case.draft_window)
         assert [list(step) for step in spec_steps(pair, said["prompt"], options)] == said["steps"]
 
 
@@ -98,7 +100,7 @@ def test_a_sliding_layer_sees_its_window_and_no_more(folders) -> None:
 
 def test_the_text_that_is_streamed_is_the_answers(folders) -> None:
     pair, said = pair_of(folders, "hybrid"), SAID["hybrid"][0]
-    options = Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]))
+    options = options_for(said)
     parts = list(stream_generate(pair, said["prompt"], options))
     wanted = [token for token in tokens_of(said) if token not in said["stop"]]
     assert "".join(text for text, _ in parts) == pair.tokenizer.decode(wanted)
@@ -109,7 +111,7 @@ def test_the_text_that_is_streamed_is_the_answers(folders) -> None:
 def test_a_narrow_block_says_the_same(folders, width: int) -> None:
     pair = pair_of(folders, "hybrid")
     for said in SAID["hybrid"][:3]:
-        options = Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]), width=width)
+        options = options_for(said, width=width)
         steps = list(spec_steps(pair, said["prompt"], options))
         assert [token for step in steps for token in step.committed] == tokens_of(said)
         assert max(step.n_accepted for step in steps) == width - 1
@@ -122,7 +124,7 @@ def tokens_of(said: dict) -> list[int]:
 def test_a_long_prompt_is_read_in_chunks(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, said = pair_of(folders, "hybrid"), SAID["hybrid"][0]
     monkeypatch.setattr("sglang_dflash.mlx.generate.PREFILL_CHUNK", 7)
-    options = Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]))
+    options = options_for(said)
     assert [list(step) for step in spec_steps(pair, said["prompt"], options)] == said["steps"]
 
 

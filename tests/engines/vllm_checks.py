@@ -91,13 +91,18 @@ def served(case: Case, folder: Path, *flags: str, mended: bool = True) -> Iterat
         "--served-model-name", "target", "--dtype", case.dtype, "--enforce-eager", "--max-model-len", "1024",
         "--max-num-seqs", "4", "--port", str(port), "--speculative-config", json.dumps(spec), *flags,
     ]  # fmt: skip
-    env = os.environ | ENV | ({"PYTHONPATH": str(MEND)} if mended else {})
-    with (folder / "vllm.log").open("w") as log:
-        process = subprocess.Popen(list(map(str, command)), env=env, stdout=log, stderr=log)
+    with running(command, port, folder / "vllm.log", ENV | ({"PYTHONPATH": str(MEND)} if mended else {})) as url:
+        yield Served(url, case.n_drafts)
+
+
+@contextmanager
+def running(command: Sequence[object], port: int, log: Path, env: dict[str, str]) -> Iterator[str]:
+    """The address of a server that `command` starts, until the block ends."""
+    with log.open("w") as file:
+        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | env, stdout=file, stderr=file)
         try:
-            url = f"http://127.0.0.1:{port}"
-            wait_ready(process, url, log.name)
-            yield Served(url, case.n_drafts)
+            wait_ready(process, url := f"http://127.0.0.1:{port}", str(log))
+            yield url
         finally:
             process.terminate()
             process.wait(60)
@@ -182,14 +187,7 @@ def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
 @contextmanager
 def ours() -> Iterator[str]:
     """The dense pair on SGLang with this plugin; its log is `.run/tiny-dense.log`."""
-    port, env = free_port(31980), os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
-    with (HOME.parent / "tiny-dense.log").open("w") as log:
-        process = subprocess.Popen(
-            ["launch/serve_tiny_dense_cpu.sh", "--port", str(port)], cwd=ROOT, env=env, stdout=log, stderr=log
-        )
-        try:
-            wait_ready(process, f"http://127.0.0.1:{port}", log.name)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            process.wait(60)
+    port, env = free_port(31980), {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
+    command = ["launch/serve_tiny_dense_cpu.sh", "--port", port]
+    with running(command, port, HOME.parent / "tiny-dense.log", env) as url:
+        yield url

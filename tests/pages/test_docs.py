@@ -4,7 +4,6 @@ The table of memory in tuning.md and the floors in kernels/README.md are compute
 """
 
 import argparse
-import dataclasses
 import importlib
 import importlib.util
 import inspect
@@ -12,12 +11,12 @@ import json
 import re
 import shlex
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from sglang_dflash_kernels.cases.sizes import QWEN_27B
 from sglang_dflash_kernels.record import record_width
 
 from sglang_dflash import flags
@@ -41,8 +40,7 @@ LINKING = [
     ROOT / "env" / "README.md",
     *(ROOT / "launch").rglob("*.md"),
 ]
-# The commands and fields of the training guide have a test of their own.
-CHECKED = [page for page in [*PAGES, ROOT / "README.md"] if page.name != "training.md"]
+CHECKED = [*PAGES, ROOT / "README.md"]
 of_pages = pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.name)
 
 
@@ -51,15 +49,6 @@ def code(page: Path) -> list[str]:
     text = page.read_text()
     fenced = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return fenced + re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
-
-
-def source_of_sglang(path: str) -> str:
-    """Of one file, or of all in a folder; not imported: that takes seconds."""
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None
-    assert spec.origin is not None
-    found = Path(spec.origin).parent / path
-    return "".join(file.read_text() for file in (sorted(found.glob("*.py")) if found.is_dir() else [found]))
 
 
 # -- links ---------------------------------------------------------------------------------------------------------
@@ -88,11 +77,6 @@ def test_the_index_has_every_page_and_the_readme_has_the_index() -> None:
     index = (DOCS / "README.md").read_text()
     assert not [page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index]
     assert "(sglang_dflash/docs/README.md)" in (ROOT / "README.md").read_text()
-
-
-def test_an_installation_has_the_pages() -> None:
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    assert "docs/*" in tool["setuptools"]["package-data"]["sglang_dflash"]
 
 
 def test_the_diagram_is_for_light_and_dark() -> None:
@@ -150,12 +134,16 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
         match words:
             case ("make", target, *_):
                 assert target in targets[1].split(), words
-            case ("vllm", "serve", *flags):
-                assert json.loads(flags[flags.index("--speculative-config") + 1])["method"] == "dflash"
+            case ("vllm", "serve", *given):
+                assert json.loads(given[given.index("--speculative-config") + 1])["method"] == "dflash"
             case ("python", script, *_):
                 assert (ROOT / script).is_file(), words
+            case ("export", variable):
+                flags.read(dict([variable.split("=", 1)]))
+            case ("torchrun", *_) | ("curl", "http://127.0.0.1:30000/generate", *_):
+                pass  # the training guide's, which have tests of their own
             case _:
-                assert words in {("pip", "install", "sglang-dflash"), ("export", "SGLANG_DFLASH_WORKER=stock")}, words
+                assert words in {("pip", "install", "sglang-dflash")}, words
 
 
 @pytest.mark.parametrize("words", [words for words in MODULES if not for_sglang(words)], ids=" ".join)
@@ -203,9 +191,8 @@ def test_the_servers_of_a_benchmark_take_their_flags(launch: Any) -> None:
 @of_pages
 def test_variables_exist(page: Path) -> None:
     ours = {flag.name for flag in flags.FLAGS} | set(flags.STOCK_ONLY)
-    theirs = set(re.findall(r"^    (SGLANG_\w+) = Env", source_of_sglang("srt/environ.py"), re.MULTILINE))
     named = set(re.findall(r"\bSGLANG_[A-Z0-9_]*[A-Z0-9]\b", page.read_text()))
-    assert not named - ours - theirs
+    assert not named - ours - guide.variables_of_sglang()
 
 
 OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "tests" / "tools").rglob("*.py")]
@@ -216,9 +203,9 @@ OF_ROUTER = {"--policy", "--worker-urls"}
 OF_PYTEST = {"--lf", "--tb", "--pdb"}
 
 
-@of_pages
+@pytest.mark.parametrize("page", [page for page in CHECKED if page.name != "training.md"], ids=lambda page: page.name)
 def test_options_exist(page: Path) -> None:
-    fields = re.findall(r"^    (\w+): A\[", source_of_sglang("srt/arg_groups/fields"), re.MULTILINE)
+    fields = re.findall(r"^    (\w+): A\[", guide.source_of_sglang("srt/arg_groups/fields"), re.MULTILINE)
     known = {"--" + field.replace("_", "-") for field in fields} | set(flags.OLD_NAMES)
     known |= OTHERS | OF_VLLM | OF_ROUTER | OF_PYTEST
     for path in OURS:
@@ -282,40 +269,23 @@ def test_the_table_of_memory() -> None:
         assert (limits["recurrent state"], limits["KV tokens"]) == (int(states), int(tokens)), flag
 
 
-@dataclasses.dataclass(frozen=True)
-class Qwen27B:
-    """The shapes of kernels/README.md: recurrent layers, draft, vocabulary; of a DFlash 2 draft: hidden channels, taps,
-    groups, candidates and rank."""
-
-    L: int = 48
-    H: int = 48
-    G: int = 16
-    V: int = 128
-    K: int = 128
-    vocabulary: int = 248_320
-    hidden: int = 5120
-    taps: int = 2
-    groups: int = 320
-    candidates: int = 16
-    rank: int = 256
-
-
 def test_the_floors_of_the_kernels() -> None:
     """Bytes at B = 8 and N = 16, over an H200's 4.8 TB/s."""
-    s, B, N = Qwen27B(), 8, 16
-    row = 5 * 2 * 8 * 128 * (2 + 2) + 4 * 128 + 16
-    state = 4 * s.H * s.V * s.K
-    record = 4 * record_width(s.H, s.V, s.G, s.K)
-    inputs = 2 * (2 * s.G * s.K + 2 * s.H * s.V + 2 * s.H)
+    B, N = 8, 16
+    (L, H, G, V, K), (taps, hidden, groups, candidates, rank) = QWEN_27B.recurrent, QWEN_27B.second
+    row = QWEN_27B.n_layers * 2 * QWEN_27B.n_heads * QWEN_27B.head_dim * (2 + 2) + 4 * 128 + 16
+    state = 4 * H * V * K
+    record = 4 * record_width(H, V, G, K)
+    inputs = 2 * (2 * G * K + 2 * H * V + 2 * H)
     n_bytes = {
         "plan_block": 24 * B + 28 * B * N,
-        "penalise": (8 * N + 4) * B * s.vocabulary,
+        "penalise": (8 * N + 4) * B * QWEN_27B.n_vocab,
         "accept": 32 * B + 24 * B * N,
         "append_context": B * N * row,
-        "gdn_verify": s.L * B * (state + N * (record + inputs)),
-        "gdn_fold": s.L * B * (2 * state + N * record),
-        "block_conv": 2 * (B * N * (2 * s.hidden + s.taps * s.groups) + s.taps * s.hidden),
-        "select_path": B * (N - 1) * (2 * (s.candidates + 2) * s.rank + 12 * s.candidates + 8) + 8 * B,
+        "gdn_verify": L * B * (state + N * (record + inputs)),
+        "gdn_fold": L * B * (2 * state + N * record),
+        "block_conv": 2 * (B * N * (2 * hidden + taps * groups) + taps * hidden),
+        "select_path": B * (N - 1) * (2 * (candidates + 2) * rank + 12 * candidates + 8) + 8 * B,
     }
     page = (ROOT / "kernels" / "README.md").read_text()
     for op, n in n_bytes.items():

@@ -3,13 +3,13 @@
 import json
 import re
 import subprocess
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sglang_dflash import flags
+from tests.fixtures import guide
 
 ENV = Path(__file__).parents[2] / "env"
 PROFILES = sorted(ENV.glob("*.sh"))
@@ -25,19 +25,10 @@ def sourced(*profiles: Path, **before: str) -> dict[str, str]:
     return {name: value for name, value in after.items() if name not in {"PATH", "_", "PWD", "SHLVL"}}
 
 
-def names_of_sglang() -> set[str]:
-    """The variables SGLang reads, from its source."""
-    spec = find_spec("sglang")
-    assert spec is not None
-    assert spec.origin is not None
-    source = (Path(spec.origin).parent / "srt" / "environ.py").read_text()
-    return set(re.findall(r"^    (SGLANG_\w+) = Env", source, re.MULTILINE))
-
-
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.name)
 def test_every_variable_of_a_profile_exists_and_takes_its_value(profile: Path) -> None:
     found = sourced(profile)
-    known = {flag.name for flag in flags.FLAGS} | names_of_sglang() | TORCH_S | {"DFLASH_FLAGS"}
+    known = {flag.name for flag in flags.FLAGS} | guide.variables_of_sglang() | TORCH_S | {"DFLASH_FLAGS"}
     assert found
     assert not set(found) - known
     flags.read(found)

@@ -1,15 +1,13 @@
 """The dashboard and the table against the names that are exported; SGLang's own against its source."""
 
-import importlib.util
 import json
 import re
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 from sglang_dflash.metrics.table import METRICS, PREFIX, table
 from sglang_dflash.pages import DASHBOARD as DASHBOARD_FILE
-from tests.fixtures.guide import ROOT
+from tests.fixtures.guide import ROOT, source_of_sglang
 
 PAGE = ROOT / "sglang_dflash" / "docs" / "metrics.md"
 DASHBOARD = json.loads(DASHBOARD_FILE.read_text())
@@ -33,18 +31,10 @@ def used() -> set[str]:
     return {name for query in queries() for name in NAME.findall(query)}
 
 
-def sglang() -> Path:
-    """Its source as installed; not imported: that takes seconds."""
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0])
-
-
 def test_every_name_in_the_dashboard_is_exported() -> None:
     ours = {name for metric in METRICS for name in metric.exported()}
     assert {name for name in used() if name.startswith(PREFIX)} <= ours
-    source = (sglang() / "srt/observability/metrics_collector.py").read_text()
+    source = source_of_sglang("srt/observability/metrics_collector.py")
     unknown = {name for name in used() - ours if f'name="{name}"' not in source}
     assert not unknown
 
@@ -79,13 +69,6 @@ def test_panels_are_told_apart_and_do_not_overlap() -> None:
             a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
             or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
         )  # fmt: skip
-
-
-def test_flags_that_are_advised_exist() -> None:
-    fields = "".join(path.read_text() for path in (sglang() / "srt/arg_groups/fields").glob("*.py"))
-    flags = re.findall(r"`--([\w-]+)`", PAGE.read_text())
-    assert "speculative-draft-window-size" in flags
-    assert [flag for flag in flags if not re.search(rf"^    {flag.replace('-', '_')}: A\[", fields, re.MULTILINE)] == []
 
 
 def test_the_readme_has_the_table() -> None:

@@ -13,7 +13,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +28,7 @@ from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.flags import read
 from sglang_dflash.host.arguments import Arguments, TargetFacts
 from sglang_dflash.recipe import GPUS, RECIPES
-from tests.fixtures.guide import DOCS, ROOT
+from tests.fixtures.guide import DOCS, ROOT, source_of_sglang
 from tests.server.lib import families
 from tests.server.lib.families import FAMILIES
 from tests.tools.tables import recipe_table
@@ -212,9 +211,6 @@ def test_sglang_takes_some_targets_with_gpu_attention_only(
 
 
 def test_sglang_itself_cannot_have_minimax_s_features() -> None:
-    sglang = find_spec("sglang")
-    assert sglang is not None
-    assert sglang.origin is not None
-    source = (Path(sglang.origin).parent / "srt" / "models" / "minimax_m2.py").read_text()
+    source = source_of_sglang("srt/models/minimax_m2.py")
     assert "class MiniMaxM2ForCausalLM" in source
     assert "set_dflash_layers_to_capture" not in source, "SGLang can capture them now: leave it to SGLang"

@@ -76,18 +76,13 @@ def tokens(answers: list[Any]) -> list[list[int]]:
 
 
 def test_one_at_a_time(serving: Serving) -> None:
+    """And where the oracle can know how steps go, each accepts what the plain-torch draft accepts."""
     answers = serving.server.generate_many(serving.prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
     assert tokens(answers) == serving.expected
-
-
-def test_each_step_accepts_what_the_plain_torch_draft_accepts(serving: Serving) -> None:
-    variant = serving.variant
-    if not variant.knows_steps:
-        pytest.skip("the oracle cannot know how steps go here, see variants.py")
-    expert = oracle(serving.pair, variant.block_size, variant.draft_window)
-    for prompt in serving.prompts[:6]:
-        answer = serving.server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
-        assert steps(answer) == expert.accepted_histogram(prompt, MAX_NEW_TOKENS)
+    if serving.variant.knows_steps:
+        expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
+        wanted = [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in serving.prompts[:6]]
+        assert list(map(steps, answers[:6])) == wanted
 
 
 def test_where_widths_change_each_draft_is_the_plain_torch_one_of_its_place(serving: Serving) -> None:
@@ -96,11 +91,8 @@ def test_where_widths_change_each_draft_is_the_plain_torch_one_of_its_place(serv
         pytest.skip("here every step verifies the whole block, or is not written down")
     expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
     rounds = 2  # one has hardly any draft after a step of one token
-    asked = {
-        f"traced-{i}-{k}": (prompt, serving.expected[i])
-        for i, prompt in enumerate(serving.prompts)
-        for k in range(rounds)
-    }
+    each = (one for one in zip(serving.prompts, serving.expected, strict=True) for _ in range(rounds))
+    asked = {f"traced-{n}": one for n, one in enumerate(each)}
     there = {rid: expert.accepted_at(*one) for rid, one in asked.items()}
 
     def ask(rid: str) -> None:

@@ -1,6 +1,6 @@
 """Compile every kernel for GPUs that are not here, and read the machine code: `python -m tests.tools.compile_kernels`.
 
-    python -m tests.tools.compile_kernels [--archs 80 90 100] [--short] [--json FILE]
+    python -m tests.tools.compile_kernels [--archs 80 90 100] [--short]
 
 The project's own launchers run on tensors without memory, of the sizes of published models, behind a driver that
 compiles and does not launch. So dtypes, strides and what Triton specialises on are those of a server, and Triton's own
@@ -19,7 +19,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Hashable, Iterator
-from pathlib import Path
+from importlib import import_module
 from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)  # before Triton is imported
@@ -57,16 +57,7 @@ BATCHES = (1, 2, 3, 8, 16, 64)
 VOCABULARY, MASK_TOKEN_ID, TABLE_ROWS, CONTEXT, N_STATES = 248320, 248070, 65, 40980, 65
 I32, I64, F32, BF16 = torch.int32, torch.int64, torch.float32, torch.bfloat16
 KERNELS = {
-    "plan_block": plan_block._plan_block_kernel,
-    "accept": accept._accept_kernel,
-    "penalise": penalise._penalise_kernel,
-    "append_context": append_context._append_context_kernel,
-    "gdn_verify": gdn_verify._gdn_verify_kernel,
-    "gdn_fold": gdn_fold._gdn_fold_kernel,
-    "block_conv": block_conv._block_conv_kernel,
-    "select_path": select_path._select_path_kernel,
-    "copy_draft": copy_draft._copy_draft_kernel,
-    "weigh_copies": weigh_copies._weigh_copies_kernel,
+    name: vars(import_module(f"sglang_dflash_kernels.{name}"))[f"_{name}_kernel"] for name in specialisations.KERNELS
 }
 REGISTERS = {
     "plan_block": 32,
@@ -374,7 +365,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--archs", type=int, nargs="+", default=list(DEVICES), choices=list(DEVICES))
     parser.add_argument("--short", action="store_true", help="one model, on one rank")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows, wrong = [], []
     for arch in args.archs:
@@ -388,8 +378,6 @@ def main() -> None:
         print_table(rows_of_arch := [row(one, arch) for one in compiled])
         rows += rows_of_arch
     document = {"torch": torch.__version__, "triton": triton.__version__, "specialisations": rows, "complaints": wrong}
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=1))
     print(json.dumps(document))
     if wrong:
         sys.exit("\n".join(wrong))
