@@ -41,56 +41,46 @@ def one(form, text: list[int], block: list[int], gain: int = 0, room: int = 64) 
     return got, text_QM[1].tolist()
 
 
-@FORMS
-def test_hand_worked_copies(form) -> None:
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
-    # Anchor 3 ends a run of 1 2 3: 4 5 6 7 came after it.
-    got, row = one(form, text, [3, 0, 0, 0, 0], ALWAYS)
-    assert got.tokens_BN.tolist() == [[3, 4, 5, 6, 7]]
-    assert (got.place_B.tolist(), got.source_BD.tolist(), got.length_BD.tolist()) == (
-        [0], [[3, -1, -1, -1]], [[3, 0, 0, 0]],
-    )  # fmt: skip
-    assert row[:17] == [*text, 3, 4, 5, 6, 7, 77]
-    # A run of three is not trusted before it has shown anything: the block stays as it is.
-    got, row = one(form, text, [3, 0, 0, 0, 0])
-    assert (got.tokens_BN.tolist(), got.place_B.tolist()) == ([[3, 0, 0, 0, 0]], [4])
-    assert row[11:16] == [3, 0, 0, 0, 0]
+TEXT, RUN = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], list(range(30))
+HAND_WORKED = {  # text, block, gain, and what is to come out
+    "what-came-after-the-n-gram": (
+        TEXT, [3, 0, 0, 0, 0], ALWAYS,
+        {"tokens": [3, 4, 5, 6, 7], "place": 0, "source": [3, -1, -1, -1], "length": [3, 0, 0, 0]},
+    ),
+    "a-run-of-three-has-to-earn-trust": (TEXT, [3, 0, 0, 0, 0], 0, {"tokens": [3, 0, 0, 0, 0], "place": 4}),
+    "behind-the-guesses-4-5-6": (
+        [3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], ALWAYS,
+        {"tokens": [2, 4, 5, 6, 7, 8, 9], "place": 3, "source": [-1, -1, -1, 4, -1, -1]},
+    ),
+    "a-copy-that-reaches-the-end-goes-round": (
+        [9, 1, 2, 1, 2, 1], [2, 0, 0, 0, 0, 0], ALWAYS,
+        {"tokens": [2, 1, 2, 1, 2, 1], "source": [5, -1, -1, -1, -1], "length": [4, 0, 0, 0, 0]},
+    ),
+    "the-longest-wins": ([8, 1, 2, 3, 40, 1, 2, 3, 50, 9, 8, 1, 2], [3, 0], ALWAYS, {"tokens": [3, 40]}),
+    "of-equal-ones-the-latest": ([7, 1, 2, 3, 40, 6, 1, 2, 3, 50, 9, 8, 1, 2], [3, 0], ALWAYS, {"tokens": [3, 50]}),
+    "a-long-one-is-trusted-at-once": ([*RUN, 99, *RUN[:-1]], [29, 0], 0, {"tokens": [29, 99], "length": [LONGEST]}),
+    "before-the-text-is-nothing": ([5, 6, 7, 8, 5, 6, 7], [8, 0], 0, {"source": [4], "length": [4]}),
+    "before-the-text-is-not-the-row-above": ([1, 2, 3, 9, 77, 1, 2], [3, 0], 0, {"source": [3], "length": [3]}),
+    "before-the-text-is-not-its-first-token": ([1, 2, 3, 9, 1, 1, 2], [3, 0], 0, {"source": [3], "length": [3]}),
+    "no-text-is-not-matched": ([1, -1, -1, -1, 5, 1, -1, -1], [-1, 0], ALWAYS, {"place": 1}),
+    "no-text-is-not-copied": ([1, 2, 3, 4, -1, 6, 9, 1, 2], [3, 60, 61, 62], ALWAYS, {"tokens": [3, 4, 61, 6]}),
+    "the-anchor-alone": ([1, 2, 3], [4], 0, {"tokens": [4], "place": 0, "source": []}),
+    "a-place-beyond-the-first-sixteen": (
+        [*range(100, 120), 7], [1, *range(200, 217), 100, 101, 102, 103, 0, 0], ALWAYS,
+        {"tokens": [1, *range(200, 217), *range(100, 106)], "place": 20},
+    ),
+}  # fmt: skip
 
 
 @FORMS
-def test_a_copy_goes_on_behind_the_blocks_own_guesses(form) -> None:
-    """The anchor is new; the guesses 4 5 6 lead back into the text."""
-    got, _ = one(form, [3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], ALWAYS)
-    assert got.tokens_BN.tolist() == [[2, 4, 5, 6, 7, 8, 9]]
-    assert (got.place_B.tolist(), got.source_BD.tolist()) == ([3], [[-1, -1, -1, 4, -1, -1]])
-
-
-@FORMS
-def test_a_copy_that_reaches_the_end_goes_round(form) -> None:
-    got, _ = one(form, [9, 1, 2, 1, 2, 1], [2, 0, 0, 0, 0, 0], ALWAYS)
-    assert got.tokens_BN.tolist() == [[2, 1, 2, 1, 2, 1]]
-    assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (5, 4)
-
-
-@FORMS
-def test_the_longest_match_wins_and_of_equal_ones_the_latest(form) -> None:
-    longer_first = [8, 1, 2, 3, 40, 1, 2, 3, 50, 9, 8, 1, 2]
-    assert one(form, longer_first, [3, 0], ALWAYS)[0].tokens_BN.tolist() == [[3, 40]]
-    equal = [7, 1, 2, 3, 40, 6, 1, 2, 3, 50, 9, 8, 1, 2]
-    assert one(form, equal, [3, 0], ALWAYS)[0].tokens_BN.tolist() == [[3, 50]]
-
-
-@FORMS
-def test_lengths_are_counted_up_to_the_longest_and_the_texts_start(form) -> None:
-    run = list(range(30))
-    got, _ = one(form, [*run, 99, *run[:-1]], [29, 0])
-    assert got.length_BD.tolist() == [[LONGEST]]
-    assert got.tokens_BN.tolist() == [[29, 99]]  # long enough to be trusted at once
-    got, _ = one(form, [5, 6, 7, 8, 5, 6, 7], [8, 0])  # before 5 there is nothing, which matches nothing
-    assert (got.length_BD.tolist(), got.source_BD.tolist()) == ([[4]], [[4]])
-    for before in (77, 1):  # neither the end of the row above, which says 77, nor the first token over again
-        got, _ = one(form, [1, 2, 3, 9, before, 1, 2], [3, 0])
-        assert (got.length_BD.tolist(), got.source_BD.tolist()) == ([[3]], [[3]])
+@pytest.mark.parametrize(("text", "block", "gain", "want"), HAND_WORKED.values(), ids=HAND_WORKED)
+def test_hand_worked_copies(form, text, block, gain, want) -> None:
+    """And the row says the text, what is verified, and behind it what it said before."""
+    got, row = one(form, text, block, gain, room=70)
+    tokens, place, source, length = (field[0].tolist() for field in got)
+    found = {"tokens": tokens, "place": place, "source": source, "length": length}
+    assert {name: found[name] for name in want} == want
+    assert row == [*text, *tokens, *[77] * 70][:70]
 
 
 @FORMS
@@ -125,25 +115,10 @@ def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
 
 
 @FORMS
-def test_what_is_no_text_is_neither_matched_nor_copied(form) -> None:
-    got, _ = one(form, [1, -1, -1, -1, 5, 1, -1, -1], [-1, 0], ALWAYS)
-    assert got.place_B.tolist() == [1]
-    got, _ = one(form, [1, 2, 3, 4, -1, 6, 9, 1, 2], [3, 60, 61, 62], ALWAYS)
-    assert got.tokens_BN.tolist() == [[3, 4, 61, 6]]
-
-
-@FORMS
 def test_nothing_is_written_behind_a_row(form) -> None:
     got, row = one(form, [1, 2, 3, 1, 2], [3, 0, 0, 0], ALWAYS, room=7)
     assert row == [1, 2, 3, 1, 2, 3, 1]
     assert got.tokens_BN.tolist() == [[3, 1, 2, 3]]
-
-
-@FORMS
-def test_a_block_of_the_anchor_alone_is_noted(form) -> None:
-    got, row = one(form, [1, 2, 3], [4], room=8)
-    assert (got.tokens_BN.tolist(), got.place_B.tolist(), got.source_BD.shape) == ([[4]], [0], (1, 0))
-    assert row == [1, 2, 3, 4, 77, 77, 77, 77]
 
 
 def drawn(B: int, N: int, n_text: int, n_words: int, device: str = "cpu") -> tuple[torch.Tensor, Texts]:
@@ -257,15 +232,6 @@ def test_negative_tokens_match_none_of_their_like(form, nothing) -> None:
     got, _ = one(form, [5, 6, 7, nothing, 5, 6], [7, nothing, 0], ALWAYS)
     assert got.length_BD.tolist() == [[3, 0]]
     assert got.tokens_BN.tolist() == [[7, nothing, 5]]
-
-
-@FORMS
-def test_a_place_beyond_the_first_sixteen_is_copied_from(form) -> None:
-    run = list(range(100, 120))
-    block = [1, *range(200, 217), *run[:4], 0, 0]
-    got, _ = one(form, [*run, 7], block, ALWAYS)
-    assert got.place_B.tolist() == [20]
-    assert got.tokens_BN.tolist() == [[*block[:22], *run[4:6]]]
 
 
 def test_int32_rows_and_what_does_not_fit() -> None:

@@ -35,53 +35,47 @@ def weighed(form, text: list[int], block: list[int], committed: list[int], befor
 SHORT = length_class(3)
 
 
-@FORMS
-def test_hand_worked_counts(form) -> None:
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]  # behind 1 2 3 a copy says 4 5 6 7
-    # The block had one right, the copy three and the bonus: two more, and later places were not reached.
-    assert weighed(form, text, [3, 4, 0, 0, 0], [4, 5, 6, 9]) == {SHORT: [2, 1], length_class(4): [2, 1]}
-    # The block was right throughout, the copy not at all: what was committed ends before the last draft.
-    assert weighed(form, text, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14]) == {SHORT: [-4, 1]}
-    # The block's first guess is what was committed and all that was: places behind that were not reached.
-    assert weighed(form, text, [3, 10, 11, 12, 13], [10]) == {SHORT: [-1, 1]}
-    # Both are right as far as anything was said.
-    assert weighed(form, text, [3, 4, 0, 0, 0], [4]) == {SHORT: [0, 1]}
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]  # behind 1 2 3 a copy says 4 5 6 7
+HAND_WORKED = {  # text, block, what was committed, counts before and after
+    # The block had one right, the copy three and the bonus: two more.
+    "later-places-were-not-reached": (
+        TEXT, [3, 4, 0, 0, 0], [4, 5, 6, 9], (0, 0), {SHORT: [2, 1], length_class(4): [2, 1]}
+    ),
+    # What was committed ends before the last draft.
+    "the-block-was-right-throughout": (TEXT, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], (0, 0), {SHORT: [-4, 1]}),
+    "the-first-guess-is-all-that-was-committed": (TEXT, [3, 10, 11, 12, 13], [10], (0, 0), {SHORT: [-1, 1]}),
+    "both-are-right-as-far-as-it-goes": (TEXT, [3, 4, 0, 0, 0], [4], (0, 0), {SHORT: [0, 1]}),
+    "guesses-4-5-6-lead-into-the-text": (
+        [3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], [4, 5, 6, 7, 8, 9, 1], (0, 0), {SHORT: [3, 1]}
+    ),
+    "their-place-was-not-reached": ([3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], [4, 5, 9], (0, 0), {}),
+    # Behind 1 2 3, guessed once more, a copy says 1 2 3 1: of these four all were committed, and two guesses.
+    "a-copy-goes-round": ([1, 2, 3], [1, 2, 3, 0, 0, 0, 0], [2, 3, 1, 2, 3, 1, 9], (0, 0), {SHORT: [4, 1]}),
+    # -11 / 2, downwards.
+    "what-is-long-ago-counts-half": (
+        TEXT, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], (-7, MEMORY), {SHORT: [-6, (MEMORY + 1) // 2]}
+    ),
+    "before-that-it-counts-whole": (TEXT, [3, 10, 11, 12, 13], [4, 9], (-7, MEMORY - 1), {SHORT: [-6, MEMORY]}),
+}  # fmt: skip
 
 
 @FORMS
-def test_only_a_place_that_was_reached_counts(form) -> None:
-    """The guesses 4 5 6 lead into the text, whose copy says 7 8 9."""
-    text, block = [3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0]
-    assert weighed(form, text, block, [4, 5, 6, 7, 8, 9, 1]) == {SHORT: [3, 1]}
-    assert weighed(form, text, block, [4, 5, 9]) == {}
+@pytest.mark.parametrize(("text", "block", "committed", "before", "want"), HAND_WORKED.values(), ids=HAND_WORKED)
+def test_hand_worked_counts(form, text, block, committed, before, want) -> None:
+    assert weighed(form, text, block, committed, before) == want
 
 
 @FORMS
 def test_a_block_that_is_right_throughout_weighs_places_of_its_own(form) -> None:
     """It has no match; behind its last place stands the first one of the next request, which has."""
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
-    text_QM = torch.tensor([text + [77] * 9] * 2, dtype=torch.int32)
+    text_QM = torch.tensor([TEXT + [77] * 9] * 2, dtype=torch.int32)
     counts_QK2 = torch.zeros(2, N_CLASSES, 2, dtype=torch.int32)
-    texts = Texts(torch.tensor([len(text)] * 2), torch.arange(2), text_QM, counts_QK2)
+    texts = Texts(torch.tensor([len(TEXT)] * 2), torch.arange(2), text_QM, counts_QK2)
     tokens_BN, said_BN = torch.tensor([[60, 10, 11], [3, 10, 11]]), torch.tensor([[10, 11, 12], [9, 0, 0]])
     copied, n_committed_B = copy_draft_ref(tokens_BN, texts), torch.tensor([3, 1], dtype=torch.int32)
     form(tokens_BN, copied, said_BN, n_committed_B, texts, totals_K2=torch.zeros(N_CLASSES, 2, dtype=torch.int32))
     assert not counts_QK2[0].any()
     assert counts_QK2[1, SHORT].tolist() == [0, 1]
-
-
-@FORMS
-def test_a_copy_goes_round_behind_the_guesses_it_follows(form) -> None:
-    """Behind 1 2 3, guessed once more, a copy says 1 2 3 1: of these four all were committed, and two guesses."""
-    assert weighed(form, [1, 2, 3], [1, 2, 3, 0, 0, 0, 0], [2, 3, 1, 2, 3, 1, 9]) == {SHORT: [4, 1]}
-
-
-@FORMS
-def test_what_is_long_ago_counts_half(form) -> None:
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]
-    got = weighed(form, text, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], before=(-7, MEMORY))
-    assert got[SHORT] == [-6, (MEMORY + 1) // 2]  # -11 / 2, downwards
-    assert weighed(form, text, [3, 10, 11, 12, 13], [4, 9], before=(-7, MEMORY - 1))[SHORT] == [-6, MEMORY]
 
 
 @FORMS

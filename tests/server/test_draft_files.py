@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.tiny.pairs import DENSE, Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, write_pair
-from tests.server.lib.oracle import Oracle, Said
+from tests.server.lib.oracle import Oracle
 from tests.server.lib.talk import post
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 4096}
@@ -74,18 +74,12 @@ def test_the_target_s_overrides_leave_the_draft_alone(
     overrides = json.dumps({"rope_parameters": YARN, "max_position_embeddings": CONTEXT})
     flags = ["--json-model-override-args", overrides, "--context-length", str(CONTEXT)]
     server = pool.get(target="speculators", pair=Pair(DENSE.target, speculators), flags=flags)
-    prompts, oracle = questions(N_PROMPTS, "dense"), Oracle(Pair(scaled, speculators), None, None)
-    said = Said(
-        prompts,
-        MAX_NEW_TOKENS,
-        [oracle.continuation(prompt, MAX_NEW_TOKENS) for prompt in prompts],
-        [oracle.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts],
+    said, same, plain = (
+        Oracle(pair, None, None).said(questions(N_PROMPTS, "dense"), MAX_NEW_TOKENS)
+        for pair in (Pair(scaled, speculators), Pair(scaled, DENSE.draft), DENSE)
     )
-    plain = Oracle(Pair(DENSE.target, DENSE.draft), None, None)
-    assert said.steps == [
-        Oracle(Pair(scaled, DENSE.draft), None, None).accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts
-    ], "the dialect says the same draft"
-    assert said.steps != [plain.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts], "no override seen"
+    assert said.steps == same.steps, "the dialect says the same draft"
+    assert said.steps != plain.steps, "no override seen"
     said.asked_of(server, concurrency=2)
     answer = post(server, "/update_weights_from_disk", {"model_path": str(speculators)})
     assert answer.status_code == 200, answer.text

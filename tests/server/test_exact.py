@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.rows import require_rows
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, together
 from tests.server.lib.variants import VARIANTS, Variant
 
 N_PROMPTS = 16
@@ -95,11 +94,8 @@ def test_where_widths_change_each_draft_is_the_plain_torch_one_of_its_place(serv
     asked = {f"traced-{n}": one for n, one in enumerate(each)}
     there = {rid: expert.accepted_at(*one) for rid, one in asked.items()}
 
-    def ask(rid: str) -> None:
-        serving.server.generate(asked[rid][0], fields={"rid": rid}, max_new_tokens=MAX_NEW_TOKENS)
-
-    with ThreadPoolExecutor(8) as executor:
-        list(executor.map(ask, asked))
+    options = [{"fields": {"rid": rid}, "max_new_tokens": MAX_NEW_TOKENS} for rid in asked]
+    together(serving.server, [(prompt, given) for (prompt, _), given in zip(asked.values(), options, strict=True)])
     (file,) = serving.trace.iterdir()
     place, width_before, compared = Counter[str](), dict[str, int](), Counter[bool]()
     for line in map(json.loads, file.read_text().splitlines()):
@@ -129,14 +125,8 @@ def test_hidden_states_of_every_token(serving: Serving) -> None:
         with pytest.raises(ServerError, match=r"answered 400: .*--enable-return-hidden-states"):
             serving.server.generate(serving.prompts[0], fields=fields, max_new_tokens=1)
         return
-    with ThreadPoolExecutor(8) as executor:
-        asked = [
-            executor.submit(
-                serving.server.generate, prompt, fields=fields if i % 3 else {}, max_new_tokens=MAX_NEW_TOKENS
-            )
-            for i, prompt in enumerate(serving.prompts)
-        ]
-    answers = [future.result() for future in asked]
+    options = [{"fields": fields if i % 3 else {}, "max_new_tokens": MAX_NEW_TOKENS} for i in range(N_PROMPTS)]
+    answers = together(serving.server, list(zip(serving.prompts, options, strict=True)))
     assert tokens(answers) == serving.expected
     for i, (prompt, answer) in enumerate(zip(serving.prompts, answers, strict=True)):
         if i % 3:

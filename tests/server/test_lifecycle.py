@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import HYBRID
-from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, steps, stream
+from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, steps, stream, together
 from tests.server.lib.variants import TRACK, VARIANTS
 
 MAX_NEW_TOKENS = 80
@@ -211,14 +211,10 @@ def test_at_the_context_limit_no_other_s_tokens_change(
     neighbours = [prompt[-60:] for prompt in long_prompts[2:5]]
     for order in ([*at_limit, *neighbours], [*neighbours, *at_limit]):
         tight.flush_cache()
-        expected = [reference(prompt, n if prompt in at_limit else MAX_NEW_TOKENS) for prompt in order]
-        with ThreadPoolExecutor(len(order)) as clients:
-            asked = [
-                clients.submit(tight.generate, prompt, max_new_tokens=n if prompt in at_limit else MAX_NEW_TOKENS)
-                for prompt in order
-            ]
-            answers = [future.result() for future in asked]
-        assert [answer.token_ids for answer in answers] == expected
+        limits = [n if prompt in at_limit else MAX_NEW_TOKENS for prompt in order]
+        expected = [reference(prompt, limit) for prompt, limit in zip(order, limits, strict=True)]
+        asked = [(prompt, {"max_new_tokens": limit}) for prompt, limit in zip(order, limits, strict=True)]
+        assert [answer.token_ids for answer in together(tight, asked)] == expected
 
 
 @pytest.mark.full

@@ -6,7 +6,6 @@ they are compared in `test_exact.py`, and in captured graphs, whose next replay 
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,17 +14,12 @@ import torch
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.rows import GAP, require_rows
-from tests.server.lib.talk import post, steps, stream
+from tests.server.lib.talk import post, steps, stream, together
 from tests.tools.parameters import BAN_TOKENS, COMMA
 
 ASKED = {"return_hidden_states": True}
 MASKED = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
 MAX_NEW_TOKENS = 40
-
-
-def together(server: Server, requests: Sequence[tuple[list[int], dict[str, Any]]], n: int = 8) -> list[Generation]:
-    with ThreadPoolExecutor(n) as pool:
-        return list(pool.map(lambda request: server.generate(request[0], **request[1]), requests))
 
 
 def test_the_prompt_s_rows_come_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:

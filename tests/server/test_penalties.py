@@ -6,7 +6,6 @@ prompt token first, the newest never), and a retracted request's history is forg
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from sglang_dflash.servers.server import Server
 from tests.fixtures.sequential import penalised
 from tests.server.conftest import PAIRS
 from tests.server.lib.rows import model
+from tests.server.lib.talk import together
 from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 
 N_PROMPTS = 12
@@ -100,12 +100,9 @@ def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, 
     changed = [expected[i] != expected[i + 1] for i in range(0, len(jobs), 2)]
     assert sum(changed) > N_PROMPTS / 2, "the penalties change too little; this test could not fail"
 
-    def served(job: tuple[list[int], dict[str, float]]) -> list[int]:
-        return server.generate(job[0], max_new_tokens=MAX_NEW_TOKENS, **job[1]).token_ids
-
-    for concurrency in (1, 8):
-        with ThreadPoolExecutor(concurrency) as pool:
-            assert list(pool.map(served, jobs)) == expected, f"{concurrency=}"
+    requests = [(prompt, {"max_new_tokens": MAX_NEW_TOKENS} | asked) for prompt, asked in jobs]
+    for n in (1, 8):
+        assert [answer.token_ids for answer in together(server, requests, n)] == expected, f"{n} at a time"
 
 
 def test_drafts_are_still_accepted(serving: Serving, questions: Callable) -> None:

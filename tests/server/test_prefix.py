@@ -15,7 +15,7 @@ import pytest
 from sglang_dflash.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream
+from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream, together
 from tests.server.lib.variants import VARIANTS, Variant
 
 MAX_NEW_TOKENS = 64
@@ -156,12 +156,7 @@ def test_each_keeps_its_own_grammar(serving: Serving, temperature: float) -> Non
         {"regex": f"{marker}( [a-z]{{1,8}}){{3}} {marker}", "temperature": temperature, "max_new_tokens": 60}
         for marker in markers
     ]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = [
-            pool.submit(serving.server.generate, prompt, **given)
-            for prompt, given in zip(prompts, options, strict=True)
-        ]
-    answers = [one.result() for one in asked]
+    answers = together(serving.server, list(zip(prompts, options, strict=True)), n=len(prompts))
     for marker, answer in zip(markers, answers, strict=True):
         assert {other for other in markers if other in answer.text} == {marker}, answer.text
         assert answer.text.startswith(marker)

@@ -1,7 +1,6 @@
 """What a request may carry beside the cases of `test_parity.py`: served as without speculation, or refused alike."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from sglang_dflash.prove import law
 from sglang_dflash.servers.server import Server
 from tests.server.conftest import PAIRS
-from tests.server.lib.talk import post
+from tests.server.lib.talk import post, together
 from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
 
@@ -149,9 +148,7 @@ def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off
     prompts = questions(9, seed=6)
     mix = [{}, {"temperature": 0.8, "top_p": 0.9}, {"regex": "[a-z ]{12}"}]
     bodies = [{"max_new_tokens": 32, **mix[i % 3]} for i in range(9)]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        together = list(pool.map(lambda prompt, body: ours.generate(prompt, **body), prompts, bodies))
-    for i, answer in enumerate(together):
+    for i, answer in enumerate(together(ours, list(zip(prompts, bodies, strict=True)), n=9)):
         if i % 3 != 1:
             assert answer.token_ids == off.generate(prompts[i], **bodies[i]).token_ids
 

@@ -1,5 +1,7 @@
 """How each step of a generation must go, according to the plain-torch DFlash."""
 
+from __future__ import annotations
+
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
@@ -55,6 +57,11 @@ class Oracle:
         )
         _, *steps = spec_steps(self.draft, self.target, torch.tensor([prompt]), options)
         return dict(Counter(step.n_accepted for step in steps))
+
+    def said(self, prompts: list[list[int]], max_new_tokens: int) -> Said:
+        expected = [self.continuation(prompt, max_new_tokens) for prompt in prompts]
+        steps = [self.accepted_histogram(prompt, max_new_tokens) for prompt in prompts]
+        return Said(prompts, max_new_tokens, expected, steps)
 
     def accepted_at(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
         """See `generate.accepted_at`."""

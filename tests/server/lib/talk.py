@@ -5,6 +5,7 @@ import json
 import pickle
 import socket
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from random import Random
 from typing import Any
@@ -65,6 +66,12 @@ def push(server: Server, tensors: dict[str, Any], **options: Any) -> httpx.Respo
     answer = post(server, "/update_weights_from_tensor", body)
     assert post(server, "/end_weight_update").status_code == 200
     return answer
+
+
+def together(server: Server, requests: Sequence[tuple[list[int], dict[str, Any]]], n: int = 8) -> list[Generation]:
+    """Answers to prompts, each with options of its own, `n` at a time."""
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(lambda request: server.generate(request[0], **request[1]), requests))
 
 
 def stream(
