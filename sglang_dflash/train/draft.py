@@ -25,15 +25,7 @@ from sglang_dflash.model.target import TargetReader, check_pair, stop_token_ids
 from sglang_dflash.train.evaluation import acceptance, n_agreeing, n_surviving
 from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train
-from sglang_dflash.train.objective import (
-    Blocks,
-    Scores,
-    block_loss,
-    block_scores,
-    default_gamma,
-    make_blocks,
-    random_anchors,
-)
+from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
 from sglang_dflash.train.tokens import Rows
 
@@ -69,15 +61,19 @@ class Second:
     selector_top_k: int = 16
 
 
-class BlockScores(nn.Module):
-    """The draft's part of a training step as one forward, which is what DistributedDataParallel can wrap."""
+class BlockLoss(nn.Module):
+    """The loss of a training step as one forward, which is what DistributedDataParallel can wrap."""
 
-    def __init__(self, draft: DraftModel) -> None:
+    def __init__(self, draft: DraftModel, gamma: float) -> None:
         super().__init__()
         self.draft = draft
+        self.gamma = gamma
 
-    def forward(self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks) -> Scores:
-        return block_scores(self.draft, target, features_RLC, blocks)
+    def forward(
+        self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss of these blocks and the sum of their weights; see `objective.block_loss`."""
+        return block_loss(self.draft, target, features_RLC, blocks, self.gamma)
 
 
 class DraftRun:
@@ -92,8 +88,8 @@ class DraftRun:
         self.gamma = settings.gamma or default_gamma(draft.config.block_size)
         self.read = read
         self.ranks = ranks
-        self.block_scores = BlockScores(draft)
-        self.shared_scores = DistributedDataParallel(self.block_scores) if ranks.n > 1 else self.block_scores
+        self.block_loss = BlockLoss(draft, self.gamma)
+        self.shared_loss = DistributedDataParallel(self.block_loss) if ranks.n > 1 else self.block_loss
 
     def blocks(self, rows: Rows, anchor_RA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
         """The target's choices and features of the rows, and the blocks to guess in them, on the target's device."""
@@ -127,8 +123,7 @@ class DraftRun:
         rank, n = self.ranks.rank, self.ranks.n
         _, features_RLC, blocks = self.blocks(rows.share(rank, n), anchor_RA[rank::n])
         with self.autocast():
-            scores = self.shared_scores(self.target, features_RLC, blocks)
-            loss, weight = block_loss(scores, blocks, self.gamma)
+            loss, weight = self.shared_loss(self.target, features_RLC, blocks)
         return loss * n / self.ranks.total(weight).clamp(min=1e-9)
 
     @torch.no_grad()
@@ -140,8 +135,7 @@ class DraftRun:
         for rows in data.held_out[mine]:
             choices_RL, features_RLC, blocks = self.blocks(rows, self.anchors(rows, "report"))
             with self.autocast():
-                scores = self.block_scores(self.target, features_RLC, blocks)
-                sums += torch.stack(block_loss(scores, blocks, self.gamma))
+                sums += torch.stack(self.block_loss(self.target, features_RLC, blocks))
             agreeing += n_agreeing(rows.to(device), choices_RL)
         loss, weight = self.ranks.total(sums).tolist()
         agrees, asked = self.ranks.total(agreeing).tolist()

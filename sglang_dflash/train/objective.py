@@ -12,7 +12,7 @@ the worst one, so that every slot teaches.
 Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts, K candidates.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,8 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
 from sglang_dflash.model.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
+
+ROWS_AT_ONCE = 128  # 25 MB of fp32 logits at 49,152 tokens, which caches of a CPU hold
 
 
 class Blocks(NamedTuple):
@@ -70,27 +72,34 @@ def make_blocks(
     return Blocks(anchor_RA, tokens_RAN, labels_RAD, is_valid_RAD)
 
 
-class Scores(NamedTuple):
-    """What the draft says where a label is valid, and what it should say."""
+class Slots(NamedTuple):
+    """The valid slots of blocks, one row each."""
 
-    logits: torch.Tensor  # [valid, V]
+    hidden: torch.Tensor  # [valid, H], the draft's
+    before: torch.Tensor  # int64 [valid], the token that the target says before the slot
     labels: torch.Tensor  # int64 [valid]
-    of_candidates: torch.Tensor | None  # [valid, K], the selector's; None without one
-    right_candidates: torch.Tensor | None  # int64 [valid], which of them are the labels
+    weights: torch.Tensor  # fp32 [valid]
+
+    def part(self, span: slice) -> "Slots":
+        return Slots(*(tensor[span] for tensor in self))
 
 
-def block_scores(draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks) -> Scores:
+def block_hidden(
+    draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks
+) -> torch.Tensor:
+    """Return the draft's hidden states of every slot after the anchors, [R, A, D, H]."""
     context = draft.context_kv(features_RLC.to(draft.dtype))
     embeddings_RANH = target.get_input_embeddings()(blocks.tokens_RAN).to(draft.dtype)
-    hidden = draft(embeddings_RANH, context, blocks.anchor_RA)[:, :, 1:][blocks.is_valid_RAD]
-    logits, labels = draft_logits(hidden, target), blocks.labels_RAD[blocks.is_valid_RAD]
-    if draft.candidate_selector is None:
-        return Scores(logits, labels, None, None)
+    return draft(embeddings_RANH, context, blocks.anchor_RA)[:, :, 1:]
+
+
+def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slots:
+    """Return the slots that have a valid label, weighed by their place in the block."""
+    D, valid = blocks.labels_RAD.shape[-1], blocks.is_valid_RAD
+    decay_D = torch.exp(-torch.arange(D, device=hidden_RADH.device) / gamma)
     before_RAD = torch.cat([blocks.tokens_RAN[..., :1], blocks.labels_RAD[..., :-1]], dim=-1)
-    of_candidates, right = candidate_scores(
-        draft.candidate_selector, hidden, logits, (before_RAD[blocks.is_valid_RAD], labels)
-    )
-    return Scores(logits, labels, of_candidates, right)
+    weights = decay_D.expand_as(blocks.labels_RAD)[valid]
+    return Slots(hidden_RADH[valid], before_RAD[valid], blocks.labels_RAD[valid], weights)
 
 
 def candidate_scores(
@@ -109,16 +118,55 @@ def candidate_scores(
     return scores, (candidates == labels[:, None]).int().argmax(1)
 
 
-def block_loss(scores: Scores, blocks: Blocks, gamma: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy with the labels, weighed by slot and summed, and the sum of the weights. Scalars, fp32.
+def slots_loss(selector: CandidateSelector | None, logits: torch.Tensor, slots: Slots) -> torch.Tensor:
+    """Cross entropy of logits [valid, V] with the labels, times the weights and summed; fp32 scalar.
 
-    Where there is a selector its cross entropy is added. Their quotient is the loss; several processes add up both
-    before they divide.
+    Where there is a selector its cross entropy is added.
     """
-    D = blocks.labels_RAD.shape[-1]
-    decay_D = torch.exp(-torch.arange(D, device=scores.logits.device) / gamma)
-    weight = decay_D.expand_as(blocks.labels_RAD)[blocks.is_valid_RAD]
-    loss = F.cross_entropy(scores.logits.float(), scores.labels, reduction="none")
-    if scores.of_candidates is not None and scores.right_candidates is not None:
-        loss = loss + F.cross_entropy(scores.of_candidates, scores.right_candidates, reduction="none")
-    return (loss * weight).sum(), weight.sum()
+    loss = F.cross_entropy(logits.float(), slots.labels, reduction="none")
+    if selector is not None:
+        scores, right = candidate_scores(selector, slots.hidden, logits, (slots.before, slots.labels))
+        loss = loss + F.cross_entropy(scores, right, reduction="none")
+    return (loss * slots.weights).sum()
+
+
+class _Known(torch.autograd.Function):
+    """A scalar whose gradients are known already: `apply(value, gradients, *inputs)`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, gradients: list[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, *(gradient * grad_outputs[0] for gradient in ctx.gradients)
+
+
+def block_loss(
+    draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks, gamma: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss of the valid slots, and the sum of their weights. Scalars, fp32.
+
+    Their quotient is the loss; several processes add up both before they divide. The logits of `ROWS_AT_ONCE` slots
+    exist at a time: their gradient is taken in the forward pass, and the head, which does not learn, is read no more.
+    """
+    slots = valid_slots(block_hidden(draft, target, features_RLC, blocks), blocks, gamma)
+    selector = draft.candidate_selector
+    spans = [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(slots.labels), ROWS_AT_ONCE)]
+    total = torch.zeros((), device=slots.hidden.device)
+    if not torch.is_grad_enabled():
+        for part in map(slots.part, spans):
+            total = total + slots_loss(selector, draft_logits(part.hidden, target), part)
+        return total, slots.weights.sum()
+    learned = list(selector.parameters()) if selector is not None else []
+    of_hidden, of_learned = torch.zeros_like(slots.hidden), [torch.zeros_like(p) for p in learned]
+    for span in spans:
+        part = slots.part(span)
+        part = part._replace(hidden=part.hidden.detach().requires_grad_())
+        loss = slots_loss(selector, draft_logits(part.hidden, target), part)
+        of_hidden[span], *more = torch.autograd.grad(loss, [part.hidden, *learned])
+        for gradient, of_part in zip(of_learned, more, strict=True):
+            gradient += of_part
+        total += loss.detach()
+    return _Known.apply(total, [of_hidden, *of_learned], slots.hidden, *learned), slots.weights.sum()

@@ -9,17 +9,19 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwe
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
 from sglang_dflash.model.target import TargetReader
+from sglang_dflash.train import objective
 from sglang_dflash.train.draft import Second, draft_config_for, initialised
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.objective import (
     Blocks,
-    Scores,
+    block_hidden,
     block_loss,
-    block_scores,
     candidate_scores,
     default_gamma,
     make_blocks,
     random_anchors,
+    slots_loss,
+    valid_slots,
 )
 from sglang_dflash.train.tokens import Rows
 
@@ -77,8 +79,7 @@ def test_training_sees_what_inference_sees(make_target, second):
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     anchor_RA = random_anchors(batch.is_response_RL, 6, torch.Generator().manual_seed(0))
     blocks = make_blocks(batch, choices_RL, anchor_RA, block_size=5, mask_token_id=MASK)
-    everywhere = blocks._replace(is_valid_RAD=torch.ones_like(blocks.is_valid_RAD))
-    trained = block_scores(draft, target, features_RLC, everywhere).logits.view(2, 6, 4, VOCAB)
+    trained = draft_logits(block_hidden(draft, target, features_RLC, blocks), target)
     for r, a in torch.cartesian_prod(torch.arange(2), torch.arange(6)).tolist():
         anchor = int(anchor_RA[r, a])
         if anchor == 0:
@@ -143,16 +144,41 @@ def test_loss_by_hand():
     for slot, (label, p) in enumerate(((1, 1 / 2), (2, 1 / 4), (3, 1 / 8))):
         logits[slot, label], logits[slot, 0] = math.log(p), math.log(1 - p)
     weights = [1.0, math.exp(-0.5), math.exp(-1.0)]
-    want = sum(w * k for w, k in zip(weights, (1, 2, 3), strict=True)) * math.log(2)
-    loss, weight = block_loss(Scores(logits, torch.tensor([1, 2, 3]), None, None), one_block(3), gamma=2.0)
-    assert (loss.item(), weight.item()) == (pytest.approx(want, rel=1e-6), pytest.approx(sum(weights), rel=1e-6))
-    loss, weight = block_loss(Scores(logits[:1], torch.tensor([1]), None, None), one_block(1), gamma=2.0)
-    assert (loss.item(), weight.item()) == (pytest.approx(math.log(2), rel=1e-6), 1)
-    # The selector's is added: right with probability 1/8.
-    chosen = torch.tensor([[math.log(1 / 8), math.log(7 / 8)]])
-    scores = Scores(logits[:1], torch.tensor([1]), chosen, torch.tensor([0]))
-    loss, weight = block_loss(scores, one_block(1), gamma=2.0)
-    assert (loss.item(), weight.item()) == (pytest.approx(4 * math.log(2), rel=1e-6), 1)
+    for n_valid in (3, 1):
+        slots = valid_slots(torch.zeros(1, 1, 3, 2), one_block(n_valid), gamma=2.0)
+        want = sum(w * k for w, k in zip(weights[:n_valid], (1, 2, 3), strict=False)) * math.log(2)
+        assert slots.weights.tolist() == pytest.approx(weights[:n_valid], rel=1e-6)
+        assert slots_loss(None, logits[:n_valid], slots).item() == pytest.approx(want, rel=1e-6)
+
+
+@pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
+def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second):
+    """Values and gradients are those of all logits at once, but for fp32 rounding; a selector adds its loss."""
+    draft, target = make_pair(dense, second)
+    draft, target = draft.double(), target.double()
+    batch = rows("abcdefghijkl", "..||||||||||")
+    _, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
+    blocks = make_blocks(batch, batch.ids_RL.roll(-1, 1), torch.tensor([[2, 5, 8]]), block_size=5, mask_token_id=MASK)
+    slots = valid_slots(block_hidden(draft, target, features_RLC, blocks), blocks, 2.0)
+    logits = draft_logits(slots.hidden, target)
+    losses = torch.nn.functional.cross_entropy(logits.float(), slots.labels, reduction="none")
+    if second:
+        scores, right = candidate_scores(draft.candidate_selector, slots.hidden, logits, (slots.before, slots.labels))
+        losses = losses + torch.nn.functional.cross_entropy(scores, right, reduction="none")
+    want = (losses * slots.weights).sum()
+    (want * 3).backward()
+    gradients = {name: p.grad.clone() for name, p in draft.named_parameters()}
+    for n in (3, 128):
+        monkeypatch.setattr(objective, "ROWS_AT_ONCE", n)
+        draft.zero_grad()
+        loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0)
+        (loss * 3).backward()
+        with torch.no_grad():
+            without_gradient, _ = block_loss(draft, target, features_RLC, blocks, 2.0)
+        assert [loss.item(), without_gradient.item()] == pytest.approx([want.item()] * 2, rel=1e-6)
+        assert weight.item() == pytest.approx(slots.weights.sum().item())
+        for name, parameter in draft.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
 def test_the_selector_learns_behind_the_token_that_is_right():
@@ -175,7 +201,7 @@ def test_every_part_of_a_dflash_2_draft_learns():
     batch = rows("abcdefgh", "||||||||")
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     blocks = make_blocks(batch, choices_RL, torch.tensor([[1]]), block_size=5, mask_token_id=MASK)
-    loss, _ = block_loss(block_scores(draft, target, features_RLC, blocks), blocks, 2.0)
+    loss, _ = block_loss(draft, target, features_RLC, blocks, 2.0)
     loss.backward()
     assert [name for name, p in draft.named_parameters() if p.grad is None or not p.grad.any()] == []
 
@@ -185,7 +211,7 @@ def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient():
     batch = rows("aaaaaaaa", "........")
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     blocks = make_blocks(batch, choices_RL, torch.tensor([[2]]), block_size=5, mask_token_id=MASK)
-    loss, weight = block_loss(block_scores(draft, target, features_RLC, blocks), blocks, 2.0)
+    loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0)
     loss.backward()
     assert (loss.item(), weight.item()) == (0, 0)
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
