@@ -63,16 +63,24 @@ class Attention(nn.Module):
         context_RGTE: tuple[torch.Tensor, torch.Tensor],
         visible_RANK: torch.Tensor,
     ) -> torch.Tensor:
-        """[R, A, N, H]; visible_RANK: which of the K = T + N keys each slot sees, first the context, then the block."""
-        R, A, _, _ = hidden_RANH.shape
-        query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation)
-        key, value = (
-            torch.cat([context[:, None].expand(-1, A, -1, -1, -1), block], dim=-2).flatten(0, 1)
-            for context, block in zip(context_RGTE, self.key_value(hidden_RANH, rotation), strict=True)
-        )
-        mask = visible_RANK.flatten(0, 1)[:, None]
-        out = F.scaled_dot_product_attention(query.flatten(0, 1), key, value, attn_mask=mask, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2)).unflatten(0, (R, A))
+        """[R, A, N, H]; visible_RANK: which of the K = T + N keys each slot sees, first the context, then the block.
+
+        Blocks of a row share its context: their queries are rows of one product with its keys, and nothing is copied.
+        """
+        R, A, N, _ = hidden_RANH.shape
+        query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation) * self.head_dim**-0.5
+        key_RAGNE, value_RAGNE = self.key_value(hidden_RANH, rotation)
+        key_RGTE, value_RGTE = context_RGTE
+        T, E, G = key_RGTE.shape[2], self.head_dim, key_RGTE.shape[1]
+        query_RGQANE = query.view(R, A, G, -1, N, E).permute(0, 2, 3, 1, 4, 5)
+        to_context = (query_RGQANE.flatten(2, 4) @ key_RGTE.mT).view(*query_RGQANE.shape[:-1], T)
+        to_block = query_RGQANE @ key_RAGNE.permute(0, 2, 1, 4, 3)[:, :, None]
+        scores = torch.cat([to_context, to_block], dim=-1).masked_fill(~visible_RANK[:, None, None], -torch.inf)
+        shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value_RGTE.dtype)
+        of_context, of_block = shares.split([T, N], dim=-1)
+        out_RGQANE = (of_context.flatten(2, 4) @ value_RGTE).view_as(query_RGQANE)
+        out_RGQANE = out_RGQANE + of_block @ value_RAGNE.transpose(1, 2)[:, :, None]
+        return self.o_proj(out_RGQANE.permute(0, 3, 4, 1, 2, 5).reshape(R, A, N, -1))
 
 
 class Mlp(nn.Module):

@@ -123,6 +123,12 @@ def add_draft_options(draft: argparse.ArgumentParser) -> None:
     course.add_argument("--max-length", type=int, default=1024, help="tokens of a document; a longer one is cut up")
     course.add_argument("--anchors", type=int, default=64, help="blocks per document")
     course.add_argument("--gamma", type=float, help="decay of the loss along the block; default: the paper's")
+    course.add_argument(
+        "--scored",
+        type=int,
+        default=0,
+        help="score this many of the most frequent tokens in a step, and 1,024 drawn ones; 0: the whole vocabulary",
+    )
     course.add_argument("--seed", type=int, default=0)
     course.add_argument("--cache", type=Path, help="folder that keeps the target's features; default: none are kept")
     course.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -150,6 +156,7 @@ def run_draft(args: argparse.Namespace) -> None:
         batches.held_out,
         batches.prompts(args.eval_prompts),
         facts={"text": text_digest(documents), "rows": args.rows},
+        frequent=batches.most_frequent(args.scored) if args.scored else None,
     )
     with joined(args.device) as (ranks, device):
         if args.rows % ranks.n:

@@ -29,6 +29,9 @@ from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, mak
 from sglang_dflash.train.ranks import ALONE, Ranks
 from sglang_dflash.train.tokens import Rows
 
+# Tokens drawn anew in every step where not all are scored: any that a draft wrongly prefers is met within 50 steps.
+N_OTHERS = 1024
+
 RowsAt = Callable[[int], Rows]  # the batch of a step; must depend on the step alone
 
 
@@ -39,6 +42,7 @@ class Data(NamedTuple):
     held_out: Sequence[Rows]
     prompts: Sequence[torch.Tensor]  # int64 [1, tokens], from text that is held out too
     facts: dict[str, Any]  # what the rows depend on
+    frequent: torch.Tensor | None = None  # int64, the tokens that are scored in every step; None: all
 
 
 @dataclass(frozen=True)
@@ -70,20 +74,28 @@ class BlockLoss(nn.Module):
         self.gamma = gamma
 
     def forward(
-        self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks
+        self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks, tokens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of these blocks and the sum of their weights; see `objective.block_loss`."""
-        return block_loss(self.draft, target, features_RLC, blocks, self.gamma)
+        return block_loss(self.draft, target, features_RLC, blocks, self.gamma, tokens)
 
 
 class DraftRun:
     """One draft in training: everything but the data."""
 
     def __init__(
-        self, draft: DraftModel, target: PreTrainedModel, settings: Settings, *, read: Read, ranks: Ranks = ALONE
+        self,
+        draft: DraftModel,
+        target: PreTrainedModel,
+        settings: Settings,
+        *,
+        read: Read,
+        frequent: torch.Tensor | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.draft = draft
         self.target = target
+        self.frequent = frequent
         self.settings = settings
         self.gamma = settings.gamma or default_gamma(draft.config.block_size)
         self.read = read
@@ -109,6 +121,14 @@ class DraftRun:
         generator = torch.Generator().manual_seed(Random(seed).getrandbits(63))
         return random_anchors(rows.is_response_RL, self.settings.n_anchors, generator)
 
+    def scored(self, step: int) -> torch.Tensor | None:
+        """The tokens that a step scores beside the labels: the frequent ones, and others drawn anew. None: all."""
+        if self.frequent is None:
+            return None
+        generator = torch.Generator().manual_seed(Random(f"scored/{self.settings.seed}/{step}").getrandbits(63))
+        others = torch.randint(self.target.config.get_text_config().vocab_size, (N_OTHERS,), generator=generator)
+        return torch.cat([self.frequent, others]).to(self.target.device)
+
     def autocast(self) -> torch.autocast:
         """A bf16 target is answered in bf16."""
         half = self.target.dtype == torch.bfloat16
@@ -123,7 +143,7 @@ class DraftRun:
         rank, n = self.ranks.rank, self.ranks.n
         _, features_RLC, blocks = self.blocks(rows.share(rank, n), anchor_RA[rank::n])
         with self.autocast():
-            loss, weight = self.shared_loss(self.target, features_RLC, blocks)
+            loss, weight = self.shared_loss(self.target, features_RLC, blocks, self.scored(step))
         return loss * n / self.ranks.total(weight).clamp(min=1e-9)
 
     @torch.no_grad()
@@ -220,6 +240,7 @@ def train_draft(
         target,
         settings,
         read=read or partial(read_rows, target, layer_ids=config.target_layer_ids),
+        frequent=data.frequent,
         ranks=ranks,
     )
     out.mkdir(parents=True, exist_ok=True)
@@ -237,6 +258,7 @@ def train_draft(
             "n_anchors": settings.n_anchors,
             "gamma": run.gamma,
             "seed": settings.seed,
+            "scored": "all" if data.frequent is None else len(data.frequent),
         },
         ranks=ranks,
         stop_after=stop_after,

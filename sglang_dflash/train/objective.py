@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from sglang_dflash.model import DraftModel
-from sglang_dflash.model.generate import draft_logits
 from sglang_dflash.model.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
@@ -102,31 +101,57 @@ def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slot
     return Slots(hidden_RADH[valid], before_RAD[valid], blocks.labels_RAD[valid], weights)
 
 
-def candidate_scores(
-    selector: CandidateSelector, hidden: torch.Tensor, logits: torch.Tensor, tokens: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The selector's scores of each slot's candidates, [valid, K], and which candidate is the label, int64 [valid].
+class Head(NamedTuple):
+    """The target's head, whole or some of its rows. It does not learn."""
 
-    tokens: those before the slots, and the labels; int64 [valid] each.
-    """
-    before, labels = tokens
+    weight_VH: torch.Tensor
+    bias_V: torch.Tensor | None
+    tokens_V: torch.Tensor | None  # int64, sorted, the tokens of these rows; None: all
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., V], as `model.generate.draft_logits`."""
+        return F.linear(hidden.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
+
+    def rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return in which rows `tokens` are, int64; they must be among them."""
+        return tokens if self.tokens_V is None else torch.searchsorted(self.tokens_V, tokens)
+
+    def tokens(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of `rows`, int64."""
+        return rows if self.tokens_V is None else self.tokens_V[rows]
+
+
+def head_of(target: PreTrainedModel, tokens: torch.Tensor | None = None) -> Head:
+    """Return the target's head; with `tokens`, int64 and perhaps repeated, only their rows."""
+    head = target.get_output_embeddings()
+    if tokens is None:
+        return Head(head.weight, head.bias, None)
+    tokens = tokens.unique()
+    return Head(head.weight[tokens], None if head.bias is None else head.bias[tokens], tokens)
+
+
+def candidate_scores(
+    selector: CandidateSelector, head: Head, logits: torch.Tensor, slots: Slots
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The selector's scores of each slot's candidates, [valid, K], and which candidate is the label, int64 [valid]."""
+    labels = head.rows(slots.labels)
     candidates, _ = selector.candidates(logits.detach())
     is_label = candidates == labels[:, None]
     candidates[:, -1] = torch.where(is_label.any(1), candidates[:, -1], labels)
     unary = selector.unary(logits.gather(1, candidates))
-    scores = unary + selector.edges(before, hidden, candidates).float()
+    scores = unary + selector.edges(slots.before, slots.hidden, head.tokens(candidates)).float()
     return scores, (candidates == labels[:, None]).int().argmax(1)
 
 
-def slots_loss(selector: CandidateSelector | None, logits: torch.Tensor, slots: Slots) -> torch.Tensor:
-    """Cross entropy of logits [valid, V] with the labels, times the weights and summed; fp32 scalar.
+def slots_loss(selector: CandidateSelector | None, head: Head, slots: Slots) -> torch.Tensor:
+    """Cross entropy of the head's logits with the labels, times the weights and summed; fp32 scalar.
 
     Where there is a selector its cross entropy is added.
     """
-    loss = F.cross_entropy(logits.float(), slots.labels, reduction="none")
+    logits = head.logits(slots.hidden)
+    loss = F.cross_entropy(logits.float(), head.rows(slots.labels), reduction="none")
     if selector is not None:
-        scores, right = candidate_scores(selector, slots.hidden, logits, (slots.before, slots.labels))
-        loss = loss + F.cross_entropy(scores, right, reduction="none")
+        loss = loss + F.cross_entropy(*candidate_scores(selector, head, logits, slots), reduction="none")
     return (loss * slots.weights).sum()
 
 
@@ -144,27 +169,35 @@ class _Known(torch.autograd.Function):
 
 
 def block_loss(
-    draft: DraftModel, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks, gamma: float
+    draft: DraftModel,
+    target: PreTrainedModel,
+    features_RLC: torch.Tensor,
+    blocks: Blocks,
+    gamma: float,
+    tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of the valid slots, and the sum of their weights. Scalars, fp32.
+
+    tokens: int64; only these and the labels are scored. None: the whole vocabulary.
 
     Their quotient is the loss; several processes add up both before they divide. The logits of `ROWS_AT_ONCE` slots
     exist at a time: their gradient is taken in the forward pass, and the head, which does not learn, is read no more.
     """
     slots = valid_slots(block_hidden(draft, target, features_RLC, blocks), blocks, gamma)
+    head = head_of(target, None if tokens is None else torch.cat([tokens, slots.labels]))
     selector = draft.candidate_selector
     spans = [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(slots.labels), ROWS_AT_ONCE)]
     total = torch.zeros((), device=slots.hidden.device)
     if not torch.is_grad_enabled():
         for part in map(slots.part, spans):
-            total = total + slots_loss(selector, draft_logits(part.hidden, target), part)
+            total = total + slots_loss(selector, head, part)
         return total, slots.weights.sum()
     learned = list(selector.parameters()) if selector is not None else []
     of_hidden, of_learned = torch.zeros_like(slots.hidden), [torch.zeros_like(p) for p in learned]
     for span in spans:
         part = slots.part(span)
         part = part._replace(hidden=part.hidden.detach().requires_grad_())
-        loss = slots_loss(selector, draft_logits(part.hidden, target), part)
+        loss = slots_loss(selector, head, part)
         of_hidden[span], *more = torch.autograd.grad(loss, [part.hidden, *learned])
         for gradient, of_part in zip(of_learned, more, strict=True):
             gradient += of_part

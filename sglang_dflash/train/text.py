@@ -10,6 +10,7 @@ Knows tokenizers, not models.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -75,6 +76,13 @@ class Batches:
     def prompts(self, n: int) -> list[torch.Tensor]:
         """The prompts of up to `n` documents that are not trained on, int64 [1, tokens] each."""
         return [torch.tensor([self.documents[i].prompt]) for i in self.held_out_documents[:n]]
+
+    def most_frequent(self, n: int) -> torch.Tensor:
+        """The `n` tokens that stand in responses most often, int64; fewer where there are fewer."""
+        counts = Counter(
+            token for i in self.trained_documents for token, said in zip(*self.documents[i], strict=True) if said
+        )
+        return torch.tensor([token for token, _ in counts.most_common(n)])
 
     def _order_of(self, epoch: int) -> list[int]:
         order = list(self.trained_documents)

@@ -14,10 +14,13 @@ from sglang_dflash.train.draft import Second, draft_config_for, initialised
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.objective import (
     Blocks,
+    Head,
+    Slots,
     block_hidden,
     block_loss,
     candidate_scores,
     default_gamma,
+    head_of,
     make_blocks,
     random_anchors,
     slots_loss,
@@ -140,7 +143,7 @@ def one_block(n_valid: int) -> Blocks:
 
 def test_loss_by_hand():
     """Right with probability 1/2, 1/4 and 1/8: the log losses, weighed 1, e^-1/2 and e^-1, and summed."""
-    logits = torch.full((3, 4), float("-inf"))
+    logits = torch.full((3, 4), -1e9)
     for slot, (label, p) in enumerate(((1, 1 / 2), (2, 1 / 4), (3, 1 / 8))):
         logits[slot, label], logits[slot, 0] = math.log(p), math.log(1 - p)
     weights = [1.0, math.exp(-0.5), math.exp(-1.0)]
@@ -148,11 +151,13 @@ def test_loss_by_hand():
         slots = valid_slots(torch.zeros(1, 1, 3, 2), one_block(n_valid), gamma=2.0)
         want = sum(w * k for w, k in zip(weights[:n_valid], (1, 2, 3), strict=False)) * math.log(2)
         assert slots.weights.tolist() == pytest.approx(weights[:n_valid], rel=1e-6)
-        assert slots_loss(None, logits[:n_valid], slots).item() == pytest.approx(want, rel=1e-6)
+        head = Head(logits[:n_valid].T, None, None)  # of hidden states that are unit vectors
+        assert slots_loss(None, head, slots._replace(hidden=torch.eye(n_valid))).item() == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
-def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second):
+@pytest.mark.parametrize("scored", [None, torch.tensor([3, 20, 3, 0])], ids=["all-tokens", "some-tokens"])
+def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second, scored):
     """Values and gradients are those of all logits at once, but for fp32 rounding; a selector adds its loss."""
     draft, target = make_pair(dense, second)
     draft, target = draft.double(), target.double()
@@ -161,20 +166,23 @@ def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second):
     blocks = make_blocks(batch, batch.ids_RL.roll(-1, 1), torch.tensor([[2, 5, 8]]), block_size=5, mask_token_id=MASK)
     slots = valid_slots(block_hidden(draft, target, features_RLC, blocks), blocks, 2.0)
     logits = draft_logits(slots.hidden, target)
+    if scored is not None:
+        others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, torch.cat([scored, slots.labels]), value=False)
+        logits = logits.masked_fill(others, -torch.inf)
     losses = torch.nn.functional.cross_entropy(logits.float(), slots.labels, reduction="none")
     if second:
-        scores, right = candidate_scores(draft.candidate_selector, slots.hidden, logits, (slots.before, slots.labels))
-        losses = losses + torch.nn.functional.cross_entropy(scores, right, reduction="none")
+        scores = candidate_scores(draft.candidate_selector, head_of(target), logits, slots)
+        losses = losses + torch.nn.functional.cross_entropy(*scores, reduction="none")
     want = (losses * slots.weights).sum()
     (want * 3).backward()
     gradients = {name: p.grad.clone() for name, p in draft.named_parameters()}
     for n in (3, 128):
         monkeypatch.setattr(objective, "ROWS_AT_ONCE", n)
         draft.zero_grad()
-        loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0)
+        loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0, scored)
         (loss * 3).backward()
         with torch.no_grad():
-            without_gradient, _ = block_loss(draft, target, features_RLC, blocks, 2.0)
+            without_gradient, _ = block_loss(draft, target, features_RLC, blocks, 2.0, scored)
         assert [loss.item(), without_gradient.item()] == pytest.approx([want.item()] * 2, rel=1e-6)
         assert weight.item() == pytest.approx(slots.weights.sum().item())
         for name, parameter in draft.named_parameters():
@@ -189,7 +197,8 @@ def test_the_selector_learns_behind_the_token_that_is_right():
     for slot in logits:
         slot[5], slot[6], slot[7] = 3.0, 2.0, 1.0
     before, labels = torch.tensor([1, 2, 3]), torch.tensor([5, 7, 9])
-    scores, right = candidate_scores(selector, hidden, logits, (before, labels))
+    head = Head(torch.empty(VOCAB, 32), None, None)
+    scores, right = candidate_scores(selector, head, logits, Slots(hidden, before, labels, torch.ones(3)))
     assert right.tolist() == [0, 2, 2]
     for i, tokens in enumerate([[5, 6, 7], [5, 6, 7], [5, 6, 9]]):
         want = logits[i, tokens] + selector.edges(before[i], hidden[i], torch.tensor(tokens))
