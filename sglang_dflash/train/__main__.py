@@ -116,6 +116,9 @@ def add_draft_options(draft: argparse.ArgumentParser) -> None:
         shape.add_argument(option(field.name), type=int, default=field.default, help="see docs/training.md")
 
     course = draft.add_argument_group("the training")
+    course.add_argument(
+        "--start", choices=("target", "random"), default="target", help="weights of the target's last layers, or noise"
+    )
     course.add_argument("--steps", type=int, default=10_000)
     course.add_argument("--learning-rate", type=float, default=6e-4)
     course.add_argument("--warmup-steps", type=int, default=400)
@@ -187,7 +190,7 @@ def run_draft(args: argparse.Namespace) -> None:
             data,
             recipe_of(args),
             out=args.out,
-            settings=Settings(args.anchors, args.gamma, args.seed, args.eval_tokens),
+            settings=Settings(args.anchors, args.gamma, args.seed, args.start == "target", args.eval_tokens),
             read=cache.read if cache else None,
             ranks=ranks,
         )

@@ -27,6 +27,7 @@ from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
+from sglang_dflash.train.start import initialised, start_from
 from sglang_dflash.train.tokens import Rows
 
 # Tokens drawn anew in every step where not all are scored: any that a draft wrongly prefers is met within 50 steps.
@@ -52,6 +53,7 @@ class Settings:
     n_anchors: int = 32  # blocks per row
     gamma: float | None = None  # decay of the weights along the block, in slots; None: the paper's for this block size
     seed: int = 0
+    from_target: bool = False  # start with the target's last layers, where names and shapes agree
     eval_tokens: int = 64  # of each answer in which acceptance is counted
 
 
@@ -235,6 +237,8 @@ def train_draft(
     torch.manual_seed(settings.seed)
     target.requires_grad_(False).eval()
     draft = initialised(DraftModel(config)).to(target.device)
+    if settings.from_target:
+        start_from(draft, target)
     run = DraftRun(
         draft,
         target,
@@ -258,6 +262,7 @@ def train_draft(
             "n_anchors": settings.n_anchors,
             "gamma": run.gamma,
             "seed": settings.seed,
+            "from_target": settings.from_target,
             "scored": "all" if data.frequent is None else len(data.frequent),
         },
         ranks=ranks,
@@ -277,19 +282,3 @@ def require_undo(target: PreTrainedModel, config: Checkpoint) -> None:
         TargetReader(target, config.target_layer_ids)
     except ValueError as error:
         raise ValueError(f"{error}; train without measuring acceptance: --eval-prompts 0") from error
-
-
-def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
-    """Normal matrices and unit norms, as the targets themselves start; DFlash 2 starts as DFlash.
-
-    Convolutions begin as the identity. A selector begins with no say: its successors are zero, and its predecessors
-    are not, so that there is a gradient.
-    """
-    for name, parameter in draft.named_parameters():
-        if name.endswith(("kernel_projection.weight", "successor_codebook")):
-            torch.nn.init.zeros_(parameter)
-        elif name.endswith("predecessor_codebook"):
-            torch.nn.init.normal_(parameter)
-        elif parameter.ndim == 2:
-            torch.nn.init.normal_(parameter, std=std)
-    return draft

@@ -20,7 +20,8 @@ from sglang_dflash.model import DecodedStep, DraftModel
 from sglang_dflash.model.copies import Copies
 from sglang_dflash.model.generate import Options, choose, draft_block, spec_steps
 from sglang_dflash.model.target import TargetReader
-from sglang_dflash.train.draft import draft_config_for, initialised
+from sglang_dflash.train.draft import draft_config_for
+from sglang_dflash.train.start import initialised
 
 VOCAB = 40
 COMMON = {

@@ -10,9 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig, Qw
 import sglang_dflash
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.model import DraftConfig, DraftModel
-from sglang_dflash.train.draft import Data, DraftRun, Settings, draft_config_for, initialised, train_draft
+from sglang_dflash.train.draft import Data, DraftRun, Settings, draft_config_for, train_draft
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.loop import CHECKPOINT, TrainRecipe
+from sglang_dflash.train.start import initialised, start_from
 from sglang_dflash.train.text import padded
 from sglang_dflash.train.tokens import Tokens
 
@@ -163,3 +164,22 @@ def test_qwen3_5_is_a_target_too():
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
     assert config_for(target).rope_parameters == {"rope_type": "default", "rope_theta": 1e7}
+
+
+def test_a_draft_starts_with_the_targets_last_layers():
+    """At first a block of one anchor, with the context that its layers would see, gets what those layers say."""
+    target = make_target()
+    draft = DraftModel(draft_config_for(target, n_layers=2, block_size=8, mask_token_id=63, target_layer_ids=(1, 3)))
+    for module in target.modules():
+        if isinstance(module, torch.nn.Module) and type(module).__name__.endswith("RMSNorm"):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+    start_from(initialised(draft), target)
+    ids_1S = torch.randint(0, 63, (1, 12))
+    said = target(ids_1S, output_hidden_states=True)
+    # The features are what enters the last two layers, and the slot is the last token's own.
+    features = torch.cat([torch.randn_like(said.hidden_states[4]), said.hidden_states[4]], dim=-1)
+    first = draft.layers[:1]
+    draft.layers = first  # its first layer alone: the second one's context would be the output of the first
+    hidden = draft(said.hidden_states[4][:, None, -1:], draft.context_kv(features[:, :-1]), torch.tensor([[11]]))
+    like = target.model.norm(said.hidden_states[5][:, -1])
+    torch.testing.assert_close(hidden[0, 0], like, atol=1e-4, rtol=1e-4)

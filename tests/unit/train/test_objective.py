@@ -10,7 +10,7 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
 from sglang_dflash.model.target import TargetReader
 from sglang_dflash.train import objective
-from sglang_dflash.train.draft import Second, draft_config_for, initialised
+from sglang_dflash.train.draft import Second, draft_config_for
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.objective import (
     Blocks,
@@ -26,6 +26,7 @@ from sglang_dflash.train.objective import (
     slots_loss,
     valid_slots,
 )
+from sglang_dflash.train.start import initialised
 from sglang_dflash.train.tokens import Rows
 
 VOCAB, MASK = 30, 29
