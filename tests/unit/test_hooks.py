@@ -1,0 +1,83 @@
+"""What the hooks are put on, and what a launch hands on: a function that nobody calls is right in vain."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_dflash import plugin, worker
+from sglang_dflash.flags import Copy, GdnState
+from sglang_dflash.host import contract, increments
+from sglang_dflash.host.admission import hook_tokenizer
+from sglang_dflash.host.draft_input import after_transfer
+from sglang_dflash.host.names import HOOKS
+from sglang_dflash.memory.draft_kv import draft_kv
+
+
+def config_of(**more: Any) -> Any:
+    """A recurrent target's decode server, with copies and a draft window: what needs most hooks."""
+    facts = {
+        "block_size": 8, "widest": 12, "attention_dp": False, "copy": Copy.AUTO, "disaggregation": "decode",
+        "draft": None, "draft_kv": draft_kv(64, 12, "decode"), "gdn_state": GdnState.FOLD,
+        "draft_attention_backend": "",
+        "target": SimpleNamespace(vocab_size=8, recurrent=True, architecture="Qwen3ForCausalLM"),
+        "flags": SimpleNamespace(fp8_head=False),
+    }  # fmt: skip
+    return SimpleNamespace(**facts | more)
+
+
+def test_every_hook_that_is_listed_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = set[str]()
+    monkeypatch.setattr(contract, "set_hooks", hooked.update)
+    monkeypatch.setattr(increments.contract, "set_hooks", hooked.update)
+    recurrent = config_of()
+    dense = config_of(target=SimpleNamespace(vocab_size=8, recurrent=False, architecture="Qwen3ForCausalLM"))
+    for config in (recurrent, dense):
+        plugin.hook_scheduler(config)
+    hook_tokenizer()
+    monkeypatch.setattr("sglang_dflash.metrics.meter.Meter.of", lambda reporter: SimpleNamespace(add=None, idle=None))
+    plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
+    at_registration = {"create_worker", "add_cli_args", "read_draft", "draft_length"}  # `require_live` asks for them
+    assert {name for name, place in HOOKS.items() if place not in hooked} == at_registration
+
+
+def test_what_is_reserved_is_as_wide_as_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reserves KV slots, and sizes rows of req_to_token, by `speculative_num_draft_tokens`."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+
+    from sglang_dflash.config import DFlashConfig
+
+    config = config_of(draft_quantization=None, draft_load_format="auto", dtype="float16")
+    monkeypatch.setattr(DFlashConfig, "from_server_args", lambda server_args: config)
+    monkeypatch.setattr(plugin.host, "require_live", lambda: None)
+    server_args = SimpleNamespace(speculative_algorithm="DFLASH", tokenizer_worker_num=1)
+    plugin.resolve(server_args, lambda server_args: None)
+    decided = resolving_view(server_args)
+    assert (decided.speculative_num_draft_tokens, decided.speculative_dflash_block_size) == (12, 8)
+
+
+def test_the_draft_s_positions_reach_past_the_longest_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verify of 12 in flight and one being planned, at the end of a context of 100."""
+    reached = list[int]()
+    model = SimpleNamespace(attach=lambda ends, max_position: reached.append(max_position))
+    made = SimpleNamespace(draft_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+    monkeypatch.setattr(worker, "build_draft_tp_worker", lambda **_: made)
+    monkeypatch.setattr(worker, "verified_logits", lambda *_: None)
+    for name in ("target_ends", "keep_hidden_states"):
+        monkeypatch.setattr(worker, name, lambda *_, **__: None)
+    monkeypatch.setattr(worker.DFlashWorker, "making_draft", lambda self: nullcontext())
+    runner = SimpleNamespace(model=None, lora_manager=None, model_config=SimpleNamespace(context_len=100))
+    target: Any = SimpleNamespace(model_runner=runner, device="cpu")
+    config = config_of(gdn_state=GdnState.SNAPSHOT)
+    worker.DFlashWorker(config, server_args=None, gpu_id=0, nccl_port=0, target_worker=target)  # type: ignore[arg-type]
+    assert reached == [100 + 2 * 12]
+
+
+def test_a_decode_server_goes_on_from_the_token_that_it_is_sent() -> None:
+    sent = SimpleNamespace(
+        bonus_tokens=torch.tensor([7]), new_seq_lens=torch.tensor([40]), future_indices=torch.tensor([3])
+    )
+    state = after_transfer(sent, None)
+    assert [x.tolist() for x in (state.bonus_tokens, state.new_seq_lens, state.future_indices)] == [[7], [40], [3]]
