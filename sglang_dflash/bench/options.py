@@ -166,7 +166,8 @@ def _add_who(add: Add) -> None:
 
 
 def _add_what(add: Add) -> None:
-    names = f"{', '.join(prompts.DATA_SETS)}, or bundled ones: {', '.join(prompts.BUNDLED_SETS)} ({SYNTHETIC})"
+    ours = ", ".join((*prompts.PACKAGED_SETS, *prompts.BUNDLED_SETS))
+    names = f"{', '.join(prompts.DATA_SETS)}, or what needs no download: {ours} ({SYNTHETIC})"
     add("--dataset", **SEVERAL, choices=prompts.NAMES, metavar="NAME", help=names)
     lines = 'JSONL: a "prompt", chat "messages", or token ids as "input_ids" in every line'
     add("--data", **SEVERAL, type=Path, metavar="FILE", help=lines)

