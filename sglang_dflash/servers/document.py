@@ -43,11 +43,6 @@ def write(document: Mapping[str, Any], path: Path) -> str:
     return str(path).removeprefix(f"{CHECKOUT}/")
 
 
-def file_name(benchmark: str) -> str:
-    """Return the name of a document that is kept: date, machine, commit and benchmark."""
-    return f"{datetime.now(UTC):%Y-%m-%d}-{machine_name()}-{commit()}-{benchmark}.json"
-
-
 def portable(text: str) -> str:
     """Return `text` with paths relative to the repository, and only the last part of other paths."""
     text = text.replace(sys.executable, "python").replace(f"{CHECKOUT}/", "")

@@ -38,6 +38,7 @@ MAX_LIVE, MIN_LIVE = 4, 3  # 2.3 GiB each, two ranks 3, in each of two processes
 ROOM = 6 * 2**30  # bytes that a start wants: two ranks, and as many that the other process starts meanwhile
 # Steps are compared with the plain-torch draft's, which verifies whole blocks and copies nothing.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
+AS_USERS = {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
 PAIRS = {"hybrid": tiny.HYBRID, "dense": tiny.DENSE}
 SECOND = {"hybrid": tiny.HYBRID_2, "dense": tiny.DENSE_2}
@@ -197,6 +198,13 @@ def server(pool: ServerPool) -> GetServer:
 # Asked for anew by each test: others start servers enough to have these stopped.
 @pytest.fixture
 def ours(server: Callable) -> Server:
+    """A server as users start it: widths and n-gram copies are chosen."""
+    return server(flags=VARIANTS["hybrid"].flags, env=AS_USERS)
+
+
+@pytest.fixture
+def whole(server: Callable) -> Server:
+    """A server that verifies whole blocks without copies, whose steps are plain torch's."""
     return server(flags=VARIANTS["hybrid"].flags)
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.workloads import hopeless_prompts
+from tests.server.conftest import AS_USERS
 from tests.server.lib.variants import VARIANTS
 
-DEFAULT = {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}
 MAX_NEW_TOKENS = 64
 EASY = 2  # of the pairs' held-out questions, one that whole blocks of are accepted
 
@@ -24,7 +24,7 @@ def n_steps(server: Server, prompt: list[int]) -> int:
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_first_request_is_drafted_for(server: Callable, questions: Callable, target: str) -> None:
     fresh = {"TEST_FIRST_REQUEST": "1"}  # no other test has asked this server
-    ours = server(target=target, flags=VARIANTS[target].flags, env=DEFAULT | fresh)
+    ours = server(target=target, flags=VARIANTS[target].flags, env=AS_USERS | fresh)
     easy = questions(3, target=target)[EASY]
     first = n_steps(ours, easy)
     for prompt in hopeless_prompts(4):

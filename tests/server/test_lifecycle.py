@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, steps, stream, together
-from tests.server.lib.variants import TRACK, VARIANTS
+from tests.server.lib.variants import TRACK
 
 MAX_NEW_TOKENS = 80
 PATIENCE_S = 120.0  # a server that has done nothing for so long has stopped
@@ -33,11 +33,6 @@ TIGHT = (
     *("--schedule-conservativeness", "0.05"),
 )
 KV_FULL = "KV cache pool is full. Retract requests"
-
-
-@pytest.fixture(scope="module")
-def ours(server: Callable) -> Server:
-    return server(flags=VARIANTS["hybrid"].flags)
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +317,7 @@ def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[l
 
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.full)])
 def test_the_draft_changes_in_the_middle_of_requests(
-    ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str
+    whole: Server, prompts: list[list[int]], expected: list[list[int]], mode: str
 ) -> None:
     """No token changes; how many a step commits does."""
     original = {name: tensor.float() for name, tensor in load_file(HYBRID.draft / "model.safetensors").items()}
@@ -330,18 +325,18 @@ def test_the_draft_changes_in_the_middle_of_requests(
     useless = {name: torch.randn_like(tensor) * tensor.std() for name, tensor in original.items() if tensor.ndim == 2}
 
     def ask_across(tensors: dict[str, torch.Tensor]) -> list[Generation]:
-        with Streams(ours, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
+        with Streams(whole, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
             asked.wait_begun(5)
-            assert post(ours, "/pause_generation", {"mode": mode}).status_code == 200
+            assert post(whole, "/pause_generation", {"mode": mode}).status_code == 200
             try:
-                assert push(ours, tensors, selector="draft", flush_cache=False).status_code == 200
+                assert push(whole, tensors, selector="draft", flush_cache=False).status_code == 200
             finally:
-                assert post(ours, "/continue_generation").status_code == 200
+                assert post(whole, "/continue_generation").status_code == 200
             return asked.answers()
 
     def quiet_steps() -> list[dict[int, int]]:
-        ours.flush_cache()
-        answers = ours.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+        whole.flush_cache()
+        answers = whole.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
         assert [answer.token_ids for answer in answers] == expected
         return [steps(answer) for answer in answers]
 

@@ -88,13 +88,13 @@ def require_same_counts(before: Scrape, after: Scrape, answers: Sequence[Generat
         assert after.by("position", name) - before.by("position", name) == +Counter(reached)
 
 
-def test_the_sums_are_those_of_the_requests(ours: Server, questions: Callable) -> None:
+def test_the_sums_are_those_of_the_requests(whole: Server, questions: Callable) -> None:
     for concurrency in (1, 4):
         time.sleep(0.5)  # what ran before is written
-        before = Scrape(ours)
-        answers = ours.generate_many(questions(6, seed=3), concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
+        before = Scrape(whole)
+        answers = whole.generate_many(questions(6, seed=3), concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
         n_blocks = summed(answers, "spec_verify_ct")
-        after = scrape_with(ours, before.total("dflash_committed_tokens_count") + n_blocks)
+        after = scrape_with(whole, before.total("dflash_committed_tokens_count") + n_blocks)
         require_same_counts(before, after, answers)
         steps = after.by("width", "steps_total") - before.by("width", "steps_total")
         assert set(steps) == {BLOCK}
@@ -110,9 +110,9 @@ def test_the_sums_are_those_of_the_requests(ours: Server, questions: Callable) -
     assert after.total("dflash_cut_blocks_total") == 0
 
 
-def test_all_are_exported_with_sglang_s_labels(ours: Server, questions: Callable) -> None:
-    ours.generate(questions(1)[0], max_new_tokens=MAX_NEW_TOKENS)
-    samples = Scrape(ours).samples
+def test_all_are_exported_with_sglang_s_labels(whole: Server, questions: Callable) -> None:
+    whole.generate(questions(1)[0], max_new_tokens=MAX_NEW_TOKENS)
+    samples = Scrape(whole).samples
     (sglang_s,) = [sample.labels for sample in samples if sample.name == "sglang:num_running_reqs"]
     assert sglang_s["model_name"]
     for metric in METRICS:

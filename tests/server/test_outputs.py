@@ -22,20 +22,20 @@ MASKED = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
 MAX_NEW_TOKENS = 40
 
 
-def test_the_prompt_s_rows_come_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
+def test_the_prompt_s_rows_come_as_without_speculation(whole: Server, off: Server, questions: Callable) -> None:
     for prompt in questions(2, seed=21):
-        first, second = (s.generate(prompt, fields=ASKED, max_new_tokens=1).meta["hidden_states"] for s in (ours, off))
+        first, second = (s.generate(prompt, fields=ASKED, max_new_tokens=1).meta["hidden_states"] for s in (whole, off))
         assert len(first) == len(second) == 1
         assert len(first[0]) == len(second[0]) == len(prompt)
         torch.testing.assert_close(torch.tensor(first), torch.tensor(second), atol=GAP, rtol=GAP)
 
 
-def test_asking_changes_no_step_and_gives_nothing_to_others(ours: Server, questions: Callable) -> None:
+def test_asking_changes_no_step_and_gives_nothing_to_others(whole: Server, questions: Callable) -> None:
     prompts = questions(6, seed=22)
-    plain = ours.generate_many(prompts, concurrency=6, max_new_tokens=MAX_NEW_TOKENS)
+    plain = whole.generate_many(prompts, concurrency=6, max_new_tokens=MAX_NEW_TOKENS)
     fields = [ASKED, {}, MASKED, ASKED | MASKED, {}, ASKED]
     requests = [{"fields": field, "max_new_tokens": MAX_NEW_TOKENS} for field in fields]
-    asked = together(ours, list(zip(prompts, requests, strict=True)))
+    asked = together(whole, list(zip(prompts, requests, strict=True)))
     assert [answer.token_ids for answer in asked] == [answer.token_ids for answer in plain]
     assert list(map(steps, asked)) == list(map(steps, plain))
     for prompt, field, answer in zip(prompts, fields, asked, strict=True):
@@ -48,7 +48,7 @@ def test_asking_changes_no_step_and_gives_nothing_to_others(ours: Server, questi
             assert answer.meta["output_token_sampling_logprobs"] == [[0.0]] * len(answer.token_ids)
 
 
-def test_hidden_states_of_any_kind_of_request(ours: Server, questions: Callable) -> None:
+def test_hidden_states_of_any_kind_of_request(whole: Server, questions: Callable) -> None:
     kinds: list[dict[str, Any]] = [
         {"stop": ["the", "e"]},
         {"temperature": 1.5, "min_p": 0.01},
@@ -58,23 +58,23 @@ def test_hidden_states_of_any_kind_of_request(ours: Server, questions: Callable)
     ]
     prompts = questions(len(kinds), seed=23)
     requests = [{"fields": ASKED, "max_new_tokens": MAX_NEW_TOKENS} | kind for kind in kinds]
-    for prompt, answer in zip(prompts, together(ours, list(zip(prompts, requests, strict=True))), strict=True):
+    for prompt, answer in zip(prompts, together(whole, list(zip(prompts, requests, strict=True))), strict=True):
         require_rows(HYBRID.target, prompt, answer)
 
 
-def test_each_of_several_answers_has_its_own(ours: Server, questions: Callable) -> None:
+def test_each_of_several_answers_has_its_own(whole: Server, questions: Callable) -> None:
     (prompt,) = questions(1, seed=24)
     sampling = {"n": 2, "temperature": 1.5, "top_k": 50, "max_new_tokens": MAX_NEW_TOKENS}
-    answers = post(ours, "/generate", {"input_ids": prompt, "sampling_params": sampling} | ASKED | MASKED).json()
+    answers = post(whole, "/generate", {"input_ids": prompt, "sampling_params": sampling} | ASKED | MASKED).json()
     assert len(answers) == 2
     for answer in answers:
         require_rows(HYBRID.target, prompt, Generation(answer["output_ids"], answer["text"], answer["meta_info"]))
         require_masks(answer["output_ids"], answer["meta_info"])
 
 
-def test_a_stream_has_as_many_rows_as_tokens_at_any_time(ours: Server, questions: Callable) -> None:
+def test_a_stream_has_as_many_rows_as_tokens_at_any_time(whole: Server, questions: Callable) -> None:
     (prompt,) = questions(1, seed=25)
-    events = list(stream(ours, prompt, fields=ASKED | MASKED, max_new_tokens=MAX_NEW_TOKENS))
+    events = list(stream(whole, prompt, fields=ASKED | MASKED, max_new_tokens=MAX_NEW_TOKENS))
     assert len(events) > 2
     for event in events:
         assert len(event.meta["hidden_states"]) == len(event.token_ids)
@@ -103,11 +103,11 @@ def require_masks(token_ids: Sequence[int], meta: dict[str, Any]) -> None:
         assert math.isclose(sum(map(math.exp, logprob)), 1.0, abs_tol=1e-4)
 
 
-def test_masks_are_those_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
+def test_masks_are_those_without_speculation(whole: Server, off: Server, questions: Callable) -> None:
     """A token's mask follows from the text before it: what was drawn here is put before a request there."""
     prompts = questions(len(DRAWN), seed=26)
     requests = [masked(kind) | {"max_new_tokens": 12} for kind in DRAWN]
-    answers = together(ours, list(zip(prompts, requests, strict=True)))
+    answers = together(whole, list(zip(prompts, requests, strict=True)))
     assert sum(answer.meta["spec_num_correct_drafts"] for answer in answers) > 10
     for prompt, kind, answer in zip(prompts, DRAWN, answers, strict=True):
         require_masks(answer.token_ids, answer.meta)
@@ -127,12 +127,12 @@ def of_mask(meta: dict[str, Any], i: int) -> dict[int, float]:
     return dict(zip(masks[i], logprobs[i], strict=True))
 
 
-def test_one_logprob_of_each_token_unless_all_are_asked_for(ours: Server, questions: Callable) -> None:
+def test_one_logprob_of_each_token_unless_all_are_asked_for(whole: Server, questions: Callable) -> None:
     """Beside a request that asks for all of them, and one that asks for none."""
     kind = {"temperature": 1.5, "top_k": 10, "max_new_tokens": 12}
     fields = [MASKED | {"sampling_logprobs_mode": "selected"}, MASKED, {}]
     requests = [kind | {"fields": field} for field in fields]
-    selected, supported, _ = together(ours, list(zip(questions(3, seed=27), requests, strict=True)))
+    selected, supported, _ = together(whole, list(zip(questions(3, seed=27), requests, strict=True)))
     require_masks(supported.token_ids, supported.meta)
     masks, logprobs = (selected.meta[f"output_token_sampling_{name}"] for name in ("mask", "logprobs"))
     assert all(token in mask for token, mask in zip(selected.token_ids, masks, strict=True))
@@ -140,9 +140,9 @@ def test_one_logprob_of_each_token_unless_all_are_asked_for(ours: Server, questi
     assert all(-30 < logprob <= 0 for logprob in logprobs)
 
 
-def test_what_sglang_refuses_of_masks_is_refused_alike(ours: Server, off: Server, questions: Callable) -> None:
+def test_what_sglang_refuses_of_masks_is_refused_alike(whole: Server, off: Server, questions: Callable) -> None:
     (prompt,) = questions(1)
     body = {"input_ids": prompt, "sampling_params": {"temperature": 1.0}, "return_sampling_mask": True}  # no top_k
-    answers = [post(server, "/generate", body) for server in (ours, off)]
+    answers = [post(server, "/generate", body) for server in (whole, off)]
     assert [answer.status_code for answer in answers] == [400, 400]
     assert len({answer.json()["error"]["message"] for answer in answers}) == 1

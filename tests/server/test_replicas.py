@@ -20,10 +20,10 @@ MAX_NEW_TOKENS = 64
 
 
 def test_two_ranks_say_what_one_says_in_as_many_steps(
-    server: Callable, ours: Server, questions: Callable, reference: Callable
+    server: Callable, whole: Server, questions: Callable, reference: Callable
 ) -> None:
     prompts = questions(10, seed=80)
-    expected = [steps(ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)) for prompt in prompts]
+    expected = [steps(whole.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)) for prompt in prompts]
     two = server(flags=("--dp-size", "2"), env=dict(TWO_NODES))
     answers = two.generate_many(prompts, concurrency=6, max_new_tokens=MAX_NEW_TOKENS)
     assert [answer.token_ids for answer in answers] == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]

@@ -11,10 +11,10 @@ from tests.server.lib.variants import VARIANTS
 MAX_NEW_TOKENS = 48
 
 
-def test_it_counts_the_steps_that_were_taken(ours: Server, questions: Callable) -> None:
-    before = served.fetch(ours.url)["width"]
-    answers = ours.generate_many(questions(4), concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-    after = served.fetch(ours.url)["width"]
+def test_it_counts_the_steps_that_were_taken(whole: Server, questions: Callable) -> None:
+    before = served.fetch(whole.url)["width"]
+    answers = whole.generate_many(questions(4), concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
+    after = served.fetch(whole.url)["width"]
     assert (after["policy"], after["seconds"]) == ("always 16", {})
     assert set(after["n_steps"]) == {"16"}
     n_steps = after["n_steps"]["16"] - before["n_steps"].get("16", 0)

@@ -21,7 +21,7 @@ NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", 
          "layers.1.self_attn.k_norm.weight")  # fmt: skip
 
 
-def test_an_updated_draft_drafts_as_if_it_had_been_loaded(ours: Server, questions: Callable) -> None:
+def test_an_updated_draft_drafts_as_if_it_had_been_loaded(whole: Server, questions: Callable) -> None:
     """It reaches the block and the context alike: there is no second copy to go stale."""
     prompts = questions(4, seed=11)
     original = {name: tensor.float() for name, tensor in load_file(HYBRID.draft / "model.safetensors").items()}
@@ -33,15 +33,15 @@ def test_an_updated_draft_drafts_as_if_it_had_been_loaded(ours: Server, question
         return [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts]
 
     before = expected()
-    assert served_steps(ours, prompts) == before
+    assert served_steps(whole, prompts) == before
     try:
-        assert push(ours, changed, selector="draft").status_code == 200
+        assert push(whole, changed, selector="draft").status_code == 200
         expert.draft.load_state_dict(changed, strict=False)
         assert expected() != before, "the change is too small to see; this test could not fail"
-        assert served_steps(ours, prompts) == expected()
+        assert served_steps(whole, prompts) == expected()
     finally:
-        assert push(ours, {name: original[name] for name in NAMES}, selector="draft").status_code == 200
-    assert served_steps(ours, prompts) == before
+        assert push(whole, {name: original[name] for name in NAMES}, selector="draft").status_code == 200
+    assert served_steps(whole, prompts) == before
 
 
 def changed_copy(checkpoint: Path, folder: Path) -> Path:
@@ -57,7 +57,7 @@ def changed_copy(checkpoint: Path, folder: Path) -> Path:
 
 
 def test_a_checkpoint_from_disk_goes_to_the_model_it_belongs_to(
-    ours: Server, off: Server, questions: Callable, tmp_path: Path
+    whole: Server, off: Server, questions: Callable, tmp_path: Path
 ) -> None:
     """A target's changes the text as it does without speculation; a draft's changes how many drafts are accepted."""
     prompts, (new_target, new_draft) = questions(2, seed=12), (changed_copy(p, tmp_path / p.name) for p in HYBRID)
@@ -66,7 +66,7 @@ def test_a_checkpoint_from_disk_goes_to_the_model_it_belongs_to(
         return post(server, "/update_weights_from_disk", {"model_path": str(path)}).status_code
 
     def served() -> tuple[list[list[int]], list[dict[int, int]]]:
-        answers = [ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
+        answers = [whole.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
         assert [off.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids for prompt in prompts] == [
             answer.token_ids for answer in answers
         ]
@@ -74,27 +74,27 @@ def test_a_checkpoint_from_disk_goes_to_the_model_it_belongs_to(
 
     before = served()
     try:
-        assert load(ours, new_draft) == 200
+        assert load(whole, new_draft) == 200
         text, n_accepted = served()
         assert text == before[0]
         assert n_accepted != before[1], "the draft did not change"
-        assert load(ours, HYBRID.draft) == 200
+        assert load(whole, HYBRID.draft) == 200
         assert served() == before
-        assert [load(s, new_target) for s in (ours, off)] == [200, 200]
+        assert [load(s, new_target) for s in (whole, off)] == [200, 200]
         assert served()[0] != before[0], "the target did not change"
     finally:
-        assert [load(ours, HYBRID.draft), load(ours, HYBRID.target), load(off, HYBRID.target)] == [200, 200, 200]
+        assert [load(whole, HYBRID.draft), load(whole, HYBRID.target), load(off, HYBRID.target)] == [200, 200, 200]
     assert served() == before
 
 
-def test_a_draft_that_does_not_fit_is_refused(ours: Server, tmp_path: Path) -> None:
+def test_a_draft_that_does_not_fit_is_refused(whole: Server, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(HYBRID.draft, tmp_path / "draft"))
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"mask_token_id": 3', '"mask_token_id": 4'))
-    refused = post(ours, "/update_weights_from_disk", {"model_path": str(folder)})
+    refused = post(whole, "/update_weights_from_disk", {"model_path": str(folder)})
     assert refused.status_code == 400
     assert "mask_token_id is 4, and the draft being served has 3; restart with it" in refused.json()["message"]
-    assert ours.generate([5], max_new_tokens=4).token_ids
+    assert whole.generate([5], max_new_tokens=4).token_ids
 
 
 def served_steps(server: Server, prompts: list[list[int]]) -> list[dict[int, int]]:
@@ -102,78 +102,78 @@ def served_steps(server: Server, prompts: list[list[int]]) -> list[dict[int, int
 
 
 @pytest.mark.parametrize("part", ["model.layers.0.", "model.norm.weight", ""])
-def test_target_push_leaves_draft(ours: Server, questions: Callable, part: str) -> None:
+def test_target_push_leaves_draft(whole: Server, questions: Callable, part: str) -> None:
     """Without a selector, as trainers push: one layer, one norm whose name the draft has too, and everything."""
     prompts = questions(3, seed=13)
-    before = served_steps(ours, prompts)
+    before = served_steps(whole, prompts)
     tensors = {name: t for name, t in load_file(HYBRID.target / "model.safetensors").items() if part in name}
     assert tensors
-    assert push(ours, tensors).status_code == 200
-    assert served_steps(ours, prompts) == before
+    assert push(whole, tensors).status_code == 200
+    assert served_steps(whole, prompts) == before
 
 
-def test_target_push_over_group_leaves_draft(ours: Server, questions: Callable) -> None:
+def test_target_push_over_group_leaves_draft(whole: Server, questions: Callable) -> None:
     prompts = questions(3, seed=13)
-    before = served_steps(ours, prompts)
+    before = served_steps(whole, prompts)
     tensors = {
         name: tensor for name, tensor in load_file(HYBRID.target / "model.safetensors").items() if "layers.0." in name
     }
     port, group = free_port(31900), {"world_size": 2, "group_name": "push", "backend": "gloo"}
     with ThreadPoolExecutor() as threads:
         joining = threads.submit(
-            post, ours, "/init_weights_update_group",
+            post, whole, "/init_weights_update_group",
             {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, **group},
         )  # fmt: skip
         trainer = init_custom_process_group(init_method=f"tcp://127.0.0.1:{port}", rank=0, **group)
         assert joining.result().status_code == 200
-        assert post(ours, "/begin_weight_update", {}).status_code == 200
+        assert post(whole, "/begin_weight_update", {}).status_code == 200
         body = {
             "names": list(tensors),
             "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
             "shapes": [list(t.shape) for t in tensors.values()],
             "group_name": "push",
         }
-        receiving = threads.submit(post, ours, "/update_weights_from_distributed", body)
+        receiving = threads.submit(post, whole, "/update_weights_from_distributed", body)
         for tensor in tensors.values():
             torch.distributed.broadcast(tensor, src=0, group=trainer)
         assert receiving.result().status_code == 200
-        assert post(ours, "/end_weight_update", {}).status_code == 200
-        assert post(ours, "/destroy_weights_update_group", {"group_name": "push"}).status_code == 200
-    assert served_steps(ours, prompts) == before
+        assert post(whole, "/end_weight_update", {}).status_code == 200
+        assert post(whole, "/destroy_weights_update_group", {"group_name": "push"}).status_code == 200
+    assert served_steps(whole, prompts) == before
 
 
-def test_unknown_tensor_is_refused(ours: Server, questions: Callable) -> None:
+def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
     """A draft knows all its names: what is not among them fails the push, and nothing of it is loaded."""
     prompts = questions(3, seed=13)
-    before = served_steps(ours, prompts)
+    before = served_steps(whole, prompts)
     tensors = {"norm.weight": torch.zeros(64), "lm_head.bias": torch.zeros(8)}
-    refused = push(ours, tensors, selector="draft")
+    refused = push(whole, tensors, selector="draft")
     assert refused.status_code == 400
     assert "a DFlash draft has no tensor 'lm_head.bias'" in refused.json()["message"]
     assert '"selector": "target"' in refused.json()["message"]
-    wrong_shape = push(ours, {"model.norm.weight": torch.zeros(8)})
+    wrong_shape = push(whole, {"model.norm.weight": torch.zeros(8)})
     assert wrong_shape.status_code == 400
-    assert served_steps(ours, prompts) == before
+    assert served_steps(whole, prompts) == before
 
 
-def test_draft_uses_head_of_updated_target(ours: Server, off: Server, questions: Callable) -> None:
+def test_draft_uses_head_of_updated_target(whole: Server, off: Server, questions: Callable) -> None:
     """With another head and embedding text is as without speculation, and steps as plain torch's with both."""
     prompts, original = questions(3, seed=13), load_file(HYBRID.target / "model.safetensors")
     names = [name for name in original if "lm_head" in name or "embed_tokens" in name]
     torch.manual_seed(0)
     changed = {name: original[name] + 0.2 * original[name].std() * torch.randn_like(original[name]) for name in names}
-    before, expert = served_steps(ours, prompts), Oracle(HYBRID, None, None)
+    before, expert = served_steps(whole, prompts), Oracle(HYBRID, None, None)
     try:
-        for one in (ours, off):
+        for one in (whole, off):
             assert push(one, changed).status_code == 200
         expert.target.load_state_dict(changed, strict=False)
-        answers = [ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
+        answers = [whole.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
         expected = [off.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids for prompt in prompts]
         assert [answer.token_ids for answer in answers] == expected
         after = list(map(steps, answers))
         assert after != before, "the change is too small to see"
         assert after == [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     finally:
-        for one in (ours, off):
+        for one in (whole, off):
             assert push(one, {name: original[name] for name in names}).status_code == 200
-    assert served_steps(ours, prompts) == before
+    assert served_steps(whole, prompts) == before
