@@ -28,6 +28,7 @@ def rounded_logits(hidden: torch.Tensor, target: torch.nn.Module) -> torch.Tenso
     return rounded(hidden) @ rounded(target.get_output_embeddings().weight).T
 
 
+@pytest.mark.full
 def test_an_fp8_head_drafts_as_plain_torch_with_it_rounded(
     server: Callable, questions: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ def n_steps(server: Server, prompt: list[int]) -> int:
     return server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).meta["spec_verify_ct"]
 
 
-@pytest.mark.parametrize("target", ["hybrid", "dense"])
+@pytest.mark.parametrize("target", ["dense", pytest.param("hybrid", marks=pytest.mark.full)])
 def test_first_request_is_drafted_for(server: Callable, questions: Callable, target: str) -> None:
     fresh = {"TEST_FIRST_REQUEST": "1"}  # no other test has asked this server
     ours = server(target=target, flags=VARIANTS[target].flags, env=AS_USERS | fresh)

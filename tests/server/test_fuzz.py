@@ -12,7 +12,7 @@ from tests.server.lib.variants import RETRACT, VARIANTS
 from tests.server.test_lifecycle import TIGHT
 from tests.tools.parameters import REQUEST_FLAGS
 
-N_SHORT, N_LONG = 200, 2500  # requests; the long form has four servers
+N_SHORT, N_LONG = 100, 2500  # requests; the long form has four servers
 PHASES = (Phase.generate, Phase.shrink)
 SETTINGS = settings(
     deadline=None, database=None, derandomize=False, phases=PHASES, suppress_health_check=list(HealthCheck)

@@ -166,9 +166,7 @@ REHEARSALS = {
         n_prompts=8,
         max_new_tokens=48,
     ),
-    "fa3-graphs-interpreted": Rehearsal(
-        (*attention("fa3"), *GRAPHS), INTERPRETED, full=False, n_prompts=2, max_new_tokens=24
-    ),
+    "fa3-graphs-interpreted": Rehearsal((*attention("fa3"), *GRAPHS), INTERPRETED, n_prompts=2, max_new_tokens=24),
     "fa3-graphs-streams": Rehearsal((*attention("fa3"), *GRAPHS, *REQUEST_FLAGS), STREAMS),
     "flashinfer-prefill-graphs-pages-streams": Rehearsal(
         (*attention("flashinfer"), *BREAKABLE, *PAGES, *TRACK), STREAMS

@@ -79,7 +79,8 @@ def test_rows_depend_on_their_seed_alone(tokenizer):
     assert not torch.equal(first.ids_RL, other.ids_RL)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", pytest.param("dense", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["hybrid", "dense"])
 def test_a_pair_is_made_from_nothing_and_resumed(tmp_path, kind):
     short = TrainRecipe(steps=2, learning_rate=1e-3, warmup_steps=1)
     make_pair(tmp_path, kind, target_recipe=short, draft_recipe=short)
