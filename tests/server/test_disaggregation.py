@@ -71,6 +71,8 @@ KINDS = {
     "decode-two-ranks": Kind("dense", decode=TWO_RANKS, env=TWO_NODES),
     "fa3-graphs": Kind(flags=(*attention("fa3"), *GRAPHS), env=SM90),
 }
+# Each restart takes a minute and a half; pages, retraction and attention backends have no part in it.
+KILLED = ("hybrid", "dense", "decode-two-ranks")
 
 
 class Two(NamedTuple):
@@ -166,6 +168,7 @@ def test_nothing_is_held_afterwards(serving: Serving) -> None:
         require_nothing_held(server)
 
 
+@pytest.mark.parametrize("serving", [KINDS[kind] for kind in KILLED], ids=KILLED, indirect=True)
 @pytest.mark.parametrize("end", ["decode", "prefill"])
 def test_a_server_that_is_killed_takes_its_requests_along_and_is_found_again(serving: Serving, end: str) -> None:
     """One request waits for the server that dies, six are under way between both."""
