@@ -6,7 +6,6 @@ parses it into its arguments here, and the rules that choose the draft's backend
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -105,9 +104,7 @@ def parse(launch: Any, line: str, env: dict[str, str], fields: list[str], *flags
 
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_a_card_s_line_means_what_the_card_says(
-    name: str, target: str, launch: Any, pair: dict[str, str], draft_16: str
-) -> None:
+def test_a_card_s_line_means_what_the_card_says(name, target, launch, pair, draft_16):
     card = CARDS[name]
     line = card.line.format(target=pair[target], draft=draft_16)
     parsed = parse(launch, line, card.env, list(card.fields))
@@ -120,7 +117,7 @@ def test_a_card_s_line_means_what_the_card_says(
     assert config.draft_window == card.draft_window
 
 
-def test_block_8_of_the_cards_tables_runs_with_a_16_draft(launch: Any, pair: dict[str, str], draft_16: str) -> None:
+def test_block_8_of_the_cards_tables_runs_with_a_16_draft(launch, pair, draft_16):
     line = FA3.format(target=pair["hybrid"], draft=draft_16).replace("tokens 16", "tokens 8")
     parsed = parse(launch, line, {}, ["speculative_num_draft_tokens"])
     arguments = replace(Arguments(**parsed["arguments"]), device="sm90", accept_thresholds=(1.0, 1.0))
@@ -144,36 +141,32 @@ RESOLVED = ["speculative_num_draft_tokens", "speculative_draft_attention_backend
         ({"SGLANG_ENABLE_DFLASH_SPEC_V2": "false"}, True),
     ],
 )
-def test_old_overlap_switches_reach_the_resolved_arguments(
-    env: dict[str, str], overlap_off: bool, launch: Any, pair: dict[str, str]
-) -> None:
+def test_old_overlap_switches_reach_the_resolved_arguments(env, overlap_off, launch, pair):
     line = CPU.format(target=pair["dense"], draft=pair["draft"])
     fields = parse(launch, line, env, RESOLVED, "--resolve")["fields"]
     assert fields == dict(zip(RESOLVED, (8, "torch_native", overlap_off), strict=True))
 
 
-def test_a_smaller_block_reaches_the_resolved_arguments(launch: Any, pair: dict[str, str]) -> None:
+def test_a_smaller_block_reaches_the_resolved_arguments(launch, pair):
     line = CPU.format(target=pair["hybrid"], draft=pair["draft"]) + "--speculative-dflash-block-size 4"
     assert parse(launch, line, {}, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 4
 
 
-def test_the_stock_worker_is_not_held_to_our_rules(launch: Any, pair: dict[str, str]) -> None:
+def test_the_stock_worker_is_not_held_to_our_rules(launch, pair):
     """SGLang only warns of a block longer than the trained one; with the stock worker that is its business."""
     line = CPU.format(target=pair["dense"], draft=pair["draft"]) + "--speculative-num-draft-tokens 12"
     stock = {"SGLANG_DFLASH_WORKER": "stock"}
     assert parse(launch, line, stock, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 12
 
 
-def test_a_draft_may_be_a_repository(launch: Any, pair: dict[str, str], checkpoints: ModuleType, hub: Path) -> None:
+def test_a_draft_may_be_a_repository(launch, pair, checkpoints, hub):
     """As on the cards: the draft is found where the Hugging Face client keeps it, and is checked there."""
     checkpoints.write_cached(hub, "z-lab/Tiny-DFlash", block_size=6)
     line = CPU.format(target=pair["dense"], draft="z-lab/Tiny-DFlash")
     assert parse(launch, line, {}, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 6
 
 
-def test_a_repository_without_its_weights_is_refused(
-    launch: Any, pair: dict[str, str], checkpoints: ModuleType, hub: Path
-) -> None:
+def test_a_repository_without_its_weights_is_refused(launch, pair, checkpoints, hub):
     (checkpoints.write_cached(hub, "z-lab/Half-DFlash") / "model.safetensors").unlink()
     line = CPU.format(target=pair["dense"], draft="z-lab/Half-DFlash")
     ended = launch("parse", "--resolve", *line.split())

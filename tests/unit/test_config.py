@@ -1,7 +1,6 @@
 """The draft, the target and the flags against each other: what is combined, and what is refused."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -51,7 +50,7 @@ def draft(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
     return checkpoint.read(str(checkpoints.write_draft(tmp_path_factory.mktemp("config") / "draft")))
 
 
-def test_everything_left_to_the_checkpoint(draft: Checkpoint) -> None:
+def test_everything_left_to_the_checkpoint(draft):
     served = combine(ARGUMENTS, TARGET, draft, FLAGS)
     assert (served.block_size, served.draft_window, served.dtype) == (8, None, "bfloat16")
     assert served.draft_attention_backend == "fa3"
@@ -59,32 +58,32 @@ def test_everything_left_to_the_checkpoint(draft: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 8])
-def test_a_block_may_be_a_prefix_of_the_trained_one(block_size: int, draft: Checkpoint) -> None:
+def test_a_block_may_be_a_prefix_of_the_trained_one(block_size, draft):
     """And a window as small as the block."""
     served = combine(replace(ARGUMENTS, block_size=block_size, draft_window=block_size), TARGET, draft, FLAGS)
     assert (served.block_size, served.draft.block_size, served.draft_window) == (block_size, 8, block_size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_both_in_the_target_s_dtype(dtype: str, draft: Checkpoint) -> None:
+def test_both_in_the_target_s_dtype(dtype, draft):
     assert combine(ARGUMENTS, replace(TARGET, dtype=dtype), replace(draft, dtype="float32"), FLAGS).dtype == dtype
 
 
-def test_what_dflash_does_anyway_may_be_asked_for(draft: Checkpoint) -> None:
+def test_what_dflash_does_anyway_may_be_asked_for(draft):
     checked(replace(ARGUMENTS, num_steps=1, topk=1), draft)
 
 
 @pytest.mark.parametrize(
     ("device", "asked", "kept"), [("sm90", None, "fa3"), ("sm100", "fa4", "fa4"), ("sm100", "trtllm_mha", "trtllm_mha")]
 )
-def test_an_fp8_target(device: str, asked: str | None, kept: str, draft: Checkpoint) -> None:
+def test_an_fp8_target(device, asked, kept, draft):
     """Its cache is fp8 as well, or its own where SGLang gives it one."""
     arguments = replace(ARGUMENTS, device=device, draft_backend=asked, draft_kv_dtype="fp8_e4m3", page_size=64)
     assert combine(arguments, TARGET, draft, FLAGS).draft_attention_backend == kept
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_heads_that_can_be_split(tp_size: int, draft: Checkpoint) -> None:
+def test_heads_that_can_be_split(tp_size, draft):
     assert combine(replace(ARGUMENTS, tp_size=tp_size), TARGET, draft, FLAGS).draft is draft
 
 
@@ -149,9 +148,7 @@ def checked(arguments: Arguments, draft: Checkpoint) -> None:
     ],
     ids=str,
 )
-def test_flags_without_an_exact_meaning_are_refused(
-    changes: dict[str, Any], error: type[Exception], sentence: str, draft: Checkpoint
-) -> None:
+def test_flags_without_an_exact_meaning_are_refused(changes, error, sentence, draft):
     with pytest.raises(error, match=sentence) as refusal:
         checked(replace(ARGUMENTS, **changes), draft)
     assert type(refusal.value) is error
@@ -173,12 +170,12 @@ def test_flags_without_an_exact_meaning_are_refused(
     ],
     ids=str,
 )
-def test_a_draft_for_another_target_is_refused(changes: dict[str, Any], sentence: str, draft: Checkpoint) -> None:
+def test_a_draft_for_another_target_is_refused(changes, sentence, draft):
     with pytest.raises(ValueError, match=sentence):
         combine(ARGUMENTS, replace(TARGET, **changes), draft, FLAGS)
 
 
-def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft: Checkpoint) -> None:
+def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft):
     asked = replace(ARGUMENTS, streaming_session=True, draft_window=64)
     combine(replace(asked, page_size=1), TARGET, draft, FLAGS)
     combine(replace(asked, page_size=16, draft_window=None), TARGET, draft, FLAGS)
@@ -186,7 +183,7 @@ def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft: Checkpoint) -> N
         combine(replace(asked, page_size=16), TARGET, draft, FLAGS)
 
 
-def test_rings_are_sized_before_graphs_are_captured(draft: Checkpoint) -> None:
+def test_rings_are_sized_before_graphs_are_captured(draft):
     asked = replace(ARGUMENTS, sized_after_capture=True)
     combine(asked, TARGET, draft, FLAGS)
     with pytest.raises(NotSupported, match=r"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window .* set it to 0"):
@@ -206,9 +203,7 @@ def test_rings_are_sized_before_graphs_are_captured(draft: Checkpoint) -> None:
         (16, (32, 32), 16),
     ],
 )
-def test_the_context_that_is_kept(
-    flag: int | None, kept_by_layers: tuple[int | None, ...], kept: int | None, draft: Checkpoint
-) -> None:
+def test_the_context_that_is_kept(flag, kept_by_layers, kept, draft):
     kinds = tuple(FULL if window is None else SLIDING for window in kept_by_layers)
     window = max((window for window in kept_by_layers if window is not None), default=None)
     draft = replace(draft, layer_types=kinds, sliding_window=window)
@@ -224,17 +219,17 @@ def test_the_context_that_is_kept(
     ],
     ids=str,
 )
-def test_a_draft_that_cannot_be_right_is_refused(changes: dict[str, Any], sentence: str, draft: Checkpoint) -> None:
+def test_a_draft_that_cannot_be_right_is_refused(changes, sentence, draft):
     with pytest.raises(ValueError, match=sentence):
         combine(ARGUMENTS, TARGET, replace(draft, **changes), FLAGS)
 
 
-def test_a_draft_need_not_say_its_vocabulary(checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_a_draft_need_not_say_its_vocabulary(checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, vocab_size=None)
     assert combine(ARGUMENTS, TARGET, checkpoint.read(str(folder)), FLAGS).draft.vocab_size is None
 
 
-def test_arguments_are_checked_once_and_first(monkeypatch: pytest.MonkeyPatch, draft: Checkpoint) -> None:
+def test_arguments_are_checked_once_and_first(monkeypatch, draft):
     """Before a file is opened or fetched."""
     order = list[str]()
 
@@ -250,17 +245,17 @@ def test_arguments_are_checked_once_and_first(monkeypatch: pytest.MonkeyPatch, d
 
 
 @pytest.mark.parametrize("value", [0, 4, True, ["a"]])
-def test_zero_is_given_too(value: object) -> None:
+def test_zero_is_given_too(value):
     assert is_given(value)
     assert not any(map(is_given, (None, False, [])))
 
 
-def test_every_argument_that_is_refused_is_a_name_of_sglang_s() -> None:
+def test_every_argument_that_is_refused_is_a_name_of_sglang_s():
     known = {member for name in SECTIONS["served"] for member in name.members.split()}
     assert set(UNSUPPORTED) <= known
 
 
-def test_outlines_is_refused() -> None:
+def test_outlines_is_refused():
     for backend in (None, "xgrammar", "llguidance", "none"):
         check_arguments(replace(ARGUMENTS, grammar_backend=backend), FLAGS)
     with pytest.raises(NotSupported, match=r"--grammar-backend outlines is not supported.*give xgrammar or llguidance"):
@@ -275,14 +270,14 @@ def test_outlines_is_refused() -> None:
         ({"load_format": "flash_rl"}, "with --load-format flash_rl is not supported .*; set it to full"),
     ],
 )
-def test_an_fp8_head_is_refused_where_it_cannot_be(changes: dict[str, Any], sentence: str) -> None:
+def test_an_fp8_head_is_refused_where_it_cannot_be(changes, sentence):
     check_arguments(replace(ARGUMENTS, **changes), FLAGS)
     with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 .*{sentence}"):
         check_arguments(replace(ARGUMENTS, **changes), FP8_HEAD)
 
 
 @pytest.mark.parametrize("device", ["cpu", "undecided", "sm89", "sm90", "sm100"])
-def test_an_fp8_head_is_accepted_elsewhere(device: str) -> None:
+def test_an_fp8_head_is_accepted_elsewhere(device):
     check_arguments(replace(ARGUMENTS, device=device), FP8_HEAD)
 
 
@@ -309,7 +304,7 @@ def decided(draft: Checkpoint, target: dict[str, bool], arguments: dict[str, Any
         (MAMBA2, {"disaggregation": "prefill"}, ()),
     ],
 )
-def test_what_is_verified(draft: Checkpoint, target: dict, arguments: dict, widths: tuple[int, ...]) -> None:
+def test_what_is_verified(draft, target, arguments, widths):
     served = decided(draft, target, arguments)
     assert (served.widths, served.widest) == (widths, 8)
 
@@ -321,9 +316,7 @@ def test_what_is_verified(draft: Checkpoint, target: dict, arguments: dict, widt
         (GDN, SHARED, "ranks of attention data parallelism have requests of their own and one width"),
     ],
 )
-def test_narrow_widths_are_refused_before_weights_load(
-    draft: Checkpoint, target: dict, arguments: dict, reason: str
-) -> None:
+def test_narrow_widths_are_refused_before_weights_load(draft, target, arguments, reason):
     refusal = rf"^SGLANG_DFLASH_WIDTHS: whole blocks are verified \({reason}\); set it to 8, or drop it$"
     with pytest.raises(NotSupported, match=refusal):
         decided(draft, target, arguments, widths="4")
@@ -331,7 +324,7 @@ def test_narrow_widths_are_refused_before_weights_load(
     assert decided(draft, target, arguments | {"disaggregation": "prefill"}, widths="4").widths == ()
 
 
-def test_a_step_writes_more_than_the_block_where_copies_continue_it(draft: Checkpoint) -> None:
+def test_a_step_writes_more_than_the_block_where_copies_continue_it(draft):
     assert decided(draft, {}, {}, widths="4,24").widest == 24
     with pytest.raises(NotSupported, match=r"24 is wider than the block of 8, .*SGLANG_DFLASH_COPY=off"):
         decided(draft, {}, {}, widths="4,24", copy="off")
@@ -348,7 +341,7 @@ def test_a_step_writes_more_than_the_block_where_copies_continue_it(draft: Check
         ("off", "null", Copy.OFF),
     ],
 )
-def test_copies(draft: Checkpoint, asked: str, disaggregation: str, copy: Copy) -> None:
+def test_copies(draft, asked, disaggregation, copy):
     assert decided(draft, {}, {"disaggregation": disaggregation}, copy=asked).copy is copy
 
 
@@ -363,9 +356,7 @@ def test_copies(draft: Checkpoint, asked: str, disaggregation: str, copy: Copy) 
         (MAMBA2, "null", "fold", GdnState.SNAPSHOT),
     ],
 )
-def test_how_recurrent_states_advance(
-    draft: Checkpoint, target: dict, disaggregation: str, asked: str, state: GdnState | None
-) -> None:
+def test_how_recurrent_states_advance(draft, target, disaggregation, asked, state):
     assert decided(draft, target, {"disaggregation": disaggregation}, gdn_state=asked).gdn_state is state
 
 
@@ -373,6 +364,6 @@ def test_how_recurrent_states_advance(
     ("disaggregation", "host_cache", "ours"),
     [("null", False, True), ("null", True, False), ("prefill", False, False), ("decode", False, False)],
 )
-def test_slots_are_filled_by_others_too(draft: Checkpoint, disaggregation: str, host_cache: bool, ours: bool) -> None:
+def test_slots_are_filled_by_others_too(draft, disaggregation, host_cache, ours):
     arguments = {"disaggregation": disaggregation, "host_cache": host_cache}
     assert decided(draft, {}, arguments).slots_are_ours is ours

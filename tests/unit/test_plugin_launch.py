@@ -196,9 +196,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_ends_the_launch(
-    name: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType, tmp_path: Path
-) -> None:
+def test_bad_input_ends_the_launch(name, launch, pair, checkpoints, tmp_path):
     bad = BAD[name]
     draft = str(checkpoints.write_draft(tmp_path / "draft", **bad.draft)) if bad.draft else pair["draft"]
     line = f"{CPU} {bad.flags}".format(target=pair[bad.target], draft=draft)
@@ -246,9 +244,7 @@ def spoil(draft: Path, how: str, checkpoints: ModuleType) -> Path:
         ("a head of another size", "lm_head.weight has shape [96, 64], and that of the target"),
     ],
 )
-def test_files_that_are_no_draft_end_the_launch(
-    how: str, sentence: str, launch: Any, pair: dict[str, str], checkpoints: ModuleType, tmp_path: Path
-) -> None:
+def test_files_that_are_no_draft_end_the_launch(how, sentence, launch, pair, checkpoints, tmp_path):
     draft = spoil(checkpoints.write_draft(tmp_path / "draft"), how, checkpoints)
     ended = launch("sglang.launch_server", *CPU.format(target=pair["dense"], draft=draft).split())
     assert ended.code not in (0, None), ended.err
@@ -256,14 +252,14 @@ def test_files_that_are_no_draft_end_the_launch(
     assert str(tmp_path) in ended.last_line
 
 
-def test_a_draft_must_be_named(launch: Any, pair: dict[str, str]) -> None:
+def test_a_draft_must_be_named(launch, pair):
     line = CPU.format(target=pair["dense"], draft="").replace("--speculative-draft-model-path ", "")
     ended = launch("sglang.launch_server", *line.split())
     assert ended.code not in (0, None)
     assert ended.last_line.endswith("ValueError: DFLASH needs a draft model; give --speculative-draft-model-path")
 
 
-def test_in_a_real_process(pair: dict[str, str]) -> None:
+def test_in_a_real_process(pair):
     """The command as a person types it."""
     line = CPU.format(target=pair["hybrid"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"
     ended = subprocess.run(

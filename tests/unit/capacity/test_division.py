@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -59,9 +58,7 @@ def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("kind", [RecordPool, MambaPool])
-def test_recurrent_bytes_are_what_pools_allocate(
-    kind: type[MambaPool], tp_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_bytes_are_what_pools_allocate(kind, tp_size, monkeypatch):
     # The largest captured batch, as long as nothing rounds it up.
     monkeypatch.setattr("sglang_dflash.memory.records.get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     n_slots, n_requests, n_tokens = 6, 4, 8
@@ -91,7 +88,7 @@ def test_recurrent_bytes_are_what_pools_allocate(
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_kv_bytes_are_what_pools_allocate(page_size: int) -> None:
+def test_kv_bytes_are_what_pools_allocate(page_size):
     attention = AttentionSizes(n_layers=3, n_kv_heads=2, head_dim=64, itemsize=2)
     for tp_size, n_heads in ((1, 2), (2, 1), (4, 1)):
         pool = MHATokenToKVPool(
@@ -108,8 +105,7 @@ def test_kv_bytes_are_what_pools_allocate(page_size: int) -> None:
         assert allocated == (256 + page_size) * attention.bytes_per_token(tp_size)  # a page is for padding
 
 
-def test_the_pool_and_the_report_share_their_formula() -> None:
-    assert QWEN_27B.recurrent is not None
+def test_the_pool_and_the_report_share_their_formula():
     params = params_of(QWEN_27B.recurrent)
     assert state_pool.block_bytes(params, 16) == QWEN_27B.recurrent.record_bytes(16)
     assert state_pool.snapshot_bytes(params, 16) == QWEN_27B.recurrent.snapshot_bytes(16)
@@ -119,7 +115,7 @@ def test_the_pool_and_the_report_share_their_formula() -> None:
     ("window", "block", "page", "slots"),
     [(2048, 16, 1, 2064), (2048, 16, 64, 2176), (16, 16, 1, 32), (1, 2, 128, 256), (100, 8, 16, 128)],
 )
-def test_ring_slots(window: int, block: int, page: int, slots: int) -> None:
+def test_ring_slots(window, block, page, slots):
     """Hand-worked: 2048 + 63 + 16 = 2127, the next multiple of 64 is 2176."""
     assert ring_slots(window, block, page) == slots
     # A window that begins anywhere in a page, and the block after it, fit.
@@ -133,7 +129,6 @@ class SGLang:
     """SGLang's own sizing of a hybrid target, on a stand-in for its configurator and its configuration."""
 
     def __init__(self, target: TargetSizes, serving: Serving, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert target.recurrent is not None
         self.serving, self.worker = serving, worker
         radix = serving.radix
         self.schedule = SimpleNamespace(
@@ -198,9 +193,7 @@ LAUNCHES = (
 @pytest.mark.parametrize("worker", Worker)
 @pytest.mark.parametrize("radix", RadixStates)
 @pytest.mark.parametrize(("card_gib", "changes"), LAUNCHES)
-def test_memory_is_divided_as_sglang_does(
-    worker: Worker, radix: RadixStates, card_gib: float, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_divided_as_sglang_does(worker, radix, card_gib, changes, monkeypatch):
     """Without a prefix cache SGLang makes states for all requests, whether they fit or not; twelve do."""
     if radix is RadixStates.OFF and worker is Worker.STOCK:
         changes = changes | {"max_requests": 12}
@@ -217,7 +210,7 @@ def test_memory_is_divided_as_sglang_does(
     assert min(mine.limits[Bound.STATE], serving.max_requests) == n_requests
 
 
-def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests() -> None:
+def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests():
     """The reference arithmetic: 139 GiB, 10 to 18 of them kept back, bf16 weights, fp32 states."""
     for reserve_gib in (10, 14, 18):
         serving = Serving(mem_fraction=1 - reserve_gib / 139, block_size=16, context=8192)
@@ -232,7 +225,7 @@ def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests() -> N
     assert DRAFT_27B.attention.bytes_per_token(1) == 20480
 
 
-def test_every_rank_has_the_whole_of_what_ranks_do_not_share() -> None:
+def test_every_rank_has_the_whole_of_what_ranks_do_not_share():
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=4)
     ours = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
     assert ours.draft_weights == DRAFT_8B.split_bytes / 4 + DRAFT_8B.whole_bytes
@@ -240,7 +233,7 @@ def test_every_rank_has_the_whole_of_what_ranks_do_not_share() -> None:
     assert ours.target_weights == QWEN_8B.weight_bytes / 4
 
 
-def test_a_dense_target_differs_only_by_its_rings() -> None:
+def test_a_dense_target_differs_only_by_its_rings():
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192, max_requests=256)
     stock, ours = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
     assert stock.limits == ours.limits
@@ -256,7 +249,7 @@ def test_a_dense_target_differs_only_by_its_rings() -> None:
 
 
 @pytest.mark.parametrize(("page_size", "tokens_of_a_request"), [(1, 100 + 16 + 16), (64, 3 * 64)])
-def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size: int, tokens_of_a_request: int) -> None:
+def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, tokens_of_a_request):
     """What it verifies next and what is in flight, behind its 100 tokens."""
     serving = Serving(mem_fraction=0.85, block_size=16, context=100, page_size=page_size, max_requests=10**6)
     result = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
@@ -267,12 +260,12 @@ def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size: int, 
     assert result.limits[Bound.TOKENS] == result.n_tokens // tokens_of_a_request
 
 
-def test_a_window_may_be_as_short_as_a_block() -> None:
+def test_a_window_may_be_as_short_as_a_block():
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192, window=16)
     assert capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 32 * 20480
 
 
-def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks() -> None:
+def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks():
     """Of our worker alone."""
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192, window=2048)
     stock, ours = (capacity(QWEN_27B, DRAFT_27B, serving, 141, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
@@ -282,13 +275,12 @@ def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blo
     assert ours.n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
     wide = capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.PLUGIN)
     assert wide.ring_bytes == (wide.limits[Bound.STATE] + 1) * (2048 + 32) * 20480
-    assert QWEN_27B.recurrent is not None
     assert wide.request_block_bytes == QWEN_27B.recurrent.record_bytes(32)
     assert wide.limits[Bound.TOKENS] == wide.n_tokens // (8192 + 64)
     assert capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.STOCK) == stock
 
 
-def test_an_fp8_copy_of_the_head_is_taken_off_first() -> None:
+def test_an_fp8_copy_of_the_head_is_taken_off_first():
     """Each rank copies its shard; SGLang's worker has none."""
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=2)
     copying = replace(serving, fp8_head=True)
@@ -299,7 +291,7 @@ def test_an_fp8_copy_of_the_head_is_taken_off_first() -> None:
         assert full.n_tokens - copied.n_tokens == pytest.approx(n_bytes / per_token, abs=1)
 
 
-def test_a_draft_of_sliding_layers_has_rings_without_a_flag() -> None:
+def test_a_draft_of_sliding_layers_has_rings_without_a_flag():
     sliding = replace(DRAFT_8B, window=4096)
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192)
     assert capacity(QWEN_8B, sliding, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 4112 * 20480
@@ -315,7 +307,7 @@ def test_a_draft_of_sliding_layers_has_rings_without_a_flag() -> None:
         ({}, 60, Bound.WEIGHTS),
     ],
 )
-def test_what_bounds(changes: dict[str, Any], card_gib: float, bound: Bound) -> None:
+def test_what_bounds(changes, card_gib, bound):
     serving = Serving(**{"mem_fraction": 0.85, "block_size": 16, "context": 8192} | changes)
     result = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, Worker.PLUGIN)
     assert result.bound is bound
@@ -330,13 +322,13 @@ def test_what_bounds(changes: dict[str, Any], card_gib: float, bound: Bound) -> 
         ({"window": 8}, "--window 8 is smaller than the block of 16; give at least 16"),
     ],
 )
-def test_launches_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
+def test_launches_that_do_not_fit(changes, message):
     serving = Serving(**{"mem_fraction": 0.85, "block_size": 16, "context": 8192} | changes)
     with pytest.raises(ValueError, match=message):
         capacity(QWEN_27B, DRAFT_27B, serving, 141, Worker.PLUGIN)
 
 
-def test_recurrent_layers_that_cannot_be_split() -> None:
+def test_recurrent_layers_that_cannot_be_split():
     target, draft = replace(QWEN_27B, n_heads=32), replace(DRAFT_27B, n_heads=32)
     serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=32)
     with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp 32"):
@@ -349,9 +341,7 @@ def test_recurrent_layers_that_cannot_be_split() -> None:
 @pytest.mark.parametrize("gib", [16, 24, 44.99, 79.65, 140.4, 179])
 @pytest.mark.parametrize("tp_size", [1, 4])
 @pytest.mark.parametrize("image_width", [0, 1152])
-def test_the_default_fraction_is_sglangs(
-    gib: float, tp_size: int, image_width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_fraction_is_sglangs(gib, tp_size, image_width, monkeypatch):
     phase = partial(SimpleNamespace, max_bs=None, bs=None)
     graphs = SimpleNamespace(decode=phase(backend=Backend.FULL), prefill=phase(backend=Backend.BREAKABLE))
     model = SimpleNamespace(
@@ -397,5 +387,5 @@ def test_the_default_fraction_is_sglangs(
     assert mine == pytest.approx(args.mem_fraction_static)
 
 
-def test_published_drafts_have_a_target() -> None:
+def test_published_drafts_have_a_target():
     assert {model.draft for model in models.TARGETS.values()} == set(models.DRAFTS)

@@ -67,10 +67,10 @@ def test_answers_of_the_same_length_that_differ_are_told(letters: Tokenizer, mon
 
     monkeypatch.setattr(terminal, "ask", answer)
     on, off = (SimpleNamespace(openai=lambda side=side: side) for side in said)
-    assert len(compare(on, off, Console(file=StringIO()), letters)) == 4  # type: ignore[arg-type]
+    assert len(compare(on, off, Console(file=StringIO()), letters)) == 4
     said["without"] = "abca"
     with pytest.raises(ServerError, match=r"the answer differs without speculation, .*\nabca"):
-        compare(on, off, Console(file=StringIO()), letters)  # type: ignore[arg-type]
+        compare(on, off, Console(file=StringIO()), letters)
 
 
 def test_the_questions_are_held_out() -> None:

@@ -58,7 +58,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     ],
     ids=["speculators", "flat", "speculators, older", "DeepSpec", "DeepSpec, exported", "declared"],
 )
-def test_the_same_draft(config: dict[str, Any], tmp_path: Path) -> None:
+def test_the_same_draft(config, tmp_path):
     read = checkpoint.read(str(write(tmp_path / "other", config)))
     ours = checkpoint.read(str(write_draft(tmp_path / "ours")))
     said = {"num_target_layers": 4} | read.to_json()  # speculators does not say it
@@ -66,7 +66,7 @@ def test_the_same_draft(config: dict[str, Any], tmp_path: Path) -> None:
     assert is_draft(read.path)
 
 
-def test_sliding_layers_that_see_their_block(tmp_path: Path) -> None:
+def test_sliding_layers_that_see_their_block(tmp_path):
     layers = LAYERS | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
     config = SPECULATORS | {"transformer_layer_config": layers}
     for both_ways in (True, False):
@@ -74,7 +74,7 @@ def test_sliding_layers_that_see_their_block(tmp_path: Path) -> None:
         assert (draft.sliding_is_causal, draft.layer_windows) == (not both_ways, (32, None))
 
 
-def test_a_label_is_the_outer_one(tmp_path: Path) -> None:
+def test_a_label_is_the_outer_one(tmp_path):
     assert checkpoint.read(str(write(tmp_path, SPECULATORS | {"torch_dtype": "float32"}))).dtype == "float32"
 
 
@@ -128,22 +128,20 @@ def nested(**fields: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_others_are_refused_by_name(
-    config: dict[str, Any], error: type[Exception], sentence: str, tmp_path: Path
-) -> None:
+def test_others_are_refused_by_name(config, error, sentence, tmp_path):
     with pytest.raises(error, match=sentence) as refusal:
         checkpoint.read(str(write(tmp_path, config)))
     assert type(refusal.value) is error
     assert "\n" not in str(refusal.value)
 
 
-def test_a_target_is_no_draft() -> None:
+def test_a_target_is_no_draft():
     assert not names_draft({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     assert not names_draft({"architectures": None})
     assert not names_draft({"architectures": ["DSparkDraftModel"]})  # SGLang's own
 
 
-def test_sglang_reads_it_through_the_one_reader(tmp_path: Path) -> None:
+def test_sglang_reads_it_through_the_one_reader(tmp_path):
     """Its own reading knows no such model type."""
     from sglang.srt.utils.hf_transformers.config import get_config
 

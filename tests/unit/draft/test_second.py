@@ -36,7 +36,6 @@ def test_a_draft_of_dflash_1_has_neither() -> None:
 
 def test_a_convolution_is_the_plain_one() -> None:
     ours, theirs = SGLangBlockConv.of(as_sglang_says(**SECOND)), plain.BlockConv(make_config(**SECOND))
-    assert ours is not None
     same_weights(ours, theirs)
     ours.convolve = block_conv  # which looks at what it is given
     hidden = torch.randn(B, N, H)
@@ -56,7 +55,6 @@ def test_a_convolution_is_the_plain_one() -> None:
 def test_a_path_is_the_plain_one(fields: dict[str, float | None]) -> None:
     ours = SGLangCandidateSelector.of(as_sglang_says(**SECOND, **fields))
     theirs = plain.CandidateSelector(make_config(**SECOND, **{name: one for name, one in fields.items() if one}))
-    assert ours is not None
     same_weights(ours, theirs)
     ours.walk = select_path  # which looks at what it is given
     head = torch.randn(VOCAB, H)

@@ -8,7 +8,7 @@ import pytest
 from sglang_dflash.host.requests import admit, outcomes_first
 
 
-def test_what_sglangs_own_worker_cannot_serve_is_served() -> None:
+def test_what_sglangs_own_worker_cannot_serve_is_served():
     """As a hook sees it: SGLang's function comes first, then what it was given."""
     assert admit(lambda *args: pytest.fail("SGLang's own worker was asked"), "request", "overlap") is None
 
@@ -21,9 +21,7 @@ def test_what_sglangs_own_worker_cannot_serve_is_served() -> None:
         (False, [], ["update"]),
     ],
 )
-def test_a_step_in_flight_is_waited_for_before_requests_are_taken_back(
-    memory_suffices: bool, in_flight: list[str], said: list[str]
-) -> None:
+def test_a_step_in_flight_is_waited_for_before_requests_are_taken_back(memory_suffices, in_flight, said):
     heard: list[str] = []
     scheduler = SimpleNamespace(
         last_batch="batch" if in_flight else None,

@@ -43,10 +43,10 @@ def test_the_session_hears_how_a_turn_ended(streaming: bool, reason: Any, told: 
         finished_reason=reason,
         release_mm_inputs_on_abort=lambda: None,
     )
-    assert end_turn(stock, None, req) is False  # type: ignore[arg-type]
+    assert end_turn(stock, None, req) is False
     assert session.told == told
 
 
 def test_a_request_without_a_session_is_released_as_it_was() -> None:
     req: Any = SimpleNamespace(session=None)
-    assert end_turn(stock, None, req) is False  # type: ignore[arg-type]
+    assert end_turn(stock, None, req) is False

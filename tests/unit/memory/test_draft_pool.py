@@ -31,38 +31,36 @@ def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes
 
 
 @pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])
-def test_rings_are_taken_off_the_targets_memory(monkeypatch: pytest.MonkeyPatch, page: int, ring: int) -> None:
+def test_rings_are_taken_off_the_targets_memory(monkeypatch, page, ring):
     assert room(monkeypatch, page=page, hybrid=False, slot_bytes=100) == 10**6 - 9 * ring * 100
     # A hybrid's states allow fewer requests: 15 at 5 each.
     assert room(monkeypatch, page=page, hybrid=True, slot_bytes=100) == 10**6 - 4 * ring * 100
 
 
-def test_without_the_size_of_a_slot_the_launch_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_size_of_a_slot_the_launch_stops(monkeypatch):
     with pytest.raises(NotSupported, match="drop --speculative-draft-window-size"):
         room(monkeypatch, page=1, hybrid=False, slot_bytes=None)
 
 
-def test_pool_and_table_have_a_ring_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_and_table_have_a_ring_for_each_row(monkeypatch):
     execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
     monkeypatch.setattr(draft_kv, "get_exec", lambda: execution)
     monkeypatch.setattr(draft_kv, "get_schedule", lambda: SimpleNamespace(page_size=1))
     target = MemoryPoolConfig(max_total_num_tokens=100_000, max_running_requests=8, mem_fraction_static=0.8)
     pool, table = Rings(WINDOW, BLOCK).pools(target, None, "cpu")
-    assert pool is not None
-    assert table is not None
     assert (pool.max_total_num_tokens, pool.max_running_requests) == (9 * 80, 8)
     assert table.req_to_token.shape == (9, 80)
     assert target.max_total_num_tokens == 100_000
 
 
-def test_a_token_takes_bytes_of_the_target_alone() -> None:
+def test_a_token_takes_bytes_of_the_target_alone():
     sizes = {"target_cell_size_per_token": 4096, "target_num_layers": 16, "draft_num_layers": 5}
     assert scale_kv_cell_size_per_token_for_dflash(**sizes) > 4096
     assert target_alone(scale_kv_cell_size_per_token_for_dflash, **sizes) == 4096
 
 
 @pytest.mark.parametrize("row", [96, 4096 + 32])
-def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row: int) -> None:
+def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row):
     """Shorter ones would lose a block past the context to the next request's row; a ring needs no more than its own."""
     runner = SimpleNamespace(
         model_config=SimpleNamespace(context_len=4096),
@@ -87,19 +85,17 @@ def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row: int) -> None:
 
 
 @pytest.mark.parametrize(("window", "mode"), [(None, HiCacheDraftMode.SIDECAR), (64, HiCacheDraftMode.NONE)])
-def test_a_hierarchical_cache_copies_slots_that_are_the_targets_and_no_rings(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, mode: HiCacheDraftMode
-) -> None:
+def test_a_hierarchical_cache_copies_slots_that_are_the_targets_and_no_rings(monkeypatch, window, mode):
     """It would read a ring's pool by the target's slot ids, of which there are more than slots."""
     plan = HiCacheDraftPlan(HiCacheDraftMode.SIDECAR, ("the draft's pool",))
     monkeypatch.setattr(BaseSpecWorker, "_build_hicache_draft_plan", lambda self: plan)
     worker = DFlashWorker.__new__(DFlashWorker)
-    worker.config = SimpleNamespace(draft_window=window)  # type: ignore[assignment]
+    worker.config = SimpleNamespace(draft_window=window)
     worker.init_hicache_draft_plan()
     assert worker.hicache_draft_plan.mode is mode
 
 
-def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets() -> None:
+def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets():
     """In the slots of the request, which are others when it comes back."""
 
     class Pool:

@@ -104,9 +104,7 @@ class World:
 
 @pytest.mark.parametrize(("window", "block", "page"), [(8, 4, 1), (20, 8, 1), (64, 16, 1), (24, 8, 16), (64, 16, 16)])
 @pytest.mark.parametrize("kind", [RingSlots, ExactRingSlots])
-def test_a_block_sees_its_own_window_and_nothing_else(
-    window: int, block: int, page: int, kind: type[RingSlots]
-) -> None:
+def test_a_block_sees_its_own_window_and_nothing_else(window, block, page, kind):
     for seed in range(4):
         world = World(window, block, page, seed, kind)
         for _ in range(80):
@@ -122,11 +120,11 @@ def test_a_block_sees_its_own_window_and_nothing_else(
 
 
 @pytest.mark.parametrize(("needs", "kind"), [(True, ExactRingSlots), (False, RingSlots)])
-def test_rings_are_those_the_backend_can_plan_with(needs: bool, kind: type[RingSlots]) -> None:
+def test_rings_are_those_the_backend_can_plan_with(needs, kind):
     assert rings_for(SimpleNamespace(attn_backend=SimpleNamespace(needs_cpu_seq_lens=needs))) is kind
 
 
-def test_a_prompt_part_that_ends_elsewhere_starts_anew() -> None:
+def test_a_prompt_part_that_ends_elsewhere_starts_anew():
     """A session's next turn keeps its row; what lies between its last prompt and now was not read as a prompt."""
     world = World(window=8, block=4, page=1, seed=0)
     world.live[1] = SimpleNamespace(name=1, first=0, read=6, end=6)
@@ -142,5 +140,5 @@ def test_a_prompt_part_that_ends_elsewhere_starts_anew() -> None:
     ("longest", "input_len", "left"),
     [(999, 1000, 1000 - READ_AGAIN), (100, 1000, 100), (READ_AGAIN - 1, READ_AGAIN, 0), (9, 10, 0)],
 )
-def test_the_end_of_a_prompt_is_read_again(longest: int, input_len: int, left: int) -> None:
+def test_the_end_of_a_prompt_is_read_again(longest, input_len, left):
     assert leave_the_end(longest, None, input_len) == left

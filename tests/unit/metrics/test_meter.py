@@ -184,7 +184,7 @@ def test_a_scheduler_s_pools_are_found(scraped: Scraped) -> None:
     worker = SimpleNamespace(
         device="cpu",
         config=SimpleNamespace(widest=BLOCK, draft_kv=Rings(64, BLOCK)),
-        stages=Stages(*[stage] * len(Stages._fields)),  # type: ignore[arg-type]
+        stages=Stages(*[stage] * len(Stages._fields)),
     )
     scheduler = SimpleNamespace(
         draft_worker=worker,

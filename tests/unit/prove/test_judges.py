@@ -164,7 +164,6 @@ def watched_bytes(kv_itemsize: int) -> Watched:
     """A server of the hybrid pair: 100 tokens in pages of one, 4 states, 2 requests and a row of padding."""
     target, draft = geometry.read_target(str(tiny.HYBRID.target)), geometry.read_draft(str(tiny.HYBRID.draft))
     wide = [replace(one.attention, itemsize=kv_itemsize).bytes_per_token(1) for one in (target, draft)]
-    assert target.recurrent is not None
     recurrent = replace(target.recurrent, conv_itemsize=4)
     pools = {
         "target_tokens": 100,

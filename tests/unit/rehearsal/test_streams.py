@@ -136,7 +136,7 @@ def whose(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tolist", "numpy", "to", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
     watch.install()
-    torch.Tensor.cpu = watch.to_host  # type: ignore[method-assign, assignment]
+    torch.Tensor.cpu = watch.to_host
 
 
 @pytest.mark.parametrize(

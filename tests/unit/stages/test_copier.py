@@ -108,7 +108,7 @@ def test_a_request_that_was_retracted_goes_on_in_another_s_row() -> None:
     req.output_ids.extend(TEXT[18:])
     req.refresh_fill_ids()
     req.prefix_len, req.extend_end, req.kv.req_pool_idx = 18, len(TEXT), 3
-    copies.read(SimpleNamespace(reqs=[req]))  # type: ignore[arg-type]
+    copies.read(SimpleNamespace(reqs=[req]))
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
     assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
 

@@ -24,7 +24,7 @@ def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple
         nonlocal left
         left -= graphs_gib if width < 16 else 0  # SGLang's own are there already
         widths.append(width)
-        return WidthEngine(None, None, NoState(), {})  # type: ignore[arg-type]
+        return WidthEngine(None, None, NoState(), {})
 
     engines = build_while_they_fit(WIDTHS, build, lambda: left, reserve_gib)
     assert list(engines) == widths

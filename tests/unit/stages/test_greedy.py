@@ -67,7 +67,7 @@ def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype: torch.dtype, captured: bool) -> None:
+def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype, captured):
     """Compare with the gathered logits: the lowest id wins ties, and a row of padding never."""
     hidden_TH, weight_VH = hidden_and_head(dtype)
     group = ThreadRanks(N_RANKS)
@@ -87,7 +87,7 @@ def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype: torch.dtype, captured
 @pytest.mark.parametrize("scale", [None, 0.25])
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_whole_logits_are_those_of_sglangs_forward(dtype: torch.dtype, captured: bool, scale: float | None) -> None:
+def test_whole_logits_are_those_of_sglangs_forward(dtype, captured, scale):
     hidden_TH, weight_VH = hidden_and_head(dtype)
     group = ThreadRanks(N_RANKS)
 
@@ -103,7 +103,7 @@ def test_whole_logits_are_those_of_sglangs_forward(dtype: torch.dtype, captured:
         assert whole_TV.shape == (ROWS, V)
 
 
-def test_captured_shards_and_logits_share_sglangs_buffer() -> None:
+def test_captured_shards_and_logits_share_sglangs_buffer():
     """Each captured graph keeps its output; had each its own shard, graphs would take memory by the batch size."""
     hidden_TH, weight_VH = hidden_and_head(torch.bfloat16)
     group = ThreadRanks(N_RANKS)
@@ -120,7 +120,7 @@ def test_captured_shards_and_logits_share_sglangs_buffer() -> None:
     group.run(on_rank)
 
 
-def test_a_batch_larger_than_the_buffer_has_memory_of_its_own() -> None:
+def test_a_batch_larger_than_the_buffer_has_memory_of_its_own():
     hidden_TH, weight_VH = hidden_and_head(torch.float32)
     hidden_TH = hidden_TH.repeat(2, 1)
     group = ThreadRanks(N_RANKS)
@@ -136,7 +136,7 @@ def test_a_batch_larger_than_the_buffer_has_memory_of_its_own() -> None:
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 
-def test_prompts_end_with_gathered_logits_as_before() -> None:
+def test_prompts_end_with_gathered_logits_as_before():
     hidden_TH, weight_VH = hidden_and_head(torch.float32)
     group = ThreadRanks(N_RANKS)
 
@@ -149,7 +149,7 @@ def test_prompts_end_with_gathered_logits_as_before() -> None:
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 
-def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch):
     """It ranks last then, beside minus infinity; and padding, which SGLang's check never sees, is left alone."""
     monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", "1")
     logits_TV = torch.tensor([[float("nan"), -3.0, -2.0, float("nan")], [float("nan")] * 3 + [-float("inf")]])
@@ -167,7 +167,7 @@ def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch: pytest.MonkeyP
         assert shard_TV[:, 2].isnan().all()
 
 
-def test_a_head_that_no_ranks_share_is_left_alone() -> None:
+def test_a_head_that_no_ranks_share_is_left_alone():
     one = Rank(ThreadRanks(1), 0, torch.zeros(V, H))
     kind = verified_logits(one.runner, one.ends._replace(tp_group=None), OneGroup())
     assert type(kind) is Whole
@@ -184,9 +184,7 @@ def test_a_head_that_no_ranks_share_is_left_alone() -> None:
         ({}, ""),
     ],
 )
-def test_what_keeps_the_full_gather_is_decided_at_launch(
-    change: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_keeps_the_full_gather_is_decided_at_launch(change, why, caplog):
     caplog.set_level("INFO")
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
     vars(one.processor).update(change)
@@ -196,7 +194,7 @@ def test_what_keeps_the_full_gather_is_decided_at_launch(
     assert ("every verify gathers the logits of all ranks" in caplog.text) == bool(why)
 
 
-def test_ranks_that_meet_and_two_processors_keep_the_gather() -> None:
+def test_ranks_that_meet_and_two_processors_keep_the_gather():
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
     assert "in 2 places" in why_whole([one.processor] * 2, one.ends, OneGroup())
     assert "attention data parallelism" in why_whole([one.processor], one.ends, Groups())

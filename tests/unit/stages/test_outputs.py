@@ -68,7 +68,6 @@ def test_the_rows_of_a_step_are_a_copy() -> None:
     batch = batch_of()
     batch.return_hidden_states = True
     found = outputs.hidden_states(batch, output_of(rows_TH))
-    assert found is not None
     assert torch.equal(found, rows_TH)
     before = found.clone()
     rows_TH.zero_()  # the next replay
@@ -82,14 +81,12 @@ def test_of_prompts_the_last_rows_alone_where_the_server_returns_no_others(mode:
     batch = batch_of()
     batch.return_hidden_states = True
     found = outputs.hidden_states_of_prompts(batch, output_of(rows_TH))
-    assert found is not None
     assert found.flatten().tolist() == ([1, 2, 5] if mode == CaptureHiddenMode.LAST else [0, 1, 2, 3, 4, 5])
 
 
 def test_the_slots_of_requests() -> None:
     assert slots_of(None, N) is None
     slots = slots_of(torch.tensor([0, 2]), N)
-    assert slots is not None
     assert slots.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
@@ -107,13 +104,10 @@ def test_masks_are_split_by_request_and_slot() -> None:
     batch = batch_of(sampling_info=SimpleNamespace(sampling_mask_batch_indices=torch.tensor([0, 2])))
     outputs.sampling_masks_by_block(batch, output, torch.tensor([1, 2, 3]), N)
     split = output.sampling_mask_output
-    assert split is not None
-    assert split.num_accept_tokens is not None
     assert split.num_accept_tokens.tolist() == [1, 3]
     assert split.token_ids[1, 2].tolist() == [6, 106]
     for rows in (split.lengths, split.selected_logprobs, split.statuses):
         assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert split.support_logprobs is not None
     assert split.support_logprobs[0, :, 0].tolist() == [4, 5, 6, 7]
 
 

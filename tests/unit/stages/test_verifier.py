@@ -29,13 +29,13 @@ def make_verifier() -> Verifier:
         attn_backend=OWN[0], decode_cuda_graph_runner=OWN[1], device="cuda", forward=lambda batch: batch
     )
     engines = {
-        1: WidthEngine("backend of 1", "graphs of 1", NoState(), {}),  # type: ignore[arg-type]
-        4: WidthEngine("backend of 4", "graphs of 4", NoState(), {}),  # type: ignore[arg-type]
+        1: WidthEngine("backend of 1", "graphs of 1", NoState(), {}),
+        4: WidthEngine("backend of 4", "graphs of 4", NoState(), {}),
     }
-    return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=True)  # type: ignore[arg-type]
+    return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=True)
 
 
-def test_prompts_are_read_with_sglangs_own_backend() -> None:
+def test_prompts_are_read_with_sglangs_own_backend():
     """Whatever width the step before had, and also where the whole block is not among the widths."""
     verifier = make_verifier()
     runner = verifier.worker.model_runner
@@ -44,15 +44,15 @@ def test_prompts_are_read_with_sglangs_own_backend() -> None:
     def read(batch: object, capture_hidden_mode: object) -> GenerationBatchResult:
         seen.append((runner.attn_backend, runner.decode_cuda_graph_runner))
         return GenerationBatchResult(
-            logits_output=SimpleNamespace(hidden_states=None),  # type: ignore[arg-type]
+            logits_output=SimpleNamespace(hidden_states=None),
             next_token_ids=torch.zeros(1, dtype=torch.int64),
         )
 
-    verifier.worker.forward_batch_generation = read  # type: ignore[method-assign]
+    verifier.worker.forward_batch_generation = read
     ours = DFlashWorker.__new__(DFlashWorker)
     ours._target_worker = verifier.worker
-    ours.width = SimpleNamespace(interrupt=lambda: None)  # type: ignore[assignment]
-    ours.stages = SimpleNamespace(  # type: ignore[assignment]
+    ours.width = SimpleNamespace(interrupt=lambda: None)
+    ours.stages = SimpleNamespace(
         verifier=verifier,
         choice=SimpleNamespace(begin=lambda batch: None, anchors=lambda batch, drawn: drawn),
         context_kv=SimpleNamespace(append_prompt=lambda batch, features: None),
@@ -62,24 +62,24 @@ def test_prompts_are_read_with_sglangs_own_backend() -> None:
     for width in (4, 1):
         verifier.use(width)
         assert runner.attn_backend == f"backend of {width}"
-        ours.prefill(batch, not_published)  # type: ignore[arg-type]
+        ours.prefill(batch, not_published)
     assert seen == [OWN, OWN]
 
 
 def plan_of(n_requests: int, width: int) -> Plan:
     zeros_BN = torch.zeros(n_requests, width, dtype=torch.int64)
-    block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(n_requests), 0, kv=None)  # type: ignore[arg-type]
+    block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(n_requests), 0, kv=None)
     return Plan(block, block, prefix_len_B=zeros_BN[:, 0], rows_B=zeros_BN[:, 0], rows_B_cpu=zeros_BN[:, 0])
 
 
-def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_planned_once_and_the_features_stay(monkeypatch):
     """SGLang's eager runner plans again what was planned before: so does a batch that is larger than any graph."""
     deferred = list[bool]()
     features = torch.ones(2 * 4, 3)
     run = ModelRunnerOutput(
-        SimpleNamespace(hidden_states=features),  # type: ignore[arg-type]
+        SimpleNamespace(hidden_states=features),
         can_run_graph=True,
-        routed_experts_output="experts",  # type: ignore[arg-type]
+        routed_experts_output="experts",
     )
 
     def prepare(self: object, batch: object, worker: object, *, defer_metadata_init: bool) -> tuple[object, bool]:
@@ -89,7 +89,7 @@ def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.Mon
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
     verifier = make_verifier()
     batch = SimpleNamespace(has_grammar=False, return_hidden_states=False)
-    target = verifier.verify(batch, plan_of(2, 4), torch.zeros(2, 4, dtype=torch.int64))  # type: ignore[arg-type]
+    target = verifier.verify(batch, plan_of(2, 4), torch.zeros(2, 4, dtype=torch.int64))
     assert deferred == [True]
     assert verifier.worker.model_runner.attn_backend == "backend of 4"
     assert target.run is run
@@ -98,12 +98,10 @@ def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("has_grammar", [True, False])
-def test_the_target_is_told_what_is_verified_and_where_it_goes(
-    has_grammar: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_is_told_what_is_verified_and_where_it_goes(has_grammar, monkeypatch):
     """And how far it reaches, which a GPU's attention is planned with on the host."""
     told = list[Any]()
-    run = ModelRunnerOutput(SimpleNamespace(hidden_states=None), can_run_graph=True)  # type: ignore[arg-type]
+    run = ModelRunnerOutput(SimpleNamespace(hidden_states=None), can_run_graph=True)
 
     def prepare(block: DFlashVerifyInput, batch: object, worker: object, **_: object) -> tuple[object, bool]:
         told.append(block)
@@ -128,7 +126,6 @@ def test_the_target_is_told_what_is_verified_and_where_it_goes(
     assert batch.seq_lens_cpu.tolist() == [11, 24]
     assert batch.seq_lens_sum == 35
     if has_grammar:
-        assert target.grammar_tree is not None
         *_, drafts_BN = target.grammar_tree.resolve()
         assert torch.equal(drafts_BN, tokens_BN)
     else:
@@ -161,30 +158,28 @@ class Model(nn.Module):
     ],
     ids=["plain", "experts", "graphs", "on-a-device"],
 )
-def test_only_a_plain_target_on_the_host_is_called_directly(
-    on_host: bool, model: nn.Module, graphs: Any, way: str
-) -> None:
+def test_only_a_plain_target_on_the_host_is_called_directly(on_host, model, graphs, way):
     runner = SimpleNamespace(
         attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None),
         decode_cuda_graph_runner=graphs,
         model=model,
         forward=lambda batch: SimpleNamespace(logits_output="through the runner"),
     )
-    engine = WidthEngine(runner.attn_backend, graphs, NoState(), {})  # type: ignore[arg-type]
+    engine = WidthEngine(runner.attn_backend, graphs, NoState(), {})
     worker: Any = SimpleNamespace(model_runner=runner)
     batch: Any = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
     assert Verifier(worker, {4: engine}, OneGroup(), on_host=on_host).forward(batch).logits_output == way
 
 
-def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch):
     """As for SGLang's own worker: the experts of a step's rows belong to its result."""
     monkeypatch.setattr(results, "DraftInput", lambda **fields: SimpleNamespace(**fields))
     output = SimpleNamespace(sampling_mask_output=None)
-    run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")  # type: ignore[arg-type]
+    run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")
     tokens_BN = torch.zeros(2, 4, dtype=torch.int64)
     accepted = accept_ref(tokens_BN, tokens_BN, torch.zeros(2, dtype=torch.int64))
     result = DFlashWorker.__new__(DFlashWorker).step_result(
-        SimpleNamespace(return_logprob=False),  # type: ignore[arg-type]
+        SimpleNamespace(return_logprob=False),
         plan_of(2, 4),
         Target(run, torch.zeros(8, 3), None),
         accepted,

@@ -32,10 +32,9 @@ def test_rows_of_a_narrow_step_lie_as_far_apart_as_it_is_wide(monkeypatch: pytes
         indexer_topk_output=None,
     )  # fmt: skip
     batch: Any = SimpleNamespace(return_logprob=True)
-    result = results.result_of(batch, plan, Target(run, None, None), accepted)  # type: ignore[arg-type]
+    result = results.result_of(batch, plan, Target(run, None, None), accepted)
     assert asked == [4]
     assert result.speculative_num_draft_tokens == 4
-    assert result.cap_lens is not None
     assert result.cap_lens.tolist() == [4, 4]
 
 
@@ -52,9 +51,9 @@ class Commits:
 def test_the_engine_that_verified_commits() -> None:
     states = {width: Commits() for width in (1, 4, 8)}
     runner = SimpleNamespace(attn_backend=None, decode_cuda_graph_runner=None, device="cuda", forward=None)
-    made = {width: WidthEngine("backend", None, state, {}) for width, state in states.items()}  # type: ignore[arg-type]
-    verifier = Verifier(SimpleNamespace(model_runner=runner), made, OneGroup(), on_host=False)  # type: ignore[arg-type]
-    verifier.commit(None, narrow_plan(1, drafted=8, width=4), torch.ones(1))  # type: ignore[arg-type]
+    made = {width: WidthEngine("backend", None, state, {}) for width, state in states.items()}
+    verifier = Verifier(SimpleNamespace(model_runner=runner), made, OneGroup(), on_host=False)
+    verifier.commit(None, narrow_plan(1, drafted=8, width=4), torch.ones(1))
     assert {width: state.n for width, state in states.items()} == {1: 0, 4: 1, 8: 0}
 
 

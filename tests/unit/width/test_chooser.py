@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -44,7 +43,7 @@ class Scripted(Policy):
         self.heard.append((list(rids), decision.width, list(n_accepted_B)))
 
 
-def test_outcomes_arrive_late_and_in_order() -> None:
+def test_outcomes_arrive_late_and_in_order():
     policy = Scripted([8, 4, 4, 4])
     chooser = Chooser(policy)
     assert chooser.decide(["a"]) == 8
@@ -58,7 +57,7 @@ def test_outcomes_arrive_late_and_in_order() -> None:
     assert policy.cost.timed == [(2, 4, 1.5)]  # the last had one of its own kind before it, and behind it
 
 
-def test_an_outcome_of_another_batch_is_noticed() -> None:
+def test_an_outcome_of_another_batch_is_noticed():
     chooser = Chooser(Fixed(4))
     chooser.decide(["a", "b"])
     with pytest.raises(AssertionError, match="another step"):
@@ -68,7 +67,7 @@ def test_an_outcome_of_another_batch_is_noticed() -> None:
 # ------------------------------------------------------------------------------------------------------------ the clock
 
 
-def test_a_prompt_read_between_two_steps_is_no_part_of_the_second() -> None:
+def test_a_prompt_read_between_two_steps_is_no_part_of_the_second():
     """Under the overlap schedule the prompt is launched before the outcome of the step before it is known, and the
     prompt's own result is none of the chooser's business. Steps take 10 ms, the prompt 300."""
     policy = Scripted([6] * 7)
@@ -138,7 +137,7 @@ launches = st.lists(st.one_of(st.just((PROMPT, 1)), alike), min_size=1, max_size
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("host_computes", [True, False])
 @given(launches=launches)
-def test_whatever_is_timed_took_that_long(launches: list[Launch], overlap: bool, host_computes: bool) -> None:
+def test_whatever_is_timed_took_that_long(launches, overlap, host_computes):
     """In any order of batches, widths and prompts, on a device and on a host, to the host's own 10 ms per launch."""
     for n_requests, width, seconds in Loop(launches, overlap=overlap, host_computes=host_computes).policy.cost.timed:
         assert seconds.expected == pytest.approx(took((n_requests, width)), abs=0.02)
@@ -146,7 +145,7 @@ def test_whatever_is_timed_took_that_long(launches: list[Launch], overlap: bool,
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("host_computes", [True, False])
-def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes: bool, overlap: bool) -> None:
+def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes, overlap):
     loop = Loop([(2, 4)] * 10 + [PROMPT] + [(2, 8)] * 10, overlap=overlap, host_computes=host_computes)
     n_timed = [sum(width == timed[1] for timed in loop.policy.cost.timed) for width in (4, 8)]
     assert min(n_timed) >= 8
@@ -155,7 +154,7 @@ def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes: bool, o
 # ----------------------------------------------------------------------------------------------------- what is reported
 
 
-def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
+def test_every_outcome_is_written_when_it_is_known(tmp_path):
     chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new", None).add)
     chooser.decide(["a"])
     chooser.decide(["a", "b"])
@@ -173,7 +172,7 @@ def outcomes(n: int) -> Iterator[tuple[list[str], list[int]]]:
     return ((["a", "b"], [step % 4, 0]) for step in range(n))
 
 
-def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_covers_all_steps(caplog):
     """The log has a line for every so many."""
     chooser = Chooser(Scripted([4] * REPORT + [8] * REPORT + [8] * 5))
     with caplog.at_level("INFO"):
@@ -196,9 +195,7 @@ def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(("useful", "n_warnings"), [(0, 1), (9, 1), (10, 0)])
-def test_draft_that_is_never_accepted_is_said_once(
-    useful: int, n_warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_draft_that_is_never_accepted_is_said_once(useful, n_warnings, caplog):
     """Count 500 blocks; steps of one token count for nothing."""
     chooser = Chooser(Scripted([1, 8] * 1000))
     for step in range(2000):
@@ -207,7 +204,7 @@ def test_draft_that_is_never_accepted_is_said_once(
     assert [record.levelname for record in caplog.records].count("WARNING") == n_warnings
 
 
-def test_before_the_first_step_there_is_nothing_to_tell() -> None:
+def test_before_the_first_step_there_is_nothing_to_tell():
     assert Chooser(Fixed(4)).describe() == {
         "policy": "always 4", "seconds": {}, "n_steps": {}, "committed": 0, "expected": 0.0, "account": "",
     }  # fmt: skip
@@ -226,37 +223,37 @@ def test_before_the_first_step_there_is_nothing_to_tell() -> None:
         ("8,32", 16, (8, 32)),
     ],
 )
-def test_widths_to_choose_from(value: str, block_size: int, widths: tuple[int, ...]) -> None:
+def test_widths_to_choose_from(value, block_size, widths):
     assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), block_size, no_copies="") == widths
 
 
-def test_a_step_writes_a_block_or_more() -> None:
+def test_a_step_writes_a_block_or_more():
     assert widest(16, (1, 8)) == widest(16, ()) == 16
     assert widest(16, (8, 24)) == 24
 
 
 @pytest.mark.parametrize("value", ["auto", "random", "fixed", "16"])
-def test_a_target_that_cannot_narrow_verifies_whole_blocks(value: str) -> None:
+def test_a_target_that_cannot_narrow_verifies_whole_blocks(value):
     assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, "off", "it cannot") == (16,)
 
 
-def test_narrower_widths_are_refused_where_the_target_cannot() -> None:
+def test_narrower_widths_are_refused_where_the_target_cannot():
     with pytest.raises(NotSupported, match=r"it cannot\); set it to 16, or drop it"):
         candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "1,16"}), 16, "off", "it cannot")
 
 
 @pytest.mark.parametrize("value", ["0,4", "33"])
-def test_a_width_that_nothing_fills_is_refused(value: str) -> None:
+def test_a_width_that_nothing_fills_is_refused(value):
     with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WIDTHS: (0|33) is not within 1\.\.32; drop it"):
         candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, no_copies="")
 
 
-def test_a_width_behind_the_block_is_refused_where_nothing_is_copied() -> None:
+def test_a_width_behind_the_block_is_refused_where_nothing_is_copied():
     with pytest.raises(NotSupported, match=r"17 is wider than the block of 16, .*\(SGLANG_DFLASH_COPY=off\); drop it"):
         candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "17"}), 16, no_copies="SGLANG_DFLASH_COPY=off")
 
 
-def test_a_policy_for_each_kind() -> None:
+def test_a_policy_for_each_kind():
     timed: list[int] = []
 
     def seconds(n_requests: int, widths: Sequence[int]) -> list[float]:
@@ -277,5 +274,4 @@ def test_a_policy_for_each_kind() -> None:
     auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
     assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0)), "of equals what shows most"
-    assert auto.cost is not None
     assert auto.cost.by_size() == {size: {"1": 1.0, "4": 4.0} for size in ("1", "2", "4", "6")}

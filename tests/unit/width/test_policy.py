@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dflash.width import acceptance as beliefs
@@ -62,7 +62,6 @@ def step_cost(seconds_W: Sequence[float], widths: Sequence[int] = WIDTHS) -> Ste
 # ---------------------------------------------------------------------------------------------------------- acceptance
 
 
-@settings(deadline=None)
 @given(st.lists(steps(), max_size=30), steps())
 def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: list[Step], last: Step) -> None:
     expected_N = taught(history).expected(last[0])
@@ -73,7 +72,6 @@ def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: 
     assert (np.diff(gains_N) <= 1e-9).all()
 
 
-@settings(deadline=None)
 @given(st.lists(steps(), max_size=10), st.integers(1, 5), st.sampled_from(WIDTHS[:-1]))
 def test_what_was_not_verified_did_not_fail(history: list[Step], n: int, width: int) -> None:
     """Steps that accept all they verify never lower the belief in what is beyond to below that in the last verified."""
@@ -228,7 +226,6 @@ def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> 
     np.testing.assert_allclose(make_cost().of(n_requests), seconds)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.1, 5.0))
 def test_costs_become_what_steps_took(n_requests: int, width: int, real: float) -> None:
     """And the share by which one width took too long, most of the others will have too."""
@@ -337,7 +334,6 @@ def adaptive(committed_N: Sequence[float], seconds_W: Sequence[float]) -> Adapti
     return policy
 
 
-@settings(deadline=None)
 @given(st.floats(0.05, 0.99), costs)
 def test_the_best_of_all_widths_is_taken(conditional: float, seconds_W: list[float]) -> None:
     """On any cost, stairs or not, the first choice has the highest rate, unless it looks for nearly nothing."""
@@ -361,7 +357,6 @@ def test_of_equals_the_widest_is_taken() -> None:
         assert [policy.decide(["a"]).width for _ in range(100)] == [widest] * 100
 
 
-@settings(deadline=None)
 @given(st.floats(0.0, 0.99), costs)
 def test_looking_costs_at_most_a_share_of_the_time(conditional: float, seconds_W: list[float]) -> None:
     committed_N = committed(conditional)
@@ -390,7 +385,6 @@ def test_at_most_one_block_is_saved_for_looks() -> None:
     assert chosen == [8] * 3 + [4] * 17
 
 
-@settings(deadline=None)
 @given(st.lists(steps(), max_size=30))
 def test_ranks_that_are_told_the_same_decide_the_same(history: list[Step]) -> None:
     ranks = [Adaptive(WIDTHS, step_cost((1, 2, 2.5, 4))) for _ in range(2)]
@@ -577,7 +571,6 @@ def test_without_width_one_nothing_rests() -> None:
         for rested, accepted in ((False, 0.0), (True, 4.0)) * 1000:
             policy.rhythm.observe(rested, accepted, expected=2.0 * policy.rhythm.factors()[rested])
         assert ({policy.decide(["a"]).width for _ in range(100)} == {1, 8}) is rests
-        assert policy.review is not None
         assert (policy.review.rest == REST) is rests
 
 
