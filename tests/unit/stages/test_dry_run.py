@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang_dflash_kernels.accept import Accepted, accept_ref
 from sglang_dflash_kernels.penalise import Asked, penalise_ref
+from sglang_dflash_kernels.specialisations import Server, of_server
 
 from sglang_dflash.stages import dry_run
 from sglang_dflash.stages.choice import Choice
@@ -40,6 +41,19 @@ def test_every_kernel_of_every_batch_is_met(n_requests):
     assert sizes == sorted(set(sizes))
     assert sizes[0] >= 1
     assert sizes[-1] == n_requests
+
+
+@given(st.integers(1, 600), st.sampled_from([8, 12, 16, 24, 32, 48, 64]))
+def test_batches_that_run_dry_meet_every_specialisation(n_requests: int, n_value_heads: int) -> None:
+    sizes, heads = range(1, n_requests + 1), {"n_value_heads": n_value_heads, "value_width": 128}
+    server = Server((1, 2, 4, 6, 8, 12, 16), 16, batch_sizes=sizes, **heads, tracks=True)
+    assert of_server(server._replace(batch_sizes=batch_sizes(n_requests))) == of_server(server)
+
+
+@pytest.mark.parametrize(("n_value_heads", "n_tiles"), [(16, 2), (48, 2), (128, 1)])
+def test_a_few_heads_are_cut_and_many_are_not(n_value_heads: int, n_tiles: int) -> None:
+    server = Server((16,), 16, range(1, 65), n_value_heads=n_value_heads, value_width=128, tracks=False)
+    assert len(of_server(server)["gdn_verify"]) == n_tiles
 
 
 # -- which steps ------------------------------------------------------------------------------------------------------
@@ -91,7 +105,7 @@ class Recorded:
         return Plan(None if width == 1 else block, block, **others)
 
 
-def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple[DryRun, Recorded]:
+def make(monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", tracks: bool = False) -> tuple[DryRun, Recorded]:
     """`device`: what the runner says it is; tensors are on the CPU."""
     monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     mamba = SimpleNamespace(enable_mamba_extra_buffer=tracks)
@@ -116,11 +130,9 @@ def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks)
     dry, recorded = make(monkeypatch, device="cpu", tracks=tracks)
     dry.on_host = device == "cpu"  # tensors are made there all the same
     dry.warm_up(widths, n_requests=3)
-    want = {("commit", size, width, tracks) for size in sizes for width in widths}
-    want |= {
-        (stage, size, width) for stage in ("append", "penalise", "copy", "weigh") for size in sizes for width in widths
-    }
-    want |= {(stage, size) for stage in ("draft", "catch up") for size in sizes}
+    want = {("commit", size, width, tracks) for size, width in itertools.product(sizes, widths)}
+    want |= set(itertools.product(("append", "penalise", "copy", "weigh"), sizes, widths))
+    want |= set(itertools.product(("draft", "catch up"), sizes))
     assert want <= recorded.calls
     assert recorded.calls - want <= {("append", size, 1) for size in sizes}  # those that are caught up
 
@@ -128,7 +140,7 @@ def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks)
 def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch):
     """A draft takes 2 s, what follows it 1 s at width 1 and 3 s at width 4; one round takes ten times as long, and in
     another one step does. The first one, which does not count, is over at once. A step of width 1 drafts nothing."""
-    dry, _ = make(monkeypatch, device="cpu", tracks=False)
+    dry, _ = make(monkeypatch)
     rounds = [[0.01] * 3, [2, 1, 3], [20, 10, 30], [2, 1, 3], [2, 9, 3], [2, 1, 3]]
     taken = itertools.chain(*rounds)
     monkeypatch.setattr(dry, "_time", lambda run: next(taken))
@@ -137,14 +149,14 @@ def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch):
 
 
 def test_a_dummy_request_fits_into_the_context(monkeypatch):
-    dry, _ = make(monkeypatch, device="cpu", tracks=False)
+    dry, _ = make(monkeypatch)
     assert dry.plan(2, BLOCK).prefix_len_B.tolist() == [50, 50]
     dry.runner.model_config.context_len = 4096
     assert dry.plan(2, BLOCK).prefix_len_B.tolist() == [dry_run.CONTEXT] * 2
 
 
 def test_positions_have_three_axes_where_the_target_s_do(monkeypatch):
-    dry, recorded = make(monkeypatch, device="cpu", tracks=False)
+    dry, recorded = make(monkeypatch)
     dry.runner.model_config.model_is_mrope = True
     verified, forward = list[Any](), recorded.forward
     recorded.forward = lambda batch: verified.append(batch) or forward(batch)
@@ -154,11 +166,10 @@ def test_positions_have_three_axes_where_the_target_s_do(monkeypatch):
 
 def test_it_leaves_no_event_for_the_scheduler(monkeypatch):
     """SGLang's next barrier would wait for it, not for the first prompt."""
-    dry, recorded = make(monkeypatch, device="cpu", tracks=False)
+    dry, recorded = make(monkeypatch)
     ended = list[str]()
     recorded.late = SimpleNamespace(forget=lambda: ended.append("late rows"))
-    recorded.forget = lambda: ended.append("counts of copies")
-    recorded.restore = lambda: ended.append("engine")
+    recorded.forget, recorded.restore = lambda: ended.append("counts of copies"), lambda: ended.append("engine")
     dry.runner.shared_read_done_event = object()
     dry.end()
     assert dry.runner.shared_read_done_event is None
@@ -218,12 +229,8 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch):
 
     choice = Choice.__new__(Choice)
     choice.sampler, choice.device, choice.vocab_size = sampler, torch.device("cpu"), V
-    memory = SimpleNamespace(
-        synchronize=lambda: None,
-        reset_peak_memory_stats=lambda: None,
-        memory_allocated=lambda: 1000,
-        max_memory_allocated=lambda: 1500,
-    )
+    n_bytes = {"memory_allocated": lambda: 1000, "max_memory_allocated": lambda: 1500}
+    memory = SimpleNamespace(synchronize=lambda: None, reset_peak_memory_stats=lambda: None, **n_bytes)
     monkeypatch.setattr(torch, "get_device_module", lambda name: memory)
     schedule = SimpleNamespace(chunked_prefill_size=100, max_prefill_tokens=7)
     monkeypatch.setattr(dry_run, "get_schedule", lambda: schedule)

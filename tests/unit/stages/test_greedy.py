@@ -1,5 +1,6 @@
 """Logits that stay with their ranks: the same tokens as of the whole, and SGLang's own logits where they are needed."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,19 +66,30 @@ def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden_TH, weight_VH
 
 
-@pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def on_ranks(weight_VH: torch.Tensor, run: Callable[[Rank, Any], Any], **options: Any) -> tuple[list[Any], ThreadRanks]:
+    """Return what `run` returns on each rank, given the rank's part and its logits, and the group."""
+    group = ThreadRanks(N_RANKS)
+
+    def on_rank(rank: int) -> Any:
+        one = Rank(group, rank, weight_VH, **options)
+        return run(one, verified_logits(one.runner, one.ends, OneGroup()))
+
+    return group.run(on_rank), group
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+CAPTURED = pytest.mark.parametrize("captured", [True, False])
+VERIFY = ForwardMode.TARGET_VERIFY
+
+
+@CAPTURED
+@DTYPES
 def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype, captured):
     """Compare with the gathered logits: the lowest id wins ties, and a row of padding never."""
     hidden_TH, weight_VH = hidden_and_head(dtype)
-    group = ThreadRanks(N_RANKS)
-
-    def on_rank(rank: int) -> torch.Tensor:
-        one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends, OneGroup())
-        return shards.likeliest(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured))
-
-    found = group.run(on_rank)
+    found, group = on_ranks(
+        weight_VH, lambda one, shards: shards.likeliest(one.forward(hidden_TH, VERIFY, captured=captured))
+    )
     whole_T = (hidden_TH @ weight_VH.T).float().argmax(dim=-1)
     assert [token_T.tolist() for token_T in found] == [whole_T.tolist()] * N_RANKS
     assert whole_T[:2].tolist() == [3, 17]
@@ -85,19 +97,18 @@ def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype, captured):
 
 
 @pytest.mark.parametrize("scale", [None, 0.25])
-@pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@CAPTURED
+@DTYPES
 def test_whole_logits_are_those_of_sglangs_forward(dtype, captured, scale):
     hidden_TH, weight_VH = hidden_and_head(dtype)
-    group = ThreadRanks(N_RANKS)
-
-    def on_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        one = Rank(group, rank, weight_VH, scale=scale)
-        plain_TV = one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured).clone()
-        shards = verified_logits(one.runner, one.ends, OneGroup())
-        return plain_TV, shards.whole(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured))
-
-    for plain_TV, whole_TV in group.run(on_rank):
+    plain = ThreadRanks(N_RANKS)
+    plain_TV, *_ = plain.run(
+        lambda rank: Rank(plain, rank, weight_VH, scale=scale).forward(hidden_TH, VERIFY, captured=captured)
+    )
+    found, _ = on_ranks(
+        weight_VH, lambda one, shards: shards.whole(one.forward(hidden_TH, VERIFY, captured=captured)), scale=scale
+    )
+    for whole_TV in found:
         assert whole_TV.dtype == plain_TV.dtype == torch.float32
         assert torch.equal(whole_TV, plain_TV)
         assert whole_TV.shape == (ROWS, V)
@@ -106,46 +117,31 @@ def test_whole_logits_are_those_of_sglangs_forward(dtype, captured, scale):
 def test_captured_shards_and_logits_share_sglangs_buffer():
     """Each captured graph keeps its output; had each its own shard, graphs would take memory by the batch size."""
     hidden_TH, weight_VH = hidden_and_head(torch.bfloat16)
-    group = ThreadRanks(N_RANKS)
 
-    def on_rank(rank: int) -> None:
-        one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends, OneGroup())
-        shard_TV = one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=True)
-        assert shard_TV.shape == (ROWS, N_EACH)
-        assert shard_TV.dtype == torch.bfloat16
-        assert shard_TV.data_ptr() == one.buffer.data_ptr()
-        assert shards.whole(shard_TV).data_ptr() == one.buffer.data_ptr()
+    def run(one: Rank, shards: Any) -> None:
+        shard_TV = one.forward(hidden_TH, VERIFY, captured=True)
+        assert (shard_TV.shape, shard_TV.dtype) == ((ROWS, N_EACH), torch.bfloat16)
+        assert shard_TV.data_ptr() == shards.whole(shard_TV).data_ptr() == one.buffer.data_ptr()
 
-    group.run(on_rank)
+    on_ranks(weight_VH, run)
 
 
 def test_a_batch_larger_than_the_buffer_has_memory_of_its_own():
     hidden_TH, weight_VH = hidden_and_head(torch.float32)
     hidden_TH = hidden_TH.repeat(2, 1)
-    group = ThreadRanks(N_RANKS)
 
-    def on_rank(rank: int) -> torch.Tensor:
-        one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends, OneGroup())
-        whole_TV = shards.whole(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=False))
+    def run(one: Rank, shards: Any) -> torch.Tensor:
+        whole_TV = shards.whole(one.forward(hidden_TH, VERIFY, captured=False))
         assert not one.buffer.any()
         return whole_TV
 
-    for whole_TV in group.run(on_rank):
+    for whole_TV in on_ranks(weight_VH, run)[0]:
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 
 def test_prompts_end_with_gathered_logits_as_before():
     hidden_TH, weight_VH = hidden_and_head(torch.float32)
-    group = ThreadRanks(N_RANKS)
-
-    def on_rank(rank: int) -> torch.Tensor:
-        one = Rank(group, rank, weight_VH)
-        verified_logits(one.runner, one.ends, OneGroup())
-        return one.forward(hidden_TH, ForwardMode.EXTEND, captured=False)
-
-    for whole_TV in group.run(on_rank):
+    for whole_TV in on_ranks(weight_VH, lambda one, _: one.forward(hidden_TH, ForwardMode.EXTEND, captured=False))[0]:
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 

@@ -1,6 +1,6 @@
 """Attention data parallelism, of one rank at a time: what it runs, with requests and without, and tells the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -23,14 +23,11 @@ def together(monkeypatch: pytest.MonkeyPatch) -> ranks.Groups:
     return ranks.Groups()
 
 
-def replayed(forward: Callable[[Any], Any], n_tokens: list[int]) -> bool:
-    """Whether a graph may run where the ranks have so many tokens."""
-    return forward(SimpleNamespace(original_global_num_tokens_cpu=n_tokens, can_run_decode_cuda_graph=True))
-
-
 def test_graphs_run_where_every_rank_has_requests(together):
     forward = together.beside_idle_ones(lambda batch: batch.can_run_decode_cuda_graph)
-    assert [replayed(forward, n_tokens) for n_tokens in ([8, 16, 8], [8, 0, 16], [0, 8, 8])] == [True, False, False]
+    for n_tokens, replays in (([8, 16, 8], True), ([8, 0, 16], False), ([0, 8, 8], False)):
+        batch = SimpleNamespace(original_global_num_tokens_cpu=n_tokens, can_run_decode_cuda_graph=True)
+        assert forward(batch) is replays
 
 
 def test_one_group_of_ranks_asks_nobody():
@@ -78,20 +75,13 @@ def test_a_draft_is_made_for_its_block_whatever_is_verified(monkeypatch):
     assert spec.speculative_num_draft_tokens == 32
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """What a rank without requests has run."""
-    said = list[tuple[str, Any]]()
-
+@pytest.mark.parametrize("others_read_prompts", [True, False])
+def test_a_rank_without_requests_does_what_the_others_do(together, others_read_prompts, monkeypatch):
     def prepare(block: DFlashVerifyInput, batch: Any, worker: Any, **_: Any) -> tuple[Any, bool]:
         return SimpleNamespace(can_run_decode_cuda_graph=True, block=block), True
 
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
-    return said
-
-
-@pytest.mark.parametrize("others_read_prompts", [True, False])
-def test_a_rank_without_requests_does_what_the_others_do(together, ran, others_read_prompts):
+    ran = list[tuple[str, Any]]()
     worker = SimpleNamespace(
         device="cpu",
         forward_batch_generation=lambda batch, **_: ran.append(("prompts", batch)),

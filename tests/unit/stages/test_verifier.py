@@ -28,10 +28,7 @@ def make_verifier() -> Verifier:
     runner = SimpleNamespace(
         attn_backend=OWN[0], decode_cuda_graph_runner=OWN[1], device="cuda", forward=lambda batch: batch
     )
-    engines = {
-        1: WidthEngine("backend of 1", "graphs of 1", NoState(), {}),
-        4: WidthEngine("backend of 4", "graphs of 4", NoState(), {}),
-    }
+    engines = {n: WidthEngine(f"backend of {n}", f"graphs of {n}", NoState(), {}) for n in (1, 4)}
     return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=True)
 
 
@@ -76,13 +73,9 @@ def test_attention_is_planned_once_and_the_features_stay(monkeypatch):
     """SGLang's eager runner plans again what was planned before: so does a batch that is larger than any graph."""
     deferred = list[bool]()
     features = torch.ones(2 * 4, 3)
-    run = ModelRunnerOutput(
-        SimpleNamespace(hidden_states=features),
-        can_run_graph=True,
-        routed_experts_output="experts",
-    )
+    run = ModelRunnerOutput(SimpleNamespace(hidden_states=features), can_run_graph=True)
 
-    def prepare(self: object, batch: object, worker: object, *, defer_metadata_init: bool) -> tuple[object, bool]:
+    def prepare(self, batch, worker, *, defer_metadata_init):
         deferred.append(defer_metadata_init)
         return run, True
 
@@ -151,12 +144,11 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("on_host", "model", "graphs", "way"),
     [
-        (True, Model(), None, "directly"),
-        (True, Model(Experts()), None, "through the runner"),  # which prepares their dispatch
-        (True, Model(), "graphs", "through the runner"),
-        (False, Model(), None, "through the runner"),
+        pytest.param(True, Model(), None, "directly", id="plain"),
+        pytest.param(True, Model(Experts()), None, "through the runner", id="experts"),  # which prepares their dispatch
+        pytest.param(True, Model(), "graphs", "through the runner", id="graphs"),
+        pytest.param(False, Model(), None, "through the runner", id="on-a-device"),
     ],
-    ids=["plain", "experts", "graphs", "on-a-device"],
 )
 def test_only_a_plain_target_on_the_host_is_called_directly(on_host, model, graphs, way):
     runner = SimpleNamespace(
@@ -165,10 +157,10 @@ def test_only_a_plain_target_on_the_host_is_called_directly(on_host, model, grap
         model=model,
         forward=lambda batch: SimpleNamespace(logits_output="through the runner"),
     )
-    engine = WidthEngine(runner.attn_backend, graphs, NoState(), {})
-    worker: Any = SimpleNamespace(model_runner=runner)
-    batch: Any = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
-    assert Verifier(worker, {4: engine}, OneGroup(), on_host=on_host).forward(batch).logits_output == way
+    engines = {4: WidthEngine(runner.attn_backend, graphs, NoState(), {})}
+    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=on_host)
+    batch = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
+    assert verifier.forward(batch).logits_output == way
 
 
 def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch):
@@ -188,3 +180,31 @@ def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch):
     assert result.can_run_cuda_graph is True
     assert result.expert_distribution_metrics == "metrics"
     assert (result.routed_experts_output, result.indexer_topk_output) == ("experts", "indexer")
+
+
+def narrow_plan(n_requests: int, drafted: int, width: int) -> Plan:
+    """A step that drafts blocks of `drafted` tokens and verifies `width` of each."""
+    return plan_of(n_requests, width)._replace(drafted=plan_of(n_requests, drafted).verified)
+
+
+def test_rows_of_a_narrow_step_lie_as_far_apart_as_it_is_wide(monkeypatch):
+    """Log-probabilities, the scheduler's stride and the cap of a request's counts."""
+    asked: list[int] = []
+    monkeypatch.setattr(results, "compute_spec_logprobs", lambda *args, chain_stride: asked.append(chain_stride))
+    plan, tokens_BN = narrow_plan(2, drafted=8, width=4), torch.zeros(2, 4, dtype=torch.int64)
+    accepted = accept_ref(tokens_BN, tokens_BN, plan.prefix_len_B)
+    run = ModelRunnerOutput(None, False, None, None, None)
+    result = results.result_of(SimpleNamespace(return_logprob=True), plan, Target(run, None, None), accepted)
+    assert asked == [4]
+    assert result.speculative_num_draft_tokens == 4
+    assert result.cap_lens.tolist() == [4, 4]
+
+
+def test_the_engine_that_verified_commits():
+    commits = list[int]()
+    verifier = make_verifier()
+    for width, engine in verifier.engines.items():
+        state = SimpleNamespace(commit=lambda *args, width=width: commits.append(width))
+        verifier.engines[width] = engine._replace(state=state)
+    verifier.commit(None, narrow_plan(1, drafted=8, width=4), torch.ones(1))
+    assert commits == [4]
