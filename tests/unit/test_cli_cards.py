@@ -30,11 +30,7 @@ class Card(NamedTuple):
     draft_window: int | None = None
 
 
-OVERLAP = {
-    "SGLANG_ENABLE_SPEC_V2": "1",
-    "SGLANG_ENABLE_DFLASH_SPEC_V2": "1",
-    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1",
-}
+OVERLAP = {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_ENABLE_DFLASH_SPEC_V2": "1", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
 LONGER = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 FA3 = (
     "--model-path {target} --speculative-algorithm DFLASH --speculative-draft-model-path {draft} "
@@ -53,41 +49,29 @@ FA3_FIELDS = {
     "speculative_draft_window_size": None,
 }
 TRTLLM = FA3.replace("fa3", "trtllm_mha --speculative-draft-attention-backend fa4")
-TRTLLM_FIELDS = FA3_FIELDS | {"attention_backend": "trtllm_mha", "speculative_draft_attention_backend": "fa4"}
+FA4 = {"speculative_draft_attention_backend": "fa4"}
+TRTLLM_FIELDS = FA3_FIELDS | {"attention_backend": "trtllm_mha"} | FA4
 CARDS = {
     "Qwen3.5-27B": Card(FA3, "sm90", {}, FA3_FIELDS, "fa3"),
     "Qwen3.5-27B, overlap": Card(FA3, "sm90", OVERLAP, FA3_FIELDS, "fa3"),
     "Qwen3.5-27B, window": Card(
-        FA3 + " --speculative-dflash-draft-window-size 4096",
-        "sm90",
-        {},
-        FA3_FIELDS | {"speculative_draft_window_size": 4096},
-        "fa3",
-        draft_window=4096,
+        FA3 + " --speculative-dflash-draft-window-size 4096", "sm90", {},
+        FA3_FIELDS | {"speculative_draft_window_size": 4096}, "fa3", draft_window=4096,
     ),
     "Qwen3.6-35B-A3B": Card(FA3, "sm90", {}, FA3_FIELDS, "fa3"),
     "Qwen3.5-35B-A3B": Card(TRTLLM, "sm100", LONGER, TRTLLM_FIELDS, "fa4"),
     "Qwen3.5-35B-A3B, overview": Card(
-        TRTLLM.replace("--mamba-scheduler-strategy extra_buffer ", ""),
-        "sm100",
-        LONGER,
-        TRTLLM_FIELDS | {"mamba_radix_cache_strategy": "auto"},
-        "fa4",
+        TRTLLM.replace("--mamba-scheduler-strategy extra_buffer ", ""), "sm100", LONGER,
+        TRTLLM_FIELDS | {"mamba_radix_cache_strategy": "auto"}, "fa4",
     ),
     "gemma-4-31B-it": Card(
         "--model-path {target} --speculative-algorithm DFLASH --speculative-draft-model-path {draft} "
         "--speculative-num-draft-tokens 16 --tp-size 1 --attention-backend triton "
         "--speculative-draft-attention-backend fa4 --trust-remote-code",
-        "sm100",
-        {},
-        {
-            "attention_backend": "triton",
-            "speculative_draft_attention_backend": "fa4",
-            "mamba_radix_cache_strategy": "auto",
-        },
-        "fa4",
+        "sm100", {},
+        {"attention_backend": "triton", "mamba_radix_cache_strategy": "auto"} | FA4, "fa4",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -132,10 +132,9 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch):
     server_args = SimpleNamespace(speculative_algorithm="DFLASH", tokenizer_worker_num=1)
 
     def sglang_s(server_args: Any) -> None:
-        assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
-        assert resolving_view(server_args).speculative_num_draft_tokens == 8
-        assert resolving_view(server_args).speculative_draft_load_format == "auto"
-        assert resolving_view(server_args).dtype == "float16"
+        seen = resolving_view(server_args)
+        assert (seen.speculative_draft_attention_backend, seen.speculative_num_draft_tokens) == ("trtllm_mha", 8)
+        assert (seen.speculative_draft_load_format, seen.dtype) == ("auto", "float16")
         declare_resolution(server_args, "SGLang", speculative_draft_attention_backend="fa4")
 
     plugin.check_arguments(server_args, sglang_s)
@@ -145,11 +144,8 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch):
 def test_requests_are_checked_where_several_processes_tokenize(monkeypatch):
     name = "SGLANG_HTTP_SERVER_APP_PATH"
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
-    for n_processes, asked, served in (
-        (1, "", ""),
-        (2, "", "sglang_dflash.host.http_app:app"),
-        (2, "mine:app", "mine:app"),
-    ):
+    ours = "sglang_dflash.host.http_app:app"
+    for n_processes, asked, served in ((1, "", ""), (2, "", ours), (2, "mine:app", "mine:app")):
         monkeypatch.setenv(name, asked)
         if not asked:
             monkeypatch.delenv(name)
@@ -172,8 +168,6 @@ def test_old_names_set_what_the_new_names_set():
     flags.add_old_names(parser)
     assert vars(parser.parse_args([])) == {"speculative_draft_window_size": None, "mamba_radix_cache_strategy": "auto"}
     old = ["--speculative-dflash-draft-window-size", "64", "--mamba-scheduler-strategy", "extra_buffer"]
-    assert vars(parser.parse_args(old)) == {
-        "speculative_draft_window_size": 64,
-        "mamba_radix_cache_strategy": "extra_buffer",
-    }
+    new = {"speculative_draft_window_size": 64, "mamba_radix_cache_strategy": "extra_buffer"}
+    assert vars(parser.parse_args(old)) == new
     assert parser.parse_args([*old, "--speculative-draft-window-size", "32"]).speculative_draft_window_size == 32

@@ -12,20 +12,7 @@ import pytest
 from sglang_dflash.bench import measure
 from sglang_dflash.bench.client import steps_of
 from sglang_dflash.bench.compare import Difference, differences, lead
-from sglang_dflash.bench.measure import (
-    Completion,
-    Measurement,
-    Spread,
-    Steps,
-    joined,
-    percentile,
-    ratios,
-    rotated,
-    slices,
-    spread,
-    timed,
-    total,
-)
+from sglang_dflash.bench.measure import Completion, Measurement, Spread, Steps, percentile, slices, timed
 from sglang_dflash.bench.report import markdown, noise
 from sglang_dflash.bench.rows import Line, Row, means, row, summarise
 from sglang_dflash.servers.document import portable
@@ -58,8 +45,8 @@ def test_a_run_counts_tokens_and_steps():
 
 def test_ratios_are_taken_repeat_by_repeat():
     # The second repeat ran on a machine half as fast: no ratio shows it, though the medians' ratio would.
-    assert ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
-    assert spread([3, 1, 2]) == (2, 1, 3)
+    assert measure.ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
+    assert measure.spread([3, 1, 2]) == (2, 1, 3)
 
 
 def test_parts_of_a_run_are_short_and_complete():
@@ -71,7 +58,7 @@ def test_parts_of_a_run_are_short_and_complete():
 
 
 def test_every_arm_is_first_in_its_turn():
-    firsts = [rotated(["off", "stock", "ours"], by) for by in (0, 1, 2, 4)]
+    firsts = [measure.rotated(["off", "stock", "ours"], by) for by in (0, 1, 2, 4)]
     assert [arms[0] for arms in firsts] == ["off", "stock", "ours", "stock"]
     assert firsts[3] == ["stock", "ours", "off"]
 
@@ -155,11 +142,8 @@ def test_at_most_so_many_requests_are_in_flight_and_no_fewer():
 
 def test_parts_are_joined():
     """Half of 3 s and none of 1 s are other processes'."""
-    one, other = (
-        Measurement([Completion(n, steps=Steps(1, n - 1))], wall_s, cores)
-        for n, wall_s, cores in ((5, 3.0, 0.5), (3, 1.0, 0))
-    )
-    run = joined([one, other])
+    parts = (5, 3.0, 0.5), (3, 1.0, 0)
+    run = measure.joined([Measurement([Completion(n, steps=Steps(1, n - 1))], *rest) for n, *rest in parts])
     assert (run.n_tokens, run.tokens_per_s, run.steps, run.other_cores) == (8, 2.0, Steps(2, 6), 0.375)
 
 
@@ -183,7 +167,7 @@ def test_steps_by_position_come_from_the_histogram():
 
 
 def test_steps_of_several_answers_are_summed():
-    whole = total([Steps(4, 3, (2, 1)), Steps(1, 0), Steps(2, 3, (1, 1, 1))])
+    whole = measure.total([Steps(4, 3, (2, 1)), Steps(1, 0), Steps(2, 3, (1, 1, 1))])
     assert whole == Steps(7, 6, (3, 2, 1))
     assert whole.since(Steps(4, 3, (2, 1, 0))) == Steps(3, 3, (1, 1, 1))
 

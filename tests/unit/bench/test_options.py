@@ -19,6 +19,8 @@ from sglang_dflash.tiny.workloads import asked
 
 URL = ("--base-url", "http://127.0.0.1:30000")
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "draft")
+SERVED = ("--", "--model-path", "x", *DFLASH)
+TORCH = ("--backend", "transformers", "--model", "x", "--draft-model", "y")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -47,32 +49,17 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--serve", "--backend", "vllm", "--", *DFLASH), "--serve starts SGLang, not vllm"),
         (("--serve", "--model", "x", "--", *DFLASH), "takes the model from the flags after --; drop --model"),
         ((*URL, "--arms", "off"), "--arms are those of --serve"),
-        (
-            ("--serve", "--arms", "theirs", "--", "--model-path", "x", *DFLASH),
-            "no arm is called 'theirs'; write off, mtp",
-        ),
-        (
-            ("--serve", "--arms", "ours:x", "--", "--model-path", "x", *DFLASH),
-            "'x' is no environment; write NAME:VAR=V",
-        ),
-        (
-            ("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", "--", "--model-path", "x", *DFLASH),
-            "two arms are called the same (ours:A=x, ours:A=x)",
-        ),
-        (
-            ("--serve", "--arms", "ours:PYTHONPATH=/x", "--", "--model-path", "x", *DFLASH),
-            "PYTHONPATH would mix two checkouts; run the benchmark in each",
-        ),
+        (("--serve", "--arms", "theirs", *SERVED), "no arm is called 'theirs'; write off, mtp"),
+        (("--serve", "--arms", "ours:x", *SERVED), "'x' is no environment; write NAME:VAR=V"),
+        (("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", *SERVED), "called the same (ours:A=x, ours:A=x)"),
+        (("--serve", "--arms", "ours:PYTHONPATH=/x", *SERVED), "would mix two checkouts; run the benchmark in each"),
         ((*URL, "--preset", "readme"), "--base-url and --serve; give one of"),
         (("--preset", "widths", "--concurrency", "1,32"), "--concurrency 32: the servers of --preset widths run 16"),
         ((*URL, "--require-equal", "--temperature", "1"), "--require-equal compares greedy answers"),
         ((*URL, "--tie-gap", "1"), "--tie-gap forgives what --require-equal finds"),
         ((*URL, "--draft-model", "x"), "--draft-model is for --backend transformers"),
         (("--backend", "transformers", "--model", "x"), "needs --model and --draft-model"),
-        (
-            ("--backend", "transformers", "--model", "x", "--draft-model", "y", "--concurrency", "8"),
-            "answers one request at a time",
-        ),
+        ((*TORCH, "--concurrency", "8"), "answers one request at a time"),
     ],
 )
 def test_bad_options_are_one_line(arguments, message, capsys, monkeypatch):
@@ -96,18 +83,8 @@ def test_what_is_typed_replaces_a_preset_s_own():
     assert (options.concurrency, options.repeats, options.one_at_a_time) == ([1, 8], 5, False)
     assert (options.require_equal, options.no_latency, options.enable_thinking) == (True, True, True)
     assert all(one.env["CUDA_VISIBLE_DEVICES"] == "" for one in options.launches)
-    typed = [
-        "--repeats=2",
-        "--concurrency",
-        "4",
-        "--arms",
-        "off",
-        "ours:A=b",
-        "--dataset",
-        "hard",
-        "--no-enable-thinking",
-    ]
-    options = parse(["--preset", "widths", *typed])
+    typed = "--repeats=2 --concurrency 4 --arms off ours:A=b --dataset hard --no-enable-thinking"
+    options = parse(["--preset", "widths", *typed.split()])
     assert [one.name for one in options.launches] == ["off", "ours:A=b"]
     assert (options.concurrency, options.repeats, options.enable_thinking) == ([4], 2, False)
     assert [(task.name, len(task.prompts)) for task in options.tasks] == [("hard", 16)]
@@ -124,8 +101,7 @@ def test_a_preset_may_serve_something_else(tmp_path):
 
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    message = refused(capsys, "--backend", "transformers", "--model", "x", "--draft-model", "y")
-    assert "with python instead of torchrun" in message
+    assert "with python instead of torchrun" in refused(capsys, *TORCH)
 
 
 # -------------------------------------------------------------------------------------------------------- prompts
@@ -229,11 +205,8 @@ def test_a_second_turn_follows_the_first_arms_answer():
     task = Task("mt", "", [asked("First.", "Then."), asked("Only.")])
     assert not is_complete(task)
     done = complete(task, lambda prompts: [f"<think>hm</think>\n{prompt[-1]['content']}!" for prompt in prompts])
-    assert done.prompts == [
-        asked("First."),
-        [*asked("First."), {"role": "assistant", "content": "First.!"}, *asked("Then.")],
-        asked("Only."),
-    ]
+    second = [*asked("First."), {"role": "assistant", "content": "First.!"}, *asked("Then.")]
+    assert done.prompts == [asked("First."), second, asked("Only.")]
     assert is_complete(done)
 
 

@@ -38,9 +38,8 @@ def fake(tmp_path: Path) -> Iterator[Callable[..., str]]:
             port = free_port(31950)
             while any(server.port == port for server in started):
                 port = free_port(port + 1)
-            server = Server(
-                [sys.executable, str(FAKE), *flags], port=port, log=tmp_path / str(port), env={}, name="fake"
-            )
+            command = [sys.executable, str(FAKE), *flags]
+            server = Server(command, port=port, log=tmp_path / str(port), env={}, name="fake")
             started.append(server)
             return stack.enter_context(server).url
 
@@ -138,10 +137,8 @@ def test_as_many_requests_are_in_flight_as_asked_for(fake, bench, n):
 
 def test_vllm_tells_its_steps_in_its_metrics(fake, bench):
     ran = bench("--backend", "vllm", "--base-url", fake("--kind", "vllm"), *SMALL)
-    assert ran.document["arms"]["server"] | {"url": "", "model": ""} == {
-        "url": "", "kind": "vllm", "model": "", "version": "1.0",
-        "prefix_cache": report.KEPT,
-    }  # fmt: skip
+    about = {"url": "", "kind": "vllm", "model": "", "version": "1.0", "prefix_cache": report.KEPT}
+    assert ran.document["arms"]["server"] | {"url": "", "model": ""} == about
     assert all(row["committed_per_step"] == 1.5 for row in ran.document["rows"])
     assert all(row["acceptance_by_position"] == [0.5] for row in ran.document["rows"])
     assert "not emptied" in ran.out
@@ -216,9 +213,8 @@ def test_an_arm_may_have_an_environment(bench, serve, tmp_path):
     ran = bench(*SMALL, "--no-latency", "--arms", "off", "ours", "ours:FAKE_OFFSET=1,B=2,3", *serve)
     assert list(ran.document["arms"]) == ["off", "ours", "ours:FAKE_OFFSET=1,B=2,3"]
     plugin = {"SGLANG_DFLASH_WORKER": "plugin"}
-    assert [about["env"] for about in ran.document["arms"].values()] == [
-        {}, plugin, {**plugin, "FAKE_OFFSET": "1", "B": "2,3"},
-    ]  # fmt: skip
+    environments = [about["env"] for about in ran.document["arms"].values()]
+    assert environments == [{}, plugin, {**plugin, "FAKE_OFFSET": "1", "B": "2,3"}]
     assert [line["n_equal"] for line in ran.document["summary"]] == [5, 5, 0] * 2
     assert set(lines_of(ran.document, arm="ours:FAKE_OFFSET=1,B=2,3")[0]) >= {"over_off", "over_ours"}
     assert (tmp_path / "out-ours-FAKE_OFFSET-1-B-2-3.log").exists()
@@ -233,15 +229,13 @@ def test_too_little_memory_is_told_before_anything_starts(bench, serve, monkeypa
 
 
 def test_the_preset_of_widths(bench, serve, tmp_path):
-    ran = bench(
-        "--preset", "widths", "--port", "31980", *("--num-prompts", "3", "--repeats", "2", "--concurrency", "1,2")
-    )
+    few = ("--num-prompts", "3", "--repeats", "2", "--concurrency", "1,2")
+    ran = bench("--preset", "widths", "--port", "31980", *few)
     document = ran.document
     fixed = [f"ours:SGLANG_DFLASH_WIDTHS={width}" for width in (1, 4, 8, 16)]
     assert list(document["arms"]) == ["off", "ours", *fixed]
-    assert [about["env"].get("SGLANG_DFLASH_WIDTHS") for about in document["arms"].values()] == [
-        None, None, "1", "4", "8", "16",
-    ]  # fmt: skip
+    widths = [about["env"].get("SGLANG_DFLASH_WIDTHS") for about in document["arms"].values()]
+    assert widths == [None, None, "1", "4", "8", "16"]
     assert document["gate"] == {"equal": True, "tie_gap": 0.0, "n_near_ties": 0}
     assert len(document["rows"]) == 2 * 3 * 2 * 6  # repeats, sets, concurrencies, arms
     order = [row["arm"] for row in document["rows"] if (row["task"], row["concurrency"]) == ("hard", 1)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
 from sglang.srt.arg_groups.model_overrides import qwen3_vl
-from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool, MHATokenToKVPool
@@ -31,8 +31,10 @@ from sglang_dflash.memory import records as state_pool
 from sglang_dflash.memory import sizes
 from sglang_dflash.memory.records import RecordPool, count_records
 from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, block_bytes, ring_slots
+from tests.fixtures.recurrent import params
 
 TINY = RecurrentSizes(3, 4, 64, 2, 64, conv_window=3, conv_itemsize=2, state_itemsize=4)
+launched = partial(Serving, mem_fraction=0.85, block_size=16, context=8192)
 QWEN_27B = geometry.read_target("Qwen3.5-27B")
 DRAFT_27B = geometry.read_draft("Qwen3.5-27B-DFlash")
 QWEN_8B = geometry.read_target("qwen/qwen3-8b")
@@ -41,16 +43,9 @@ DRAFT_8B = geometry.read_draft("Qwen3-8B-DFlash-b16")
 
 def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
     """As SGLang makes them of a config, for one rank."""
-    shape = Mamba2StateShape.create(
-        tp_world_size=tp_size,
-        intermediate_size=recurrent.n_value_heads * recurrent.value_width,
-        n_groups=recurrent.n_key_heads,
-        num_heads=recurrent.n_value_heads,
-        head_dim=recurrent.value_width,
-        state_size=recurrent.key_width,
-        conv_kernel=recurrent.conv_window + 1,
-    )
-    return Mamba2CacheParams(shape=shape, layers=list(range(recurrent.n_layers)))
+    heads = {"n_groups": recurrent.n_key_heads, "num_heads": recurrent.n_value_heads}
+    widths = {"head_dim": recurrent.value_width, "state_size": recurrent.key_width}
+    return params(heads | widths | {"conv_kernel": recurrent.conv_window + 1}, recurrent.n_layers, tp_size)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -63,14 +58,8 @@ def test_recurrent_bytes_are_what_pools_allocate(kind, tp_size, monkeypatch):
     monkeypatch.setattr("sglang_dflash.memory.records.get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     n_slots, n_requests, n_tokens = 6, 4, 8
     rank = TINY.shard(tp_size)
-    cache = kind(
-        size=n_slots,
-        spec_state_size=n_requests,
-        cache_params=params_of(TINY, tp_size),
-        mamba_layer_ids=[0, 1, 2],
-        device="cpu",
-        speculative_num_draft_tokens=n_tokens,
-    )
+    sizes = {"size": n_slots, "spec_state_size": n_requests, "speculative_num_draft_tokens": n_tokens}
+    cache = kind(**sizes, cache_params=params_of(TINY, tp_size), mamba_layer_ids=[0, 1, 2], device="cpu")
     state = cache.mamba_cache
     # SGLang's pools have a row for padding.
     assert state.temporal.nbytes + sum(conv.nbytes for conv in state.conv) == (n_slots + 1) * rank.state_bytes
@@ -91,16 +80,8 @@ def test_recurrent_bytes_are_what_pools_allocate(kind, tp_size, monkeypatch):
 def test_kv_bytes_are_what_pools_allocate(page_size):
     attention = AttentionSizes(n_layers=3, n_kv_heads=2, head_dim=64, itemsize=2)
     for tp_size, n_heads in ((1, 2), (2, 1), (4, 1)):
-        pool = MHATokenToKVPool(
-            size=256,
-            page_size=page_size,
-            dtype=torch.bfloat16,
-            head_num=n_heads,
-            head_dim=64,
-            layer_num=3,
-            device="cpu",
-            enable_memory_saver=False,
-        )
+        shape = {"dtype": torch.bfloat16, "head_num": n_heads, "head_dim": 64, "layer_num": 3}
+        pool = MHATokenToKVPool(size=256, page_size=page_size, **shape, device="cpu", enable_memory_saver=False)
         allocated = sum(buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer))
         assert allocated == (256 + page_size) * attention.bytes_per_token(tp_size)  # a page is for padding
 
@@ -159,9 +140,9 @@ class SGLang:
         monkeypatch.setattr(state_pool, "get_spec", lambda: self.spec)
         pool = RecordPool if worker is Worker.PLUGIN else MambaPool
         monkeypatch.setattr(HybridReqToTokenPool, "mamba_pool_cls", pool)
-        params = params_of(target.recurrent, serving.tp_size)
+        cache_params = params_of(target.recurrent, serving.tp_size)
         self.configurator = SimpleNamespace(
-            mambaish_config=SimpleNamespace(mamba2_cache_params=params),
+            mambaish_config=SimpleNamespace(mamba2_cache_params=cache_params),
             pp_size=1,
             attn_dp_size=1,
             extra_mamba_cache_bytes_per_req=0,
@@ -226,7 +207,7 @@ def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests():
 
 
 def test_every_rank_has_the_whole_of_what_ranks_do_not_share():
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=4)
+    serving = launched(tp_size=4)
     ours = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
     assert ours.draft_weights == DRAFT_8B.split_bytes / 4 + DRAFT_8B.whole_bytes
     assert DRAFT_8B.whole_bytes > 2 * 4096 * 5 * 4096  # what fuses the features of five layers, in bf16
@@ -234,7 +215,7 @@ def test_every_rank_has_the_whole_of_what_ranks_do_not_share():
 
 
 def test_a_dense_target_differs_only_by_its_rings():
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, max_requests=256)
+    serving = launched(max_requests=256)
     stock, ours = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
     assert stock.limits == ours.limits
     assert stock.bound is Bound.TOKENS
@@ -261,13 +242,13 @@ def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, token
 
 
 def test_a_window_may_be_as_short_as_a_block():
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, window=16)
+    serving = launched(window=16)
     assert capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 32 * 20480
 
 
 def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks():
     """Of our worker alone."""
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, window=2048)
+    serving = launched(window=2048)
     stock, ours = (capacity(QWEN_27B, DRAFT_27B, serving, 141, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
     copying = replace(serving, copies=True)
     texts = capacity(QWEN_27B, DRAFT_27B, copying, 141, Worker.PLUGIN)
@@ -282,7 +263,7 @@ def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blo
 
 def test_an_fp8_copy_of_the_head_is_taken_off_first():
     """Each rank copies its shard; SGLang's worker has none."""
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=2)
+    serving = launched(tp_size=2)
     copying = replace(serving, fp8_head=True)
     for worker, n_bytes in ((Worker.PLUGIN, 151936 * (4096 + 4) / 2), (Worker.STOCK, 0)):
         full, copied = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for serving in (serving, copying))
@@ -293,7 +274,7 @@ def test_an_fp8_copy_of_the_head_is_taken_off_first():
 
 def test_a_draft_of_sliding_layers_has_rings_without_a_flag():
     sliding = replace(DRAFT_8B, window=4096)
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192)
+    serving = launched()
     assert capacity(QWEN_8B, sliding, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 4112 * 20480
     assert capacity(QWEN_8B, sliding, serving, 80, Worker.STOCK).ring_bytes == 0
 
@@ -308,7 +289,7 @@ def test_a_draft_of_sliding_layers_has_rings_without_a_flag():
     ],
 )
 def test_what_bounds(changes, card_gib, bound):
-    serving = Serving(**{"mem_fraction": 0.85, "block_size": 16, "context": 8192} | changes)
+    serving = launched(**changes)
     result = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, Worker.PLUGIN)
     assert result.bound is bound
     assert (result.requests == 0) is (bound is Bound.WEIGHTS)
@@ -323,14 +304,14 @@ def test_what_bounds(changes, card_gib, bound):
     ],
 )
 def test_launches_that_do_not_fit(changes, message):
-    serving = Serving(**{"mem_fraction": 0.85, "block_size": 16, "context": 8192} | changes)
+    serving = launched(**changes)
     with pytest.raises(ValueError, match=message):
         capacity(QWEN_27B, DRAFT_27B, serving, 141, Worker.PLUGIN)
 
 
 def test_recurrent_layers_that_cannot_be_split():
     target, draft = replace(QWEN_27B, n_heads=32), replace(DRAFT_27B, n_heads=32)
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=32)
+    serving = launched(tp_size=32)
     with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp 32"):
         capacity(target, draft, serving, 141, Worker.PLUGIN)
 
@@ -349,23 +330,11 @@ def test_the_default_fraction_is_sglangs(gib, tp_size, image_width, monkeypatch)
         hf_config=SimpleNamespace(vision_config=SimpleNamespace(hidden_size=image_width, depth=27)),
     )
     args = SimpleNamespace(
-        device="cuda",
-        cuda_graph_config=graphs,
-        chunked_prefill_size=None,
-        max_running_requests=None,
-        tp_size=tp_size,
-        pp_size=1,
-        max_total_tokens=None,
-        model_path="Qwen3.5-27B",
-        mem_fraction_static=None,
-        language_only=False,
-        language_model_only=False,
-        disaggregation_mode="null",
-        disable_cuda_graph_padding=False,
-        speculative_algorithm="DFLASH",
-        enable_symm_mem=False,
-        moe_a2a_backend="none",
-    )
+        device="cuda", cuda_graph_config=graphs, chunked_prefill_size=None, max_running_requests=None, tp_size=tp_size,
+        pp_size=1, max_total_tokens=None, model_path="Qwen3.5-27B", mem_fraction_static=None, language_only=False,
+        language_model_only=False, disaggregation_mode="null", disable_cuda_graph_padding=False,
+        speculative_algorithm="DFLASH", enable_symm_mem=False, moe_a2a_backend="none",
+    )  # fmt: skip
     stand_ins = {
         "resolving_view": lambda args: args,
         "resolved_view": lambda args: args,

@@ -166,31 +166,29 @@ def test_an_idle_batch_has_nothing_to_attend(pool):
 
 
 @pytest.mark.parametrize(
-    ("layer", "name"),
+    ("layer", "arguments", "name"),
     [
-        ({"logit_cap": 30.0}, "logit_cap"),
-        ({"is_cross_attention": True}, "cross attention"),
-        ({"k_scale_float": 0.5}, "k_scale"),
-        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "DECODER_BIDIRECTIONAL"),
+        ({"logit_cap": 30.0}, {}, "logit_cap"),
+        ({"is_cross_attention": True}, {}, "cross attention"),
+        ({"k_scale_float": 0.5}, {}, "k_scale"),
+        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, {}, "DECODER_BIDIRECTIONAL"),
+        ({}, {"sinks": torch.zeros(A)}, "sinks"),
     ],
 )
-def test_layers_that_are_not_defined_are_refused_by_name(pool, layer, name):
+def test_layers_that_are_not_defined_are_refused_by_name(pool, layer, arguments, name):
     backend, batch = backend_of(pool), batch_of(ForwardMode.DECODE, [2], seq_lens=torch.tensor([9]))
     backend.init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match=name):
-        backend.forward(torch.zeros(1, A * E), None, None, layer_of(**layer), batch)
+        backend.forward(torch.zeros(1, A * E), None, None, layer_of(**layer), batch, **arguments)
 
 
-def test_other_arguments_and_batches_that_are_not_defined_are_refused_by_name(pool):
-    backend, batch = backend_of(pool), batch_of(ForwardMode.DECODE, [2], seq_lens=torch.tensor([9]))
-    backend.init_forward_metadata(batch)
-    with pytest.raises(NotImplementedError, match="sinks"):
-        backend.forward(torch.zeros(1, A * E), None, None, layer_of(), batch, sinks=torch.zeros(A))
-    with pytest.raises(NotImplementedError, match="custom_mask"):
-        backend.init_forward_metadata(block_batch([0], [3], 2, custom_mask=torch.ones(2)))
-    with pytest.raises(NotImplementedError, match="ragged_verify_layout"):
-        backend.init_forward_metadata(block_batch([0], [3], 2, ragged_verify_layout=object()))
-    with pytest.raises(NotImplementedError, match="DRAFT_EXTEND_V2"):
-        backend.init_forward_metadata(batch_of(ForwardMode.DRAFT_EXTEND_V2, [0]))
+def test_batches_that_are_not_defined_are_refused_by_name(pool):
+    for name, batch in {
+        "custom_mask": block_batch([0], [3], 2, custom_mask=torch.ones(2)),
+        "ragged_verify_layout": block_batch([0], [3], 2, ragged_verify_layout=object()),
+        "DRAFT_EXTEND_V2": batch_of(ForwardMode.DRAFT_EXTEND_V2, [0]),
+    }.items():
+        with pytest.raises(NotImplementedError, match=name):
+            backend_of(pool).init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match="MLA"):
         backend_of(pool, use_mla_backend=True)

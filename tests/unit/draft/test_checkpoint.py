@@ -106,36 +106,28 @@ def test_shards_are_found_through_their_index(checkpoints, folder):
         ({"rope_parameters": {"rope_type": "longrope"}}, NotSupported, "rope_type='longrope' is not one of default,"),
         ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash"),
         (
-            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized", "bits": 4}},
-            NotSupported,
-            "quantization_config says compressed-tensors, pack-quantized: quantized draft checkpoints are not",
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, NotSupported,
+            r"config says compressed-tensors, int-quantized: quantized draft checkpoints are not supported; give the "
+            r"draft as it was trained \(--speculative-draft-model-quantization fp8 quantizes it while it loads\)",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "says fp8: quantized draft checkpoints"),
         ({"block_size": None}, ValueError, "config.json has no block_size"),
         ({"block_size": "16"}, ValueError, "block_size is '16', not an integer of at least 2"),
-        (
-            {"dflash_config": {"target_layer_ids": None}},
-            ValueError,
-            "config.json has no dflash_config.target_layer_ids",
-        ),
+        ({"dflash_config": {"target_layer_ids": None}}, ValueError, "json has no dflash_config.target_layer_ids"),
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, ValueError, "do not increase"),
         ({"dflash_config": {"target_layer_ids": "0,2"}}, ValueError, "not a list of layer numbers"),
         ({"layer_types": ["full_attention"]}, ValueError, "layer_types has 1 entries for num_hidden_layers=2"),
         ({"layer_types": ["mamba", "full_attention"]}, NotSupported, "layer_types has 'mamba'"),
         ({"layer_types": ["sliding_attention"] * 2}, ValueError, "config.json has no sliding_window"),
         ({"num_key_value_heads": 3}, ValueError, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-        (
-            {"intermediate_size": 128},
-            ValueError,
-            r"mlp\.gate_proj\.weight has shape \[96, 64\], .* implies \[128, 64\]",
-        ),
+        ({"intermediate_size": 128}, ValueError, r"mlp\.gate_proj\.weight has shape \[96, 64\], .*s \[128, 64\]"),
         ({"dflash_config": {"target_layer_ids": [0, 1, 2]}}, ValueError, r"fc\.weight has shape \[64, 128\]"),
         ({"num_hidden_layers": 3, "layer_types": None}, ValueError, r"11 of 36 tensors are missing, .* layers\.2\."),
         ({"num_hidden_layers": 1, "layer_types": None}, NotSupported, r"11 tensors are not part .* layers\.1\."),
         ({"attention_bias": True}, ValueError, r"8 of 33 tensors are missing, .*k_proj\.bias"),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
-)
+)  # fmt: skip
 def test_a_wrong_checkpoint_is_refused_in_one_sentence(changes, error, sentence, checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path / "draft", **changes)
     with pytest.raises(error, match=sentence) as refusal:

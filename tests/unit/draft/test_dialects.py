@@ -47,11 +47,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     [
         SPECULATORS,
         SPECULATORS | {"architectures": ["DFlashDraftModel"]},
-        {
-            name: value
-            for name, value in SPECULATORS.items()
-            if name not in ("speculators_model_type", "draft_vocab_size")
-        },
+        {name: SPECULATORS[name] for name in SPECULATORS.keys() - {"speculators_model_type", "draft_vocab_size"}},
         DEEPSPEC,
         DRAFT | {"markov_rank": 0, "num_anchors": 512, "enable_confidence_head": False},
         DRAFT | {"sample_from_anchor": False, "query_zero_predicts_next": None},
@@ -87,47 +83,32 @@ def nested(**fields: Any) -> dict[str, Any]:
     [
         (SPECULATORS | {"speculators_model_type": "dspark"}, NotSupported, "speculators_model_type is 'dspark', not"),
         (
-            SPECULATORS | {"draft_vocab_size": 64},
-            NotSupported,
+            SPECULATORS | {"draft_vocab_size": 64}, NotSupported,
             "draft_vocab_size 64 of 128: a reduced vocabulary is not",
         ),
         (
-            SPECULATORS | {"aux_hidden_state_layer_ids": [0, 2]},
-            ValueError,
+            SPECULATORS | {"aux_hidden_state_layer_ids": [0, 2]}, ValueError,
             r"_ids is \[0, 2\], not a list .* from 1 on",
         ),
         (SPECULATORS | {"aux_hidden_state_layer_ids": None}, ValueError, "aux_hidden_state_layer_ids is None"),
         (SPECULATORS | {"transformer_layer_config": None}, ValueError, "without transformer_layer_config; save it"),
-        (
-            SPECULATORS | {"sample_from_anchor": True},
-            NotSupported,
-            "sample_from_anchor=True: its blocks are anchor-first",
-        ),
+        (SPECULATORS | {"sample_from_anchor": True}, NotSupported, "sample_from_anchor=True: its blocks are anchor-"),
         (nested(model_type="llama"), NotSupported, "model_type='llama' is not DFlash"),
         (SPECULATORS | {"quantization_config": {"quant_method": "fp8"}}, NotSupported, "says fp8: quantized draft"),
         (nested(quantization_config={"format": "pack-quantized"}), NotSupported, "says pack-quantized: quantized"),
-        (
-            DEEPSPEC | {"markov_rank": 256},
-            NotSupported,
-            "Qwen3DSparkModel with markov_rank 256 is DSpark; give a DFlash",
-        ),
+        (DEEPSPEC | {"markov_rank": 256}, NotSupported, "Qwen3DSparkModel with markov_rank 256 is DSpark; give a DF"),
         (DEEPSPEC | {"sample_from_anchor": None}, NotSupported, "is a DeepSpec draft, and its blocks are anchor-first"),
         (DEEPSPEC | {"sample_from_anchor": True}, NotSupported, "anchor-first"),
+        (DRAFT | {"query_zero_predicts_next": True}, NotSupported, "query_zero_predicts_next=True: its blocks are anc"),
         (
-            DRAFT | {"query_zero_predicts_next": True},
-            NotSupported,
-            "query_zero_predicts_next=True: its blocks are anchor",
-        ),
-        (
-            DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}},
-            NotSupported,
+            DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}}, NotSupported,
             "dflash_config.sample_from_anchor=True: its blocks are anchor-first .* give a draft whose slot 0 is the",
         ),
         (DRAFT | {"markov_rank": 4}, NotSupported, "markov_rank=4 is not DFlash"),
         (DRAFT | {"enable_confidence_head": True}, NotSupported, "enable_confidence_head=True is not DFlash"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_others_are_refused_by_name(config, error, sentence, tmp_path):
     with pytest.raises(error, match=sentence) as refusal:
         checkpoint.read(str(write(tmp_path, config)))

@@ -53,9 +53,8 @@ def test_codebooks_have_the_target_s_rows(checkpoints, tmp_path):
 
 
 def test_codebooks_have_the_rows_that_the_config_says(checkpoints, tmp_path):
-    folder = checkpoints.write_draft(
-        tmp_path, architectures=["DFlash2DraftModel"], dflash_config=SECOND, vocab_size=100
-    )
+    second = {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND}
+    folder = checkpoints.write_draft(tmp_path, **second, vocab_size=100)
     sentence = r"codebook has shape \[128, 8\], and config.json says vocab_size 100 .* a row for every token of the voc"
     with pytest.raises(ValueError, match=sentence):
         checkpoint.read(str(folder))
@@ -80,25 +79,11 @@ def test_the_target_s_tensors_stay_unused(borrowing):
 @pytest.mark.parametrize(
     ("name", "shape", "error", "sentence"),
     [
-        (
-            "lm_head.weight",
-            [96, 64],
-            ValueError,
-            r"lm_head.weight has shape \[96, 64\], .* instead, \[128, 64\]",
-        ),
+        ("lm_head.weight", [96, 64], ValueError, r"lm_head.weight has shape \[96, 64\], .* instead, \[128, 64\]"),
         ("embed_tokens.weight", [128, 32], ValueError, r"embed_tokens.weight has shape \[128, 32\]"),
-        (
-            "verifier_norm.weight",
-            [128],
-            ValueError,
-            r"verifier_norm.weight has shape \[128\], .* instead, \[64\]",
-        ),
-        (
-            "d2t",
-            [32],
-            NotSupported,
-            "d2t has 32 entries for a vocabulary of 128: a reduced vocabulary is not",
-        ),
+        ("verifier_norm.weight", [128], ValueError, r"verifier_norm.weight has shape \[128\], .* instead, \[64\]"),
+        ("d2t", [32], NotSupported, "d2t has 32 entries for a vocabulary of 128: a reduced vocabulary is not"),
+        ("lm_head.bias", [128], NotSupported, "1 tensors are not part of a DFlash draft, the first is lm_head.bias"),
     ],
 )
 def test_those_of_another_size_are_refused(name, shape, error, sentence, checkpoints, tmp_path):

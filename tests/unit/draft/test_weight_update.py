@@ -65,18 +65,14 @@ def test_another_kind_of_draft_is_refused_by_the_field(load: Callable, tmp_path:
     config["dflash_config"]["mask_token_id"] = 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
-    assert load(DRAFT, tmp_path) == (
-        False,
-        f"{tmp_path}: mask_token_id is 4, and the draft being served has 3; restart with it",
-    )
+    said = f"{tmp_path}: mask_token_id is 4, and the draft being served has 3; restart with it"
+    assert load(DRAFT, tmp_path) == (False, said)
 
 
 def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((HYBRID.draft / "config.json").read_bytes())
-    assert load(DRAFT, tmp_path) == (
-        False,
-        f"{tmp_path} has a config.json and no *.safetensors; fetch the draft's weights",
-    )
+    said = f"{tmp_path} has a config.json and no *.safetensors; fetch the draft's weights"
+    assert load(DRAFT, tmp_path) == (False, said)
 
 
 def test_all_that_is_built_from_is_compared() -> None:

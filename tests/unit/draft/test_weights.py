@@ -13,14 +13,8 @@ def test_parts_of_a_fused_projection_know_their_place() -> None:
 def test_a_model_s_parameters_name_the_tensors_it_needs() -> None:
     parameters = ["layers.0.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight", "norm.weight"]
     names = checkpoint_names(parameters)
-    assert names == {
-        "layers.0.self_attn.q_proj.weight",
-        "layers.0.self_attn.k_proj.weight",
-        "layers.0.self_attn.v_proj.weight",
-        "layers.0.mlp.gate_proj.weight",
-        "layers.0.mlp.up_proj.weight",
-        "norm.weight",
-    }
+    parts = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    assert names == {"norm.weight", *(f"layers.0.{part}_proj.weight" for part in parts)}
     assert {fused_name(name)[0] for name in names} == set(parameters)
 
 

@@ -48,12 +48,10 @@ def test_an_idle_step_has_no_rows():
 def batch_of(committed: list[int], allocated: list[int], page_size: int, order: list[str] | None = None) -> Any:
     """`order`: gets a word where the batch gives back what its sliding layers no longer see."""
     order = [] if order is None else order
-    reqs = [
-        SimpleNamespace(
-            kv=SimpleNamespace(kv_committed_len=n, kv_allocated_len=had), decode_batch_idx=0, req_pool_idx=i
-        )
-        for i, (n, had) in enumerate(zip(committed, allocated, strict=True))
+    held = [
+        SimpleNamespace(kv_committed_len=n, kv_allocated_len=had) for n, had in zip(committed, allocated, strict=True)
     ]
+    reqs = [SimpleNamespace(kv=kv, decode_batch_idx=0, req_pool_idx=i) for i, kv in enumerate(held)]
     return SimpleNamespace(
         reqs=reqs,
         batch_size=lambda: len(reqs),

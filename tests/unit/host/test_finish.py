@@ -34,13 +34,7 @@ def ended(req: Req) -> tuple[object, list[int], list[int]]:
     return reason, list(req.output_ids[: req.finished_len]), list(req.output_ids)
 
 
-def stepped(
-    req: Req,
-    tokens: list[int],
-    widths: list[int],
-    update: object,
-    count: Callable[[Req, list[int]], None] | None = None,
-) -> Req:
+def stepped(req: Req, tokens: list[int], widths: list[int], update: Callable, count: Callable | None = None) -> Req:
     for width in widths:
         step, tokens = tokens[:width], tokens[width:]
         if not step or req.finished():
@@ -65,12 +59,8 @@ def ours(req: Req, n: int) -> None:
     widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
 )
 def test_ends_as_if_tokens_came_one_by_one(stop, stop_token_ids, stop_regex, max_new_tokens, widths):
-    asked = {
-        "stop": stop or None,
-        "stop_token_ids": stop_token_ids,
-        "stop_regex": stop_regex or None,
-        "max_new_tokens": max_new_tokens,
-    }
+    asked = {"stop": stop or None, "stop_token_ids": stop_token_ids, "max_new_tokens": max_new_tokens}
+    asked["stop_regex"] = stop_regex or None
     tokens = [*token_ids(TEXT), 2, *token_ids(TEXT)]
     one_by_one = stepped(request(**asked), tokens, [1] * len(tokens), Req.update_finish_state)
     in_blocks = stepped(request(**asked), tokens, widths, ours)
@@ -109,10 +99,11 @@ def test_thoughts_are_counted_as_if_tokens_came_one_by_one(stop, max_new_tokens,
 
 def test_sglang_s_own_count_is_above_the_tokens():
     """If this fails, SGLang has fixed it, and `uncount_thoughts` can go."""
-    req = request(max_new_tokens=4)
-    stepped(
-        req, token_ids(TEXT), [16], Req.update_finish_state, lambda req, step: req.update_reasoning_tokens(step, [0])
-    )
+
+    def count(req: Req, step: list[int]) -> None:
+        req.update_reasoning_tokens(step, [0])
+
+    req = stepped(request(max_new_tokens=4), token_ids(TEXT), [16], Req.update_finish_state, count)
     assert (req.finished_len, req.reasoning_tokens) == (4, 16)
 
 

@@ -18,7 +18,7 @@ from sglang_dflash.worker import DFlashWorker
 WINDOW, BLOCK = 64, 16
 
 
-def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes: int | None) -> int:
+def room(monkeypatch: pytest.MonkeyPatch, *, page: int = 1, hybrid: bool = False, slot_bytes: int | None = 100) -> int:
     """What is left for the target's KV of a million bytes; 8 requests asked for, and states for 15."""
     schedule = SimpleNamespace(page_size=page, max_running_requests=8, max_mamba_cache_size=15)
     monkeypatch.setattr(draft_kv, "get_schedule", lambda: schedule)
@@ -32,14 +32,14 @@ def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes
 
 @pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])
 def test_rings_are_taken_off_the_targets_memory(monkeypatch, page, ring):
-    assert room(monkeypatch, page=page, hybrid=False, slot_bytes=100) == 10**6 - 9 * ring * 100
+    assert room(monkeypatch, page=page) == 10**6 - 9 * ring * 100
     # A hybrid's states allow fewer requests: 15 at 5 each.
-    assert room(monkeypatch, page=page, hybrid=True, slot_bytes=100) == 10**6 - 4 * ring * 100
+    assert room(monkeypatch, page=page, hybrid=True) == 10**6 - 4 * ring * 100
 
 
 def test_without_the_size_of_a_slot_the_launch_stops(monkeypatch):
     with pytest.raises(NotSupported, match="drop --speculative-draft-window-size"):
-        room(monkeypatch, page=1, hybrid=False, slot_bytes=None)
+        room(monkeypatch, slot_bytes=None)
 
 
 def test_pool_and_table_have_a_ring_for_each_row(monkeypatch):

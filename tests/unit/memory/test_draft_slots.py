@@ -40,22 +40,16 @@ class World:
             for row in waiting:
                 request = self.live[row]
                 longest = self.random.choice([self.page * 8, LONGEST])
-                chunks.append(
-                    SimpleNamespace(row=row, start=request.read, new=min(longest, request.end - request.read))
-                )
-                request.read += chunks[-1].new
-            self.read_prompts(chunks)
+                chunks.append((row, request.read, min(longest, request.end - request.read)))
+                request.read += chunks[-1][-1]
+            self.read_prompts(*chunks)
 
-    def read_prompts(self, chunks: list[SimpleNamespace]) -> None:
-        kept = self.ring.of_prompt(
-            SimpleNamespace(
-                reqs=[SimpleNamespace(kv=SimpleNamespace(req_pool_idx=chunk.row)) for chunk in chunks],
-                prefix_lens=[chunk.start for chunk in chunks],
-                extend_lens=[chunk.new for chunk in chunks],
-            ),
-            CPU,
-        )
-        packed = [(self.live[chunk.row].name, chunk.start + i) for chunk in chunks for i in range(chunk.new)]
+    def read_prompts(self, *chunks: tuple[int, int, int]) -> None:
+        """A batch of rows, where their parts start, and how long these are."""
+        rows, starts, lengths = zip(*chunks, strict=True)
+        reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)) for row in rows]
+        kept = self.ring.of_prompt(SimpleNamespace(reqs=reqs, prefix_lens=starts, extend_lens=lengths), CPU)
+        packed = [(self.live[row].name, start + i) for row, start, n in chunks for i in range(n)]
         if kept.rows_T is not None:
             packed = [packed[row] for row in kept.rows_T.tolist()]
         assert [position for _, position in packed] == kept.positions_T.tolist()
@@ -128,11 +122,11 @@ def test_a_prompt_part_that_ends_elsewhere_starts_anew():
     """A session's next turn keeps its row; what lies between its last prompt and now was not read as a prompt."""
     world = World(window=8, block=4, page=1, seed=0)
     world.live[1] = SimpleNamespace(name=1, first=0, read=6, end=6)
-    world.read_prompts([SimpleNamespace(row=1, start=0, new=6)])
+    world.read_prompts((1, 0, 6))
     assert world.ring.first_R[1] == 0
-    world.read_prompts([SimpleNamespace(row=1, start=6, new=2)])
+    world.read_prompts((1, 6, 2))
     assert world.ring.first_R[1] == 0
-    world.read_prompts([SimpleNamespace(row=1, start=11, new=2)])
+    world.read_prompts((1, 11, 2))
     assert world.ring.first_R[1] == 11
 
 

@@ -214,36 +214,6 @@ def test_names_with_the_prefix_of_some_exports_are_read(tmp_path):
     assert torch.equal(DraftModel.from_pretrained(tmp_path).fc.weight, draft.fc.weight)
 
 
-def without(tensors, name):
-    return {n: t for n, t in tensors.items() if n != name}
-
-
-@pytest.mark.parametrize(
-    ("broken", "said"),
-    [
-        (lambda t: without(t, "fc.weight"), r"1 of 25 tensors are missing, the first is fc\.weight"),
-        (
-            lambda t: t | {"gate.weight": torch.zeros(2, 2)},
-            r"1 tensors are not part .* the first is gate\.weight",
-        ),
-        (lambda t: t | {"fc.weight": torch.zeros(32, 96)}, r"fc\.weight has shape \[32, 96\], .* \[32, 64\]"),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused(tmp_path, broken, said):
-    make_draft().save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    save_file(broken(load_file(path)), path)
-    with pytest.raises(ValueError, match=said):
-        DraftModel.from_pretrained(tmp_path)
-
-
-def test_a_trained_mask_embedding_is_refused(tmp_path):
-    make_draft().save_pretrained(tmp_path)
-    (tmp_path / "mask_embedding.pt").write_bytes(b"")
-    with pytest.raises(ValueError, match="has a mask embedding of its own"):
-        DraftModel.from_pretrained(tmp_path)
-
-
 def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         DraftModel.from_pretrained(tmp_path / "nowhere")

@@ -21,14 +21,7 @@ from sglang_dflash.flags import GdnState
 from sglang_dflash.memory import records
 from sglang_dflash.memory.records import RecordPool
 from sglang_dflash.stages import state
-from sglang_dflash.stages.state import (
-    FoldState,
-    InPlaceState,
-    NoState,
-    SnapshotState,
-    decoding_one_token,
-    make_state,
-)
+from sglang_dflash.stages.state import FoldState, InPlaceState, NoState, SnapshotState, decoding_one_token, make_state
 from tests.fixtures.recurrent import make_pool
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size=1, max_size=5)

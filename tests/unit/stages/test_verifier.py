@@ -41,8 +41,7 @@ def test_prompts_are_read_with_sglangs_own_backend():
     def read(batch: object, capture_hidden_mode: object) -> GenerationBatchResult:
         seen.append((runner.attn_backend, runner.decode_cuda_graph_runner))
         return GenerationBatchResult(
-            logits_output=SimpleNamespace(hidden_states=None),
-            next_token_ids=torch.zeros(1, dtype=torch.int64),
+            logits_output=SimpleNamespace(hidden_states=None), next_token_ids=torch.zeros(1, dtype=torch.int64)
         )
 
     verifier.worker.forward_batch_generation = read
@@ -171,10 +170,7 @@ def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch):
     tokens_BN = torch.zeros(2, 4, dtype=torch.int64)
     accepted = accept_ref(tokens_BN, tokens_BN, torch.zeros(2, dtype=torch.int64))
     result = DFlashWorker.__new__(DFlashWorker).step_result(
-        SimpleNamespace(return_logprob=False),
-        plan_of(2, 4),
-        Target(run, torch.zeros(8, 3), None),
-        accepted,
+        SimpleNamespace(return_logprob=False), plan_of(2, 4), Target(run, torch.zeros(8, 3), None), accepted
     )
     assert result.logits_output is output
     assert result.can_run_cuda_graph is True

@@ -9,18 +9,10 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwe
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
 from sglang_dflash.model.target import TargetReader
+from sglang_dflash.train import objective
 from sglang_dflash.train.draft import Second, draft_config_for, initialised
 from sglang_dflash.train.features import read_rows
-from sglang_dflash.train.objective import (
-    Blocks,
-    Scores,
-    block_loss,
-    block_scores,
-    candidate_scores,
-    default_gamma,
-    make_blocks,
-    random_anchors,
-)
+from sglang_dflash.train.objective import Blocks, Scores, block_loss, block_scores, make_blocks, random_anchors
 from sglang_dflash.train.tokens import Rows
 
 VOCAB, MASK = 30, 29
@@ -47,9 +39,8 @@ def hybrid():
 def make_pair(make_target, second=None):
     torch.manual_seed(0)
     target = make_target().eval().requires_grad_(False)
-    config = draft_config_for(
-        target, n_layers=2, block_size=5, mask_token_id=MASK, target_layer_ids=(0, 1, 2), second=second
-    )
+    sizes = {"n_layers": 2, "block_size": 5, "mask_token_id": MASK, "target_layer_ids": (0, 1, 2)}
+    config = draft_config_for(target, **sizes, second=second)
     draft = initialised(DraftModel(config), std=0.3)
     for name, parameter in draft.named_parameters():
         if "_conv." in name or "codebook" in name:  # which start without a say
@@ -83,9 +74,8 @@ def test_training_sees_what_inference_sees(make_target, second):
         anchor = int(anchor_RA[r, a])
         if anchor == 0:
             continue
-        features = (
-            TargetReader(target, draft.config.target_layer_ids).read(batch.ids_RL[r : r + 1, :anchor]).features_1SC
-        )
+        reader = TargetReader(target, draft.config.target_layer_ids)
+        features = reader.read(batch.ids_RL[r : r + 1, :anchor]).features_1SC
         block = torch.tensor([batch.ids_RL[r, anchor], MASK, MASK, MASK, MASK])
         embeddings = target.get_input_embeddings()(block)[None, None]
         hidden = draft(embeddings, draft.context_kv(features), torch.tensor([[anchor]]))
@@ -105,13 +95,9 @@ def test_labels_by_hand():
         [False, False, False],  # nothing follows
         [False, False, False],  # the anchor is not a response
     ]
-
-
-def test_a_block_ends_with_the_response():
-    batch = rows("abcdef", "|||.||")
-    choices = torch.tensor([tokens("bcdefg")])
+    batch, choices = rows("abcdef", "|||.||"), torch.tensor([tokens("bcdefg")])
     blocks = make_blocks(batch, choices, torch.tensor([[0]]), block_size=6, mask_token_id=MASK)
-    assert blocks.is_valid_RAD[0, 0].tolist() == [True, True, False, False, False]
+    assert blocks.is_valid_RAD[0, 0].tolist() == [True, True, False, False, False], "it ends with the response"
 
 
 def test_anchors_are_different_response_tokens_with_a_successor():
@@ -119,13 +105,10 @@ def test_anchors_are_different_response_tokens_with_a_successor():
     for seed in range(20):
         anchors = random_anchors(batch.is_response_RL, 4, torch.Generator().manual_seed(seed))[0].tolist()
         assert sorted(anchors) == [2, 3, 7, 8]
-
-
-def test_anchors_depend_on_the_seed_alone():
     said = torch.ones(2, 50, dtype=torch.bool)
     first, again, other = (random_anchors(said, 8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, other), "they depend on the seed alone"
 
 
 def one_block(n_valid: int) -> Blocks:
@@ -163,33 +146,33 @@ def test_the_selector_learns_behind_the_token_that_is_right():
     for slot in logits:
         slot[5], slot[6], slot[7] = 3.0, 2.0, 1.0
     before, labels = torch.tensor([1, 2, 3]), torch.tensor([5, 7, 9])
-    scores, right = candidate_scores(selector, hidden, logits, (before, labels))
+    scores, right = objective.candidate_scores(selector, hidden, logits, (before, labels))
     assert right.tolist() == [0, 2, 2]
     for i, tokens in enumerate([[5, 6, 7], [5, 6, 7], [5, 6, 9]]):
         want = logits[i, tokens] + selector.edges(before[i], hidden[i], torch.tensor(tokens))
         torch.testing.assert_close(scores[i], want)
 
 
-def test_every_part_of_a_dflash_2_draft_learns():
-    draft, target = make_pair(dense, SECOND)
-    batch = rows("abcdefgh", "||||||||")
+def learned(batch: Rows, anchor: int, second: Second | None) -> tuple[DraftModel, torch.Tensor, torch.Tensor]:
+    """A draft with its gradients, the loss and its weight."""
+    draft, target = make_pair(dense, second)
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
-    blocks = make_blocks(batch, choices_RL, torch.tensor([[1]]), block_size=5, mask_token_id=MASK)
-    loss, _ = block_loss(block_scores(draft, target, features_RLC, blocks), blocks, 2.0)
+    blocks = make_blocks(batch, choices_RL, torch.tensor([[anchor]]), block_size=5, mask_token_id=MASK)
+    loss, weight = block_loss(block_scores(draft, target, features_RLC, blocks), blocks, 2.0)
     loss.backward()
+    return draft, loss, weight
+
+
+def test_every_part_of_a_dflash_2_draft_learns():
+    draft, *_ = learned(rows("abcdefgh", "||||||||"), 1, SECOND)
     assert [name for name, p in draft.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient():
-    draft, target = make_pair(dense)
-    batch = rows("aaaaaaaa", "........")
-    choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
-    blocks = make_blocks(batch, choices_RL, torch.tensor([[2]]), block_size=5, mask_token_id=MASK)
-    loss, weight = block_loss(block_scores(draft, target, features_RLC, blocks), blocks, 2.0)
-    loss.backward()
+    draft, loss, weight = learned(rows("aaaaaaaa", "........"), 2, None)
     assert (loss.item(), weight.item()) == (0, 0)
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
 
 
 def test_the_paper_s_decay():
-    assert [default_gamma(n) for n in (8, 10, 16)] == [4.0, 5.0, 7.0]
+    assert [objective.default_gamma(n) for n in (8, 10, 16)] == [4.0, 5.0, 7.0]
