@@ -97,7 +97,7 @@ def parity(where: Place, nats: float, ours: list[list[int]], stock: list[list[in
             SWAPPED,
             SAID,
             False,
-            "plugin with 1 at once: prompt 0, token 2: expected 7, found 4 (0.400 n",
+            "plugin with 1 at once: prompt 0, token 2: expected 7, found 4 (0.4",
         ),
         (place(), 1e-3, SWAPPED, SAID, False, ""),
         (place(H200), 4.0, SAID, SWAPPED, True, "stock 1 of 2 (1 beyond a tie)"),

@@ -1,7 +1,7 @@
 """Which outcome belongs to which decision, what a step took, and what the decisions came to."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -20,12 +20,10 @@ class Costs:
 
     def __init__(self) -> None:
         self.timed: list[tuple] = []
+        self.by_size = lambda: {"1": {"4": 0.5}}
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         self.timed.append((n_requests, width, pytest.approx(seconds)))
-
-    def by_size(self) -> dict[str, dict[str, float]]:
-        return {"1": {"4": 0.5}}
 
 
 class Scripted(Policy):
@@ -168,23 +166,17 @@ def test_every_outcome_is_written_when_it_is_known(tmp_path):
     ]
 
 
-def outcomes(n: int) -> Iterator[tuple[list[str], list[int]]]:
-    return ((["a", "b"], [step % 4, 0]) for step in range(n))
-
-
 def test_a_report_covers_all_steps(caplog):
     """The log has a line for every so many."""
     chooser = Chooser(Scripted([4] * REPORT + [8] * REPORT + [8] * 5))
     with caplog.at_level("INFO"):
-        for rids, n_accepted_B in outcomes(2 * REPORT + 5):
-            chooser.decide(rids)
-            chooser.observe(n_accepted_B, 0.0)
+        for step in range(2 * REPORT + 5):
+            chooser.decide(["a", "b"])
+            chooser.observe([step % 4, 0], 0.0)
     first, second = caplog.messages
     assert first == f"widths of {REPORT} steps: 4 in 100%; 1.75 tokens per request and step"
     assert second.startswith(f"widths of {REPORT} steps: 8 in 100%; ")
-    report = chooser.describe()
-    assert report == json.loads(json.dumps(report))
-    assert report == {
+    assert json.loads(json.dumps(chooser.describe())) == {
         "policy": "scripted",
         "seconds": {"1": {"4": 0.5}},
         "n_steps": {"4": REPORT, "8": REPORT + 5},
@@ -213,44 +205,47 @@ def test_before_the_first_step_there_is_nothing_to_tell():
 # -------------------------------------------------------------------------------------------- widths and their policies
 
 
+def asked(value: str, block_size: int = 16, **where: str) -> tuple[int, ...]:
+    return candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), block_size, **({"no_copies": ""} | where))
+
+
 @pytest.mark.parametrize(
-    ("value", "block_size", "widths"),
+    ("value", "block_size", "widths", "most"),
     [
-        ("auto", 16, (1, 4, 8, 12, 16)),
-        ("random", 8, (1, 4, 8)),
-        ("fixed", 16, (16,)),
-        ("8,1", 16, (1, 8)),
-        ("8,32", 16, (8, 32)),
+        ("auto", 16, (1, 4, 8, 12, 16), 16),
+        ("random", 8, (1, 4, 8), 8),
+        ("fixed", 16, (16,), 16),
+        ("8,1", 16, (1, 8), 16),
+        ("8,32", 16, (8, 32), 32),
     ],
 )
-def test_widths_to_choose_from(value, block_size, widths):
-    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), block_size, no_copies="") == widths
-
-
-def test_a_step_writes_a_block_or_more():
-    assert widest(16, (1, 8)) == widest(16, ()) == 16
-    assert widest(16, (8, 24)) == 24
+def test_widths_to_choose_from(value, block_size, widths, most):
+    assert asked(value, block_size) == widths
+    assert (widest(block_size, widths), widest(block_size, ())) == (most, block_size)
 
 
 @pytest.mark.parametrize("value", ["auto", "random", "fixed", "16"])
 def test_a_target_that_cannot_narrow_verifies_whole_blocks(value):
-    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, "off", "it cannot") == (16,)
+    assert asked(value, no_copies="off", whole_blocks="it cannot") == (16,)
 
 
-def test_narrower_widths_are_refused_where_the_target_cannot():
-    with pytest.raises(NotSupported, match=r"it cannot\); set it to 16, or drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "1,16"}), 16, "off", "it cannot")
-
-
-@pytest.mark.parametrize("value", ["0,4", "33"])
-def test_a_width_that_nothing_fills_is_refused(value):
-    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WIDTHS: (0|33) is not within 1\.\.32; drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, no_copies="")
-
-
-def test_a_width_behind_the_block_is_refused_where_nothing_is_copied():
-    with pytest.raises(NotSupported, match=r"17 is wider than the block of 16, .*\(SGLANG_DFLASH_COPY=off\); drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "17"}), 16, no_copies="SGLANG_DFLASH_COPY=off")
+@pytest.mark.parametrize(
+    ("value", "where", "error", "sentence"),
+    [
+        (
+            "1,16",
+            {"no_copies": "off", "whole_blocks": "it cannot"},
+            NotSupported,
+            r"cannot\); set it to 16, or drop it",
+        ),
+        ("0,4", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 0 is not within 1\.\.32; drop it"),
+        ("33", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 33 is not within 1\.\.32; drop it"),
+        ("17", {"no_copies": "the flag"}, NotSupported, r"17 is wider than the block of 16, .*\(the flag\); drop it"),
+    ],
+)
+def test_widths_that_cannot_be_are_refused(value, where, error, sentence):
+    with pytest.raises(error, match=sentence):
+        asked(value, **where)
 
 
 def test_a_policy_for_each_kind():
@@ -263,9 +258,7 @@ def test_a_policy_for_each_kind():
     def make(kind: WidthPolicy, widths: Sequence[int]) -> Policy:
         return make_policy(kind, widths, n_requests=6, seconds=seconds, agree=lambda seconds_SW: None)
 
-    fixed, random, again = (
-        make(WidthPolicy.AUTO, (4,)), make(WidthPolicy.RANDOM, (1, 4)), make(WidthPolicy.RANDOM, (1, 4)),
-    )  # fmt: skip
+    fixed, random, again = make(WidthPolicy.AUTO, (4,)), *(make(WidthPolicy.RANDOM, (1, 4)) for _ in range(2))
     assert (fixed.name, {fixed.decide(["a"]).width for _ in range(9)}) == ("always 4", {4})
     drawn = [random.decide(["a"]).width for _ in range(30)]
     assert (random.name, set(drawn)) == ("random", {1, 4})
