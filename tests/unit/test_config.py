@@ -51,8 +51,10 @@ def test_both_in_the_target_s_dtype(dtype, draft):
     assert combine(ARGUMENTS, replace(TARGET, dtype=dtype), replace(draft, dtype="float32"), FLAGS).dtype == dtype
 
 
-def test_what_dflash_does_anyway_may_be_asked_for(draft):
-    checked(replace(ARGUMENTS, num_steps=1, topk=1), draft)
+@pytest.mark.parametrize("changes", [{"num_steps": 1, "topk": 1}, {"tp_size": 2}, {"tp_size": 4}], ids=str)
+def test_what_dflash_does_anyway_may_be_asked_for(changes, draft):
+    """And heads may be split."""
+    checked(replace(ARGUMENTS, **changes), draft)
 
 
 @pytest.mark.parametrize(
@@ -62,11 +64,6 @@ def test_an_fp8_target(device, asked, kept, draft):
     """Its cache is fp8 as well, or its own where SGLang gives it one."""
     arguments = replace(ARGUMENTS, device=device, draft_backend=asked, draft_kv_dtype="fp8_e4m3", page_size=64)
     assert combine(arguments, TARGET, draft, FLAGS).draft_attention_backend == kept
-
-
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_heads_that_can_be_split(tp_size, draft):
-    assert combine(replace(ARGUMENTS, tp_size=tp_size), TARGET, draft, FLAGS).draft is draft
 
 
 def checked(arguments: Arguments, draft: Checkpoint) -> None:
@@ -230,11 +227,8 @@ def test_an_fp8_head_is_refused_where_it_cannot_be(changes, sentence):
     check_arguments(replace(ARGUMENTS, **changes), FLAGS)
     with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 .*{sentence}"):
         check_arguments(replace(ARGUMENTS, **changes), FP8_HEAD)
-
-
-@pytest.mark.parametrize("device", ["cpu", "undecided", "sm89", "sm90", "sm100"])
-def test_an_fp8_head_is_accepted_elsewhere(device):
-    check_arguments(replace(ARGUMENTS, device=device), FP8_HEAD)
+    for device in ("cpu", "undecided", "sm89", "sm90", "sm100"):
+        check_arguments(replace(ARGUMENTS, device=device), FP8_HEAD)
 
 
 GDN = {"recurrent": True, "gated_delta_net": True}
@@ -248,21 +242,33 @@ def decided(draft: Checkpoint, target: dict[str, bool], arguments: dict[str, Any
     return combine(replace(ARGUMENTS, **arguments), replace(TARGET, **target), draft, read)
 
 
+PLAIN = {"widths": (1, 4, 8), "copy": Copy.AUTO, "gdn_state": None, "slots_are_ours": True}
+DECODE, PREFILL = {"disaggregation": "decode"}, {"disaggregation": "prefill"}
+READS = {"widths": (), "copy": Copy.OFF, "gdn_state": None, "slots_are_ours": False}
+
+
 @pytest.mark.parametrize(
-    ("target", "arguments", "widths"),
+    ("target", "arguments", "env", "served"),
     [
-        ({}, {}, (1, 4, 8)),
-        (GDN, {}, (1, 4, 8)),
-        (MAMBA2, {}, (8,)),
-        ({}, SHARED, (8,)),
-        ({}, {"disaggregation": "decode"}, (1, 4, 8)),
-        ({}, {"disaggregation": "prefill"}, ()),
-        (MAMBA2, {"disaggregation": "prefill"}, ()),
+        ({}, {}, {}, PLAIN),
+        ({}, {}, {"copy": "random"}, PLAIN | {"copy": Copy.RANDOM}),
+        ({}, {}, {"copy": "off"}, PLAIN | {"copy": Copy.OFF}),
+        ({}, {"host_cache": True}, {}, PLAIN | {"slots_are_ours": False}),  # others fill them too
+        ({}, SHARED, {}, PLAIN | {"widths": (8,)}),
+        ({}, DECODE, {}, PLAIN | {"copy": Copy.OFF, "slots_are_ours": False}),
+        ({}, PREFILL, {}, READS),
+        (GDN, {}, {}, PLAIN | {"gdn_state": GdnState.FOLD}),
+        (GDN, {}, {"gdn_state": "snapshot"}, PLAIN | {"gdn_state": GdnState.SNAPSHOT}),
+        (GDN, DECODE, {}, PLAIN | {"gdn_state": GdnState.FOLD, "copy": Copy.OFF, "slots_are_ours": False}),
+        (GDN, PREFILL, {}, READS),
+        (MAMBA2, {}, {}, PLAIN | {"widths": (8,), "gdn_state": GdnState.SNAPSHOT}),
+        (MAMBA2, PREFILL, {}, READS),
     ],
 )
-def test_what_is_verified(draft, target, arguments, widths):
-    served = decided(draft, target, arguments)
-    assert (served.widths, served.widest) == (widths, 8)
+def test_what_a_server_decides(draft, target, arguments, env, served):
+    found = decided(draft, target, arguments, **env)
+    assert {name: getattr(found, name) for name in served} == served
+    assert found.widest == 8
 
 
 @pytest.mark.parametrize(
@@ -286,40 +292,3 @@ def test_a_step_writes_more_than_the_block_where_copies_continue_it(draft):
         decided(draft, {}, {}, widths="4,24", copy="off")
     with pytest.raises(NotSupported, match=r"24 is wider than the block of 8, .*reads prompts and decodes nothing"):
         decided(draft, {}, {"disaggregation": "prefill"}, widths="4,24")
-
-
-@pytest.mark.parametrize(
-    ("asked", "disaggregation", "copy"),
-    [
-        ("auto", "null", Copy.AUTO),
-        ("random", "null", Copy.RANDOM),
-        ("auto", "decode", Copy.OFF),
-        ("off", "null", Copy.OFF),
-    ],
-)
-def test_copies(draft, asked, disaggregation, copy):
-    assert decided(draft, {}, {"disaggregation": disaggregation}, copy=asked).copy is copy
-
-
-@pytest.mark.parametrize(
-    ("target", "disaggregation", "asked", "state"),
-    [
-        ({}, "null", "fold", None),
-        (GDN, "null", "fold", GdnState.FOLD),
-        (GDN, "null", "snapshot", GdnState.SNAPSHOT),
-        (GDN, "decode", "fold", GdnState.FOLD),
-        (GDN, "prefill", "fold", None),
-        (MAMBA2, "null", "fold", GdnState.SNAPSHOT),
-    ],
-)
-def test_how_recurrent_states_advance(draft, target, disaggregation, asked, state):
-    assert decided(draft, target, {"disaggregation": disaggregation}, gdn_state=asked).gdn_state is state
-
-
-@pytest.mark.parametrize(
-    ("disaggregation", "host_cache", "ours"),
-    [("null", False, True), ("null", True, False), ("prefill", False, False), ("decode", False, False)],
-)
-def test_slots_are_filled_by_others_too(draft, disaggregation, host_cache, ours):
-    arguments = {"disaggregation": disaggregation, "host_cache": host_cache}
-    assert decided(draft, {}, arguments).slots_are_ours is ours

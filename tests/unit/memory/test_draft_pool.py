@@ -1,4 +1,4 @@
-"""The memory of rings: what SGLang is told, and what its own functions make of it."""
+"""The memory of rings and of texts: what SGLang is told, and what its own functions make of it."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraft
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.memory import draft_kv
+from sglang_dflash.flags import Copy
+from sglang_dflash.memory import draft_kv, texts
 from sglang_dflash.memory.draft_kv import Rings, copy_along, target_alone
 from sglang_dflash.worker import DFlashWorker
 
@@ -115,3 +116,38 @@ def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets():
     target.load_cpu_copy(copy, torch.tensor([5, 3]), mamba_indices=None)
     assert target.kv.tolist() == [0, 0, 0, 2, 0, 1, 0, 0]
     assert draft.kv.tolist() == [0, 0, 0, 12, 0, 11, 0, 0]
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("copy", "disaggregation", "kept"),
+    [
+        (Copy.OFF, "null", False),
+        (Copy.AUTO, "null", True),
+        (Copy.ON, "null", True),
+        (Copy.AUTO, "prefill", False),
+        (Copy.AUTO, "decode", False),
+    ],
+)
+def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -> None:
+    assert (not texts.why_no_copies(copy, disaggregation)) is kept
+
+
+@pytest.mark.parametrize("copy", [Copy.ON, Copy.RANDOM])
+@pytest.mark.parametrize(
+    ("disaggregation", "reason"),
+    [("prefill", "it reads prompts and decodes nothing"), ("decode", "another server reads the prompts, .*")],
+)
+def test_a_server_that_cannot_copy_is_refused_where_it_is_told_to(copy: Copy, disaggregation: str, reason: str) -> None:
+    with pytest.raises(NotSupported, match=rf"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off"):
+        texts.why_no_copies(copy, disaggregation)
+
+
+def test_what_is_left_beside_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = SimpleNamespace(max_running_requests=48)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
+    configurator = SimpleNamespace(model_config=SimpleNamespace(context_len=262144))
+    left = texts.beside_texts(lambda configurator, before: 10**9, configurator, 1.0)
+    assert left == 10**9 - 49 * 262144 * 4

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_dflash.capacity import geometry
-from sglang_dflash.prove import inside, outside, served
+from sglang_dflash.prove import draft_graph, inside, outside, served
+from sglang_dflash.prove.draft_graph import Shapes, forward, judge, make
 from sglang_dflash.prove.machine import Gpu, Place
 from sglang_dflash.prove.plugin import Finding
 from sglang_dflash.prove.served import Reference, Watched
 from sglang_dflash.servers.server import Generation
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Arm
+from tests.unit.draft.test_second import Products
 
 H200 = Gpu("NVIDIA H200", "sm90", 141 << 30)
 
@@ -178,3 +181,31 @@ def test_pools_are_compared_with_their_formulas() -> None:
 def test_tokens_of_a_card_are_counted_for_an_own_pair() -> None:
     own = place(H200, is_own=True)
     assert inside.counted_tokens(H200, own, watched_bytes(2)) > 1_000_000
+
+
+# -- the draft forward that is timed ---------------------------------------------------------------------------------
+
+SMALL = Shapes(n_layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=12, n_vocab=20, block=4)
+
+
+def test_forward_multiplies_by_each_weight_once() -> None:
+    weights = make(SMALL, "cpu", torch.float32)
+    with Products() as products:
+        tokens_BN = forward(weights, 3, SMALL.block)()
+    assert tokens_BN.shape == (3, SMALL.block)
+    assert [name for name, _ in products.seen] == ["aten::mm"] * (4 * SMALL.n_layers + 1)
+    assert products.seen[-1][1] == [(3 * (SMALL.block - 1), SMALL.hidden), (SMALL.hidden, SMALL.n_vocab)]
+
+
+def test_default_shapes_have_the_bytes_of_the_27b_draft() -> None:
+    """3.2 GB of layers in bf16, and a head of 2.5 GB."""
+    *layers, head = [2 * n * m for n, m in Shapes().weights]
+    assert sum(layers) == pytest.approx(3.2e9, rel=0.01)
+    assert head == pytest.approx(2.5e9, rel=0.02)
+
+
+def test_head_read_once_per_request_fails() -> None:
+    good, bad = judge({1: 1.4, 8: 1.5, 32: 4.5}), judge({1: 1.4, 8: 5.7, 32: 22.0})
+    assert (good.text, good.holds) == ("1.40 / 1.50 / 4.50 ms for 1, 8, 32 requests", True)
+    assert not bad.holds
+    assert draft_graph.BATCHES == (1, 8, 32)
