@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -191,49 +192,55 @@ def test_memory_is_divided_as_sglang_does(worker, radix, card_gib, changes, monk
     assert min(mine.limits[Bound.STATE], serving.max_requests) == n_requests
 
 
+def of_8b(worker: Worker = Worker.PLUGIN, draft: Any = DRAFT_8B, **changes: Any) -> Any:
+    return capacity(QWEN_8B, draft, launched(**changes), 80, worker)
+
+
+def of_27b(worker: Worker = Worker.PLUGIN, card_gib: float = 141, **changes: Any) -> Any:
+    return capacity(QWEN_27B, DRAFT_27B, launched(**changes), card_gib, worker)
+
+
 def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests():
     """The reference arithmetic: 139 GiB, 10 to 18 of them kept back, bf16 weights, fp32 states."""
     for reserve_gib in (10, 14, 18):
-        serving = Serving(mem_fraction=1 - reserve_gib / 139, block_size=16, context=8192)
-        stock = capacity(QWEN_27B, DRAFT_27B, serving, 139, Worker.STOCK)
+        kept = {"card_gib": 139, "mem_fraction": 1 - reserve_gib / 139}
+        stock = of_27b(Worker.STOCK, **kept)
         assert stock.requests in (9, 10, 11)
         assert stock.bound is Bound.STATE
-        shorter = capacity(QWEN_27B, DRAFT_27B, replace(serving, block_size=8), 139, Worker.STOCK)
-        assert 16 <= shorter.requests <= 18
-        ours = capacity(QWEN_27B, DRAFT_27B, serving, 139, Worker.PLUGIN)
-        assert ours.requests > 4 * stock.requests
+        assert 16 <= of_27b(Worker.STOCK, **kept, block_size=8).requests <= 18
+        assert of_27b(**kept).requests > 4 * stock.requests
     assert QWEN_27B.attention.bytes_per_token(1) == 65536
     assert DRAFT_27B.attention.bytes_per_token(1) == 20480
 
 
 def test_every_rank_has_the_whole_of_what_ranks_do_not_share():
-    serving = launched(tp_size=4)
-    ours = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
+    ours = of_8b(tp_size=4)
     assert ours.draft_weights == DRAFT_8B.split_bytes / 4 + DRAFT_8B.whole_bytes
     assert DRAFT_8B.whole_bytes > 2 * 4096 * 5 * 4096  # what fuses the features of five layers, in bf16
     assert ours.target_weights == QWEN_8B.weight_bytes / 4
 
 
 def test_a_dense_target_differs_only_by_its_rings():
-    serving = launched(max_requests=256)
-    stock, ours = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
+    stock, ours = (of_8b(worker, max_requests=256) for worker in (Worker.STOCK, Worker.PLUGIN))
     assert stock.limits == ours.limits
     assert stock.bound is Bound.TOKENS
     rest = 80 * GIB * 0.85 - stock.target_weights - stock.draft_weights
     assert stock.n_tokens == int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)
-    windowed = replace(serving, window=2048)
-    stock, ring = (capacity(QWEN_8B, DRAFT_8B, windowed, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
+    stock, ring = (of_8b(worker, max_requests=256, window=2048) for worker in (Worker.STOCK, Worker.PLUGIN))
     assert stock.limits == ours.limits  # SGLang's window saves reads, not memory
     assert ring.ring_bytes == 257 * 2064 * 5 * 8 * 128 * 2 * 2
     assert ring.draft_bytes_per_token == 0
     assert ring.n_tokens == int(rest - ring.ring_bytes) // (36 * 8 * 128 * 2 * 2)
+    assert of_8b(window=16).ring_bytes == 49 * 32 * 20480, "a window as short as a block"
+    sliding = replace(DRAFT_8B, window=4096)  # which needs no flag
+    assert of_8b(draft=sliding).ring_bytes == 49 * 4112 * 20480
+    assert of_8b(Worker.STOCK, sliding).ring_bytes == 0
 
 
 @pytest.mark.parametrize(("page_size", "tokens_of_a_request"), [(1, 100 + 16 + 16), (64, 3 * 64)])
 def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, tokens_of_a_request):
     """What it verifies next and what is in flight, behind its 100 tokens."""
-    serving = Serving(mem_fraction=0.85, block_size=16, context=100, page_size=page_size, max_requests=10**6)
-    result = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
+    result = of_8b(context=100, page_size=page_size, max_requests=10**6)
     rest = 80 * GIB * 0.85 - result.target_weights - result.draft_weights
     whole = int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)
     assert whole % 64 > 0
@@ -241,56 +248,37 @@ def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, token
     assert result.limits[Bound.TOKENS] == result.n_tokens // tokens_of_a_request
 
 
-def test_a_window_may_be_as_short_as_a_block():
-    serving = launched(window=16)
-    assert capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 32 * 20480
-
-
 def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks():
     """Of our worker alone."""
-    serving = launched(window=2048)
-    stock, ours = (capacity(QWEN_27B, DRAFT_27B, serving, 141, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
-    copying = replace(serving, copies=True)
-    texts = capacity(QWEN_27B, DRAFT_27B, copying, 141, Worker.PLUGIN)
+    texts, wide = of_27b(window=2048, copies=True), of_27b(window=2048, copies=True, wider=32)
     assert texts.text_bytes == 49 * 262144 * 4
-    assert ours.n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
-    wide = capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.PLUGIN)
+    assert of_27b(window=2048).n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
     assert wide.ring_bytes == (wide.limits[Bound.STATE] + 1) * (2048 + 32) * 20480
     assert wide.request_block_bytes == QWEN_27B.recurrent.record_bytes(32)
     assert wide.limits[Bound.TOKENS] == wide.n_tokens // (8192 + 64)
-    assert capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.STOCK) == stock
+    assert of_27b(Worker.STOCK, window=2048, copies=True, wider=32) == of_27b(Worker.STOCK, window=2048)
 
 
 def test_an_fp8_copy_of_the_head_is_taken_off_first():
     """Each rank copies its shard; SGLang's worker has none."""
-    serving = launched(tp_size=2)
-    copying = replace(serving, fp8_head=True)
     for worker, n_bytes in ((Worker.PLUGIN, 151936 * (4096 + 4) / 2), (Worker.STOCK, 0)):
-        full, copied = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for serving in (serving, copying))
+        full, copied = (of_8b(worker, tp_size=2, fp8_head=fp8) for fp8 in (False, True))
         assert (full.head_copy, copied.head_copy) == (0, n_bytes)
         per_token = full.target_bytes_per_token + full.draft_bytes_per_token
         assert full.n_tokens - copied.n_tokens == pytest.approx(n_bytes / per_token, abs=1)
 
 
-def test_a_draft_of_sliding_layers_has_rings_without_a_flag():
-    sliding = replace(DRAFT_8B, window=4096)
-    serving = launched()
-    assert capacity(QWEN_8B, sliding, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 4112 * 20480
-    assert capacity(QWEN_8B, sliding, serving, 80, Worker.STOCK).ring_bytes == 0
-
-
 @pytest.mark.parametrize(
-    ("changes", "card_gib", "bound"),
+    ("changes", "bound"),
     [
-        ({}, 141, Bound.STATE),
-        ({"context": 131072}, 141, Bound.TOKENS),
-        ({"max_requests": 4}, 141, Bound.FLAG),
-        ({}, 60, Bound.WEIGHTS),
+        ({}, Bound.STATE),
+        ({"context": 131072}, Bound.TOKENS),
+        ({"max_requests": 4}, Bound.FLAG),
+        ({"card_gib": 60}, Bound.WEIGHTS),
     ],
 )
-def test_what_bounds(changes, card_gib, bound):
-    serving = launched(**changes)
-    result = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, Worker.PLUGIN)
+def test_what_bounds(changes, bound):
+    result = of_27b(**changes)
     assert result.bound is bound
     assert (result.requests == 0) is (bound is Bound.WEIGHTS)
 
@@ -304,16 +292,14 @@ def test_what_bounds(changes, card_gib, bound):
     ],
 )
 def test_launches_that_do_not_fit(changes, message):
-    serving = launched(**changes)
     with pytest.raises(ValueError, match=message):
-        capacity(QWEN_27B, DRAFT_27B, serving, 141, Worker.PLUGIN)
+        of_27b(**changes)
 
 
 def test_recurrent_layers_that_cannot_be_split():
     target, draft = replace(QWEN_27B, n_heads=32), replace(DRAFT_27B, n_heads=32)
-    serving = launched(tp_size=32)
     with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp 32"):
-        capacity(target, draft, serving, 141, Worker.PLUGIN)
+        capacity(target, draft, launched(tp_size=32), 141, Worker.PLUGIN)
 
 
 # -- SGLang's default fraction -------------------------------------------------------------------------------------
