@@ -92,25 +92,17 @@ def test_a_bad_launch_is_the_one_line_that_fails(launch, pair):
     assert found["launch"]["text"].startswith("block size 16 is not within 2..8")
 
 
-@pytest.mark.parametrize(
-    ("target", "more", "reason"),
-    [
-        ("mamba2", "", "SGLang finds the recurrent states of this target by the size of the block"),
-        (
-            "hybrid",
-            "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head",
-            "ranks of attention data parallelism have requests of their own and one width",
-        ),
-    ],
-)
-def test_widths_that_a_launch_cannot_verify_are_noticed(target, more, reason, launch, pair):
-    line = CPU.format(target=pair[target], draft=pair["draft"]).split() + more.split()
+def test_widths_that_a_launch_cannot_verify_are_noticed(launch, pair):
+    line = CPU.format(target=pair["mamba2"], draft=pair["draft"]).split()
     found = asked(launch, *line, env={"SGLANG_DFLASH_WIDTHS": "4"})["launch"]
     assert not found["ok"]
+    reason = "SGLang finds the recurrent states of this target by the size of the block"
     assert found["text"] == f"SGLANG_DFLASH_WIDTHS: whole blocks are verified ({reason}); set it to 8, or drop it"
-    found = asked(launch, *line)["launch"]
-    assert found["ok"], found
-    assert "widths=(8,)" in found["text"]
+    ranks = "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head"
+    for asks in (line, [*CPU.format(target=pair["hybrid"], draft=pair["draft"]).split(), *ranks.split()]):
+        found = asked(launch, *asks)["launch"]
+        assert found["ok"], found
+        assert "widths=(8,)" in found["text"]
 
 
 def test_an_excluded_plugin_is_noticed(launch):

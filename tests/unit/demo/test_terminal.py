@@ -8,25 +8,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 
 from sglang_dflash.demo import terminal
 from sglang_dflash.demo.ask import Answer, Step, ask, questions
 from sglang_dflash.demo.terminal import Painter, compare, summary
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.tiny.corpus import is_held_out
-
-VOCABULARY = {"a": 0, "b": 1, "c": 2, "d": 3}
-
-
-@pytest.fixture
-def letters() -> Tokenizer:
-    """One token per letter."""
-    tokenizer = Tokenizer(WordLevel(VOCABULARY, unk_token="a"))
-    tokenizer.pre_tokenizer = Split("", "isolated")
-    return tokenizer
-
 
 STEPS = [Step("", 0), Step("a", 1), Step("bcd", 3), Step("b", 1), Step("cd", 2), Step("a", 2)]
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split, WhitespaceSplit
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from sglang_dflash.demo import web
 from sglang_dflash.demo.ask import Step
@@ -20,14 +20,6 @@ from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, StepTrace, Verified, 
 from sglang_dflash.servers.ports import free_port
 
 QUESTION = [{"role": "user", "content": "</script><b>bold</b>"}]
-
-
-@pytest.fixture
-def letters() -> Tokenizer:
-    """One token per letter."""
-    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2, "d": 3, "<": 4}, unk_token="a"))
-    tokenizer.pre_tokenizer = Split("", "isolated")
-    return tokenizer
 
 
 def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
@@ -14,26 +13,10 @@ from sglang_dflash.train.draft import Second, draft_config_for, initialised
 from sglang_dflash.train.features import read_rows
 from sglang_dflash.train.objective import Blocks, Scores, block_loss, block_scores, make_blocks, random_anchors
 from sglang_dflash.train.tokens import Rows
+from tests.unit.model.test_generate import VOCAB, hybrid, qwen3
 
-VOCAB, MASK = 30, 29
-COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-
-
+MASK = VOCAB - 1
 SECOND = Second(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=3)
-
-
-def dense():
-    return Qwen3ForCausalLM(Qwen3Config(**COMMON))
-
-
-def hybrid():
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
-    head_dims = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    n_heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **head_dims, **n_heads, rope_parameters=rope))
 
 
 def make_pair(make_target, second=None):
@@ -59,7 +42,7 @@ def tokens(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
-@pytest.mark.parametrize("make_target", [dense, hybrid])
+@pytest.mark.parametrize("make_target", [qwen3, hybrid])
 def test_training_sees_what_inference_sees(make_target, second):
     """Many blocks from one pass over whole rows equal, each, one drafting step after reading only what came before."""
     draft, target = make_pair(make_target, second)
@@ -140,7 +123,7 @@ def test_loss_by_hand():
 
 def test_the_selector_learns_behind_the_token_that_is_right():
     """Of three slots: the label is the best token, is the third best, is none of the three candidates."""
-    draft, _ = make_pair(dense, SECOND)
+    draft, _ = make_pair(qwen3, SECOND)
     selector = draft.candidate_selector
     logits, hidden = torch.zeros(3, VOCAB), torch.randn(3, 32)
     for slot in logits:
@@ -155,7 +138,7 @@ def test_the_selector_learns_behind_the_token_that_is_right():
 
 def learned(batch: Rows, anchor: int, second: Second | None) -> tuple[DraftModel, torch.Tensor, torch.Tensor]:
     """A draft with its gradients, the loss and its weight."""
-    draft, target = make_pair(dense, second)
+    draft, target = make_pair(qwen3, second)
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     blocks = make_blocks(batch, choices_RL, torch.tensor([[anchor]]), block_size=5, mask_token_id=MASK)
     loss, weight = block_loss(block_scores(draft, target, features_RLC, blocks), blocks, 2.0)
