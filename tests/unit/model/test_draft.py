@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from sglang_dflash.model import DraftConfig, DraftModel
-from sglang_dflash.model.rope import rope_frequencies, rotate, rotation_at
+from sglang_dflash.model.rope import rope_frequencies, rotation_at
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -186,12 +186,6 @@ def test_rope_is_that_of_transformers(rope):
     ours = rotation_at(positions, frequencies, scale, torch.float32)
     torch.testing.assert_close(ours.cos, cos[0])
     torch.testing.assert_close(ours.sin, sin[0])
-
-
-def test_rotation_of_one_head_by_hand():
-    head = torch.tensor([1.0, 0.0, 0.0, 1.0])
-    rotation = rotation_at(torch.tensor([1]), torch.tensor([math.pi / 2, 0.0]), 1.0, torch.float32)
-    torch.testing.assert_close(rotate(head[None], rotation)[0], torch.tensor([0.0, 0.0, 1.0, 1.0]), atol=1e-6, rtol=0)
 
 
 def test_a_saved_draft_is_loaded_as_it_was(tmp_path):
