@@ -4,14 +4,13 @@ from collections import namedtuple
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dflash.train import features
 from sglang_dflash.train.features import FACTS, FeatureCache, read_rows, shown_bytes, weights_digest
 from sglang_dflash.train.ranks import ALONE, Ranks
 from sglang_dflash.train.text import Batches
 from sglang_dflash.train.tokens import Tokens
-from tests.unit.model.test_generate import qwen3
 
 LAYERS = (0, 2)
 DOCUMENTS = [Tokens(list(range(i, i + length)), [True] * length) for i, length in enumerate((7, 3, 12, 5, 9))]
@@ -20,7 +19,11 @@ DOCUMENTS = [Tokens(list(range(i, i + length)), [True] * length) for i, length i
 @pytest.fixture(scope="module")
 def target():
     torch.manual_seed(0)
-    return qwen3().eval()
+    config = Qwen3Config(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, initializer_range=0.3, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).eval()
 
 
 def cache_of(folder, target, documents=DOCUMENTS, layers=LAYERS, said=None) -> FeatureCache:
@@ -46,15 +49,15 @@ def test_it_holds_what_the_target_says(tmp_path, target):
 def test_it_says_its_bytes_before_it_takes_them(tmp_path, target):
     said = []
     cache = cache_of(tmp_path, target, said=said)
-    assert f"36 tokens x (64 features x 4 bytes + 4) = {shown_bytes(36 * 260 + 5)}; " in said[0]
+    assert f"36 tokens x (32 features x 4 bytes + 4) = {shown_bytes(36 * 132 + 5)}; " in said[0]
     assert {name: (tmp_path / name).stat().st_size for name in cache.sizes} == cache.sizes
-    assert sum(cache.sizes.values()) == 36 * (64 * 4 + 4) + 5
+    assert sum(cache.sizes.values()) == 36 * (32 * 4 + 4) + 5
 
 
 def test_nothing_is_written_where_there_is_no_room(tmp_path, target, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage(free=1000))
-    with pytest.raises(ValueError, match=r"needs 9\.4 kB and 1\.0 kB are free; give less text"):
+    with pytest.raises(ValueError, match=r"needs 4\.8 kB and 1\.0 kB are free; give less text"):
         cache_of(tmp_path, target)
     assert list(tmp_path.iterdir()) == []
 
