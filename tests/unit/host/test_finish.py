@@ -97,16 +97,6 @@ def test_thoughts_are_counted_as_if_tokens_came_one_by_one(stop, max_new_tokens,
     assert req.reasoning_tokens <= len(req.output_ids[: req.finished_len])
 
 
-def test_sglang_s_own_count_is_above_the_tokens():
-    """If this fails, SGLang has fixed it, and `uncount_thoughts` can go."""
-
-    def count(req: Req, step: list[int]) -> None:
-        req.update_reasoning_tokens(step, [0])
-
-    req = stepped(request(max_new_tokens=4), token_ids(TEXT), [16], Req.update_finish_state, count)
-    assert (req.finished_len, req.reasoning_tokens) == (4, 16)
-
-
 def test_no_token_of_the_step_is_lost():
     tokens = token_ids(TEXT)[:12]
     req = stepped(request(stop=[".", ":"]), tokens, [12], ours)
@@ -123,10 +113,20 @@ def test_the_order_of_the_list_does_not_matter(asked, stops, widths):
     assert req.finished_len == 5
 
 
-def test_sglang_s_own_test_would_take_the_later_stop():
-    """If this fails, SGLang has fixed it, and `requests.py` can go."""
-    req = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
-    assert ended(req)[0] == {"type": "stop", "matched": "\n"}
+def test_what_sglang_alone_gets_wrong():
+    """If a part fails, SGLang has fixed it, and what `requests.py` does about it can go."""
+
+    def count(req: Req, step: list[int]) -> None:
+        req.update_reasoning_tokens(step, [0])
+
+    later = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
+    assert ended(later)[0] == {"type": "stop", "matched": "\n"}
+    counted = stepped(request(max_new_tokens=4), token_ids(TEXT), [16], Req.update_finish_state, count)
+    assert (counted.finished_len, counted.reasoning_tokens) == (4, 16), "more thoughts than tokens"
+    aborted = request(max_new_tokens=4)
+    aborted.to_finish = FINISH_ABORT()
+    stepped(aborted, token_ids(TEXT), [16], Req.update_finish_state)
+    assert len(aborted.output_ids[: aborted.finished_len]) == 16, "the whole step is kept"
 
 
 class Complete(BaseGrammarObject):
@@ -180,14 +180,6 @@ def test_an_aborted_answer_is_no_longer_than_the_whole_one(stop, max_new_tokens,
     answer = list(req.output_ids[: req.finished_len])
     assert answer == whole[1][: len(answer)]
     assert len(answer) > before
-
-
-def test_sglang_s_own_abort_would_keep_the_whole_step():
-    """If this fails, SGLang has fixed it."""
-    req = request(max_new_tokens=4)
-    req.to_finish = FINISH_ABORT()
-    stepped(req, token_ids(TEXT), [16], Req.update_finish_state)
-    assert len(req.output_ids[: req.finished_len]) == 16
 
 
 def test_a_session_goes_on_from_where_the_answer_ended():

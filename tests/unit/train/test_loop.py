@@ -46,15 +46,6 @@ def test_an_interrupted_run_is_the_uninterrupted_one_step_for_step(tmp_path, sto
     assert (tmp_path / "cut" / LOG).read_text() == (tmp_path / "whole" / LOG).read_text()
 
 
-def test_the_optimizer_s_moments_are_resumed_too(tmp_path):
-    """Weights alone are not enough: without the moments the run ends elsewhere."""
-    run(tmp_path / "cut", stop_after=3)
-    state = torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)
-    state["optimizer"]["state"] = {}
-    torch.save(state, tmp_path / "cut" / CHECKPOINT)
-    assert not equal(run(tmp_path / "cut"), run(tmp_path / "whole"))
-
-
 def test_a_run_killed_between_checkpoints_takes_its_steps_again_and_logs_them_once(tmp_path):
     """The log is ahead of the checkpoint: its last line is of a step that is taken again."""
     every = replace(RECIPE, save_every=4, report_every=1)
