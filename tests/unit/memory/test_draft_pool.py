@@ -1,4 +1,4 @@
-"""The memory of rings and of texts: what SGLang is told, and what its own functions make of it."""
+"""The memory of rings and of texts: what SGLang counts, and what its own functions make of it."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
