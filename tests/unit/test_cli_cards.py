@@ -6,7 +6,6 @@ parses it into its arguments here, and the rules that choose the draft's backend
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,11 +30,7 @@ class Card(NamedTuple):
     draft_window: int | None = None
 
 
-OVERLAP = {
-    "SGLANG_ENABLE_SPEC_V2": "1",
-    "SGLANG_ENABLE_DFLASH_SPEC_V2": "1",
-    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1",
-}
+OVERLAP = {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_ENABLE_DFLASH_SPEC_V2": "1", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "1"}
 LONGER = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 FA3 = (
     "--model-path {target} --speculative-algorithm DFLASH --speculative-draft-model-path {draft} "
@@ -54,41 +49,29 @@ FA3_FIELDS = {
     "speculative_draft_window_size": None,
 }
 TRTLLM = FA3.replace("fa3", "trtllm_mha --speculative-draft-attention-backend fa4")
-TRTLLM_FIELDS = FA3_FIELDS | {"attention_backend": "trtllm_mha", "speculative_draft_attention_backend": "fa4"}
+FA4 = {"speculative_draft_attention_backend": "fa4"}
+TRTLLM_FIELDS = FA3_FIELDS | {"attention_backend": "trtllm_mha"} | FA4
 CARDS = {
     "Qwen3.5-27B": Card(FA3, "sm90", {}, FA3_FIELDS, "fa3"),
     "Qwen3.5-27B, overlap": Card(FA3, "sm90", OVERLAP, FA3_FIELDS, "fa3"),
     "Qwen3.5-27B, window": Card(
-        FA3 + " --speculative-dflash-draft-window-size 4096",
-        "sm90",
-        {},
-        FA3_FIELDS | {"speculative_draft_window_size": 4096},
-        "fa3",
-        draft_window=4096,
+        FA3 + " --speculative-dflash-draft-window-size 4096", "sm90", {},
+        FA3_FIELDS | {"speculative_draft_window_size": 4096}, "fa3", draft_window=4096,
     ),
     "Qwen3.6-35B-A3B": Card(FA3, "sm90", {}, FA3_FIELDS, "fa3"),
     "Qwen3.5-35B-A3B": Card(TRTLLM, "sm100", LONGER, TRTLLM_FIELDS, "fa4"),
     "Qwen3.5-35B-A3B, overview": Card(
-        TRTLLM.replace("--mamba-scheduler-strategy extra_buffer ", ""),
-        "sm100",
-        LONGER,
-        TRTLLM_FIELDS | {"mamba_radix_cache_strategy": "auto"},
-        "fa4",
+        TRTLLM.replace("--mamba-scheduler-strategy extra_buffer ", ""), "sm100", LONGER,
+        TRTLLM_FIELDS | {"mamba_radix_cache_strategy": "auto"}, "fa4",
     ),
     "gemma-4-31B-it": Card(
         "--model-path {target} --speculative-algorithm DFLASH --speculative-draft-model-path {draft} "
         "--speculative-num-draft-tokens 16 --tp-size 1 --attention-backend triton "
         "--speculative-draft-attention-backend fa4 --trust-remote-code",
-        "sm100",
-        {},
-        {
-            "attention_backend": "triton",
-            "speculative_draft_attention_backend": "fa4",
-            "mamba_radix_cache_strategy": "auto",
-        },
-        "fa4",
+        "sm100", {},
+        {"attention_backend": "triton", "mamba_radix_cache_strategy": "auto"} | FA4, "fa4",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +88,7 @@ def parse(launch: Any, line: str, env: dict[str, str], fields: list[str], *flags
 
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_a_card_s_line_means_what_the_card_says(
-    name: str, target: str, launch: Any, pair: dict[str, str], draft_16: str
-) -> None:
+def test_a_card_s_line_means_what_the_card_says(name, target, launch, pair, draft_16):
     card = CARDS[name]
     line = card.line.format(target=pair[target], draft=draft_16)
     parsed = parse(launch, line, card.env, list(card.fields))
@@ -120,7 +101,7 @@ def test_a_card_s_line_means_what_the_card_says(
     assert config.draft_window == card.draft_window
 
 
-def test_block_8_of_the_cards_tables_runs_with_a_16_draft(launch: Any, pair: dict[str, str], draft_16: str) -> None:
+def test_block_8_of_the_cards_tables_runs_with_a_16_draft(launch, pair, draft_16):
     line = FA3.format(target=pair["hybrid"], draft=draft_16).replace("tokens 16", "tokens 8")
     parsed = parse(launch, line, {}, ["speculative_num_draft_tokens"])
     arguments = replace(Arguments(**parsed["arguments"]), device="sm90", accept_thresholds=(1.0, 1.0))
@@ -144,36 +125,32 @@ RESOLVED = ["speculative_num_draft_tokens", "speculative_draft_attention_backend
         ({"SGLANG_ENABLE_DFLASH_SPEC_V2": "false"}, True),
     ],
 )
-def test_old_overlap_switches_reach_the_resolved_arguments(
-    env: dict[str, str], overlap_off: bool, launch: Any, pair: dict[str, str]
-) -> None:
+def test_old_overlap_switches_reach_the_resolved_arguments(env, overlap_off, launch, pair):
     line = CPU.format(target=pair["dense"], draft=pair["draft"])
     fields = parse(launch, line, env, RESOLVED, "--resolve")["fields"]
     assert fields == dict(zip(RESOLVED, (8, "torch_native", overlap_off), strict=True))
 
 
-def test_a_smaller_block_reaches_the_resolved_arguments(launch: Any, pair: dict[str, str]) -> None:
+def test_a_smaller_block_reaches_the_resolved_arguments(launch, pair):
     line = CPU.format(target=pair["hybrid"], draft=pair["draft"]) + "--speculative-dflash-block-size 4"
     assert parse(launch, line, {}, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 4
 
 
-def test_the_stock_worker_is_not_held_to_our_rules(launch: Any, pair: dict[str, str]) -> None:
+def test_the_stock_worker_is_not_held_to_our_rules(launch, pair):
     """SGLang only warns of a block longer than the trained one; with the stock worker that is its business."""
     line = CPU.format(target=pair["dense"], draft=pair["draft"]) + "--speculative-num-draft-tokens 12"
     stock = {"SGLANG_DFLASH_WORKER": "stock"}
     assert parse(launch, line, stock, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 12
 
 
-def test_a_draft_may_be_a_repository(launch: Any, pair: dict[str, str], checkpoints: ModuleType, hub: Path) -> None:
+def test_a_draft_may_be_a_repository(launch, pair, checkpoints, hub):
     """As on the cards: the draft is found where the Hugging Face client keeps it, and is checked there."""
     checkpoints.write_cached(hub, "z-lab/Tiny-DFlash", block_size=6)
     line = CPU.format(target=pair["dense"], draft="z-lab/Tiny-DFlash")
     assert parse(launch, line, {}, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 6
 
 
-def test_a_repository_without_its_weights_is_refused(
-    launch: Any, pair: dict[str, str], checkpoints: ModuleType, hub: Path
-) -> None:
+def test_a_repository_without_its_weights_is_refused(launch, pair, checkpoints, hub):
     (checkpoints.write_cached(hub, "z-lab/Half-DFlash") / "model.safetensors").unlink()
     line = CPU.format(target=pair["dense"], draft="z-lab/Half-DFlash")
     ended = launch("parse", "--resolve", *line.split())

@@ -3,7 +3,6 @@
 import os
 import sys
 from argparse import ArgumentParser
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -27,8 +26,8 @@ class Bag:
 def sglang(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A package called sglang, of another version, with one module in it."""
     package, module = ModuleType("sglang"), ModuleType("sglang.bag")
-    package.__version__ = "0.5.24"  # type: ignore[attr-defined]
-    module.Bag = Bag  # type: ignore[attr-defined]
+    package.__version__ = "0.5.24"
+    module.Bag = Bag
     monkeypatch.setitem(sys.modules, "sglang", package)
     monkeypatch.setitem(sys.modules, "sglang.bag", module)
     return package
@@ -42,23 +41,23 @@ def stock(algorithm: Any, server_args: Any) -> type:
     return int
 
 
-def test_other_algorithms_get_sglang_s_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_algorithms_get_sglang_s_worker(monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WROKER", "stock")  # wrong, and no concern of theirs
     assert plugin.create_worker(stock, algorithm(is_dflash=False), None) is int
 
 
-def test_stock_hands_dflash_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_hands_dflash_over(monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     assert plugin.create_worker(stock, algorithm(is_dflash=True), None) is int
 
 
-def test_dflash_is_ours_and_checks_the_host_first(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:
+def test_dflash_is_ours_and_checks_the_host_first(monkeypatch, sglang):
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
     with pytest.raises(HostMismatch, match=r"sglang 0\.5\.24 is installed; sglang-dflash .* needs sglang 0\.5\.23"):
         plugin.create_worker(stock, algorithm(is_dflash=True), None)
 
 
-def test_another_sglang_ends_the_process(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:
+def test_another_sglang_ends_the_process(monkeypatch, sglang):
     """SGLang catches `Exception` around a plugin and goes on; SystemExit is none."""
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
     with pytest.raises(SystemExit) as end:
@@ -68,9 +67,7 @@ def test_another_sglang_ends_the_process(monkeypatch: pytest.MonkeyPatch, sglang
     assert not isinstance(end.value, Exception)
 
 
-def test_another_sglang_with_the_stock_worker_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, sglang: ModuleType
-) -> None:
+def test_another_sglang_with_the_stock_worker_is_left_alone(monkeypatch, sglang):
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     plugin.register()
 
@@ -86,7 +83,7 @@ def test_another_sglang_with_the_stock_worker_is_left_alone(
         (Name("sglang.sack", "Sack"), "there is no module sglang.sack"),
     ],
 )
-def test_the_running_sglang_is_compared_name_by_name(name: Name, sentence: str, sglang: ModuleType) -> None:
+def test_the_running_sglang_is_compared_name_by_name(name, sentence, sglang):
     if not sentence:
         host.check([name])
         return
@@ -99,9 +96,7 @@ def test_the_running_sglang_is_compared_name_by_name(name: Name, sentence: str, 
     ("layer_types", "stock"),
     [(["sliding_attention"] * 2, "trtllm_mha"), (["sliding_attention", "full_attention"], "fa4")],
 )
-def test_the_draft_s_backend_is_kept_where_sglang_replaces_it(
-    layer_types: list[str], stock: str, monkeypatch: pytest.MonkeyPatch, checkpoints: ModuleType, tmp_path: Path
-) -> None:
+def test_the_draft_s_backend_is_kept_where_sglang_replaces_it(layer_types, stock, monkeypatch, checkpoints, tmp_path):
     """SGLang's own step, as on a B200: it leaves trtllm_mha to drafts whose layers all slide."""
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
@@ -122,7 +117,7 @@ def test_the_draft_s_backend_is_kept_where_sglang_replaces_it(
     assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
 
 
-def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch):
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     from sglang_dflash.config import DFlashConfig
@@ -137,24 +132,20 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch: pytest.Monk
     server_args = SimpleNamespace(speculative_algorithm="DFLASH", tokenizer_worker_num=1)
 
     def sglang_s(server_args: Any) -> None:
-        assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
-        assert resolving_view(server_args).speculative_num_draft_tokens == 8
-        assert resolving_view(server_args).speculative_draft_load_format == "auto"
-        assert resolving_view(server_args).dtype == "float16"
+        seen = resolving_view(server_args)
+        assert (seen.speculative_draft_attention_backend, seen.speculative_num_draft_tokens) == ("trtllm_mha", 8)
+        assert (seen.speculative_draft_load_format, seen.dtype) == ("auto", "float16")
         declare_resolution(server_args, "SGLang", speculative_draft_attention_backend="fa4")
 
     plugin.check_arguments(server_args, sglang_s)
     assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
 
 
-def test_requests_are_checked_where_several_processes_tokenize(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_checked_where_several_processes_tokenize(monkeypatch):
     name = "SGLANG_HTTP_SERVER_APP_PATH"
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
-    for n_processes, asked, served in (
-        (1, "", ""),
-        (2, "", "sglang_dflash.host.http_app:app"),
-        (2, "mine:app", "mine:app"),
-    ):
+    ours = "sglang_dflash.host.http_app:app"
+    for n_processes, asked, served in ((1, "", ""), (2, "", ours), (2, "mine:app", "mine:app")):
         monkeypatch.setenv(name, asked)
         if not asked:
             monkeypatch.delenv(name)
@@ -163,22 +154,20 @@ def test_requests_are_checked_where_several_processes_tokenize(monkeypatch: pyte
         assert os.environ.get(name, "") == served
 
 
-def test_metrics_are_started_where_sglang_reports_its_own(monkeypatch: pytest.MonkeyPatch, sglang: ModuleType) -> None:
+def test_metrics_are_started_where_sglang_reports_its_own(monkeypatch, sglang):
     monkeypatch.setitem(plugin.SECTIONS, "metrics", (Name("sglang.bag", "Bag", "given"),))
     plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=False))
     with pytest.raises(HostMismatch, match="Bag has no member 'given'"):
         plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
 
 
-def test_old_names_set_what_the_new_names_set() -> None:
+def test_old_names_set_what_the_new_names_set():
     parser = ArgumentParser()
     parser.add_argument("--speculative-draft-window-size", type=int)
     parser.add_argument("--mamba-radix-cache-strategy", choices=["auto", "extra_buffer"], default="auto")
     flags.add_old_names(parser)
     assert vars(parser.parse_args([])) == {"speculative_draft_window_size": None, "mamba_radix_cache_strategy": "auto"}
     old = ["--speculative-dflash-draft-window-size", "64", "--mamba-scheduler-strategy", "extra_buffer"]
-    assert vars(parser.parse_args(old)) == {
-        "speculative_draft_window_size": 64,
-        "mamba_radix_cache_strategy": "extra_buffer",
-    }
+    new = {"speculative_draft_window_size": 64, "mamba_radix_cache_strategy": "extra_buffer"}
+    assert vars(parser.parse_args(old)) == new
     assert parser.parse_args([*old, "--speculative-draft-window-size", "32"]).speculative_draft_window_size == 32

@@ -9,12 +9,12 @@ from sglang_dflash.bench.__main__ import run as main
 from sglang_dflash.servers.errors import ServerError
 
 TINY = Path(__file__).parents[3] / "sglang_dflash" / "assets" / "tiny_dense"
+PAIR = ("--backend", "transformers", "--model", str(TINY / "target"), "--draft-model", str(TINY / "draft"))
 ASKED = ("--num-prompts", "2", "--max-new-tokens", "24", "--repeats", "1")
 
 
 def test_spec_generate_is_compared_with_the_target_alone(tmp_path: Path) -> None:
-    pair = ("--model", str(TINY / "target"), "--draft-model", str(TINY / "draft"))
-    main(["--backend", "transformers", *pair, *ASKED, "--output", str(tmp_path / "out")])
+    main([*PAIR, *ASKED, "--output", str(tmp_path / "out")])
     document = json.loads((tmp_path / "out.json").read_text())
     off, ours = document["summary"]
     assert (off["arm"], ours["arm"], off["concurrency"]) == ("off", "ours", 1)
@@ -30,9 +30,8 @@ def test_spec_generate_is_compared_with_the_target_alone(tmp_path: Path) -> None
 
 
 def test_token_ids_are_answered_past_their_end(tmp_path: Path) -> None:
-    pair = ("--model", str(TINY / "target"), "--draft-model", str(TINY / "draft"))
     gate = ("--dataset", "hopeless", "--require-equal")
-    main(["--backend", "transformers", *pair, *ASKED, *gate, "--output", str(tmp_path / "out")])
+    main([*PAIR, *ASKED, *gate, "--output", str(tmp_path / "out")])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["n_prompt_tokens"], row["n_tokens"]) for row in rows] == [(2 * 32, 2 * 24)] * 2
 

@@ -12,27 +12,14 @@ import pytest
 from sglang_dflash.bench import measure
 from sglang_dflash.bench.client import steps_of
 from sglang_dflash.bench.compare import Difference, differences, lead
-from sglang_dflash.bench.measure import (
-    Completion,
-    Measurement,
-    Spread,
-    Steps,
-    joined,
-    percentile,
-    ratios,
-    rotated,
-    slices,
-    spread,
-    timed,
-    total,
-)
+from sglang_dflash.bench.measure import Completion, Measurement, Spread, Steps, percentile, slices, timed
 from sglang_dflash.bench.report import markdown, noise
 from sglang_dflash.bench.rows import Line, Row, means, row, summarise
 from sglang_dflash.servers.document import portable
 from sglang_dflash.tiny import pairs as tiny
 
 
-def test_differences_name_the_first_token_that_differs() -> None:
+def test_differences_name_the_first_token_that_differs():
     reference = [[1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3]]
     answers = [[1, 2, 3], [1, 9, 8], [1, 2, 3], [1, 2]]
     assert differences(reference, answers) == [
@@ -42,13 +29,13 @@ def test_differences_name_the_first_token_that_differs() -> None:
     ]
 
 
-def test_the_lead_over_a_token_is_infinite_where_it_is_not_among_the_likeliest() -> None:
+def test_the_lead_over_a_token_is_infinite_where_it_is_not_among_the_likeliest():
     likeliest = {7: -0.5, 8: -0.75}
     assert [lead(likeliest, token) for token in (7, 8, 9, None, "x")] == [0.0, 0.25, math.inf, math.inf, math.inf]
     assert lead({}, 7) == math.inf
 
 
-def test_a_run_counts_tokens_and_steps() -> None:
+def test_a_run_counts_tokens_and_steps():
     # 2 steps accept 3 drafts between them, 1 step accepts none: (3 + 0 + 3 bonus) / 3 steps
     answers = [Completion(6, steps=Steps(2, 3)), Completion(2, steps=Steps(1, 0))]
     run = Measurement(answers, wall_s=4.0, other_cores=0.0)
@@ -56,13 +43,13 @@ def test_a_run_counts_tokens_and_steps() -> None:
     assert Steps(3, 3).committed_per_step == 2.0
 
 
-def test_ratios_are_taken_repeat_by_repeat() -> None:
+def test_ratios_are_taken_repeat_by_repeat():
     # The second repeat ran on a machine half as fast: no ratio shows it, though the medians' ratio would.
-    assert ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
-    assert spread([3, 1, 2]) == (2, 1, 3)
+    assert measure.ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
+    assert measure.spread([3, 1, 2]) == (2, 1, 3)
 
 
-def test_parts_of_a_run_are_short_and_complete() -> None:
+def test_parts_of_a_run_are_short_and_complete():
     prompts = list(range(18))
     parts = [prompts[part] for part in slices(len(prompts), concurrency=1)]
     assert [len(part) for part in parts] == [4, 4, 4, 4, 2]
@@ -70,8 +57,8 @@ def test_parts_of_a_run_are_short_and_complete() -> None:
     assert [len(prompts[part]) for part in slices(len(prompts), concurrency=8)] == [16, 2]
 
 
-def test_every_arm_is_first_in_its_turn() -> None:
-    firsts = [rotated(["off", "stock", "ours"], by) for by in (0, 1, 2, 4)]
+def test_every_arm_is_first_in_its_turn():
+    firsts = [measure.rotated(["off", "stock", "ours"], by) for by in (0, 1, 2, 4)]
     assert [arms[0] for arms in firsts] == ["off", "stock", "ours", "stock"]
     assert firsts[3] == ["stock", "ours", "off"]
 
@@ -104,7 +91,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-def test_answers_are_read_after_the_clock_has_stopped(machine: Machine) -> None:
+def test_answers_are_read_after_the_clock_has_stopped(machine):
     """An answer takes 2 s, reading it 100."""
 
     def ask(prompt: str) -> Callable[[], Completion]:
@@ -123,9 +110,7 @@ def test_answers_are_read_after_the_clock_has_stopped(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(("others_s", "other_cores"), [(3.0, 1.5), (-0.1, 0.0)])
-def test_cores_of_others_are_neither_the_engines_nor_ours(
-    machine: Machine, others_s: float, other_cores: float
-) -> None:
+def test_cores_of_others_are_neither_the_engines_nor_ours(machine, others_s, other_cores):
     """In 2 s of wall clock the engine computed 5 s and this process 1 s; clocks do not tick all at once."""
 
     def ask(prompt: str) -> Callable[[], Completion]:
@@ -139,7 +124,7 @@ def test_cores_of_others_are_neither_the_engines_nor_ours(
     assert run.other_cores == other_cores
 
 
-def test_at_most_so_many_requests_are_in_flight_and_no_fewer() -> None:
+def test_at_most_so_many_requests_are_in_flight_and_no_fewer():
     together, in_flight, most = threading.Barrier(3, timeout=20), list[int](), 0
 
     def ask(prompt: int) -> Callable[[], Completion]:
@@ -155,17 +140,14 @@ def test_at_most_so_many_requests_are_in_flight_and_no_fewer() -> None:
     assert most == 3
 
 
-def test_parts_are_joined() -> None:
+def test_parts_are_joined():
     """Half of 3 s and none of 1 s are other processes'."""
-    one, other = (
-        Measurement([Completion(n, steps=Steps(1, n - 1))], wall_s, cores)
-        for n, wall_s, cores in ((5, 3.0, 0.5), (3, 1.0, 0))
-    )
-    run = joined([one, other])
+    parts = (5, 3.0, 0.5), (3, 1.0, 0)
+    run = measure.joined([Measurement([Completion(n, steps=Steps(1, n - 1))], *rest) for n, *rest in parts])
     assert (run.n_tokens, run.tokens_per_s, run.steps, run.other_cores) == (8, 2.0, Steps(2, 6), 0.375)
 
 
-def test_percentiles_are_values_that_occurred() -> None:
+def test_percentiles_are_values_that_occurred():
     """A half of three values is two of them, 1 % of them is one."""
     values = [float(i) for i in range(1, 101)]
     assert [percentile(values, p) for p in (50, 99, 100)] == [50, 99, 100]
@@ -174,7 +156,7 @@ def test_percentiles_are_values_that_occurred() -> None:
     assert math.isnan(percentile([], 50))
 
 
-def test_steps_by_position_come_from_the_histogram() -> None:
+def test_steps_by_position_come_from_the_histogram():
     # Of 10 steps 4 accepted no draft, 3 one, 1 two, 2 three: 6 reached the first, 3 the second, 2 the third.
     meta = {"spec_verify_ct": 10, "spec_num_correct_drafts": 11, "spec_correct_drafts_histogram": [4, 3, 1, 2]}
     steps = steps_of(meta, n_tokens=22)
@@ -184,20 +166,20 @@ def test_steps_by_position_come_from_the_histogram() -> None:
     assert steps_of({}, n_tokens=1) == Steps(0, 0)
 
 
-def test_steps_of_several_answers_are_summed() -> None:
-    whole = total([Steps(4, 3, (2, 1)), Steps(1, 0), Steps(2, 3, (1, 1, 1))])
+def test_steps_of_several_answers_are_summed():
+    whole = measure.total([Steps(4, 3, (2, 1)), Steps(1, 0), Steps(2, 3, (1, 1, 1))])
     assert whole == Steps(7, 6, (3, 2, 1))
     assert whole.since(Steps(4, 3, (2, 1, 0))) == Steps(3, 3, (1, 1, 1))
 
 
-def test_a_run_has_steps_only_if_every_answer_tells() -> None:
+def test_a_run_has_steps_only_if_every_answer_tells():
     told, untold = Completion(2, steps=Steps(1, 0)), Completion(2)
     assert Measurement([told, untold], 1.0, 0.0).steps is None
     assert math.isnan(Steps(0, 0).committed_per_step)
     assert Measurement([untold, untold], 1.0, 0.0, counted=Steps(2, 2)).steps == Steps(2, 2)
 
 
-def test_tables_have_the_model_cards_layout() -> None:
+def test_tables_have_the_model_cards_layout():
     def line(arm: str, concurrency: int, speed: float, ratio: float | None, committed: float | None) -> Line:
         latencies: dict[str, float | None] = {"p50": None, "p99": None}
         over = {} if ratio is None else {"off": Spread(ratio, ratio, ratio)}
@@ -231,7 +213,7 @@ def measured() -> list[Row]:
     return rows
 
 
-def test_the_summary_compares_arms_per_concurrency() -> None:
+def test_the_summary_compares_arms_per_concurrency():
     lines = summarise(measured(), ARMS, ["off", "stock"])
     assert [(line.concurrency, line.arm) for line in lines] == [(c, arm) for c in (1, 8) for arm in ARMS]
     off, stock, ours = lines[:3]
@@ -244,7 +226,7 @@ def test_the_summary_compares_arms_per_concurrency() -> None:
     assert off.ttft_ms["p50"] == 10
 
 
-def test_a_line_in_a_document_has_its_speedups_by_name() -> None:
+def test_a_line_in_a_document_has_its_speedups_by_name():
     *_, ours = summarise(measured(), ARMS, ["off"])
     line = ours.as_json()
     assert line["over_off"] == {"median": 3.5, "low": 3, "high": 4}
@@ -253,7 +235,7 @@ def test_a_line_in_a_document_has_its_speedups_by_name() -> None:
     assert line["ttft_ms"] == {"p50": 10, "p99": 10}
 
 
-def test_means_weigh_every_concurrency_alike() -> None:
+def test_means_weigh_every_concurrency_alike():
     lines = means(measured(), ARMS, ["off"])
     assert [(line.arm, line.concurrency, line.tokens_per_s.median) for line in lines] == [
         ("off", "mean", 427.5), ("stock", "mean", 607.5), ("ours", "mean", 1485),
@@ -262,13 +244,13 @@ def test_means_weigh_every_concurrency_alike() -> None:
     assert means([row for row in measured() if row.concurrency == 8], ARMS, ["off"]) == []
 
 
-def test_a_busy_machine_is_told_apart_from_a_quiet_one() -> None:
+def test_a_busy_machine_is_told_apart_from_a_quiet_one():
     rows = [replace(measured()[0], other_cores=cores) for cores in (0.02, None, 0.09)]
     assert list(noise(rows, 2)) == []
     (sentence,) = noise([*rows, replace(rows[0], other_cores=0.5)], 2)
     assert "others kept 0.5 of 2 cores busy" in sentence
 
 
-def test_documents_do_not_name_this_machine() -> None:
+def test_documents_do_not_name_this_machine():
     command = f"{sys.executable} -m x --target {tiny.HYBRID.target} --draft=/models/mine/draft-1 --port 3"
     assert portable(command) == "python -m x --target sglang_dflash/assets/tiny/target --draft=draft-1 --port 3"

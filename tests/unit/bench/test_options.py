@@ -19,6 +19,8 @@ from sglang_dflash.tiny.workloads import asked
 
 URL = ("--base-url", "http://127.0.0.1:30000")
 DFLASH = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "draft")
+SERVED = ("--", "--model-path", "x", *DFLASH)
+TORCH = ("--backend", "transformers", "--model", "x", "--draft-model", "y")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -47,42 +49,25 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--serve", "--backend", "vllm", "--", *DFLASH), "--serve starts SGLang, not vllm"),
         (("--serve", "--model", "x", "--", *DFLASH), "takes the model from the flags after --; drop --model"),
         ((*URL, "--arms", "off"), "--arms are those of --serve"),
-        (
-            ("--serve", "--arms", "theirs", "--", "--model-path", "x", *DFLASH),
-            "no arm is called 'theirs'; write off, mtp",
-        ),
-        (
-            ("--serve", "--arms", "ours:x", "--", "--model-path", "x", *DFLASH),
-            "'x' is no environment; write NAME:VAR=V",
-        ),
-        (
-            ("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", "--", "--model-path", "x", *DFLASH),
-            "two arms are called the same (ours:A=x, ours:A=x)",
-        ),
-        (
-            ("--serve", "--arms", "ours:PYTHONPATH=/x", "--", "--model-path", "x", *DFLASH),
-            "PYTHONPATH would mix two checkouts; run the benchmark in each",
-        ),
+        (("--serve", "--arms", "theirs", *SERVED), "no arm is called 'theirs'; write off, mtp"),
+        (("--serve", "--arms", "ours:x", *SERVED), "'x' is no environment; write NAME:VAR=V"),
+        (("--serve", "--arms", "ours:A=/a/x", "ours:A=/b/x", *SERVED), "called the same (ours:A=x, ours:A=x)"),
+        (("--serve", "--arms", "ours:PYTHONPATH=/x", *SERVED), "would mix two checkouts; run the benchmark in each"),
         ((*URL, "--preset", "readme"), "--base-url and --serve; give one of"),
         (("--preset", "widths", "--concurrency", "1,32"), "--concurrency 32: the servers of --preset widths run 16"),
         ((*URL, "--require-equal", "--temperature", "1"), "--require-equal compares greedy answers"),
         ((*URL, "--tie-gap", "1"), "--tie-gap forgives what --require-equal finds"),
         ((*URL, "--draft-model", "x"), "--draft-model is for --backend transformers"),
         (("--backend", "transformers", "--model", "x"), "needs --model and --draft-model"),
-        (
-            ("--backend", "transformers", "--model", "x", "--draft-model", "y", "--concurrency", "8"),
-            "answers one request at a time",
-        ),
+        ((*TORCH, "--concurrency", "8"), "answers one request at a time"),
     ],
 )
-def test_bad_options_are_one_line(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options_are_one_line(arguments, message, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert message in refused(capsys, *arguments)
 
 
-def test_defaults_are_those_of_the_model_cards() -> None:
+def test_defaults_are_those_of_the_model_cards():
     options = parse(URL)
     assert options.concurrency == [1, 8, 16, 32]
     assert (options.max_new_tokens, options.temperature, options.enable_thinking) == (4096, 0.0, False)
@@ -92,30 +77,20 @@ def test_defaults_are_those_of_the_model_cards() -> None:
     assert parse([*URL, "--output", "qwen3.5"]).output == Path("qwen3.5")
 
 
-def test_what_is_typed_replaces_a_preset_s_own() -> None:
+def test_what_is_typed_replaces_a_preset_s_own():
     options = parse(["--preset", "readme"])
     assert [one.name for one in options.launches] == ["off", "stock", "ours"]
     assert (options.concurrency, options.repeats, options.one_at_a_time) == ([1, 8], 5, False)
     assert (options.require_equal, options.no_latency, options.enable_thinking) == (True, True, True)
     assert all(one.env["CUDA_VISIBLE_DEVICES"] == "" for one in options.launches)
-    typed = [
-        "--repeats=2",
-        "--concurrency",
-        "4",
-        "--arms",
-        "off",
-        "ours:A=b",
-        "--dataset",
-        "hard",
-        "--no-enable-thinking",
-    ]
-    options = parse(["--preset", "widths", *typed])
+    typed = "--repeats=2 --concurrency 4 --arms off ours:A=b --dataset hard --no-enable-thinking"
+    options = parse(["--preset", "widths", *typed.split()])
     assert [one.name for one in options.launches] == ["off", "ours:A=b"]
     assert (options.concurrency, options.repeats, options.enable_thinking) == ([4], 2, False)
     assert [(task.name, len(task.prompts)) for task in options.tasks] == [("hard", 16)]
 
 
-def test_a_preset_may_serve_something_else(tmp_path: Path) -> None:
+def test_a_preset_may_serve_something_else(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     options = parse(["--preset", "readme", "--concurrency", "64", "--", "--model-path", str(tmp_path), *DFLASH])
     assert [one.env for one in options.launches] == [
@@ -124,23 +99,22 @@ def test_a_preset_may_serve_something_else(tmp_path: Path) -> None:
     assert options.one_at_a_time
 
 
-def test_torchrun_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    message = refused(capsys, "--backend", "transformers", "--model", "x", "--draft-model", "y")
-    assert "with python instead of torchrun" in message
+    assert "with python instead of torchrun" in refused(capsys, *TORCH)
 
 
 # -------------------------------------------------------------------------------------------------------- prompts
 
 
-def test_bundled_questions_are_held_out_and_different() -> None:
+def test_bundled_questions_are_held_out_and_different():
     questions = [conversation[0]["content"] for conversation in workloads.held_out(16)]
     assert len(set(questions)) == 16
     assert all(map(is_held_out, questions))
     assert workloads.held_out(16) == workloads.held_out(16)
 
 
-def test_a_file_holds_prompts_or_chats(tmp_path: Path) -> None:
+def test_a_file_holds_prompts_or_chats(tmp_path):
     data = tmp_path / "mine.jsonl"
     system = {"role": "system", "content": "Be brief."}
     rows = [{"prompt": "one"}, {"messages": [system, *asked("two")]}, {"prompt": "three"}]
@@ -148,7 +122,7 @@ def test_a_file_holds_prompts_or_chats(tmp_path: Path) -> None:
     assert prompts.read(data, 2) == Task("mine", "mine.jsonl", [asked("one"), [system, *asked("two")]])
 
 
-def test_a_file_may_hold_token_ids(tmp_path: Path) -> None:
+def test_a_file_may_hold_token_ids(tmp_path):
     data = tmp_path / "ids.jsonl"
     data.write_text('{"input_ids": [5, 6]}\n{"prompt": "one"}\n')
     task = prompts.read(data, 2)
@@ -160,7 +134,7 @@ def test_a_file_may_hold_token_ids(tmp_path: Path) -> None:
     assert not {"input_ids", "ignore_eos"} & set(Sampling(max_new_tokens=8).body("m", task.prompts[1]))
 
 
-def test_repeating_conversations_ask_again_after_the_answer_they_were_given() -> None:
+def test_repeating_conversations_ask_again_after_the_answer_they_were_given():
     task = prompts.load("repeating", 8)
     assert not prompts.is_complete(task)
     asked = prompts.complete(task, lambda prompts: [f"answer {len(prompt)}" for prompt in prompts]).prompts
@@ -170,7 +144,7 @@ def test_repeating_conversations_ask_again_after_the_answer_they_were_given() ->
     assert asked[0] != asked[4]
 
 
-def test_hopeless_answers_are_short_and_go_past_their_end() -> None:
+def test_hopeless_answers_are_short_and_go_past_their_end():
     task = prompts.load("hopeless", 3)
     assert [len(prompt) for prompt in task.prompts] == [32] * 3
     assert sampling_of(task, Sampling(max_new_tokens=128)) == Sampling(max_new_tokens=48, ignore_eos=True)
@@ -191,7 +165,7 @@ def test_hopeless_answers_are_short_and_go_past_their_end() -> None:
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "the last message is not the user's"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_a_bad_line_is_named(tmp_path, line, message):
     data = tmp_path / "mine.jsonl"
     data.write_text(line)
     with pytest.raises(ValueError, match=message):
@@ -209,7 +183,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", prompts.DATA_SETS)
-def test_rows_of_published_sets_become_questions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_published_sets_become_questions(name, monkeypatch):
     row, begins = ROWS[name]
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: [row] * 3))
     task = prompts.load(name, 128)
@@ -218,7 +192,7 @@ def test_rows_of_published_sets_become_questions(name: str, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("absent", [True, False], ids=["not installed", "no network"])
-def test_a_set_that_cannot_be_had_names_the_ways_out(monkeypatch: pytest.MonkeyPatch, absent: bool) -> None:
+def test_a_set_that_cannot_be_had_names_the_ways_out(monkeypatch, absent):
     def load_dataset(*_: object, **__: object) -> None:
         raise ConnectionError("no route")
 
@@ -227,22 +201,19 @@ def test_a_set_that_cannot_be_had_names_the_ways_out(monkeypatch: pytest.MonkeyP
         prompts.load("gsm8k", 1)
 
 
-def test_a_second_turn_follows_the_first_arms_answer() -> None:
+def test_a_second_turn_follows_the_first_arms_answer():
     task = Task("mt", "", [asked("First.", "Then."), asked("Only.")])
     assert not is_complete(task)
     done = complete(task, lambda prompts: [f"<think>hm</think>\n{prompt[-1]['content']}!" for prompt in prompts])
-    assert done.prompts == [
-        asked("First."),
-        [*asked("First."), {"role": "assistant", "content": "First.!"}, *asked("Then.")],
-        asked("Only."),
-    ]
+    second = [*asked("First."), {"role": "assistant", "content": "First.!"}, *asked("Then.")]
+    assert done.prompts == [asked("First."), second, asked("Only.")]
     assert is_complete(done)
 
 
 # ----------------------------------------------------------------------------------------------------------- arms
 
 
-def test_every_arm_gets_the_same_flags_but_for_speculation() -> None:
+def test_every_arm_gets_the_same_flags_but_for_speculation():
     flags = ["--model-path", "m", *DFLASH, "--tp", "2", "--speculative-num-draft-tokens=8", "--trust-remote-code"]
     shared = ["--model-path", "m", "--tp", "2", "--trust-remote-code"]
     off, mtp, stock, ours = (arms.launch(name, flags, mtp_steps=3) for name in arms.ARMS)
@@ -254,7 +225,7 @@ def test_every_arm_gets_the_same_flags_but_for_speculation() -> None:
     assert [one.ours for one in (off, mtp, stock, ours)] == [False, False, False, True]
 
 
-def test_a_comma_parts_variables_where_a_name_follows() -> None:
+def test_a_comma_parts_variables_where_a_name_follows():
     assert arms.environment_of("ours:SGLANG_DFLASH_WIDTHS=1,8,16,B=x=y,C=") == {
         "SGLANG_DFLASH_WIDTHS": "1,8,16", "B": "x=y", "C": "",
     }  # fmt: skip
@@ -267,7 +238,7 @@ def test_a_comma_parts_variables_where_a_name_follows() -> None:
     ("config", "n_layers"),
     [({}, 0), ({"num_nextn_predict_layers": 1}, 1), ({"text_config": {"mtp_num_hidden_layers": 1}}, 1)],
 )
-def test_mtp_is_an_arm_where_the_model_has_it(tmp_path: Path, config: dict, n_layers: int) -> None:
+def test_mtp_is_an_arm_where_the_model_has_it(tmp_path, config, n_layers):
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--model-path", str(tmp_path), *DFLASH]
     names = [one.name for one in arms.launches((), flags, mtp_steps=3)]

@@ -38,9 +38,8 @@ def fake(tmp_path: Path) -> Iterator[Callable[..., str]]:
             port = free_port(31950)
             while any(server.port == port for server in started):
                 port = free_port(port + 1)
-            server = Server(
-                [sys.executable, str(FAKE), *flags], port=port, log=tmp_path / str(port), env={}, name="fake"
-            )
+            command = [sys.executable, str(FAKE), *flags]
+            server = Server(command, port=port, log=tmp_path / str(port), env={}, name="fake")
             started.append(server)
             return stack.enter_context(server).url
 
@@ -82,9 +81,7 @@ def lines_of(document: dict[str, Any], **wanted: object) -> list[dict[str, Any]]
 # ------------------------------------------------------------------------------------------------ servers that run
 
 
-def test_the_spelling_of_the_guides(
-    fake: Callable[..., str], bench: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_spelling_of_the_guides(fake, bench, monkeypatch):
     """Asked of a server that is not ours, as the published guides have it."""
     asked = []
 
@@ -105,7 +102,7 @@ def test_the_spelling_of_the_guides(
     assert "| GSM8K | 1 |" in ran.out
 
 
-def test_servers_are_compared_with_the_first(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
+def test_servers_are_compared_with_the_first(fake, bench):
     same, other = fake("--announce"), fake("--offset", "1")
     ran = bench("--base-url", f"off={fake()}", f"same={same}/v1", f"other={other}", *SMALL)
     document = ran.document
@@ -131,29 +128,23 @@ def test_servers_are_compared_with_the_first(fake: Callable[..., str], bench: Ca
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_as_many_requests_are_in_flight_as_asked_for(
-    fake: Callable[..., str], bench: Callable[..., SimpleNamespace], n: int
-) -> None:
+def test_as_many_requests_are_in_flight_as_asked_for(fake, bench, n):
     """Of the unmeasured prompts too; the stand-in refuses where there are fewer or more."""
     few = ("--num-prompts", "6", "--repeats", "1", "--no-latency", "--concurrency", str(n))
     ran = bench("--base-url", fake("--together", str(n)), *few)
     assert [row["n_answers"] for row in ran.document["rows"]] == [6]
 
 
-def test_vllm_tells_its_steps_in_its_metrics(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
+def test_vllm_tells_its_steps_in_its_metrics(fake, bench):
     ran = bench("--backend", "vllm", "--base-url", fake("--kind", "vllm"), *SMALL)
-    assert ran.document["arms"]["server"] | {"url": "", "model": ""} == {
-        "url": "", "kind": "vllm", "model": "", "version": "1.0",
-        "prefix_cache": report.KEPT,
-    }  # fmt: skip
+    about = {"url": "", "kind": "vllm", "model": "", "version": "1.0", "prefix_cache": report.KEPT}
+    assert ran.document["arms"]["server"] | {"url": "", "model": ""} == about
     assert all(row["committed_per_step"] == 1.5 for row in ran.document["rows"])
     assert all(row["acceptance_by_position"] == [0.5] for row in ran.document["rows"])
     assert "not emptied" in ran.out
 
 
-def test_of_another_server_it_is_said_what_is_not_known(
-    fake: Callable[..., str], bench: Callable[..., SimpleNamespace]
-) -> None:
+def test_of_another_server_it_is_said_what_is_not_known(fake, bench):
     ran = bench("--base-url", fake("--kind", "openai"), "--temperature", "0.7", *SMALL)
     row = ran.document["rows"][0]
     assert (row["committed_per_step"], row["n_equal"], row["other_cores"]) == (None, None, None)
@@ -168,32 +159,24 @@ def test_of_another_server_it_is_said_what_is_not_known(
         (["--stingy"], [], "add --no-latency"),
     ],
 )
-def test_a_server_that_will_not_do_is_named(
-    fake: Callable[..., str],
-    bench: Callable[..., SimpleNamespace],
-    flags: list[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_a_server_that_will_not_do_is_named(fake, bench, flags, arguments, message):
     with pytest.raises(ServerError, match=message):
         bench("--base-url", fake(*flags), *SMALL, *arguments)
 
 
-def test_a_refused_prompt_ends_the_program(
-    fake: Callable[..., str], bench: Callable[..., SimpleNamespace], tmp_path: Path
-) -> None:
+def test_a_refused_prompt_ends_the_program(fake, bench, tmp_path):
     data = tmp_path / "mine.jsonl"
     data.write_text('{"prompt": "please refuse"}\n')
     with pytest.raises(ServerError, match=r"/v1/chat/completions answered 400: .*too long"):
         bench("--base-url", fake(), "--data", str(data))
 
 
-def test_where_no_server_answers() -> None:
+def test_where_no_server_answers():
     with pytest.raises(ServerError, match=r"no server answers at http://127\.0\.0\.1:9"):
         main(["--base-url", "http://127.0.0.1:9"])
 
 
-def test_a_key_is_not_published(fake: Callable[..., str], bench: Callable[..., SimpleNamespace]) -> None:
+def test_a_key_is_not_published(fake, bench):
     ran = bench("--base-url", fake(), "--api-key", "secret-1", *SMALL, "--no-latency")
     again = bench("--base-url", fake(), "--api-key=secret-2", *SMALL, "--no-latency")
     assert "secret" not in ran.out + again.out + json.dumps([ran.document, again.document])
@@ -204,9 +187,7 @@ def test_a_key_is_not_published(fake: Callable[..., str], bench: Callable[..., S
 
 
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_arms_are_started_measured_and_stopped(
-    bench: Callable[..., SimpleNamespace], serve: list[str], together: bool, tmp_path: Path
-) -> None:
+def test_the_arms_are_started_measured_and_stopped(bench, serve, together, tmp_path):
     ran = bench(*SMALL, "--require-equal", *([] if together else ["--one-at-a-time"]), *serve)
     document = ran.document
     assert document["gate"] == {"equal": True, "tie_gap": 0.0, "n_near_ties": 0}
@@ -222,29 +203,24 @@ def test_the_arms_are_started_measured_and_stopped(
     assert (tmp_path / "out-ours.log").exists()
 
 
-def test_ours_starts_alone(bench: Callable[..., SimpleNamespace], serve: list[str]) -> None:
+def test_ours_starts_alone(bench, serve):
     """It measures what its steps cost; of what else starts then it would measure that too."""
     out = bench(*SMALL, "--no-latency", *serve).out
     assert out.index("ours: ready") < out.index("off: importing")
 
 
-def test_an_arm_may_have_an_environment(
-    bench: Callable[..., SimpleNamespace], serve: list[str], tmp_path: Path
-) -> None:
+def test_an_arm_may_have_an_environment(bench, serve, tmp_path):
     ran = bench(*SMALL, "--no-latency", "--arms", "off", "ours", "ours:FAKE_OFFSET=1,B=2,3", *serve)
     assert list(ran.document["arms"]) == ["off", "ours", "ours:FAKE_OFFSET=1,B=2,3"]
     plugin = {"SGLANG_DFLASH_WORKER": "plugin"}
-    assert [about["env"] for about in ran.document["arms"].values()] == [
-        {}, plugin, {**plugin, "FAKE_OFFSET": "1", "B": "2,3"},
-    ]  # fmt: skip
+    environments = [about["env"] for about in ran.document["arms"].values()]
+    assert environments == [{}, plugin, {**plugin, "FAKE_OFFSET": "1", "B": "2,3"}]
     assert [line["n_equal"] for line in ran.document["summary"]] == [5, 5, 0] * 2
     assert set(lines_of(ran.document, arm="ours:FAKE_OFFSET=1,B=2,3")[0]) >= {"over_off", "over_ours"}
     assert (tmp_path / "out-ours-FAKE_OFFSET-1-B-2-3.log").exists()
 
 
-def test_too_little_memory_is_told_before_anything_starts(
-    bench: Callable[..., SimpleNamespace], serve: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_too_little_memory_is_told_before_anything_starts(bench, serve, monkeypatch, tmp_path):
     monkeypatch.setattr(served, "GIB_PER_SERVER", 1e6)
     message = r"3 servers need about 3000000 GiB of host memory and .* are free; use --one-at-a-time"
     with pytest.raises(ServerError, match=message):
@@ -252,16 +228,14 @@ def test_too_little_memory_is_told_before_anything_starts(
     assert not list(tmp_path.glob("*.log"))
 
 
-def test_the_preset_of_widths(bench: Callable[..., SimpleNamespace], serve: list[str], tmp_path: Path) -> None:
-    ran = bench(
-        "--preset", "widths", "--port", "31980", *("--num-prompts", "3", "--repeats", "2", "--concurrency", "1,2")
-    )
+def test_the_preset_of_widths(bench, serve, tmp_path):
+    few = ("--num-prompts", "3", "--repeats", "2", "--concurrency", "1,2")
+    ran = bench("--preset", "widths", "--port", "31980", *few)
     document = ran.document
     fixed = [f"ours:SGLANG_DFLASH_WIDTHS={width}" for width in (1, 4, 8, 16)]
     assert list(document["arms"]) == ["off", "ours", *fixed]
-    assert [about["env"].get("SGLANG_DFLASH_WIDTHS") for about in document["arms"].values()] == [
-        None, None, "1", "4", "8", "16",
-    ]  # fmt: skip
+    widths = [about["env"].get("SGLANG_DFLASH_WIDTHS") for about in document["arms"].values()]
+    assert widths == [None, None, "1", "4", "8", "16"]
     assert document["gate"] == {"equal": True, "tie_gap": 0.0, "n_near_ties": 0}
     assert len(document["rows"]) == 2 * 3 * 2 * 6  # repeats, sets, concurrencies, arms
     order = [row["arm"] for row in document["rows"] if (row["task"], row["concurrency"]) == ("hard", 1)]
@@ -283,9 +257,7 @@ def test_the_preset_of_widths(bench: Callable[..., SimpleNamespace], serve: list
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--one-at-a-time",), marks=pytest.mark.full)])
-def test_no_speed_is_shown_when_an_answer_differs(
-    flags: tuple[str, ...], serve: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_speed_is_shown_when_an_answer_differs(flags, serve, tmp_path, capsys):
     arms_and_gate = ("--arms", "off", "ours", "stock:FAKE_OFFSET=1", "--require-equal", *flags)
     with pytest.raises(GateError) as raised:
         main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
@@ -300,13 +272,13 @@ def test_no_speed_is_shown_when_an_answer_differs(
     assert running(FAKE) == []
 
 
-def test_a_streamed_answer_counts_too(serve: list[str], tmp_path: Path) -> None:
+def test_a_streamed_answer_counts_too(serve, tmp_path):
     arms_and_gate = ("--arms", "off", "ours:FAKE_STREAM=other", "--require-equal")
     with pytest.raises(GateError, match=r"10 answers are not off's.*ours:FAKE_STREAM=other, synthetic at 1, prompt 0"):
         main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
 
 
-def test_near_ties_are_forgiven_if_asked_for(bench: Callable[..., SimpleNamespace], serve: list[str]) -> None:
+def test_near_ties_are_forgiven_if_asked_for(bench, serve):
     """The first arm finds both first tokens on top, half a nat apart."""
     asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
     ran = bench(*asked, "0.5", *serve)
@@ -317,15 +289,13 @@ def test_near_ties_are_forgiven_if_asked_for(bench: Callable[..., SimpleNamespac
         bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
 
 
-def test_an_arm_that_is_not_what_it_says_is_refused(
-    bench: Callable[..., SimpleNamespace], serve: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arm_that_is_not_what_it_says_is_refused(bench, serve, monkeypatch):
     monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
     with pytest.raises(ServerError, match="ours: our worker does not serve here"):
         bench(*SMALL, *serve)
 
 
-def test_an_interrupted_run_keeps_its_whole_repeats() -> None:
+def test_an_interrupted_run_keeps_its_whole_repeats():
     def repeat(number: int) -> list[dict[str, int]]:
         if number == whole:
             raise KeyboardInterrupt

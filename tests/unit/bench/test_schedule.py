@@ -13,13 +13,12 @@ from sglang_dflash.tiny.workloads import asked
 
 def test_arms_take_turns() -> None:
     schedule = Schedule(concurrency=[1], repeats=2, together=True, short_turns=True, latency=True)
-    order = [(turn.arm, turn.part.start, turn.stream) for turn in turns(schedule, 0, n_prompts=[8], n_arms=2)]
-    first = [(0, 0, False), (0, 0, True), (1, 0, False), (1, 0, True)]
-    second = [(1, 4, False), (1, 4, True), (0, 4, False), (0, 4, True)]
-    assert order == first + second
-    assert [(turn.arm, turn.part.start, turn.stream) for turn in turns(schedule, 1, n_prompts=[8], n_arms=2)] == [
-        (1, 0, False), (0, 0, False), (0, 4, False), (1, 4, False),
-    ]  # fmt: skip
+    first, then = (
+        [(turn.arm, turn.part.start, turn.stream) for turn in turns(schedule, repeat, n_prompts=[8], n_arms=2)]
+        for repeat in (0, 1)
+    )
+    assert first == [(arm, at, stream) for arm, at in ((0, 0), (1, 0), (1, 4), (0, 4)) for stream in (False, True)]
+    assert then == [(1, 0, False), (0, 0, False), (0, 4, False), (1, 4, False)]
 
 
 def test_one_at_a_time_an_arm_starts_once_a_repeat() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
 from sglang.srt.arg_groups.model_overrides import qwen3_vl
-from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams
 from sglang.srt.mem_cache import kv_cache_configurator
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, MambaPool, MHATokenToKVPool
@@ -32,8 +32,10 @@ from sglang_dflash.memory import records as state_pool
 from sglang_dflash.memory import sizes
 from sglang_dflash.memory.records import RecordPool, count_records
 from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, block_bytes, ring_slots
+from tests.fixtures.recurrent import params
 
 TINY = RecurrentSizes(3, 4, 64, 2, 64, conv_window=3, conv_itemsize=2, state_itemsize=4)
+launched = partial(Serving, mem_fraction=0.85, block_size=16, context=8192)
 QWEN_27B = geometry.read_target("Qwen3.5-27B")
 DRAFT_27B = geometry.read_draft("Qwen3.5-27B-DFlash")
 QWEN_8B = geometry.read_target("qwen/qwen3-8b")
@@ -42,16 +44,9 @@ DRAFT_8B = geometry.read_draft("Qwen3-8B-DFlash-b16")
 
 def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
     """As SGLang makes them of a config, for one rank."""
-    shape = Mamba2StateShape.create(
-        tp_world_size=tp_size,
-        intermediate_size=recurrent.n_value_heads * recurrent.value_width,
-        n_groups=recurrent.n_key_heads,
-        num_heads=recurrent.n_value_heads,
-        head_dim=recurrent.value_width,
-        state_size=recurrent.key_width,
-        conv_kernel=recurrent.conv_window + 1,
-    )
-    return Mamba2CacheParams(shape=shape, layers=list(range(recurrent.n_layers)))
+    heads = {"n_groups": recurrent.n_key_heads, "num_heads": recurrent.n_value_heads}
+    widths = {"head_dim": recurrent.value_width, "state_size": recurrent.key_width}
+    return params(heads | widths | {"conv_kernel": recurrent.conv_window + 1}, recurrent.n_layers, tp_size)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
@@ -59,21 +54,13 @@ def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("kind", [RecordPool, MambaPool])
-def test_recurrent_bytes_are_what_pools_allocate(
-    kind: type[MambaPool], tp_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_bytes_are_what_pools_allocate(kind, tp_size, monkeypatch):
     # The largest captured batch, as long as nothing rounds it up.
     monkeypatch.setattr("sglang_dflash.memory.records.get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     n_slots, n_requests, n_tokens = 6, 4, 8
     rank = TINY.shard(tp_size)
-    cache = kind(
-        size=n_slots,
-        spec_state_size=n_requests,
-        cache_params=params_of(TINY, tp_size),
-        mamba_layer_ids=[0, 1, 2],
-        device="cpu",
-        speculative_num_draft_tokens=n_tokens,
-    )
+    sizes = {"size": n_slots, "spec_state_size": n_requests, "speculative_num_draft_tokens": n_tokens}
+    cache = kind(**sizes, cache_params=params_of(TINY, tp_size), mamba_layer_ids=[0, 1, 2], device="cpu")
     state = cache.mamba_cache
     # SGLang's pools have a row for padding.
     assert state.temporal.nbytes + sum(conv.nbytes for conv in state.conv) == (n_slots + 1) * rank.state_bytes
@@ -91,25 +78,16 @@ def test_recurrent_bytes_are_what_pools_allocate(
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_kv_bytes_are_what_pools_allocate(page_size: int) -> None:
+def test_kv_bytes_are_what_pools_allocate(page_size):
     attention = AttentionSizes(n_layers=3, n_kv_heads=2, head_dim=64, itemsize=2)
     for tp_size, n_heads in ((1, 2), (2, 1), (4, 1)):
-        pool = MHATokenToKVPool(
-            size=256,
-            page_size=page_size,
-            dtype=torch.bfloat16,
-            head_num=n_heads,
-            head_dim=64,
-            layer_num=3,
-            device="cpu",
-            enable_memory_saver=False,
-        )
+        shape = {"dtype": torch.bfloat16, "head_num": n_heads, "head_dim": 64, "layer_num": 3}
+        pool = MHATokenToKVPool(size=256, page_size=page_size, **shape, device="cpu", enable_memory_saver=False)
         allocated = sum(buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer))
         assert allocated == (256 + page_size) * attention.bytes_per_token(tp_size)  # a page is for padding
 
 
-def test_the_pool_and_the_report_share_their_formula() -> None:
-    assert QWEN_27B.recurrent is not None
+def test_the_pool_and_the_report_share_their_formula():
     params = params_of(QWEN_27B.recurrent)
     assert state_pool.block_bytes(params, 16) == QWEN_27B.recurrent.record_bytes(16)
     assert state_pool.snapshot_bytes(params, 16) == QWEN_27B.recurrent.snapshot_bytes(16)
@@ -119,7 +97,7 @@ def test_the_pool_and_the_report_share_their_formula() -> None:
     ("window", "block", "page", "slots"),
     [(2048, 16, 1, 2064), (2048, 16, 64, 2176), (16, 16, 1, 32), (1, 2, 128, 256), (100, 8, 16, 128)],
 )
-def test_ring_slots(window: int, block: int, page: int, slots: int) -> None:
+def test_ring_slots(window, block, page, slots):
     """Hand-worked: 2048 + 63 + 16 = 2127, the next multiple of 64 is 2176."""
     assert ring_slots(window, block, page) == slots
     # A window that begins anywhere in a page, and the block after it, fit.
@@ -133,7 +111,6 @@ class SGLang:
     """SGLang's own sizing of a hybrid target, on a stand-in for its configurator and its configuration."""
 
     def __init__(self, target: TargetSizes, serving: Serving, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert target.recurrent is not None
         self.serving, self.worker = serving, worker
         radix = serving.radix
         self.schedule = SimpleNamespace(
@@ -164,9 +141,9 @@ class SGLang:
         monkeypatch.setattr(state_pool, "get_spec", lambda: self.spec)
         pool = RecordPool if worker is Worker.PLUGIN else MambaPool
         monkeypatch.setattr(HybridReqToTokenPool, "mamba_pool_cls", pool)
-        params = params_of(target.recurrent, serving.tp_size)
+        cache_params = params_of(target.recurrent, serving.tp_size)
         self.configurator = SimpleNamespace(
-            mambaish_config=SimpleNamespace(mamba2_cache_params=params),
+            mambaish_config=SimpleNamespace(mamba2_cache_params=cache_params),
             pp_size=1,
             attn_dp_size=1,
             extra_mamba_cache_bytes_per_req=0,
@@ -198,9 +175,7 @@ LAUNCHES = (
 @pytest.mark.parametrize("worker", Worker)
 @pytest.mark.parametrize("radix", RadixStates)
 @pytest.mark.parametrize(("card_gib", "changes"), LAUNCHES)
-def test_memory_is_divided_as_sglang_does(
-    worker: Worker, radix: RadixStates, card_gib: float, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_divided_as_sglang_does(worker, radix, card_gib, changes, monkeypatch):
     """Without a prefix cache SGLang makes states for all requests, whether they fit or not; twelve do."""
     if radix is RadixStates.OFF and worker is Worker.STOCK:
         changes = changes | {"max_requests": 12}
@@ -217,49 +192,55 @@ def test_memory_is_divided_as_sglang_does(
     assert min(mine.limits[Bound.STATE], serving.max_requests) == n_requests
 
 
-def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests() -> None:
+def of_8b(worker: Worker = Worker.PLUGIN, draft: Any = DRAFT_8B, **changes: Any) -> Any:
+    return capacity(QWEN_8B, draft, launched(**changes), 80, worker)
+
+
+def of_27b(worker: Worker = Worker.PLUGIN, card_gib: float = 141, **changes: Any) -> Any:
+    return capacity(QWEN_27B, DRAFT_27B, launched(**changes), card_gib, worker)
+
+
+def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests():
     """The reference arithmetic: 139 GiB, 10 to 18 of them kept back, bf16 weights, fp32 states."""
     for reserve_gib in (10, 14, 18):
-        serving = Serving(mem_fraction=1 - reserve_gib / 139, block_size=16, context=8192)
-        stock = capacity(QWEN_27B, DRAFT_27B, serving, 139, Worker.STOCK)
+        kept = {"card_gib": 139, "mem_fraction": 1 - reserve_gib / 139}
+        stock = of_27b(Worker.STOCK, **kept)
         assert stock.requests in (9, 10, 11)
         assert stock.bound is Bound.STATE
-        shorter = capacity(QWEN_27B, DRAFT_27B, replace(serving, block_size=8), 139, Worker.STOCK)
-        assert 16 <= shorter.requests <= 18
-        ours = capacity(QWEN_27B, DRAFT_27B, serving, 139, Worker.PLUGIN)
-        assert ours.requests > 4 * stock.requests
+        assert 16 <= of_27b(Worker.STOCK, **kept, block_size=8).requests <= 18
+        assert of_27b(**kept).requests > 4 * stock.requests
     assert QWEN_27B.attention.bytes_per_token(1) == 65536
     assert DRAFT_27B.attention.bytes_per_token(1) == 20480
 
 
-def test_every_rank_has_the_whole_of_what_ranks_do_not_share() -> None:
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=4)
-    ours = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
+def test_every_rank_has_the_whole_of_what_ranks_do_not_share():
+    ours = of_8b(tp_size=4)
     assert ours.draft_weights == DRAFT_8B.split_bytes / 4 + DRAFT_8B.whole_bytes
     assert DRAFT_8B.whole_bytes > 2 * 4096 * 5 * 4096  # what fuses the features of five layers, in bf16
     assert ours.target_weights == QWEN_8B.weight_bytes / 4
 
 
-def test_a_dense_target_differs_only_by_its_rings() -> None:
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, max_requests=256)
-    stock, ours = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
+def test_a_dense_target_differs_only_by_its_rings():
+    stock, ours = (of_8b(worker, max_requests=256) for worker in (Worker.STOCK, Worker.PLUGIN))
     assert stock.limits == ours.limits
     assert stock.bound is Bound.TOKENS
     rest = 80 * GIB * 0.85 - stock.target_weights - stock.draft_weights
     assert stock.n_tokens == int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)
-    windowed = replace(serving, window=2048)
-    stock, ring = (capacity(QWEN_8B, DRAFT_8B, windowed, 80, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
+    stock, ring = (of_8b(worker, max_requests=256, window=2048) for worker in (Worker.STOCK, Worker.PLUGIN))
     assert stock.limits == ours.limits  # SGLang's window saves reads, not memory
     assert ring.ring_bytes == 257 * 2064 * 5 * 8 * 128 * 2 * 2
     assert ring.draft_bytes_per_token == 0
     assert ring.n_tokens == int(rest - ring.ring_bytes) // (36 * 8 * 128 * 2 * 2)
+    assert of_8b(window=16).ring_bytes == 49 * 32 * 20480, "a window as short as a block"
+    sliding = replace(DRAFT_8B, window=4096)  # which needs no flag
+    assert of_8b(draft=sliding).ring_bytes == 49 * 4112 * 20480
+    assert of_8b(Worker.STOCK, sliding).ring_bytes == 0
 
 
 @pytest.mark.parametrize(("page_size", "tokens_of_a_request"), [(1, 100 + 16 + 16), (64, 3 * 64)])
-def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size: int, tokens_of_a_request: int) -> None:
+def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, tokens_of_a_request):
     """What it verifies next and what is in flight, behind its 100 tokens."""
-    serving = Serving(mem_fraction=0.85, block_size=16, context=100, page_size=page_size, max_requests=10**6)
-    result = capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN)
+    result = of_8b(context=100, page_size=page_size, max_requests=10**6)
     rest = 80 * GIB * 0.85 - result.target_weights - result.draft_weights
     whole = int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)
     assert whole % 64 > 0
@@ -267,57 +248,37 @@ def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size: int, 
     assert result.limits[Bound.TOKENS] == result.n_tokens // tokens_of_a_request
 
 
-def test_a_window_may_be_as_short_as_a_block() -> None:
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, window=16)
-    assert capacity(QWEN_8B, DRAFT_8B, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 32 * 20480
-
-
-def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks() -> None:
+def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks():
     """Of our worker alone."""
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, window=2048)
-    stock, ours = (capacity(QWEN_27B, DRAFT_27B, serving, 141, worker) for worker in (Worker.STOCK, Worker.PLUGIN))
-    copying = replace(serving, copies=True)
-    texts = capacity(QWEN_27B, DRAFT_27B, copying, 141, Worker.PLUGIN)
+    texts, wide = of_27b(window=2048, copies=True), of_27b(window=2048, copies=True, wider=32)
     assert texts.text_bytes == 49 * 262144 * 4
-    assert ours.n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
-    wide = capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.PLUGIN)
+    assert of_27b(window=2048).n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
     assert wide.ring_bytes == (wide.limits[Bound.STATE] + 1) * (2048 + 32) * 20480
-    assert QWEN_27B.recurrent is not None
     assert wide.request_block_bytes == QWEN_27B.recurrent.record_bytes(32)
     assert wide.limits[Bound.TOKENS] == wide.n_tokens // (8192 + 64)
-    assert capacity(QWEN_27B, DRAFT_27B, replace(copying, wider=32), 141, Worker.STOCK) == stock
+    assert of_27b(Worker.STOCK, window=2048, copies=True, wider=32) == of_27b(Worker.STOCK, window=2048)
 
 
-def test_an_fp8_copy_of_the_head_is_taken_off_first() -> None:
+def test_an_fp8_copy_of_the_head_is_taken_off_first():
     """Each rank copies its shard; SGLang's worker has none."""
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=2)
-    copying = replace(serving, fp8_head=True)
     for worker, n_bytes in ((Worker.PLUGIN, 151936 * (4096 + 4) / 2), (Worker.STOCK, 0)):
-        full, copied = (capacity(QWEN_8B, DRAFT_8B, serving, 80, worker) for serving in (serving, copying))
+        full, copied = (of_8b(worker, tp_size=2, fp8_head=fp8) for fp8 in (False, True))
         assert (full.head_copy, copied.head_copy) == (0, n_bytes)
         per_token = full.target_bytes_per_token + full.draft_bytes_per_token
         assert full.n_tokens - copied.n_tokens == pytest.approx(n_bytes / per_token, abs=1)
 
 
-def test_a_draft_of_sliding_layers_has_rings_without_a_flag() -> None:
-    sliding = replace(DRAFT_8B, window=4096)
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192)
-    assert capacity(QWEN_8B, sliding, serving, 80, Worker.PLUGIN).ring_bytes == 49 * 4112 * 20480
-    assert capacity(QWEN_8B, sliding, serving, 80, Worker.STOCK).ring_bytes == 0
-
-
 @pytest.mark.parametrize(
-    ("changes", "card_gib", "bound"),
+    ("changes", "bound"),
     [
-        ({}, 141, Bound.STATE),
-        ({"context": 131072}, 141, Bound.TOKENS),
-        ({"max_requests": 4}, 141, Bound.FLAG),
-        ({}, 60, Bound.WEIGHTS),
+        ({}, Bound.STATE),
+        ({"context": 131072}, Bound.TOKENS),
+        ({"max_requests": 4}, Bound.FLAG),
+        ({"card_gib": 60}, Bound.WEIGHTS),
     ],
 )
-def test_what_bounds(changes: dict[str, Any], card_gib: float, bound: Bound) -> None:
-    serving = Serving(**{"mem_fraction": 0.85, "block_size": 16, "context": 8192} | changes)
-    result = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, Worker.PLUGIN)
+def test_what_bounds(changes, bound):
+    result = of_27b(**changes)
     assert result.bound is bound
     assert (result.requests == 0) is (bound is Bound.WEIGHTS)
 
@@ -330,17 +291,15 @@ def test_what_bounds(changes: dict[str, Any], card_gib: float, bound: Bound) -> 
         ({"window": 8}, "--window 8 is smaller than the block of 16; give at least 16"),
     ],
 )
-def test_launches_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
-    serving = Serving(**{"mem_fraction": 0.85, "block_size": 16, "context": 8192} | changes)
+def test_launches_that_do_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
-        capacity(QWEN_27B, DRAFT_27B, serving, 141, Worker.PLUGIN)
+        of_27b(**changes)
 
 
-def test_recurrent_layers_that_cannot_be_split() -> None:
+def test_recurrent_layers_that_cannot_be_split():
     target, draft = replace(QWEN_27B, n_heads=32), replace(DRAFT_27B, n_heads=32)
-    serving = Serving(mem_fraction=0.85, block_size=16, context=8192, tp_size=32)
     with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp 32"):
-        capacity(target, draft, serving, 141, Worker.PLUGIN)
+        capacity(target, draft, launched(tp_size=32), 141, Worker.PLUGIN)
 
 
 # -- SGLang's default fraction -------------------------------------------------------------------------------------
@@ -349,9 +308,7 @@ def test_recurrent_layers_that_cannot_be_split() -> None:
 @pytest.mark.parametrize("gib", [16, 24, 44.99, 79.65, 140.4, 179])
 @pytest.mark.parametrize("tp_size", [1, 4])
 @pytest.mark.parametrize("image_width", [0, 1152])
-def test_the_default_fraction_is_sglangs(
-    gib: float, tp_size: int, image_width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_fraction_is_sglangs(gib, tp_size, image_width, monkeypatch):
     phase = partial(SimpleNamespace, max_bs=None, bs=None)
     graphs = SimpleNamespace(decode=phase(backend=Backend.FULL), prefill=phase(backend=Backend.BREAKABLE))
     model = SimpleNamespace(
@@ -359,23 +316,11 @@ def test_the_default_fraction_is_sglangs(
         hf_config=SimpleNamespace(vision_config=SimpleNamespace(hidden_size=image_width, depth=27)),
     )
     args = SimpleNamespace(
-        device="cuda",
-        cuda_graph_config=graphs,
-        chunked_prefill_size=None,
-        max_running_requests=None,
-        tp_size=tp_size,
-        pp_size=1,
-        max_total_tokens=None,
-        model_path="Qwen3.5-27B",
-        mem_fraction_static=None,
-        language_only=False,
-        language_model_only=False,
-        disaggregation_mode="null",
-        disable_cuda_graph_padding=False,
-        speculative_algorithm="DFLASH",
-        enable_symm_mem=False,
-        moe_a2a_backend="none",
-    )
+        device="cuda", cuda_graph_config=graphs, chunked_prefill_size=None, max_running_requests=None, tp_size=tp_size,
+        pp_size=1, max_total_tokens=None, model_path="Qwen3.5-27B", mem_fraction_static=None, language_only=False,
+        language_model_only=False, disaggregation_mode="null", disable_cuda_graph_padding=False,
+        speculative_algorithm="DFLASH", enable_symm_mem=False, moe_a2a_backend="none",
+    )  # fmt: skip
     stand_ins = {
         "resolving_view": lambda args: args,
         "resolved_view": lambda args: args,
@@ -397,5 +342,5 @@ def test_the_default_fraction_is_sglangs(
     assert mine == pytest.approx(args.mem_fraction_static)
 
 
-def test_published_drafts_have_a_target() -> None:
+def test_published_drafts_have_a_target():
     assert {model.draft for model in models.TARGETS.values()} == set(models.DRAFTS)

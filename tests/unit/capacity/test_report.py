@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
@@ -39,7 +39,7 @@ def draft_bytes(name: str) -> int:
 
 
 @pytest.mark.parametrize("pair", ["tiny", "tiny_dense"])
-def test_parameters_are_those_of_a_checkpoint(pair: str, tmp_path: Path) -> None:
+def test_parameters_are_those_of_a_checkpoint(pair, tmp_path):
     """Without weights beside the config, they are computed: as many bytes as the pair's files hold."""
     folder = ASSETS / pair / "target"
     counted = read_target(str(folder))
@@ -52,7 +52,7 @@ def test_parameters_are_those_of_a_checkpoint(pair: str, tmp_path: Path) -> None
         assert draft_bytes(str(draft)) == geometry._header_bytes(file)
 
 
-def test_ranks_share_the_linear_layers_of_a_draft_and_fp8_is_theirs_alone() -> None:
+def test_ranks_share_the_linear_layers_of_a_draft_and_fp8_is_theirs_alone():
     """Hand-worked, of the tiny DFlash 2 draft: bf16, so that fp8 leaves half of them."""
     draft = read_draft(str(ASSETS / "tiny" / "draft2"))
     config = json.loads((ASSETS / "tiny" / "draft2" / "config.json").read_text())
@@ -80,9 +80,7 @@ def drafter_parameters(name: str) -> int:
         ("Qwen3.6-27B", 55.56e9, 5e6, True),
     ],
 )
-def test_known_targets_weigh_what_is_published(
-    name: str, published_bytes: float, digits: float, with_drafter: bool
-) -> None:
+def test_known_targets_weigh_what_is_published(name, published_bytes, digits, with_drafter):
     drafter = 2 * drafter_parameters(name) if with_drafter else 0
     assert read_target(name).weight_bytes + drafter == pytest.approx(published_bytes, rel=0, abs=digits)
 
@@ -101,7 +99,7 @@ EXPERTS = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 
     ],
     ids=["biases", "a dense layer", "one of three layers with experts"],
 )
-def test_parameters_are_those_that_transformers_makes(config: PreTrainedConfig) -> None:
+def test_parameters_are_those_that_transformers_makes(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert geometry.n_parameters(Config(config.to_dict(), "x")) == sum(p.numel() for p in model.parameters())
@@ -117,7 +115,7 @@ def test_parameters_are_those_that_transformers_makes(config: PreTrainedConfig) 
         ("Qwen3-Coder-Next-DFlash", 0.88 * GIB, 0.005 * GIB),
     ],
 )
-def test_known_drafts_weigh_what_is_published(name: str, published_bytes: float, digits: float) -> None:
+def test_known_drafts_weigh_what_is_published(name, published_bytes, digits):
     assert draft_bytes(name) == pytest.approx(published_bytes, abs=digits)
 
 
@@ -125,7 +123,7 @@ SHORT_BLOCKS = {"z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat": 10, "z-lab/Qwen3.
 
 
 @pytest.mark.parametrize("name", [*models.TARGETS, *models.DRAFTS])
-def test_every_known_model_can_be_read(name: str) -> None:
+def test_every_known_model_can_be_read(name):
     if name in models.TARGETS:
         target = read_target(name.upper())
         assert target.source
@@ -134,7 +132,7 @@ def test_every_known_model_can_be_read(name: str) -> None:
         assert read_draft(name).block_size == SHORT_BLOCKS.get(name, 16)
 
 
-def test_the_index_counts_where_there_are_no_files(tmp_path: Path) -> None:
+def test_the_index_counts_where_there_are_no_files(tmp_path):
     folder = write(tmp_path, HYBRID | {"quantization_config": {"quant_method": "fp8"}})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
     target = read_target(folder)
@@ -142,7 +140,7 @@ def test_the_index_counts_where_there_are_no_files(tmp_path: Path) -> None:
     assert target.weights_from == "model.safetensors.index.json, a drafter of its own included"
 
 
-def test_a_drafter_in_the_files_is_not_counted(tmp_path: Path) -> None:
+def test_a_drafter_in_the_files_is_not_counted(tmp_path):
     folder = write(tmp_path, HYBRID)
     tensors = {"model.norm.weight": [0, 100], "mtp.fc.weight": [100, 900]}
     header = {name: {"dtype": "BF16", "shape": [1], "data_offsets": span} for name, span in tensors.items()}
@@ -151,7 +149,7 @@ def test_a_drafter_in_the_files_is_not_counted(tmp_path: Path) -> None:
     assert read_target(folder).weight_bytes == 100
 
 
-def test_layers_by_interval_are_layers_by_name() -> None:
+def test_layers_by_interval_are_layers_by_name():
     by_interval = {key: value for key, value in HYBRID.items() if key != "layer_types"}
     assert Config(by_interval, "x").layer_kinds() == HYBRID["layer_types"]
 
@@ -171,7 +169,7 @@ def test_layers_by_interval_are_layers_by_name() -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "put model.safetensors.index.json beside it"),
     ],
 )
-def test_configs_that_leave_something_open(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_configs_that_leave_something_open(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         read_target(write(tmp_path, HYBRID | changes))
 
@@ -179,7 +177,7 @@ def test_configs_that_leave_something_open(changes: dict[str, Any], message: str
 @pytest.mark.parametrize(
     ("text", "message"), [("{", "config.json is not JSON"), ("[]", "config.json holds a list, not an object")]
 )
-def test_files_that_are_no_config(text: str, message: str, tmp_path: Path) -> None:
+def test_files_that_are_no_config(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_target(str(tmp_path / "config.json"))
@@ -193,7 +191,7 @@ def test_files_that_are_no_config(text: str, message: str, tmp_path: Path) -> No
         ("no/such-model", "is no directory, no config.json and none of the models known here .*Qwen3.5-27B"),
     ],
 )
-def test_models_that_are_not_known(name: str, message: str) -> None:
+def test_models_that_are_not_known(name, message):
     with pytest.raises(ValueError, match=message):
         read_target(name)
 
@@ -203,7 +201,7 @@ def test_models_that_are_not_known(name: str, message: str) -> None:
 ASKED = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4"]
 
 
-def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_text(capsys):
     assert capacity_report.main(ASKED) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Qwen3.5-27B + z-lab/Qwen3.5-27B-DFlash, 1 x 140.4 GiB (computed)" in out
@@ -213,7 +211,7 @@ def test_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "(P: computed, not measured)" in out
 
 
-def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json(capsys):
     assert capacity_report.main([*ASKED, "--json", "--context", "131072", "--mem-fraction", "0.85"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["level"] == "P: computed"
@@ -224,7 +222,7 @@ def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(n > ours["requests"] for n in ours["lifts"].values())
 
 
-def test_a_lift_lifts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lift_lifts(capsys):
     """What the report promises of a flag is what it says when the flag is given."""
     flags = {"--speculative-draft-window-size": "--window", "--tp-size": "--tp"}
     for changes in ([], ["--context", "65536"], ["--gpu-memory", "60"], ["--max-running-requests", "4"]):
@@ -239,34 +237,34 @@ def test_a_lift_lifts(capsys: pytest.CaptureFixture[str]) -> None:
                 assert json.loads(capsys.readouterr().out)["workers"][worker]["requests"] == n, flag
 
 
-def test_states_in_half_precision(capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_in_half_precision(capsys):
     capacity_report.main([*ASKED, "--mamba-ssm-dtype", "bfloat16", "--json"])
     assert json.loads(capsys.readouterr().out)["workers"]["stock"]["requests"] == 18
 
 
-def test_a_question_without_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_question_without_an_answer(capsys):
     assert capacity_report.main(["--model", str(ASSETS / "tiny" / "target"), "--gpu-memory", "80"]) == 1
     assert capsys.readouterr().err.strip().endswith("tiny/target; give --draft")
 
 
-def test_a_card_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_card_that_is_too_small(capsys):
     assert capacity_report.main(["--model", "Qwen3.5-122B-A10B", "--gpu-memory", "80"]) == 1
     assert "sglang-dflash: cannot start, bounded by weights; 9 with --tp-size 4." in capsys.readouterr().out
 
 
-def test_check_hands_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_hands_over(capsys):
     pair = ["--model", str(ASSETS / "tiny" / "target"), "--draft", str(ASSETS / "tiny" / "draft")]
     for memory in (["--gpu-memory", "24"], ["--gpu-memory=24"]):
         assert check([*pair, *memory]) == 0
         assert "requests at once" in capsys.readouterr().out
 
 
-def test_it_needs_neither_sglang_nor_torch() -> None:
+def test_it_needs_neither_sglang_nor_torch():
     code = "import sys; import sglang_dflash.capacity.report; print({'sglang', 'torch'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"
 
 
-def test_the_readme_says_what_is_computed() -> None:
+def test_the_readme_says_what_is_computed():
     readme = (ROOT / "README.md").read_text()
     assert "\n".join(readme_table.rows()) in readme

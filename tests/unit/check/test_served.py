@@ -47,7 +47,7 @@ def url() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("end", ["", "/"])
-def test_costs_and_choices_are_shown(url: tuple[str, dict], end: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_and_choices_are_shown(url, end, capsys):
     assert main(["--server", url[0] + end]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "sglang-dflash 0.1.0, blocks of 8, width auto",
@@ -59,12 +59,12 @@ def test_costs_and_choices_are_shown(url: tuple[str, dict], end: str, capsys: py
     ]
 
 
-def test_as_json(url: tuple[str, dict], capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_json(url, capsys):
     assert main(["--server", url[0], "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == DFLASH
 
 
-def test_a_width_that_is_not_chosen_has_no_costs() -> None:
+def test_a_width_that_is_not_chosen_has_no_costs():
     width = {"policy": "always 8", "seconds": {}, "n_steps": {}, "account": ""}
     assert served.render(DFLASH | {"width": width}) == "sglang-dflash 0.1.0, blocks of 8, width always 8"
 
@@ -77,13 +77,7 @@ def test_a_width_that_is_not_chosen_has_no_costs() -> None:
         (None, "is no SGLang server"),
     ],
 )
-def test_another_server_is_told(
-    url: tuple[str, dict],
-    states: list | None,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_another_server_is_told(url, states, sentence, monkeypatch, capsys):
     url[1].clear()
     if states is not None:
         url[1]["internal_states"] = states
@@ -93,19 +87,19 @@ def test_another_server_is_told(
     assert url[0] in line
 
 
-def test_no_server_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_there_is_one_line(capsys):
     assert main(["--server", f"http://127.0.0.1:{free_port(31990)}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("no SGLang server answers at http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("urls", [(), ("a", "b")])
-def test_one_url_is_asked_for(urls: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_url_is_asked_for(urls, capsys):
     assert main(["--server", *urls]) == 1
     assert capsys.readouterr().err == "--server takes one URL, such as http://127.0.0.1:30000\n"
 
 
-def test_copies_are_counted_where_there_are_any() -> None:
+def test_copies_are_counted_where_there_are_any():
     width = DFLASH["width"] | {"policy": "always 8", "seconds": {}, "n_steps": {}}
     dflash = DFLASH | {"width": width, "copies": [[0, 0], [2, 3], [0, 0], [4, 20], [5, 60]]}
     assert served.render(dflash).splitlines()[1:] == ["copies: 11 blocks continued by one, 83 copied drafts accepted"]

@@ -79,7 +79,7 @@ def masked(request: pytest.FixtureRequest) -> tuple[SimpleNamespace, object]:
 
 @pytest.mark.parametrize("max_rectangle", [attention.MAX_RECTANGLE, 40, 1], ids=["together", "some", "one each"])
 @pytest.mark.parametrize("lengths", [[1], [17], [5, 1, 30, 12]], ids=str)
-def test_decode(pool: Pool, masked, lengths: list[int], max_rectangle: int, monkeypatch: pytest.MonkeyPatch):
+def test_decode(pool, masked, lengths, max_rectangle, monkeypatch):
     monkeypatch.setattr(attention, "MAX_RECTANGLE", max_rectangle)
     layer, sees = masked
     rows, q = [4, 0, 3, 1][: len(lengths)], torch.randn(len(lengths), A * E)
@@ -99,9 +99,7 @@ def block_batch(rows: list[int], prefix_lens: list[int], n_block: int, **spec: o
 
 @pytest.mark.parametrize("max_rectangle", [attention.MAX_RECTANGLE, 40])
 @pytest.mark.parametrize(("prefix_lens", "n_block"), [([7], 1), ([0], 5), ([20, 0, 3], 8)], ids=str)
-def test_block(
-    pool: Pool, masked, prefix_lens: list[int], n_block: int, max_rectangle: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_block(pool, masked, prefix_lens, n_block, max_rectangle, monkeypatch):
     """Verify (causal) and the draft block (whole block, or a causal window): the prefix, then the block itself."""
     monkeypatch.setattr(attention, "MAX_RECTANGLE", max_rectangle)
     layer, sees = masked
@@ -122,7 +120,7 @@ def test_block(
 
 @pytest.mark.parametrize("max_queries", [attention.MAX_QUERIES, 4])
 @pytest.mark.parametrize("parts", [[(0, 9)], [(0, 1), (13, 6), (2, 11)]], ids=str)
-def test_extend(pool: Pool, masked, parts: list[tuple[int, int]], max_queries: int, monkeypatch: pytest.MonkeyPatch):
+def test_extend(pool, masked, parts, max_queries, monkeypatch):
     monkeypatch.setattr(attention, "MAX_QUERIES", max_queries)
     layer, sees = masked
     rows, (prefix_lens, new_lens) = [4, 0, 3][: len(parts)], zip(*parts, strict=True)
@@ -139,7 +137,7 @@ def test_extend(pool: Pool, masked, parts: list[tuple[int, int]], max_queries: i
         torch.testing.assert_close(got_NF.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_request_does_not_feel_its_neighbours(pool: Pool):
+def test_a_request_does_not_feel_its_neighbours(pool):
     """Padding must not bring in another request's rows, be they NaN, and its width must not move a result."""
     q, backend = torch.randn(2, A * E), backend_of(pool)
     batch = batch_of(ForwardMode.DECODE, [4, 0], seq_lens=torch.tensor([5, 30]))
@@ -161,38 +159,36 @@ def test_a_half_precision_cache_is_read_in_the_queries_type():
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_an_idle_batch_has_nothing_to_attend(pool: Pool):
+def test_an_idle_batch_has_nothing_to_attend(pool):
     backend, batch = backend_of(pool), batch_of(ForwardMode.IDLE, [])
     backend.init_forward_metadata(batch)
     assert backend.forward(torch.zeros(0, A * E), None, None, layer_of(), batch).shape == (0, A * E)
 
 
 @pytest.mark.parametrize(
-    ("layer", "name"),
+    ("layer", "arguments", "name"),
     [
-        ({"logit_cap": 30.0}, "logit_cap"),
-        ({"is_cross_attention": True}, "cross attention"),
-        ({"k_scale_float": 0.5}, "k_scale"),
-        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, "DECODER_BIDIRECTIONAL"),
+        ({"logit_cap": 30.0}, {}, "logit_cap"),
+        ({"is_cross_attention": True}, {}, "cross attention"),
+        ({"k_scale_float": 0.5}, {}, "k_scale"),
+        ({"attn_type": AttentionType.DECODER_BIDIRECTIONAL}, {}, "DECODER_BIDIRECTIONAL"),
+        ({}, {"sinks": torch.zeros(A)}, "sinks"),
     ],
 )
-def test_layers_that_are_not_defined_are_refused_by_name(pool: Pool, layer: dict, name: str):
+def test_layers_that_are_not_defined_are_refused_by_name(pool, layer, arguments, name):
     backend, batch = backend_of(pool), batch_of(ForwardMode.DECODE, [2], seq_lens=torch.tensor([9]))
     backend.init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match=name):
-        backend.forward(torch.zeros(1, A * E), None, None, layer_of(**layer), batch)
+        backend.forward(torch.zeros(1, A * E), None, None, layer_of(**layer), batch, **arguments)
 
 
-def test_other_arguments_and_batches_that_are_not_defined_are_refused_by_name(pool: Pool):
-    backend, batch = backend_of(pool), batch_of(ForwardMode.DECODE, [2], seq_lens=torch.tensor([9]))
-    backend.init_forward_metadata(batch)
-    with pytest.raises(NotImplementedError, match="sinks"):
-        backend.forward(torch.zeros(1, A * E), None, None, layer_of(), batch, sinks=torch.zeros(A))
-    with pytest.raises(NotImplementedError, match="custom_mask"):
-        backend.init_forward_metadata(block_batch([0], [3], 2, custom_mask=torch.ones(2)))
-    with pytest.raises(NotImplementedError, match="ragged_verify_layout"):
-        backend.init_forward_metadata(block_batch([0], [3], 2, ragged_verify_layout=object()))
-    with pytest.raises(NotImplementedError, match="DRAFT_EXTEND_V2"):
-        backend.init_forward_metadata(batch_of(ForwardMode.DRAFT_EXTEND_V2, [0]))
+def test_batches_that_are_not_defined_are_refused_by_name(pool):
+    for name, batch in {
+        "custom_mask": block_batch([0], [3], 2, custom_mask=torch.ones(2)),
+        "ragged_verify_layout": block_batch([0], [3], 2, ragged_verify_layout=object()),
+        "DRAFT_EXTEND_V2": batch_of(ForwardMode.DRAFT_EXTEND_V2, [0]),
+    }.items():
+        with pytest.raises(NotImplementedError, match=name):
+            backend_of(pool).init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match="MLA"):
         backend_of(pool, use_mla_backend=True)

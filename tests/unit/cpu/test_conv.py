@@ -38,17 +38,9 @@ def test_prefill(weights, lengths: list[int], with_bias: bool):
     slots = [4, 0, 2][: len(lengths)]
     carries = [True, False, True][: len(lengths)]
     states = pool.clone()
-    out = conv.causal_conv1d_fn(
-        x_TF.T,
-        weight,
-        bias,
-        activation="silu",
-        conv_states=states,
-        has_initial_state=torch.tensor(carries),
-        cache_indices=torch.tensor(slots, dtype=torch.int32),
-        query_start_loc=torch.tensor([0, *lengths]).cumsum(0).int(),
-        seq_lens_cpu=lengths,
-    )
+    where = {"cache_indices": torch.tensor(slots, dtype=torch.int32), "has_initial_state": torch.tensor(carries)}
+    bounds = {"query_start_loc": torch.tensor([0, *lengths]).cumsum(0).int(), "seq_lens_cpu": lengths}
+    out = conv.causal_conv1d_fn(x_TF.T, weight, bias, activation="silu", conv_states=states, **where, **bounds)
     assert out.shape == (F_, sum(lengths))
     want_pool = pool.clone()
     pieces = zip(x_TF.split(lengths), out.T.split(lengths), slots, carries, strict=True)
@@ -62,22 +54,22 @@ def test_prefill(weights, lengths: list[int], with_bias: bool):
 def test_prefill_may_end_in_padding(weights):
     weight, bias, pool = weights
     x_TF = torch.randn(6, F_)
-    bounds = torch.tensor([0, 4], dtype=torch.int32)
-    out = conv.causal_conv1d_fn(
-        x_TF.T, weight, bias, conv_states=pool, query_start_loc=bounds, seq_lens_cpu=[4], activation="silu"
-    )
+    bounds = {"query_start_loc": torch.tensor([0, 4], dtype=torch.int32), "seq_lens_cpu": [4]}
+    out = conv.causal_conv1d_fn(x_TF.T, weight, bias, conv_states=pool, **bounds, activation="silu")
     want, _ = one_by_one(x_TF[:4], torch.zeros(F_, P), weight, bias)
     torch.testing.assert_close(out.T, torch.cat([want, torch.zeros(2, F_)]))
+
+
+def update(x: torch.Tensor, states: torch.Tensor, weights: tuple, slots: list[int], **more: object) -> torch.Tensor:
+    where = torch.tensor(slots, dtype=torch.int32)
+    return conv.causal_conv1d_update(x, states, *weights[:2], "silu", conv_state_indices=where, **more)
 
 
 def test_decode(weights):
     weight, bias, pool = weights
     x_BF, slots = torch.randn(3, F_), [4, 0, 2]
-    states = pool.clone()
-    out = conv.causal_conv1d_update(
-        x_BF, states, weight, bias, "silu", conv_state_indices=torch.tensor(slots, dtype=torch.int32)
-    )
-    want_pool = pool.clone()
+    states, want_pool = pool.clone(), pool.clone()
+    out = update(x_BF, states, weights, slots)
     for i, slot in enumerate(slots):
         want, after = one_by_one(x_BF[i : i + 1], pool[slot], weight, bias)
         torch.testing.assert_close(out[i : i + 1], want)
@@ -97,17 +89,8 @@ def test_verify_keeps_every_window(weights, windows, N: int):
     weight, bias, pool = weights
     x_BNF, slots, rows = torch.randn(2, N, F_), [4, 1], [2, 0]
     states, window = pool.clone(), windows(3, 8)
-    out = conv.causal_conv1d_update(
-        x_BNF.transpose(1, 2),
-        states,
-        weight,
-        bias,
-        "silu",
-        conv_state_indices=torch.tensor(slots, dtype=torch.int32),
-        intermediate_conv_window=window,
-        intermediate_state_indices=torch.tensor(rows, dtype=torch.int32),
-        retrieve_next_token=None,
-    )
+    keep = {"intermediate_conv_window": window, "intermediate_state_indices": torch.tensor(rows, dtype=torch.int32)}
+    out = update(x_BNF.transpose(1, 2), states, weights, slots, **keep, retrieve_next_token=None)
     # SGLang reads the result as packed tokens without a copy.
     packed_TF = out.transpose(1, 2).view(2 * N, F_)
     for i, (slot, row) in enumerate(zip(slots, rows, strict=True)):
@@ -121,11 +104,10 @@ def test_verify_keeps_every_window(weights, windows, N: int):
 @pytest.mark.parametrize("N", [None, 1, 4], ids=["decode", "verify 1", "verify 4"])
 def test_padded_rows_are_skipped(weights, N: int | None):
     """A captured batch's last rows, whose slot is negative."""
-    weight, bias, pool = weights
     x = torch.randn(3, F_) if N is None else torch.randn(3, N, F_).transpose(1, 2)
-    states, alone = pool.clone(), pool.clone()
-    out = conv.causal_conv1d_update(x, states, weight, bias, "silu", conv_state_indices=torch.tensor([4, -1, -1]))
-    want = conv.causal_conv1d_update(x[:1], alone, weight, bias, "silu", conv_state_indices=torch.tensor([4]))
+    states, alone = weights[2].clone(), weights[2].clone()
+    out = update(x, states, weights, [4, -1, -1])
+    want = update(x[:1], alone, weights, [4])
     assert out.shape == x.shape
     torch.testing.assert_close(out[:1], want)
     torch.testing.assert_close(states, alone)
@@ -136,11 +118,10 @@ def test_a_pool_may_hold_more_inputs_than_the_convolution_needs(weights):
     """The first P are the state; the rest belongs to others."""
     weight, bias, _ = weights
     pool = torch.randn(SLOTS, F_, P + 2)
-    x_BNF, states = torch.randn(1, 2, F_), pool.clone()
+    x_BNF = torch.randn(1, 2, F_)
     for n in (1, 2):
-        x = x_BNF[:, 0] if n == 1 else x_BNF.transpose(1, 2)
         states = pool.clone()
-        conv.causal_conv1d_update(x, states, weight, bias, "silu", conv_state_indices=torch.tensor([3]))
+        update(x_BNF[:, 0] if n == 1 else x_BNF.transpose(1, 2), states, weights, [3])
         _, after = one_by_one(x_BNF[0, :n], pool[3, :, :P], weight, bias)
         want = pool.clone()
         want[3, :, :P] = after[-1]
@@ -150,7 +131,7 @@ def test_a_pool_may_hold_more_inputs_than_the_convolution_needs(weights):
 def test_states_of_another_type_are_rounded_and_the_arithmetic_is_not(weights):
     weight, bias, pool = weights
     x_BF, states = torch.randn(1, F_).bfloat16(), pool.bfloat16()
-    out = conv.causal_conv1d_update(x_BF, states, weight, bias, "silu", conv_state_indices=torch.tensor([1]))
+    out = update(x_BF, states, weights, [1])
     want, after = one_by_one(x_BF.float(), pool.bfloat16()[1].float(), weight, bias)
     assert torch.equal(out, want.bfloat16())
     assert torch.equal(states[1], after[-1].bfloat16())

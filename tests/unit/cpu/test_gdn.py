@@ -72,23 +72,17 @@ def test_gates_of_large_inputs_are_linear_and_beta_has_the_precision_of_b():
     assert beta.item() == b.float().sigmoid().bfloat16().float().item()
 
 
+def prefill(inputs: Inputs, slots: list[int], pool: torch.Tensor, bounds: torch.Tensor, **more: object) -> tuple:
+    arguments = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g[None], "beta": inputs.beta[None]}
+    states = {"initial_state": pool, "initial_state_indices": torch.tensor(slots, dtype=torch.int32)}
+    return gdn.chunk_gated_delta_rule(**arguments, **states, cu_seqlens=bounds, use_qk_l2norm_in_kernel=True, **more)
+
+
 @pytest.mark.parametrize("lengths", [[1], [64], [65], [5, 130, 64], [1, 1, 200], [63, 0, 2]], ids=str)
-def test_prefill_is_one_token_at_a_time(lengths: list[int]):
+def test_prefill_is_one_token_at_a_time(lengths):
     inputs = Inputs(sum(lengths))
-    slots = torch.tensor([4, 0, 2][: len(lengths)], dtype=torch.int32)
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    pool = inputs.pool.clone()
-    out, nothing, before = gdn.chunk_gated_delta_rule(
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        g=inputs.g[None],
-        beta=inputs.beta[None],
-        initial_state=pool,
-        initial_state_indices=slots,
-        cu_seqlens=bounds,
-        use_qk_l2norm_in_kernel=True,
-    )
+    slots, bounds, pool = [4, 0, 2][: len(lengths)], torch.tensor([0, *lengths]).cumsum(0).int(), inputs.pool.clone()
+    out, nothing, before = prefill(inputs, slots, pool, bounds)
     assert nothing is None
     want_pool, want_before = inputs.pool.clone(), []
     for slot, start, end in zip(slots, bounds, bounds[1:], strict=False):
@@ -103,49 +97,39 @@ def test_prefill_is_one_token_at_a_time(lengths: list[int]):
 
 
 def test_prefill_without_a_slot_starts_from_zero_and_keeps_nothing():
-    inputs = Inputs(70)
-    arguments = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g[None], "beta": inputs.beta[None]}
+    inputs, bounds = Inputs(70), torch.tensor([0, 70])
     pool = inputs.pool.clone()
-    out, _, before = gdn.chunk_gated_delta_rule(
-        **arguments,
-        initial_state=pool,
-        initial_state_indices=torch.tensor([-1]),
-        cu_seqlens=torch.tensor([0, 70]),
-        use_qk_l2norm_in_kernel=True,
-    )
+    out, _, before = prefill(inputs, [-1], pool, bounds)
     outputs, states = one_by_one(inputs, range(70), torch.zeros(H, V, K))
     torch.testing.assert_close(out[0], outputs, **TOLERANCE)
     torch.testing.assert_close(before[0], torch.stack([torch.zeros(H, V, K), states[63]]), **TOLERANCE)
-    assert torch.equal(pool, inputs.pool)
-    gdn.chunk_gated_delta_rule(
-        **arguments,
-        initial_state=pool,
-        initial_state_indices=torch.tensor([3]),
-        cu_seqlens=torch.tensor([0, 70]),
-        inplace_update=False,
-    )
+    prefill(inputs, [3], pool, bounds, inplace_update=False)
     assert torch.equal(pool, inputs.pool)
 
 
-@pytest.mark.parametrize("B", [1, 3])
-def test_decode_is_one_token(B: int):
-    inputs = Inputs(B)
-    slots = torch.tensor([5, 1, 3][:B], dtype=torch.int32)
-    pool, out = inputs.pool.clone(), torch.full((B, 1, H, V), torch.nan)
-    packed = torch.cat([inputs.q[0].flatten(1), inputs.k[0].flatten(1), inputs.v[0].flatten(1)], dim=1)
+def decode(inputs: Inputs, slots: list[int], pool: torch.Tensor) -> torch.Tensor:
+    n = len(slots)
+    out = torch.full((n, 1, H, V), torch.nan)
     gdn.fused_recurrent_gated_delta_rule_packed_decode(
-        mixed_qkv=packed,
-        a=inputs.a,
-        b=inputs.b,
+        mixed_qkv=torch.cat([x[0].flatten(1) for x in (inputs.q, inputs.k, inputs.v)], dim=1)[:n],
+        a=inputs.a[:n],
+        b=inputs.b[:n],
         A_log=inputs.A_log,
         dt_bias=inputs.dt_bias,
         scale=K**-0.5,
         initial_state=pool,
         out=out,
-        ssm_state_indices=slots,
+        ssm_state_indices=torch.tensor(slots, dtype=torch.int32),
         use_qk_l2norm_in_kernel=True,
     )
-    want_pool = inputs.pool.clone()
+    return out
+
+
+@pytest.mark.parametrize("B", [1, 3])
+def test_decode_is_one_token(B):
+    inputs, slots = Inputs(B), [5, 1, 3][:B]
+    pool, want_pool = inputs.pool.clone(), inputs.pool.clone()
+    out = decode(inputs, slots, pool)
     for i, slot in enumerate(slots):
         outputs, states = one_by_one(inputs, range(i, i + 1), inputs.pool[slot])
         torch.testing.assert_close(out[i], outputs, **TOLERANCE)
@@ -153,23 +137,34 @@ def test_decode_is_one_token(B: int):
     torch.testing.assert_close(pool, want_pool, **TOLERANCE)
 
 
+def test_padded_rows_of_decode_are_zeros():
+    inputs = Inputs(3)
+    pool, alone = inputs.pool.clone(), inputs.pool.clone()
+    out = decode(inputs, [4, -1, -1], pool)
+    assert (out[1:] == 0).all()
+    torch.testing.assert_close(out[:1], decode(inputs, [4], alone))
+    torch.testing.assert_close(pool, alone)
+
+
 def verify(inputs: Inputs, slots: list[int], pool: torch.Tensor, **arguments: object) -> torch.Tensor:
     n_tokens = inputs.q.shape[1]
+    given = {name: vars(inputs)[name] for name in ("q", "k", "v", "a", "b", "A_log", "dt_bias")}
     return gdn.fused_sigmoid_gating_delta_rule_update(
-        A_log=inputs.A_log,
-        a=inputs.a,
-        dt_bias=inputs.dt_bias,
+        **given,
         softplus_beta=1.0,
         softplus_threshold=20.0,
-        q=inputs.q,
-        k=inputs.k,
-        v=inputs.v,
-        b=inputs.b,
         initial_state_source=pool,
         initial_state_indices=torch.tensor(slots, dtype=torch.int32),
         use_qk_l2norm_in_kernel=True,
         **{"cu_seqlens": torch.arange(0, n_tokens + 1, n_tokens // len(slots), dtype=torch.int32), **arguments},
     )
+
+
+def verify_into(scratch: torch.Tensor, rows: list[int], *arguments, **more: object) -> torch.Tensor:
+    """Keep the state after every token in rows of `scratch`, and leave the pool as it is."""
+    indices = torch.tensor(rows, dtype=torch.int32)
+    keep = {"intermediate_states_buffer": scratch, "intermediate_state_indices": indices}
+    return verify(*arguments, disable_state_update=True, **keep, **more)
 
 
 @pytest.mark.parametrize("scratch_rows", [[0, 1, 2], [3, 0, 1]], ids=["rows in order", "rows out of order"])
@@ -178,16 +173,7 @@ def test_verify_is_one_token_at_a_time_and_keeps_every_state(B: int, C: int, scr
     inputs = Inputs(B * C)
     slots, rows = [5, 1, 3][:B], scratch_rows[:B]
     pool, scratch = inputs.pool.clone(), torch.full((4, C + 2, H, V, K), 7.0)
-    out = verify(
-        inputs,
-        slots,
-        pool,
-        disable_state_update=True,
-        intermediate_states_buffer=scratch,
-        intermediate_state_indices=torch.tensor([*rows, 0], dtype=torch.int32),
-        cache_steps=C + 2,
-        retrieve_parent_token=None,
-    )
+    out = verify_into(scratch, [*rows, 0], inputs, slots, pool, cache_steps=C + 2, retrieve_parent_token=None)
     assert torch.equal(pool, inputs.pool)
     want_scratch = torch.full_like(scratch, 7.0)
     for i in range(B):
@@ -209,14 +195,12 @@ def test_the_slot_moves_when_the_update_is_wanted():
 def test_a_block_gives_the_same_in_any_batch():
     """A request's tokens must not depend on who else is in the batch, nor on how far the block goes on."""
     inputs, wide = Inputs(32), torch.zeros(2, 16, H, V, K)
-    rows = torch.arange(2, dtype=torch.int32)
-    common = {"disable_state_update": True, "intermediate_state_indices": rows}
-    both = verify(inputs, [2, 4], inputs.pool, intermediate_states_buffer=wide, **common)
+    both = verify_into(wide, [0, 1], inputs, [2, 4], inputs.pool)
     alone, narrow = Inputs(32), torch.zeros(2, 16, H, V, K)
     for name in ("q", "k", "v"):
         setattr(alone, name, inputs.__dict__[name][:, 16:20])
     alone.a, alone.b = inputs.a[16:20], inputs.b[16:20]
-    one = verify(alone, [4], inputs.pool, intermediate_states_buffer=narrow, **common)
+    one = verify_into(narrow, [0, 1], alone, [4], inputs.pool)
     torch.testing.assert_close(one[0], both[0, 16:20], atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(narrow[0, :4], wide[1, :4], atol=1e-6, rtol=1e-6)
 
@@ -234,15 +218,8 @@ def test_padded_rows_of_verify_are_skipped(slots: list[int]):
     inputs, C = Inputs(12), 4
     n_real = sum(slot >= 0 for slot in slots)
     pool, scratch = inputs.pool.clone(), torch.full((3, C, H, V, K), 7.0)
-    out = verify(
-        inputs,
-        slots,
-        pool,
-        cu_seqlens=(torch.arange(4).clamp(max=n_real) * C).int(),
-        disable_state_update=True,
-        intermediate_states_buffer=scratch,
-        intermediate_state_indices=torch.arange(3, dtype=torch.int32),
-    )
+    bounds = (torch.arange(4).clamp(max=n_real) * C).int()
+    out = verify_into(scratch, [0, 1, 2], inputs, slots, pool, cu_seqlens=bounds)
     assert out.shape == inputs.v.shape
     assert out[0, n_real * C :].isnan().all()
     assert torch.equal(pool, inputs.pool)
@@ -251,33 +228,6 @@ def test_padded_rows_of_verify_are_skipped(slots: list[int]):
         outputs, states = one_by_one(inputs, range(C), inputs.pool[slots[0]])
         torch.testing.assert_close(out[0, :C], outputs, **TOLERANCE)
         torch.testing.assert_close(scratch[0], states, **TOLERANCE)
-
-
-def test_padded_rows_of_decode_are_zeros():
-    inputs = Inputs(3)
-    mixed_qkv = torch.cat([x[0].flatten(1) for x in (inputs.q, inputs.k, inputs.v)], dim=1)
-
-    def decode(slots: list[int], pool: torch.Tensor) -> torch.Tensor:
-        out = torch.full((len(slots), 1, H, V), torch.nan)
-        gdn.fused_recurrent_gated_delta_rule_packed_decode(
-            mixed_qkv[: len(slots)],
-            inputs.a[: len(slots)],
-            inputs.b[: len(slots)],
-            inputs.A_log,
-            inputs.dt_bias,
-            K**-0.5,
-            pool,
-            out,
-            torch.tensor(slots, dtype=torch.int32),
-            use_qk_l2norm_in_kernel=True,
-        )
-        return out
-
-    pool, alone = inputs.pool.clone(), inputs.pool.clone()
-    out = decode([4, -1, -1], pool)
-    assert (out[1:] == 0).all()
-    torch.testing.assert_close(out[:1], decode([4], alone))
-    torch.testing.assert_close(pool, alone)
 
 
 def test_ragged_blocks_and_padding_between_rows_are_refused():

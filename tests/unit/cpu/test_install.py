@@ -1,5 +1,6 @@
 """When the platform speaks up, and that what it installs is really reached by SGLang."""
 
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -81,44 +82,39 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     return modules
 
 
-def test_every_copy_inside_sglang_is_replaced(host: dict[str, ModuleType]):
+def test_every_copy_inside_sglang_is_replaced_once(host):
     install.install({"sglang.fake_home.kernel": stand_in})
     install.verify()
+    install.install({"sglang.fake_home.kernel": lambda: "another"})
     assert host["sglang.fake_home"].kernel is stand_in
     assert host["sglang.fake_user"].kernel is stand_in
     assert host["fake_outsider"].kernel is gpu_kernel
 
 
-def test_what_is_installed_stays(host: dict[str, ModuleType]):
+@pytest.mark.parametrize(
+    ("place", "function"),
+    [
+        pytest.param("sglang.fake_user.late_copy", gpu_kernel, id="a kernel still in reach"),
+        pytest.param("sglang.fake_home.kernel", lambda: "someone else's", id="a stand-in that was replaced"),
+    ],
+)
+def test_what_stops_the_launch(host, place, function):
     install.install({"sglang.fake_home.kernel": stand_in})
-    install.install({"sglang.fake_home.kernel": lambda: "another"})
-    assert host["sglang.fake_home"].kernel is stand_in
-
-
-def test_a_kernel_still_in_reach_stops_the_launch(host: dict[str, ModuleType]):
-    install.install({"sglang.fake_home.kernel": stand_in})
-    host["sglang.fake_user"].late_copy = gpu_kernel
-    with pytest.raises(RuntimeError, match=r"sglang\.fake_user\.late_copy"):
+    module, _, name = place.rpartition(".")
+    setattr(host[module], name, function)
+    with pytest.raises(RuntimeError, match=re.escape(place)):
         install.verify()
 
 
-def test_a_stand_in_that_was_replaced_stops_the_launch(host: dict[str, ModuleType]):
-    install.install({"sglang.fake_home.kernel": stand_in})
-    host["sglang.fake_home"].kernel = lambda: "someone else's"
-    with pytest.raises(RuntimeError, match=r"sglang\.fake_home\.kernel"):
-        install.verify()
-
-
-def test_an_absent_kernel_gets_its_place_and_nothing_else_changes(host: dict[str, ModuleType]):
-    host["sglang.fake_home"].kernel = None
-    host["sglang.fake_user"].kernel = None
+def test_an_absent_kernel_gets_its_place_and_nothing_else_changes(host):
+    host["sglang.fake_home"].kernel = host["sglang.fake_user"].kernel = None
     install.install({"sglang.fake_home.kernel": stand_in})
     install.verify()
     assert host["sglang.fake_home"].kernel is stand_in
     assert host["sglang.fake_user"].kernel is None
 
 
-def test_a_renamed_kernel_stops_the_launch(host: dict[str, ModuleType]):
+def test_a_renamed_kernel_stops_the_launch(host):
     del host["sglang.fake_home"].kernel
     with pytest.raises(AttributeError):
         install.install({"sglang.fake_home.kernel": stand_in})

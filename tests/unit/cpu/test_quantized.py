@@ -1,5 +1,7 @@
 """Products with quantized weights against numbers written one by one."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -13,18 +15,11 @@ def test_fp8_blocks_are_each_number_times_its_blocks_scale() -> None:
     """Three blocks of four by two, the last one short on both sides."""
     a, b = torch.randn(3, 5).to(torch.float8_e4m3fn), torch.randn(6, 5).to(torch.float8_e4m3fn)
     scale_a, scale_b = torch.rand(3, 3), torch.rand(2, 3)
-    want = [
-        [
-            sum(
-                float(a[t, k]) * float(scale_a[t, k // 2]) * float(b[n, k]) * float(scale_b[n // 4, k // 2])
-                for k in range(5)
-            )
-            for n in range(6)
-        ]
-        for t in range(3)
-    ]
+    want = torch.zeros(3, 6)
+    for t, n, k in product(range(3), range(6), range(5)):
+        want[t, n] += float(a[t, k]) * scale_a[t, k // 2] * float(b[n, k]) * scale_b[n // 4, k // 2]
     got = quantized.w8a8_block_fp8_matmul_triton(a, b, scale_a, scale_b, [4, 2], output_dtype=torch.float32)
-    torch.testing.assert_close(got, torch.tensor(want))
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("size", [4, 8])
@@ -42,9 +37,8 @@ def test_int8_is_rounded_and_multiplied_back() -> None:
     assert numbers.abs().amax(-1).eq(127).all()
     torch.testing.assert_close(numbers * scale, x, rtol=0, atol=float(scale.max()) / 2)
     scale_n, bias = torch.rand(5, 1), torch.randn(5)
-    want = torch.stack(
-        [(numbers.float() @ weight.float()[:, n]) * scale[:, 0] * scale_n[n] + bias[n] for n in range(5)], 1
-    )
+    columns = [(numbers.float() @ weight.float()[:, n]) * scale[:, 0] * scale_n[n] + bias[n] for n in range(5)]
+    want = torch.stack(columns, 1)
     torch.testing.assert_close(quantized.int8_scaled_mm(numbers, weight, scale, scale_n, torch.float32, bias), want)
 
 

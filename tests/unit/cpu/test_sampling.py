@@ -20,12 +20,7 @@ def verify(candidates: torch.Tensor, probs: torch.Tensor, coins: torch.Tensor, l
     predicts = torch.full((B * N,), -7, dtype=torch.int32)
     accept_index = torch.full((B, N), -7, dtype=torch.int32)
     n_accepted = torch.full((B,), -7, dtype=torch.int32)
-    arguments = {
-        "retrive_next_token": children,
-        "retrive_next_sibling": torch.full((B, N), -1),
-        "draft_probs": torch.zeros_like(probs),
-        **rule,
-    }
+    chain = {"retrive_next_token": children, "retrive_next_sibling": torch.full((B, N), -1)}
     tree_speculative_sampling_target_only(
         predicts=predicts,
         accept_index=accept_index,
@@ -35,7 +30,7 @@ def verify(candidates: torch.Tensor, probs: torch.Tensor, coins: torch.Tensor, l
         uniform_samples=coins,
         uniform_samples_for_final_sampling=last_coins,
         target_probs=probs,
-        **arguments,
+        **({"draft_probs": torch.zeros_like(probs)} | chain | rule),
     )
     tokens = []
     for b, n in enumerate(n_accepted.tolist()):

@@ -3,28 +3,17 @@
 from collections.abc import Callable
 from io import StringIO
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
 
 from sglang_dflash.demo import terminal
-from sglang_dflash.demo.ask import Answer, Step, questions
+from sglang_dflash.demo.ask import Answer, Step, ask, questions
 from sglang_dflash.demo.terminal import Painter, compare, summary
 from sglang_dflash.servers.errors import ServerError
-
-VOCABULARY = {"a": 0, "b": 1, "c": 2, "d": 3}
-
-
-@pytest.fixture
-def letters() -> Tokenizer:
-    """One token per letter."""
-    tokenizer = Tokenizer(WordLevel(VOCABULARY, unk_token="a"))
-    tokenizer.pre_tokenizer = Split("", "isolated")
-    return tokenizer
-
+from sglang_dflash.tiny.corpus import is_held_out
 
 STEPS = [Step("", 0), Step("a", 1), Step("bcd", 3), Step("b", 1), Step("cd", 2), Step("a", 2)]
 
@@ -67,14 +56,57 @@ def test_answers_of_the_same_length_that_differ_are_told(letters: Tokenizer, mon
 
     monkeypatch.setattr(terminal, "ask", answer)
     on, off = (SimpleNamespace(openai=lambda side=side: side) for side in said)
-    assert len(compare(on, off, Console(file=StringIO()), letters)) == 4  # type: ignore[arg-type]
+    assert len(compare(on, off, Console(file=StringIO()), letters)) == 4
     said["without"] = "abca"
     with pytest.raises(ServerError, match=r"the answer differs without speculation, .*\nabca"):
-        compare(on, off, Console(file=StringIO()), letters)  # type: ignore[arg-type]
+        compare(on, off, Console(file=StringIO()), letters)
 
 
 def test_the_questions_are_held_out() -> None:
-    from sglang_dflash.tiny.corpus import is_held_out
-
     assert len(questions()) == 4
     assert all(is_held_out(question) for _, question in questions())
+
+
+# -- one streamed question: what each chunk brought, and what the last one says of all steps ------------------------
+
+
+def chunk(text: str | None, n_tokens: int | None, **extra: Any) -> Any:
+    """Of a stream; SGLang tells of the steps in one without a choice, and of tokens in those that bring text."""
+    choices = [] if text is None else [SimpleNamespace(delta=SimpleNamespace(content=text))]
+    usage = None if n_tokens is None else SimpleNamespace(completion_tokens=n_tokens)
+    return SimpleNamespace(choices=choices, usage=usage, model_extra=extra)
+
+
+COUNTERS = {"spec_verify_ct": 2, "spec_num_correct_drafts": 5}
+CHUNKS = [
+    chunk("", None),
+    chunk("a", 1),
+    chunk("bcd", 4),
+    chunk("efgh", 8),
+    chunk(None, None, sglext={"spec_tokens_details": COUNTERS}),
+    chunk(None, 8),
+]
+
+
+def asked(*chunks: Any) -> tuple[Answer, list[Step], dict[str, Any]]:
+    said, shown = dict[str, Any](), list[Step]()
+
+    def create(**request: Any) -> Any:
+        said.update(request)
+        return iter(chunks)
+
+    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    return ask(client, "Why?", shown.append, rid="one"), shown, said
+
+
+def test_each_chunk_is_a_step_and_the_last_ones_count_them() -> None:
+    answer, shown, said = asked(*CHUNKS)
+    assert shown == [Step("a", 1), Step("bcd", 3), Step("efgh", 4)]
+    assert (answer.text, answer.n_tokens, answer.n_steps, answer.n_accepted) == ("abcdefgh", 8, 2, 5)
+    assert answer.committed_per_step == 1 + 5 / 2
+    assert (said["messages"], said["extra_body"]["rid"]) == ([{"role": "user", "content": "Why?"}], "one")
+
+
+def test_a_server_without_speculation_commits_one_token_a_step() -> None:
+    answer, _, _ = asked(*CHUNKS[:4])
+    assert (answer.n_steps, answer.n_accepted, answer.committed_per_step) == (0, 0, 1.0)

@@ -12,7 +12,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split, WhitespaceSplit
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from sglang_dflash.demo import web
 from sglang_dflash.demo.ask import Step
@@ -20,14 +20,6 @@ from sglang_dflash.demo.web import MOST_BYTES, Demo, Side, StepTrace, Verified, 
 from sglang_dflash.servers.ports import free_port
 
 QUESTION = [{"role": "user", "content": "</script><b>bold</b>"}]
-
-
-@pytest.fixture
-def letters() -> Tokenizer:
-    """One token per letter."""
-    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2, "d": 3, "<": 4}, unk_token="a"))
-    tokenizer.pre_tokenizer = Split("", "isolated")
-    return tokenizer
 
 
 def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
@@ -56,13 +48,11 @@ def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
         (Step("", 1), [Verified(8, 0, 0)], []),  # the end alone
     ],
 )
-def test_each_token_has_its_source_and_place(
-    step: Step, verified: list[Verified], told: list[tuple[str, int, str]], letters: Tokenizer
-) -> None:
+def test_each_token_has_its_source_and_place(step, verified, told, letters):
     assert pieces(letters, step, verified) == told
 
 
-def test_no_space_is_lost_between_tokens() -> None:
+def test_no_space_is_lost_between_tokens():
     """Offsets are of what a tokenizer takes for a token, and some leave out the spaces before and between them."""
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.pre_tokenizer = WhitespaceSplit()
@@ -70,7 +60,7 @@ def test_no_space_is_lost_between_tokens() -> None:
     assert told == [("block", 1, " a  "), ("own", 2, "b\n")]
 
 
-def test_a_request_s_steps_are_read_while_others_are_written(tmp_path: Path) -> None:
+def test_a_request_s_steps_are_read_while_others_are_written(tmp_path):
     steps = trace(
         tmp_path,
         {"width": 8, "accepted": {"a": 7, "b": 0}, "copied": {"a": 3, "b": 0}},
@@ -117,7 +107,7 @@ def ask(url: str, side: str = "with", body: Any = QUESTION, **headers: str) -> h
     return httpx.post(f"{url}/answer/{side}", content=content, headers={"Content-Type": "application/json"} | headers)
 
 
-def test_an_answer_is_told_step_by_step(url: str) -> None:
+def test_an_answer_is_told_step_by_step(url):
     first, second = map(json.loads, ask(url).text.splitlines())
     assert (first["pieces"], first["n_tokens"]) == ([["own", 1, "<"]], 1)
     assert "width" not in first
@@ -127,11 +117,11 @@ def test_an_answer_is_told_step_by_step(url: str) -> None:
     assert [json.loads(line)["n_tokens"] for line in ask(url, "without").text.splitlines()] == [1, 3]
 
 
-def test_what_the_server_refuses_is_told(url: str) -> None:
+def test_what_the_server_refuses_is_told(url):
     assert json.loads(ask(url, body=[{"role": "user", "content": "refuse"}]).text) == {"error": "too long"}
 
 
-def test_the_page_runs_its_own_script_and_loads_nothing(url: str) -> None:
+def test_the_page_runs_its_own_script_and_loads_nothing(url):
     reply = httpx.get(url)
     policy = reply.headers["Content-Security-Policy"]
     nonce = policy.split("script-src 'nonce-")[1].split("'")[0]
@@ -145,7 +135,7 @@ def test_the_page_runs_its_own_script_and_loads_nothing(url: str) -> None:
     assert "http://" not in reply.text.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_an_example_is_no_end_of_the_script(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_is_no_end_of_the_script(url, monkeypatch):
     asked = [("markup", '</script><img src=x> & "<!--"')]
     monkeypatch.setattr(web, "questions", lambda: asked)
     page = httpx.get(url).text
@@ -154,7 +144,7 @@ def test_an_example_is_no_end_of_the_script(url: str, monkeypatch: pytest.Monkey
     assert json.loads(line.removeprefix("const examples = ").removesuffix(";")) == dict(asked)
 
 
-def test_every_kind_of_token_has_its_look_and_stays_text(url: str) -> None:
+def test_every_kind_of_token_has_its_look_and_stays_text(url):
     """What a browser does with it tests/server sees; here only that the page names what it is told."""
     page = httpx.get(url).text
     assert {f"\n.{kind} {{" in page for kind in ("asked", *Verified(8, 2, 1).kinds)} == {True}
@@ -167,17 +157,17 @@ def test_every_kind_of_token_has_its_look_and_stays_text(url: str) -> None:
 @pytest.mark.parametrize(
     "headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Content-Type": "text/plain"}]
 )
-def test_other_pages_get_no_answer(url: str, headers: dict[str, str]) -> None:
+def test_other_pages_get_no_answer(url, headers):
     assert ask(url, **headers).status_code == 404
 
 
-def test_other_names_get_no_page(url: str) -> None:
+def test_other_names_get_no_page(url):
     assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 404
     assert httpx.get(url + "/etc/passwd").status_code == 404
     assert httpx.get(url.replace("127.0.0.1", "localhost"), trust_env=False).status_code == 200
 
 
-def test_too_much_is_not_read(url: str) -> None:
+def test_too_much_is_not_read(url):
     assert ask(url, body=b" " * (MOST_BYTES + 1)).status_code == 413
     assert ask(url, side="aside").status_code == 404
 
@@ -196,10 +186,10 @@ def test_too_much_is_not_read(url: str) -> None:
         [*QUESTION, {"role": "assistant", "content": "a"}],
     ],
 )
-def test_what_is_no_conversation_is_refused(url: str, body: Any) -> None:
+def test_what_is_no_conversation_is_refused(url, body):
     assert ask(url, body=body).status_code == 400
 
 
-def test_a_conversation_ends_with_a_question() -> None:
+def test_a_conversation_ends_with_a_question():
     turns = [*QUESTION, {"role": "assistant", "content": "a"}, *QUESTION]
     assert conversation(json.dumps(turns).encode()) == turns

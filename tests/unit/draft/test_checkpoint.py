@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ def folder(checkpoints: ModuleType, tmp_path: Path) -> Path:
     return checkpoints.write_draft(tmp_path / "draft")
 
 
-def test_a_draft_says_what_it_is(folder: Path) -> None:
+def test_a_draft_says_what_it_is(folder):
     draft = checkpoint.read(str(folder))
     assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 3, (0, 2))
     assert (draft.num_hidden_layers, draft.hidden_size, draft.intermediate_size) == (2, 64, 96)
@@ -29,7 +28,7 @@ def test_a_draft_says_what_it_is(folder: Path) -> None:
     assert (draft.dtype, draft.path) == ("bfloat16", str(folder))
 
 
-def test_sliding_layers_look_back_and_full_layers_see_their_block(checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_sliding_layers_look_back_and_full_layers_see_their_block(checkpoints, tmp_path):
     folder = checkpoints.write_draft(
         tmp_path, layer_types=["sliding_attention", "full_attention"], sliding_window=32, use_sliding_window=True
     )
@@ -49,27 +48,25 @@ def test_sliding_layers_look_back_and_full_layers_see_their_block(checkpoints: M
         ),
     ],
 )
-def test_rope_of_either_generation(
-    given: dict[str, Any], rope: dict[str, Any], checkpoints: ModuleType, tmp_path: Path
-) -> None:
+def test_rope_of_either_generation(given, rope, checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, **({"rope_parameters": None} | given))
     assert checkpoint.read(str(folder)).rope_parameters == rope
 
 
-def test_the_target_s_rotary_fields_may_be_carried_along_unused(checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_the_target_s_rotary_fields_may_be_carried_along_unused(checkpoints, tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e7}
     copied = {"partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2], "mrope_interleaved": True, "rope_dim": 16}
     folder = checkpoints.write_draft(tmp_path, rope_parameters=rope | copied)
     assert checkpoint.read(str(folder)).rope_parameters == rope
 
 
-def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints: ModuleType, folder: Path) -> None:
+def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints, folder):
     shapes = {f"model.{name}": shape for name, shape in checkpoints.draft_shapes().items()}
     checkpoints.write_tensors(folder, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": [8]})
     assert checkpoint.read(str(folder)).num_hidden_layers == 2
 
 
-def test_a_bias_is_as_wide_as_what_its_projection_gives(folder: Path) -> None:
+def test_a_bias_is_as_wide_as_what_its_projection_gives(folder):
     """Of 4 heads and 2 KV heads of 32, and 64 channels."""
     draft = replace(checkpoint.read(str(folder)), attention_bias=True, head_dim=32)
     shapes = checkpoint.expected_shapes(draft)
@@ -77,7 +74,7 @@ def test_a_bias_is_as_wide_as_what_its_projection_gives(folder: Path) -> None:
     assert widths == {"q": (128,), "k": (64,), "v": (64,), "o": (64,)}
 
 
-def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: Path) -> None:
+def test_shards_are_found_through_their_index(checkpoints, folder):
     shapes = checkpoints.draft_shapes()
     names = sorted(shapes)
     halves = {"model-1.safetensors": names[:9], "model-2.safetensors": names[9:]}
@@ -109,39 +106,29 @@ def test_shards_are_found_through_their_index(checkpoints: ModuleType, folder: P
         ({"rope_parameters": {"rope_type": "longrope"}}, NotSupported, "rope_type='longrope' is not one of default,"),
         ({"hidden_act": "swigluoai"}, NotSupported, "hidden_act='swigluoai' is not DFlash"),
         (
-            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized", "bits": 4}},
-            NotSupported,
-            "quantization_config says compressed-tensors, pack-quantized: quantized draft checkpoints are not",
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized"}}, NotSupported,
+            r"config says compressed-tensors, int-quantized: quantized draft checkpoints are not supported; give the "
+            r"draft as it was trained \(--speculative-draft-model-quantization fp8 quantizes it while it loads\)",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, NotSupported, "says fp8: quantized draft checkpoints"),
         ({"block_size": None}, ValueError, "config.json has no block_size"),
         ({"block_size": "16"}, ValueError, "block_size is '16', not an integer of at least 2"),
-        (
-            {"dflash_config": {"target_layer_ids": None}},
-            ValueError,
-            "config.json has no dflash_config.target_layer_ids",
-        ),
+        ({"dflash_config": {"target_layer_ids": None}}, ValueError, "json has no dflash_config.target_layer_ids"),
         ({"dflash_config": {"target_layer_ids": [1, 1]}}, ValueError, "do not increase"),
         ({"dflash_config": {"target_layer_ids": "0,2"}}, ValueError, "not a list of layer numbers"),
         ({"layer_types": ["full_attention"]}, ValueError, "layer_types has 1 entries for num_hidden_layers=2"),
         ({"layer_types": ["mamba", "full_attention"]}, NotSupported, "layer_types has 'mamba'"),
         ({"layer_types": ["sliding_attention"] * 2}, ValueError, "config.json has no sliding_window"),
         ({"num_key_value_heads": 3}, ValueError, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
-        (
-            {"intermediate_size": 128},
-            ValueError,
-            r"mlp\.gate_proj\.weight has shape \[96, 64\], .* implies \[128, 64\]",
-        ),
+        ({"intermediate_size": 128}, ValueError, r"mlp\.gate_proj\.weight has shape \[96, 64\], .*s \[128, 64\]"),
         ({"dflash_config": {"target_layer_ids": [0, 1, 2]}}, ValueError, r"fc\.weight has shape \[64, 128\]"),
         ({"num_hidden_layers": 3, "layer_types": None}, ValueError, r"11 of 36 tensors are missing, .* layers\.2\."),
         ({"num_hidden_layers": 1, "layer_types": None}, NotSupported, r"11 tensors are not part .* layers\.1\."),
         ({"attention_bias": True}, ValueError, r"8 of 33 tensors are missing, .*k_proj\.bias"),
     ],
     ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
-)
-def test_a_wrong_checkpoint_is_refused_in_one_sentence(
-    changes: dict[str, Any], error: type[Exception], sentence: str, checkpoints: ModuleType, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_a_wrong_checkpoint_is_refused_in_one_sentence(changes, error, sentence, checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path / "draft", **changes)
     with pytest.raises(error, match=sentence) as refusal:
         checkpoint.read(str(folder))
@@ -150,14 +137,14 @@ def test_a_wrong_checkpoint_is_refused_in_one_sentence(
     assert "\n" not in str(refusal.value)
 
 
-def test_a_trained_mask_embedding_is_refused(folder: Path) -> None:
+def test_a_trained_mask_embedding_is_refused(folder):
     """It would have to be put into the target's embedding."""
     (folder / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(NotSupported, match=r"has a mask embedding of its own, mask_embedding\.pt"):
         checkpoint.read(str(folder))
 
 
-def test_files_that_are_not_a_draft(folder: Path) -> None:
+def test_files_that_are_not_a_draft(folder):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
@@ -183,6 +170,6 @@ def test_files_that_are_not_a_draft(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/no/such/draft", "no-such-owner/no such draft"])
-def test_no_draft_at_all(path: str) -> None:
+def test_no_draft_at_all(path):
     with pytest.raises(ValueError, match=f"{path} is no directory and cannot be fetched .* give a directory"):
         checkpoint.read(path)

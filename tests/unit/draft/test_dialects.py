@@ -47,18 +47,14 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     [
         SPECULATORS,
         SPECULATORS | {"architectures": ["DFlashDraftModel"]},
-        {
-            name: value
-            for name, value in SPECULATORS.items()
-            if name not in ("speculators_model_type", "draft_vocab_size")
-        },
+        {name: SPECULATORS[name] for name in SPECULATORS.keys() - {"speculators_model_type", "draft_vocab_size"}},
         DEEPSPEC,
         DRAFT | {"markov_rank": 0, "num_anchors": 512, "enable_confidence_head": False},
         DRAFT | {"sample_from_anchor": False, "query_zero_predicts_next": None},
     ],
     ids=["speculators", "flat", "speculators, older", "DeepSpec", "DeepSpec, exported", "declared"],
 )
-def test_the_same_draft(config: dict[str, Any], tmp_path: Path) -> None:
+def test_the_same_draft(config, tmp_path):
     read = checkpoint.read(str(write(tmp_path / "other", config)))
     ours = checkpoint.read(str(write_draft(tmp_path / "ours")))
     said = {"num_target_layers": 4} | read.to_json()  # speculators does not say it
@@ -66,7 +62,7 @@ def test_the_same_draft(config: dict[str, Any], tmp_path: Path) -> None:
     assert is_draft(read.path)
 
 
-def test_sliding_layers_that_see_their_block(tmp_path: Path) -> None:
+def test_sliding_layers_that_see_their_block(tmp_path):
     layers = LAYERS | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
     config = SPECULATORS | {"transformer_layer_config": layers}
     for both_ways in (True, False):
@@ -74,7 +70,7 @@ def test_sliding_layers_that_see_their_block(tmp_path: Path) -> None:
         assert (draft.sliding_is_causal, draft.layer_windows) == (not both_ways, (32, None))
 
 
-def test_a_label_is_the_outer_one(tmp_path: Path) -> None:
+def test_a_label_is_the_outer_one(tmp_path):
     assert checkpoint.read(str(write(tmp_path, SPECULATORS | {"torch_dtype": "float32"}))).dtype == "float32"
 
 
@@ -87,63 +83,46 @@ def nested(**fields: Any) -> dict[str, Any]:
     [
         (SPECULATORS | {"speculators_model_type": "dspark"}, NotSupported, "speculators_model_type is 'dspark', not"),
         (
-            SPECULATORS | {"draft_vocab_size": 64},
-            NotSupported,
+            SPECULATORS | {"draft_vocab_size": 64}, NotSupported,
             "draft_vocab_size 64 of 128: a reduced vocabulary is not",
         ),
         (
-            SPECULATORS | {"aux_hidden_state_layer_ids": [0, 2]},
-            ValueError,
+            SPECULATORS | {"aux_hidden_state_layer_ids": [0, 2]}, ValueError,
             r"_ids is \[0, 2\], not a list .* from 1 on",
         ),
         (SPECULATORS | {"aux_hidden_state_layer_ids": None}, ValueError, "aux_hidden_state_layer_ids is None"),
         (SPECULATORS | {"transformer_layer_config": None}, ValueError, "without transformer_layer_config; save it"),
-        (
-            SPECULATORS | {"sample_from_anchor": True},
-            NotSupported,
-            "sample_from_anchor=True: its blocks are anchor-first",
-        ),
+        (SPECULATORS | {"sample_from_anchor": True}, NotSupported, "sample_from_anchor=True: its blocks are anchor-"),
         (nested(model_type="llama"), NotSupported, "model_type='llama' is not DFlash"),
         (SPECULATORS | {"quantization_config": {"quant_method": "fp8"}}, NotSupported, "says fp8: quantized draft"),
         (nested(quantization_config={"format": "pack-quantized"}), NotSupported, "says pack-quantized: quantized"),
-        (
-            DEEPSPEC | {"markov_rank": 256},
-            NotSupported,
-            "Qwen3DSparkModel with markov_rank 256 is DSpark; give a DFlash",
-        ),
+        (DEEPSPEC | {"markov_rank": 256}, NotSupported, "Qwen3DSparkModel with markov_rank 256 is DSpark; give a DF"),
         (DEEPSPEC | {"sample_from_anchor": None}, NotSupported, "is a DeepSpec draft, and its blocks are anchor-first"),
         (DEEPSPEC | {"sample_from_anchor": True}, NotSupported, "anchor-first"),
+        (DRAFT | {"query_zero_predicts_next": True}, NotSupported, "query_zero_predicts_next=True: its blocks are anc"),
         (
-            DRAFT | {"query_zero_predicts_next": True},
-            NotSupported,
-            "query_zero_predicts_next=True: its blocks are anchor",
-        ),
-        (
-            DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}},
-            NotSupported,
+            DRAFT | {"dflash_config": INNER | {"sample_from_anchor": True}}, NotSupported,
             "dflash_config.sample_from_anchor=True: its blocks are anchor-first .* give a draft whose slot 0 is the",
         ),
         (DRAFT | {"markov_rank": 4}, NotSupported, "markov_rank=4 is not DFlash"),
         (DRAFT | {"enable_confidence_head": True}, NotSupported, "enable_confidence_head=True is not DFlash"),
     ],
     ids=str,
-)
-def test_others_are_refused_by_name(
-    config: dict[str, Any], error: type[Exception], sentence: str, tmp_path: Path
-) -> None:
+)  # fmt: skip
+def test_others_are_refused_by_name(config, error, sentence, tmp_path):
     with pytest.raises(error, match=sentence) as refusal:
         checkpoint.read(str(write(tmp_path, config)))
     assert type(refusal.value) is error
     assert "\n" not in str(refusal.value)
 
 
-def test_a_target_is_no_draft() -> None:
+def test_a_target_is_no_draft():
     assert not names_draft({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     assert not names_draft({"architectures": None})
     assert not names_draft({"architectures": ["DSparkDraftModel"]})  # SGLang's own
 
 
-def test_sglang_reads_it_through_the_one_reader(tmp_path: Path) -> None:
+def test_sglang_reads_it_through_the_one_reader(tmp_path):
     """Its own reading knows no such model type."""
     from sglang.srt.utils.hf_transformers.config import get_config
 

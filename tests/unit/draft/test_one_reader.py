@@ -12,7 +12,7 @@ import pytest
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.record import FULL, SLIDING, Checkpoint
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.model import DraftConfig, DraftModel
+from sglang_dflash.model import DraftModel
 from tests.fixtures.checkpoints import SECOND
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -96,9 +96,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "no num_key_value_heads": ({"num_key_value_heads": None}, ValueError, "config.json has no num_key_value_heads"),
     "no head_dim": ({"head_dim": None}, ValueError, "config.json has no head_dim; add it"),
     "no mask_token_id": ({"dflash_config": {"mask_token_id": None}}, ValueError, "config.json has no mask_token_id"),
-    "target_layer_ids decreasing": (
-        {"dflash_config": {"target_layer_ids": [2, 0]}}, ValueError, r"target_layer_ids \[2, 0\] do not increase",
-    ),
     "block_size 1": ({"block_size": 1}, ValueError, "block_size is 1, not an integer of at least 2"),
     "use_sliding_window alone": (WINDOW | {"layer_types": None}, ValueError, "use_sliding_window is set without layer"),
     "a window below the block": (
@@ -238,7 +235,3 @@ def test_every_field_is_written(write: Callable) -> None:
     defaults = {field.name: field.default for field in fields(Checkpoint)}
     assert [name for name, value in vars(other).items() if value == defaults[name]] == []
     assert checkpoint.parse(json.loads(json.dumps(other.to_json())), "written") == other
-
-
-def test_the_public_name_is_the_record() -> None:
-    assert DraftConfig is Checkpoint

@@ -34,17 +34,17 @@ def check(draft: Checkpoint, vocab_size: int = 128) -> None:
 
 
 @pytest.mark.parametrize(("said", "target"), [(100, 128), (128, 136), (None, 128)])
-def test_a_vocabulary_may_be_padded(said: int | None, target: int, checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_a_vocabulary_may_be_padded(said, target, checkpoints, tmp_path):
     check(checkpoint.read(str(checkpoints.write_draft(tmp_path, vocab_size=said))), target)
 
 
-def test_the_mask_token_is_one_of_the_target_s(checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_the_mask_token_is_one_of_the_target_s(checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, vocab_size=200, dflash_config={"mask_token_id": 128})
     with pytest.raises(ValueError, match="mask_token_id 128 is outside the target's vocabulary of 128"):
         check(checkpoint.read(str(folder)))
 
 
-def test_codebooks_have_the_target_s_rows(checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_codebooks_have_the_target_s_rows(checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, architectures=["DFlash2DraftModel"], dflash_config=SECOND)
     check(checkpoint.read(str(folder)))
     sentence = r"codebooks of its selector have 128 rows \(config.json: vocab_size\), .* target's vocabulary has 136 \("
@@ -52,10 +52,9 @@ def test_codebooks_have_the_target_s_rows(checkpoints: ModuleType, tmp_path: Pat
         check(checkpoint.read(str(folder)), 136)
 
 
-def test_codebooks_have_the_rows_that_the_config_says(checkpoints: ModuleType, tmp_path: Path) -> None:
-    folder = checkpoints.write_draft(
-        tmp_path, architectures=["DFlash2DraftModel"], dflash_config=SECOND, vocab_size=100
-    )
+def test_codebooks_have_the_rows_that_the_config_says(checkpoints, tmp_path):
+    second = {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND}
+    folder = checkpoints.write_draft(tmp_path, **second, vocab_size=100)
     sentence = r"codebook has shape \[128, 8\], and config.json says vocab_size 100 .* a row for every token of the voc"
     with pytest.raises(ValueError, match=sentence):
         checkpoint.read(str(folder))
@@ -69,7 +68,7 @@ def borrowing(checkpoints: ModuleType, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_target_s_tensors_stay_unused(borrowing: Path) -> None:
+def test_the_target_s_tensors_stay_unused(borrowing):
     draft = checkpoint.read(str(borrowing))
     assert sorted(draft.borrowed) == NAMES
     check(draft)
@@ -80,30 +79,14 @@ def test_the_target_s_tensors_stay_unused(borrowing: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "error", "sentence"),
     [
-        (
-            "lm_head.weight",
-            [96, 64],
-            ValueError,
-            r"lm_head.weight has shape \[96, 64\], .* instead, \[128, 64\]",
-        ),
+        ("lm_head.weight", [96, 64], ValueError, r"lm_head.weight has shape \[96, 64\], .* instead, \[128, 64\]"),
         ("embed_tokens.weight", [128, 32], ValueError, r"embed_tokens.weight has shape \[128, 32\]"),
-        (
-            "verifier_norm.weight",
-            [128],
-            ValueError,
-            r"verifier_norm.weight has shape \[128\], .* instead, \[64\]",
-        ),
-        (
-            "d2t",
-            [32],
-            NotSupported,
-            "d2t has 32 entries for a vocabulary of 128: a reduced vocabulary is not",
-        ),
+        ("verifier_norm.weight", [128], ValueError, r"verifier_norm.weight has shape \[128\], .* instead, \[64\]"),
+        ("d2t", [32], NotSupported, "d2t has 32 entries for a vocabulary of 128: a reduced vocabulary is not"),
+        ("lm_head.bias", [128], NotSupported, "1 tensors are not part of a DFlash draft, the first is lm_head.bias"),
     ],
 )
-def test_those_of_another_size_are_refused(
-    name: str, shape: list[int], error: type[Exception], sentence: str, checkpoints: ModuleType, tmp_path: Path
-) -> None:
+def test_those_of_another_size_are_refused(name, shape, error, sentence, checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path)
     checkpoints.write_tensors(folder, checkpoints.draft_shapes() | {name: shape})
     with pytest.raises(error, match=sentence):
@@ -111,7 +94,7 @@ def test_those_of_another_size_are_refused(
 
 
 @pytest.mark.parametrize(("vocab_size", "ok"), [(128, True), (136, False)])
-def test_an_update_from_disk_leaves_them_out_too(vocab_size: int, ok: bool, borrowing: Path) -> None:
+def test_an_update_from_disk_leaves_them_out_too(vocab_size, ok, borrowing):
     update = own_checkpoint_only(checkpoint.read(str(borrowing)), vocab_size)
     draft = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))
 
@@ -123,7 +106,7 @@ def test_an_update_from_disk_leaves_them_out_too(vocab_size: int, ok: bool, borr
     assert ok or "embed_tokens.weight has shape [128, 64], and that of the target" in said
 
 
-def test_a_push_leaves_them_out_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_push_leaves_them_out_in_one_line(caplog):
     with caplog.at_level(logging.INFO):
         require_all_known(["norm.weight", "model.embed_tokens.weight", "lm_head.weight"], {"norm.weight"})
     assert caplog.messages == [
@@ -133,7 +116,7 @@ def test_a_push_leaves_them_out_in_one_line(caplog: pytest.LogCaptureFixture) ->
         require_all_known(["lm_head.bias"], {"norm.weight"})
 
 
-def test_plain_torch_loads_such_a_draft(borrowing: Path) -> None:
+def test_plain_torch_loads_such_a_draft(borrowing):
     from sglang_dflash.model import DraftModel
 
     tensors = load_file(borrowing / "model.safetensors")

@@ -7,7 +7,9 @@ import pytest
 import torch
 from sglang_dflash_kernels.block_conv import block_conv
 from sglang_dflash_kernels.select_path import select_path
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_dflash.draft.fill import filled
 from sglang_dflash.draft.second import SGLangBlockConv, SGLangCandidateSelector, convolved
 from sglang_dflash.draft.target_ends import TargetEnds
 from sglang_dflash.model import second as plain
@@ -36,7 +38,6 @@ def test_a_draft_of_dflash_1_has_neither() -> None:
 
 def test_a_convolution_is_the_plain_one() -> None:
     ours, theirs = SGLangBlockConv.of(as_sglang_says(**SECOND)), plain.BlockConv(make_config(**SECOND))
-    assert ours is not None
     same_weights(ours, theirs)
     ours.convolve = block_conv  # which looks at what it is given
     hidden = torch.randn(B, N, H)
@@ -56,7 +57,6 @@ def test_a_convolution_is_the_plain_one() -> None:
 def test_a_path_is_the_plain_one(fields: dict[str, float | None]) -> None:
     ours = SGLangCandidateSelector.of(as_sglang_says(**SECOND, **fields))
     theirs = plain.CandidateSelector(make_config(**SECOND, **{name: one for name, one in fields.items() if one}))
-    assert ours is not None
     same_weights(ours, theirs)
     ours.walk = select_path  # which looks at what it is given
     head = torch.randn(VOCAB, H)
@@ -65,3 +65,31 @@ def test_a_path_is_the_plain_one(fields: dict[str, float | None]) -> None:
     hidden_BDH, anchor_B = torch.randn(B, N, H)[:, 1:], torch.randint(0, VOCAB, (B, N))[:, 0]
     got = ours.path(hidden_BDH.flatten(0, 1), anchor_B, ends)
     assert torch.equal(got, theirs.walk(hidden_BDH, hidden_BDH @ head.T, anchor_B))
+
+
+# -- the head, by far the draft's largest weight: a block of any number of requests reads it once --------------------
+
+
+class Products(TorchDispatchMode):
+    """Lists the matrix products that run while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func._schema.name in ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"):
+            self.seen.append((func._schema.name, [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
+def test_head_is_read_once_for_all_requests(second: bool) -> None:
+    selector = SGLangCandidateSelector.of(as_sglang_says(**SECOND)) if second else None
+    ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=torch.randn(VOCAB, H)), VOCAB, 0, cast(Any, None))
+    with Products() as products:
+        tokens_BN = filled(torch.randn(B * N, H), torch.zeros(B, N, dtype=torch.int64), selector, ends)
+    assert tokens_BN.shape == (B, N)
+    rows = B * (N - 1)
+    projection = [("aten::mm", [(rows, H), (H, SECOND["selector_rank"])])] if second else []
+    assert products.seen == [("aten::mm", [(rows, H), (H, VOCAB)]), *projection]

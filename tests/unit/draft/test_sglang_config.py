@@ -34,11 +34,11 @@ def read(model: Path, **overrides: Any) -> PretrainedConfig:
     ],
     ids=["a", "b and c", "d", "e", "fields"],
 )
-def test_overrides_are_the_target_s(overrides: dict[str, Any], draft: Path) -> None:
+def test_overrides_are_the_target_s(overrides, draft):
     assert read(draft, **overrides).to_dict() == read(draft).to_dict()
 
 
-def test_the_draft_is_read_as_before(draft: Path) -> None:
+def test_the_draft_is_read_as_before(draft):
     """Every field of its file has the value that SGLang's own reading gives it."""
     ours, stock = read(draft).to_dict(), get_config(str(draft), trust_remote_code=False).to_dict()
     said = json.loads((draft / "config.json").read_text())
@@ -48,33 +48,31 @@ def test_the_draft_is_read_as_before(draft: Path) -> None:
     assert ours["rope_parameters"] == {name: stock["rope_parameters"][name] for name in rope}
 
 
-def test_a_scaled_rope_keeps_the_length_it_was_trained_for(checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_a_scaled_rope_keeps_the_length_it_was_trained_for(checkpoints, tmp_path):
     rope = {name: value for name, value in YARN.items() if name != "original_max_position_embeddings"}
     folder = checkpoints.write_draft(tmp_path, rope_parameters=rope)
     assert read(folder).rope_parameters == rope | {"original_max_position_embeddings": 512}
 
 
-def test_a_target_is_read_with_its_overrides(checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_a_target_is_read_with_its_overrides(checkpoints, tmp_path):
     target = checkpoints.write_config(tmp_path, checkpoints.DENSE)
     assert read(target, num_hidden_layers=7).num_hidden_layers == 7
     assert read(target).num_hidden_layers == checkpoints.DENSE["num_hidden_layers"]
 
 
-def test_sglang_s_worker_keeps_sglang_s_reading(draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_s_worker_keeps_sglang_s_reading(draft, monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     assert read(draft, block_size=4).block_size == 4
 
 
-def test_a_draft_that_is_refused_is_left_to_sglang(checkpoints: ModuleType, tmp_path: Path) -> None:
+def test_a_draft_that_is_refused_is_left_to_sglang(checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, dflash_config={"markov_rank": 4})
     assert read(folder, vocab_size=7).vocab_size == 7
 
 
 @pytest.mark.parametrize(("context_length", "positions"), [(None, 512), (256, 512), (4096, 4096)])
 @pytest.mark.parametrize("is_draft", [True, False])
-def test_a_draft_has_every_position_of_its_target(
-    context_length: int | None, positions: int, is_draft: bool, draft: Path
-) -> None:
+def test_a_draft_has_every_position_of_its_target(context_length, positions, is_draft, draft):
     config, derived = read(draft), list[int | None]()
     model_config = SimpleNamespace(hf_config=config, hf_text_config=config, is_draft_model=is_draft)
     as_long_as_the_target(lambda _, length: derived.append(length), model_config, context_length)

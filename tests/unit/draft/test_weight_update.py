@@ -1,4 +1,4 @@
-"""A checkpoint named in `/update_weights_from_disk` reaches the model it belongs to, and only that one."""
+"""A checkpoint named in `/update_weights_from_disk` reaches the model it belongs to, and each tensor its parameter."""
 
 import json
 from collections.abc import Callable
@@ -7,10 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from sglang_dflash.draft import checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.draft.weight_update import BUILT, own_checkpoint_only
+from sglang_dflash.draft.weights import checkpoint_names, fused_name, lay_side_by_side
 from sglang_dflash.tiny.pairs import HYBRID
 
 SERVED, VOCAB_SIZE = checkpoint.read(str(HYBRID.draft)), 1024
@@ -65,18 +68,14 @@ def test_another_kind_of_draft_is_refused_by_the_field(load: Callable, tmp_path:
     config["dflash_config"]["mask_token_id"] = 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
-    assert load(DRAFT, tmp_path) == (
-        False,
-        f"{tmp_path}: mask_token_id is 4, and the draft being served has 3; restart with it",
-    )
+    said = f"{tmp_path}: mask_token_id is 4, and the draft being served has 3; restart with it"
+    assert load(DRAFT, tmp_path) == (False, said)
 
 
 def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((HYBRID.draft / "config.json").read_bytes())
-    assert load(DRAFT, tmp_path) == (
-        False,
-        f"{tmp_path} has a config.json and no *.safetensors; fetch the draft's weights",
-    )
+    said = f"{tmp_path} has a config.json and no *.safetensors; fetch the draft's weights"
+    assert load(DRAFT, tmp_path) == (False, said)
 
 
 def test_all_that_is_built_from_is_compared() -> None:
@@ -85,3 +84,28 @@ def test_all_that_is_built_from_is_compared() -> None:
         "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
     }  # fmt: skip
     assert set(vars(SERVED)) - set(BUILT) == left_out
+
+
+def test_parts_of_a_fused_projection_know_their_place() -> None:
+    assert fused_name("layers.0.self_attn.k_proj.weight") == ("layers.0.self_attn.qkv_proj.weight", ("k",))
+    assert fused_name("layers.1.mlp.up_proj.weight") == ("layers.1.mlp.gate_up_proj.weight", (1,))
+    assert fused_name("fc.weight") == ("fc.weight", ())
+
+
+def test_a_model_s_parameters_name_the_tensors_it_needs() -> None:
+    parameters = ["layers.0.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight", "norm.weight"]
+    names = checkpoint_names(parameters)
+    parts = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    assert names == {"norm.weight", *(f"layers.0.{part}_proj.weight" for part in parts)}
+    assert {fused_name(name)[0] for name in names} == set(parameters)
+
+
+def test_an_update_of_a_parameter_is_an_update_of_the_stack() -> None:
+    layers = [nn.Linear(3, 2, bias=False) for _ in range(4)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    stack = lay_side_by_side([layer.weight for layer in layers])
+    assert torch.equal(stack, torch.stack(before))
+    with torch.no_grad():
+        layers[2].weight.copy_(torch.full((2, 3), 7.0))  # what a weight loader does
+    assert torch.equal(stack[2], torch.full((2, 3), 7.0))
+    assert torch.equal(stack[1], before[1])

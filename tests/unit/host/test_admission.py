@@ -76,18 +76,10 @@ def test_sglang_is_asked_first() -> None:
 
 
 NOTHING = TokenizedGenerateReqInput(
-    input_text="",
-    input_ids=[5],
-    mm_inputs=None,
-    sampling_params=SamplingParams(),
-    return_logprob=True,
-    logprob_start_len=-1,
-    top_logprobs_num=0,
-    token_ids_logprob=None,
-    stream=False,
-    input_embeds=None,
+    input_text="", input_ids=[5], mm_inputs=None, sampling_params=SamplingParams(), return_logprob=True,
+    logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False, input_embeds=None,
     token_type_ids=None,
-)
+)  # fmt: skip
 
 
 def made(*, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedGenerateReqInput:
@@ -98,14 +90,8 @@ def made(*, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedG
     "made_",
     [
         NOTHING,
-        made(
-            sampling={
-                "temperature": 1e30,
-                "top_k": 2**31 - 1,
-                "logit_bias": {"5": 1e30, "6": -1e30},
-                "repetition_penalty": 1e-30,
-            }
-        ),
+        made(sampling={"temperature": 1e30, "top_k": 2**31 - 1, "repetition_penalty": 1e-30}),
+        made(sampling={"logit_bias": {"5": 1e30, "6": -1e30}}),
         made(sampling={"stop_token_ids": {0, V - 1}}),
         made(top_logprobs_num=V, logprob_start_len=0),
         made(return_logprob=False, logprob_start_len=-7),

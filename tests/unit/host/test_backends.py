@@ -48,13 +48,13 @@ E4M3 = "fp8_e4m3"
         ("flashinfer", "sm80", "bf16", True),
     ],
 )
-def test_fits(name: str, device: str, kv_dtype: str, fits: bool) -> None:
+def test_fits(name, device, kv_dtype, fits):
     for whole_blocks in (SOME_FULL, ALL_SLIDING):
         assert (why_not(name, Needs(whole_blocks, device, kv_dtype)) == "") is fits
 
 
 @pytest.mark.parametrize(("page_size", "fits"), [(1, False), (16, True), (64, True), (128, True), (256, False)])
-def test_pages(page_size: int, fits: bool) -> None:
+def test_pages(page_size, fits):
     for name in BACKENDS:
         needs = Needs(ALL_SLIDING, BACKENDS[name].devices[-1], page_size=page_size)
         assert (why_not(name, needs) == "") is (fits or name != "trtllm_mha")
@@ -78,20 +78,18 @@ def test_pages(page_size: int, fits: bool) -> None:
         (None, None, "cpu", SOME_FULL, 1, "torch_native"),
     ],
 )
-def test_resolve(
-    asked: str | None, target: str | None, device: str, whole_blocks: bool, page_size: int, chosen: str
-) -> None:
+def test_resolve(asked, target, device, whole_blocks, page_size, chosen):
     assert resolve(asked=asked, target=target, needs=Needs(whole_blocks, device, page_size=page_size)) == chosen
 
 
-def test_an_fp8_target_on_a_b200_keeps_its_fa4_draft() -> None:
+def test_an_fp8_target_on_a_b200_keeps_its_fa4_draft():
     needs = Needs(SOME_FULL, "sm100", kv_dtype=E4M3, page_size=64)
     assert resolve(asked="fa4", target="trtllm_mha", needs=needs) == "fa4"
     assert resolve(asked=None, target="trtllm_mha", needs=needs) == "fa4"
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_resolved_fits(device: str) -> None:
+def test_what_is_resolved_fits(device):
     for whole_blocks, kv_dtype, page_size in itertools.product(
         (SOME_FULL, ALL_SLIDING), ("auto", E4M3, "fp8_e5m2"), (1, 64)
     ):
@@ -105,7 +103,7 @@ def test_what_is_resolved_fits(device: str) -> None:
                 assert why_not(chosen, needs) == ""
 
 
-def test_a_backend_that_was_asked_for_is_never_replaced() -> None:
+def test_a_backend_that_was_asked_for_is_never_replaced():
     with pytest.raises(
         NotSupported,
         match=r"^--speculative-draft-attention-backend trtllm_mha: it needs --page-size 16, 32, 64, 128, not 1; "
@@ -115,7 +113,7 @@ def test_a_backend_that_was_asked_for_is_never_replaced() -> None:
 
 
 @pytest.mark.parametrize("device", ["sm80", "cpu"])
-def test_where_nothing_reads_fp8_the_flag_that_mends_it_is_named(device: str) -> None:
+def test_where_nothing_reads_fp8_the_flag_that_mends_it_is_named(device):
     with pytest.raises(NotSupported, match=rf"on {device} with a KV cache of {E4M3}; .* auto keeps its own"):
         resolve(asked=None, target="flashinfer", needs=Needs(SOME_FULL, device, kv_dtype=E4M3))
 
@@ -124,7 +122,7 @@ def test_where_nothing_reads_fp8_the_flag_that_mends_it_is_named(device: str) ->
     ("capability", "device"),
     [((8, 0), "sm80"), ((8, 6), "sm80"), ((8, 9), "sm89"), ((9, 0), "sm90"), ((10, 3), "sm100"), ((12, 1), "sm120")],
 )
-def test_devices(capability: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices(capability, device, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert device_of("cuda") == device

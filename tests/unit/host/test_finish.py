@@ -34,13 +34,7 @@ def ended(req: Req) -> tuple[object, list[int], list[int]]:
     return reason, list(req.output_ids[: req.finished_len]), list(req.output_ids)
 
 
-def stepped(
-    req: Req,
-    tokens: list[int],
-    widths: list[int],
-    update: object,
-    count: Callable[[Req, list[int]], None] | None = None,
-) -> Req:
+def stepped(req: Req, tokens: list[int], widths: list[int], update: Callable, count: Callable | None = None) -> Req:
     for width in widths:
         step, tokens = tokens[:width], tokens[width:]
         if not step or req.finished():
@@ -56,7 +50,7 @@ def ours(req: Req, n: int) -> None:
     update_finish_state(Req.update_finish_state, req, n)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     stop=st.lists(st.sampled_from(STOPS), max_size=4),
     stop_token_ids=st.lists(st.sampled_from([17, 29, 15, 2]), max_size=2),
@@ -64,22 +58,16 @@ def ours(req: Req, n: int) -> None:
     max_new_tokens=st.integers(1, 40),
     widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
 )
-def test_ends_as_if_tokens_came_one_by_one(
-    stop: list[str], stop_token_ids: list[int], stop_regex: list[str], max_new_tokens: int, widths: list[int]
-) -> None:
-    asked = {
-        "stop": stop or None,
-        "stop_token_ids": stop_token_ids,
-        "stop_regex": stop_regex or None,
-        "max_new_tokens": max_new_tokens,
-    }
+def test_ends_as_if_tokens_came_one_by_one(stop, stop_token_ids, stop_regex, max_new_tokens, widths):
+    asked = {"stop": stop or None, "stop_token_ids": stop_token_ids, "max_new_tokens": max_new_tokens}
+    asked["stop_regex"] = stop_regex or None
     tokens = [*token_ids(TEXT), 2, *token_ids(TEXT)]
     one_by_one = stepped(request(**asked), tokens, [1] * len(tokens), Req.update_finish_state)
     in_blocks = stepped(request(**asked), tokens, widths, ours)
     assert ended(in_blocks)[:2] == ended(one_by_one)[:2]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     stop=st.lists(st.sampled_from(STOPS), max_size=2),
     max_new_tokens=st.integers(1, 40),
@@ -88,9 +76,7 @@ def test_ends_as_if_tokens_came_one_by_one(
     widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
     aborted=st.booleans(),
 )
-def test_thoughts_are_counted_as_if_tokens_came_one_by_one(
-    stop: list[str], max_new_tokens: int, n_start: int, end: list[int], widths: list[int], *, aborted: bool
-) -> None:
+def test_thoughts_are_counted_as_if_tokens_came_one_by_one(stop, max_new_tokens, n_start, end, widths, *, aborted):
     """With a start tag of 1 to 3 tokens that the answer begins with, or one in the prompt."""
     tokens = [*token_ids(TEXT), 2]
     asked = {"stop": stop or None, "max_new_tokens": max_new_tokens}
@@ -111,16 +97,7 @@ def test_thoughts_are_counted_as_if_tokens_came_one_by_one(
     assert req.reasoning_tokens <= len(req.output_ids[: req.finished_len])
 
 
-def test_sglang_s_own_count_is_above_the_tokens() -> None:
-    """If this fails, SGLang has fixed it, and `uncount_thoughts` can go."""
-    req = request(max_new_tokens=4)
-    stepped(
-        req, token_ids(TEXT), [16], Req.update_finish_state, lambda req, step: req.update_reasoning_tokens(step, [0])
-    )
-    assert (req.finished_len, req.reasoning_tokens) == (4, 16)
-
-
-def test_no_token_of_the_step_is_lost() -> None:
+def test_no_token_of_the_step_is_lost():
     tokens = token_ids(TEXT)[:12]
     req = stepped(request(stop=[".", ":"]), tokens, [12], ours)
     assert list(req.output_ids) == tokens
@@ -130,16 +107,26 @@ def test_no_token_of_the_step_is_lost() -> None:
 @pytest.mark.parametrize("asked", ["stop", "stop_regex"])
 @pytest.mark.parametrize("stops", [["\n", ":"], [":", "\n"]])
 @pytest.mark.parametrize("widths", [[16], [4, 2]], ids=str)  # the fifth token and the sixth
-def test_the_order_of_the_list_does_not_matter(asked: str, stops: list[str], widths: list[int]) -> None:
+def test_the_order_of_the_list_does_not_matter(asked, stops, widths):
     req = stepped(request(**{asked: stops}), token_ids(TEXT), widths, ours)
     assert ended(req)[0] == {"type": "stop", "matched": ":"}
     assert req.finished_len == 5
 
 
-def test_sglang_s_own_test_would_take_the_later_stop() -> None:
-    """If this fails, SGLang has fixed it, and `requests.py` can go."""
-    req = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
-    assert ended(req)[0] == {"type": "stop", "matched": "\n"}
+def test_what_sglang_alone_gets_wrong():
+    """If a part fails, SGLang has fixed it, and what `requests.py` does about it can go."""
+
+    def count(req: Req, step: list[int]) -> None:
+        req.update_reasoning_tokens(step, [0])
+
+    later = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
+    assert ended(later)[0] == {"type": "stop", "matched": "\n"}
+    counted = stepped(request(max_new_tokens=4), token_ids(TEXT), [16], Req.update_finish_state, count)
+    assert (counted.finished_len, counted.reasoning_tokens) == (4, 16), "more thoughts than tokens"
+    aborted = request(max_new_tokens=4)
+    aborted.to_finish = FINISH_ABORT()
+    stepped(aborted, token_ids(TEXT), [16], Req.update_finish_state)
+    assert len(aborted.output_ids[: aborted.finished_len]) == 16, "the whole step is kept"
 
 
 class Complete(BaseGrammarObject):
@@ -154,7 +141,7 @@ class Complete(BaseGrammarObject):
     [("zzz", {"type": "stop", "matched": 17}, 15), (":", {"type": "stop", "matched": ":"}, 5)],
     ids=["by the grammar", "by a stop string"],
 )
-def test_a_grammar_ends_the_answer_where_the_step_ends(stop: str, reason: dict[str, object], length: int) -> None:
+def test_a_grammar_ends_the_answer_where_the_step_ends(stop, reason, length):
     req, grammar = request(stop=[stop]), Complete()
     req.grammar = grammar
     stepped(req, token_ids(TEXT)[:15], [15], ours)
@@ -163,7 +150,7 @@ def test_a_grammar_ends_the_answer_where_the_step_ends(stop: str, reason: dict[s
     assert req.grammar is grammar, "SGLang tells it that the request has ended"
 
 
-def test_an_answer_goes_on_where_tokens_one_by_one_would() -> None:
+def test_an_answer_goes_on_where_tokens_one_by_one_would():
     """A stop string of two tokens, spelled letter by letter: of three tokens' text it is never a part."""
     letters = [token for letter in "The capital" for token in token_ids(letter)]
     req = stepped(request(stop=["The capital"]), letters, [len(letters)], Req.update_finish_state)
@@ -172,16 +159,14 @@ def test_an_answer_goes_on_where_tokens_one_by_one_would() -> None:
     assert (req.finished_reason, req.finished_len, list(req.output_ids)) == (None, None, letters)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     stop=st.lists(st.sampled_from(STOPS), max_size=3),
     max_new_tokens=st.integers(1, 40),
     widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
     aborted_at=st.integers(0, 10),
 )
-def test_an_aborted_answer_is_no_longer_than_the_whole_one(
-    stop: list[str], max_new_tokens: int, widths: list[int], aborted_at: int
-) -> None:
+def test_an_aborted_answer_is_no_longer_than_the_whole_one(stop, max_new_tokens, widths, aborted_at):
     asked = {"stop": stop or None, "max_new_tokens": max_new_tokens}
     tokens = [*token_ids(TEXT), 2, *token_ids(TEXT)]
     whole = ended(stepped(request(**asked), tokens, [1] * len(tokens), Req.update_finish_state))
@@ -197,15 +182,7 @@ def test_an_aborted_answer_is_no_longer_than_the_whole_one(
     assert len(answer) > before
 
 
-def test_sglang_s_own_abort_would_keep_the_whole_step() -> None:
-    """If this fails, SGLang has fixed it."""
-    req = request(max_new_tokens=4)
-    req.to_finish = FINISH_ABORT()
-    stepped(req, token_ids(TEXT), [16], Req.update_finish_state)
-    assert len(req.output_ids[: req.finished_len]) == 16
-
-
-def test_a_session_goes_on_from_where_the_answer_ended() -> None:
+def test_a_session_goes_on_from_where_the_answer_ended():
     def next_prompt(session: Session) -> list[int]:
         asked = SimpleNamespace(session_params=SessionParams(id="s", rid="r"), input_ids=array("q", [9]))
         (last,) = (node.req for node in session.req_nodes.values())
@@ -220,7 +197,7 @@ def test_a_session_goes_on_from_where_the_answer_ended() -> None:
     assert create_req(next_prompt, session) == [5, *tokens[:end], 9]
 
 
-def test_a_session_s_running_requests_keep_their_tokens() -> None:
+def test_a_session_s_running_requests_keep_their_tokens():
     tokens, session = token_ids(TEXT), Session(1000, "s")
     req = stepped(request(), tokens, [16], ours)
     session.req_nodes["r"] = SessionReqNode(req)

@@ -1,4 +1,4 @@
-"""The memory of rings: what SGLang is told, and what its own functions make of it."""
+"""The memory of rings and of texts: what SGLang counts, and what its own functions make of it."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,14 +11,15 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker, HiCacheDraft
 from sglang.srt.speculative.dflash_utils import scale_kv_cell_size_per_token_for_dflash
 
 from sglang_dflash.errors import NotSupported
-from sglang_dflash.memory import draft_kv
+from sglang_dflash.flags import Copy
+from sglang_dflash.memory import draft_kv, texts
 from sglang_dflash.memory.draft_kv import Rings, copy_along, target_alone
 from sglang_dflash.worker import DFlashWorker
 
 WINDOW, BLOCK = 64, 16
 
 
-def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes: int | None) -> int:
+def room(monkeypatch: pytest.MonkeyPatch, *, page: int = 1, hybrid: bool = False, slot_bytes: int | None = 100) -> int:
     """What is left for the target's KV of a million bytes; 8 requests asked for, and states for 15."""
     schedule = SimpleNamespace(page_size=page, max_running_requests=8, max_mamba_cache_size=15)
     monkeypatch.setattr(draft_kv, "get_schedule", lambda: schedule)
@@ -31,38 +32,36 @@ def room(monkeypatch: pytest.MonkeyPatch, *, page: int, hybrid: bool, slot_bytes
 
 
 @pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])
-def test_rings_are_taken_off_the_targets_memory(monkeypatch: pytest.MonkeyPatch, page: int, ring: int) -> None:
-    assert room(monkeypatch, page=page, hybrid=False, slot_bytes=100) == 10**6 - 9 * ring * 100
+def test_rings_are_taken_off_the_targets_memory(monkeypatch, page, ring):
+    assert room(monkeypatch, page=page) == 10**6 - 9 * ring * 100
     # A hybrid's states allow fewer requests: 15 at 5 each.
-    assert room(monkeypatch, page=page, hybrid=True, slot_bytes=100) == 10**6 - 4 * ring * 100
+    assert room(monkeypatch, page=page, hybrid=True) == 10**6 - 4 * ring * 100
 
 
-def test_without_the_size_of_a_slot_the_launch_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_size_of_a_slot_the_launch_stops(monkeypatch):
     with pytest.raises(NotSupported, match="drop --speculative-draft-window-size"):
-        room(monkeypatch, page=1, hybrid=False, slot_bytes=None)
+        room(monkeypatch, slot_bytes=None)
 
 
-def test_pool_and_table_have_a_ring_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_and_table_have_a_ring_for_each_row(monkeypatch):
     execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
     monkeypatch.setattr(draft_kv, "get_exec", lambda: execution)
     monkeypatch.setattr(draft_kv, "get_schedule", lambda: SimpleNamespace(page_size=1))
     target = MemoryPoolConfig(max_total_num_tokens=100_000, max_running_requests=8, mem_fraction_static=0.8)
     pool, table = Rings(WINDOW, BLOCK).pools(target, None, "cpu")
-    assert pool is not None
-    assert table is not None
     assert (pool.max_total_num_tokens, pool.max_running_requests) == (9 * 80, 8)
     assert table.req_to_token.shape == (9, 80)
     assert target.max_total_num_tokens == 100_000
 
 
-def test_a_token_takes_bytes_of_the_target_alone() -> None:
+def test_a_token_takes_bytes_of_the_target_alone():
     sizes = {"target_cell_size_per_token": 4096, "target_num_layers": 16, "draft_num_layers": 5}
     assert scale_kv_cell_size_per_token_for_dflash(**sizes) > 4096
     assert target_alone(scale_kv_cell_size_per_token_for_dflash, **sizes) == 4096
 
 
 @pytest.mark.parametrize("row", [96, 4096 + 32])
-def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row: int) -> None:
+def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row):
     """Shorter ones would lose a block past the context to the next request's row; a ring needs no more than its own."""
     runner = SimpleNamespace(
         model_config=SimpleNamespace(context_len=4096),
@@ -87,19 +86,17 @@ def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row: int) -> None:
 
 
 @pytest.mark.parametrize(("window", "mode"), [(None, HiCacheDraftMode.SIDECAR), (64, HiCacheDraftMode.NONE)])
-def test_a_hierarchical_cache_copies_slots_that_are_the_targets_and_no_rings(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, mode: HiCacheDraftMode
-) -> None:
+def test_a_hierarchical_cache_copies_slots_that_are_the_targets_and_no_rings(monkeypatch, window, mode):
     """It would read a ring's pool by the target's slot ids, of which there are more than slots."""
     plan = HiCacheDraftPlan(HiCacheDraftMode.SIDECAR, ("the draft's pool",))
     monkeypatch.setattr(BaseSpecWorker, "_build_hicache_draft_plan", lambda self: plan)
     worker = DFlashWorker.__new__(DFlashWorker)
-    worker.config = SimpleNamespace(draft_window=window)  # type: ignore[assignment]
+    worker.config = SimpleNamespace(draft_window=window)
     worker.init_hicache_draft_plan()
     assert worker.hicache_draft_plan.mode is mode
 
 
-def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets() -> None:
+def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets():
     """In the slots of the request, which are others when it comes back."""
 
     class Pool:
@@ -119,3 +116,38 @@ def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets() -> None:
     target.load_cpu_copy(copy, torch.tensor([5, 3]), mamba_indices=None)
     assert target.kv.tolist() == [0, 0, 0, 2, 0, 1, 0, 0]
     assert draft.kv.tolist() == [0, 0, 0, 12, 0, 11, 0, 0]
+
+
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("copy", "disaggregation", "kept"),
+    [
+        (Copy.OFF, "null", False),
+        (Copy.AUTO, "null", True),
+        (Copy.ON, "null", True),
+        (Copy.AUTO, "prefill", False),
+        (Copy.AUTO, "decode", False),
+    ],
+)
+def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -> None:
+    assert (not texts.why_no_copies(copy, disaggregation)) is kept
+
+
+@pytest.mark.parametrize("copy", [Copy.ON, Copy.RANDOM])
+@pytest.mark.parametrize(
+    ("disaggregation", "reason"),
+    [("prefill", "it reads prompts and decodes nothing"), ("decode", "another server reads the prompts, .*")],
+)
+def test_a_server_that_cannot_copy_is_refused_where_it_is_told_to(copy: Copy, disaggregation: str, reason: str) -> None:
+    with pytest.raises(NotSupported, match=rf"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off"):
+        texts.why_no_copies(copy, disaggregation)
+
+
+def test_what_is_left_beside_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = SimpleNamespace(max_running_requests=48)
+    monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
+    configurator = SimpleNamespace(model_config=SimpleNamespace(context_len=262144))
+    left = texts.beside_texts(lambda configurator, before: 10**9, configurator, 1.0)
+    assert left == 10**9 - 49 * 262144 * 4

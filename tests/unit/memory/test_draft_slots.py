@@ -40,22 +40,16 @@ class World:
             for row in waiting:
                 request = self.live[row]
                 longest = self.random.choice([self.page * 8, LONGEST])
-                chunks.append(
-                    SimpleNamespace(row=row, start=request.read, new=min(longest, request.end - request.read))
-                )
-                request.read += chunks[-1].new
-            self.read_prompts(chunks)
+                chunks.append((row, request.read, min(longest, request.end - request.read)))
+                request.read += chunks[-1][-1]
+            self.read_prompts(*chunks)
 
-    def read_prompts(self, chunks: list[SimpleNamespace]) -> None:
-        kept = self.ring.of_prompt(
-            SimpleNamespace(
-                reqs=[SimpleNamespace(kv=SimpleNamespace(req_pool_idx=chunk.row)) for chunk in chunks],
-                prefix_lens=[chunk.start for chunk in chunks],
-                extend_lens=[chunk.new for chunk in chunks],
-            ),
-            CPU,
-        )
-        packed = [(self.live[chunk.row].name, chunk.start + i) for chunk in chunks for i in range(chunk.new)]
+    def read_prompts(self, *chunks: tuple[int, int, int]) -> None:
+        """A batch of rows, where their parts start, and how long these are."""
+        rows, starts, lengths = zip(*chunks, strict=True)
+        reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)) for row in rows]
+        kept = self.ring.of_prompt(SimpleNamespace(reqs=reqs, prefix_lens=starts, extend_lens=lengths), CPU)
+        packed = [(self.live[row].name, start + i) for row, start, n in chunks for i in range(n)]
         if kept.rows_T is not None:
             packed = [packed[row] for row in kept.rows_T.tolist()]
         assert [position for _, position in packed] == kept.positions_T.tolist()
@@ -104,9 +98,7 @@ class World:
 
 @pytest.mark.parametrize(("window", "block", "page"), [(8, 4, 1), (20, 8, 1), (64, 16, 1), (24, 8, 16), (64, 16, 16)])
 @pytest.mark.parametrize("kind", [RingSlots, ExactRingSlots])
-def test_a_block_sees_its_own_window_and_nothing_else(
-    window: int, block: int, page: int, kind: type[RingSlots]
-) -> None:
+def test_a_block_sees_its_own_window_and_nothing_else(window, block, page, kind):
     for seed in range(4):
         world = World(window, block, page, seed, kind)
         for _ in range(80):
@@ -122,19 +114,19 @@ def test_a_block_sees_its_own_window_and_nothing_else(
 
 
 @pytest.mark.parametrize(("needs", "kind"), [(True, ExactRingSlots), (False, RingSlots)])
-def test_rings_are_those_the_backend_can_plan_with(needs: bool, kind: type[RingSlots]) -> None:
+def test_rings_are_those_the_backend_can_plan_with(needs, kind):
     assert rings_for(SimpleNamespace(attn_backend=SimpleNamespace(needs_cpu_seq_lens=needs))) is kind
 
 
-def test_a_prompt_part_that_ends_elsewhere_starts_anew() -> None:
+def test_a_prompt_part_that_ends_elsewhere_starts_anew():
     """A session's next turn keeps its row; what lies between its last prompt and now was not read as a prompt."""
     world = World(window=8, block=4, page=1, seed=0)
     world.live[1] = SimpleNamespace(name=1, first=0, read=6, end=6)
-    world.read_prompts([SimpleNamespace(row=1, start=0, new=6)])
+    world.read_prompts((1, 0, 6))
     assert world.ring.first_R[1] == 0
-    world.read_prompts([SimpleNamespace(row=1, start=6, new=2)])
+    world.read_prompts((1, 6, 2))
     assert world.ring.first_R[1] == 0
-    world.read_prompts([SimpleNamespace(row=1, start=11, new=2)])
+    world.read_prompts((1, 11, 2))
     assert world.ring.first_R[1] == 11
 
 
@@ -142,5 +134,5 @@ def test_a_prompt_part_that_ends_elsewhere_starts_anew() -> None:
     ("longest", "input_len", "left"),
     [(999, 1000, 1000 - READ_AGAIN), (100, 1000, 100), (READ_AGAIN - 1, READ_AGAIN, 0), (9, 10, 0)],
 )
-def test_the_end_of_a_prompt_is_read_again(longest: int, input_len: int, left: int) -> None:
+def test_the_end_of_a_prompt_is_read_again(longest, input_len, left):
     assert leave_the_end(longest, None, input_len) == left

@@ -70,20 +70,16 @@ def meter(scraped: Scraped) -> Meter:
 
 
 def request(row: int = 1, committed: int = 50, *, finished: bool = False, is_retracted: bool = False) -> Any:
-    return SimpleNamespace(
-        kv=SimpleNamespace(req_pool_idx=row, kv_committed_len=committed),
-        finished=lambda: finished,
-        is_retracted=is_retracted,
-    )
+    kv = SimpleNamespace(req_pool_idx=row, kv_committed_len=committed)
+    return SimpleNamespace(kv=kv, finished=lambda: finished, is_retracted=is_retracted)
 
 
 def add(meter: Meter, width: int, *outcomes: tuple[Any, int]) -> None:
     """A step that accepted so many drafts of each request."""
     tokens_B = [[5] * (n + 1) for _, n in outcomes]
-    batch = SimpleNamespace(reqs=[req for req, _ in outcomes])
-    result = SimpleNamespace(
-        num_correct_drafts_per_req_cpu=[n for _, n in outcomes], speculative_num_draft_tokens=width
-    )
+    reqs, accepted = zip(*outcomes, strict=True)
+    batch = SimpleNamespace(reqs=reqs)
+    result = SimpleNamespace(num_correct_drafts_per_req_cpu=accepted, speculative_num_draft_tokens=width)
     assert meter.add(tokens_B, None, result, batch) is tokens_B
 
 
@@ -184,7 +180,7 @@ def test_a_scheduler_s_pools_are_found(scraped: Scraped) -> None:
     worker = SimpleNamespace(
         device="cpu",
         config=SimpleNamespace(widest=BLOCK, draft_kv=Rings(64, BLOCK)),
-        stages=Stages(*[stage] * len(Stages._fields)),  # type: ignore[arg-type]
+        stages=Stages(*[stage] * len(Stages._fields)),
     )
     scheduler = SimpleNamespace(
         draft_worker=worker,
@@ -227,11 +223,6 @@ def test_kinds_of_metric_that_sglang_was_given_are_used() -> None:
 
         return make
 
-    Exports(
-        SimpleNamespace(
-            labels=LABELS, _counter_cls=kind(Kind.COUNTER), _gauge_cls=kind(Kind.GAUGE),
-            _histogram_cls=kind(Kind.HISTOGRAM),
-        ),
-        widest=BLOCK, widths=[BLOCK],
-    )  # fmt: skip
+    kinds = {f"_{one.lower()}_cls": kind(one) for one in Kind}
+    Exports(SimpleNamespace(labels=LABELS, **kinds), widest=BLOCK, widths=[BLOCK])
     assert made == [(metric.kind, f"{PREFIX}{metric.name}") for metric in METRICS]

@@ -49,7 +49,6 @@ def test_where_nothing_is_copied_nothing_is_said_of_it(tmp_path: Path) -> None:
     assert traced(stages, None) == (stages, None)
     same, add = traced(stages, tmp_path / "new")
     assert same == stages
-    assert add is not None
     add(["a"], 8, [7], 1.5)
     assert lines(tmp_path / "new") == [{"s": 1.5, "width": 8, "accepted": {"a": 7}}]
 

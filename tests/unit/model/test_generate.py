@@ -45,12 +45,8 @@ def llama() -> LlamaForCausalLM:
 
 
 def hybrid() -> Qwen3_5ForCausalLM:
-    sizes = {
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 1,
-        "linear_num_value_heads": 2,
-    }
+    n_heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16} | n_heads
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
     return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **sizes, rope_parameters=rope))
 
@@ -62,6 +58,13 @@ TARGETS = [qwen3, qwen3_sliding, llama, hybrid]
 def target(request):
     torch.manual_seed(1)
     return request.param().eval().requires_grad_(False)
+
+
+def plain_target(n: int = 20) -> tuple[Qwen3ForCausalLM, torch.Tensor, list[int]]:
+    """A target, a prompt, and the `n` tokens that it says."""
+    torch.manual_seed(1)
+    target, input_ids = qwen3().eval().requires_grad_(False), prompt()
+    return target, input_ids, target.generate(input_ids, max_new_tokens=n, do_sample=False)[0, 7:].tolist()
 
 
 def make_draft(target) -> DraftModel:
@@ -135,19 +138,14 @@ def test_features_are_the_outputs_of_the_named_layers(target):
 def test_stop_token_and_length_end_the_output(target):
     draft, input_ids = make_draft(target), prompt()
     said = target.generate(input_ids, max_new_tokens=12, do_sample=False)[0, 7:].tolist()
-    stop = said[5]
-    assert (
-        draft.spec_generate(input_ids, target, 12, stop_token_ids=[stop])[0, 7:].tolist()
-        == said[: said.index(stop) + 1]
-    )
+    stopped = draft.spec_generate(input_ids, target, 12, stop_token_ids=[said[5]])[0, 7:].tolist()
+    assert stopped == said[: said.index(said[5]) + 1]
     for n in (1, 2, 7):
         assert draft.spec_generate(input_ids, target, n)[0, 7:].tolist() == said[:n]
 
 
 def test_the_first_of_a_step_s_stop_tokens_ends_the_output(monkeypatch):
-    torch.manual_seed(1)
-    target, input_ids = qwen3().eval(), prompt()
-    said = target.generate(input_ids, max_new_tokens=20, do_sample=False)[0, 7:].tolist()
+    target, input_ids, said = plain_target()
     first, later = said[2], next(token for token in said[3:6] if token != said[2])
     assert not {first, later} & set(said[:2])
     Oracle(monkeypatch, said, n_right=[5])
@@ -173,20 +171,14 @@ def test_copies_say_what_the_target_says_and_go_on_behind_the_block(target, widt
 
 
 def test_a_block_that_runs_past_the_end_is_cut_and_still_counted(monkeypatch):
-    torch.manual_seed(1)
-    target, input_ids = qwen3().eval(), prompt()
-    said = target.generate(input_ids, max_new_tokens=20, do_sample=False)[0, 7:].tolist()
+    target, input_ids, said = plain_target()
     Oracle(monkeypatch, said, n_right=[5])
-    assert steps_of(make_draft(target), target, input_ids, max_new_tokens=4) == [
-        DecodedStep(said[:1], 0),
-        DecodedStep(said[1:4], 5),
-    ]
+    steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=4)
+    assert steps == [DecodedStep(said[:1], 0), DecodedStep(said[1:4], 5)]
 
 
 def test_width_verifies_a_prefix_of_the_whole_block(monkeypatch):
-    torch.manual_seed(1)
-    target, input_ids = qwen3().eval(), prompt()
-    said = target.generate(input_ids, max_new_tokens=30, do_sample=False)[0, 7:].tolist()
+    target, input_ids, said = plain_target(30)
     Oracle(monkeypatch, said, n_right=[5])
     steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=10, width=3)
     assert [len(step.committed) for step in steps] == [1, 3, 3, 3]
@@ -194,15 +186,12 @@ def test_width_verifies_a_prefix_of_the_whole_block(monkeypatch):
 
 def test_width_one_is_plain_decoding(target):
     steps = steps_of(make_draft(target), target, prompt(), max_new_tokens=9, width=1)
-    assert [len(step.committed) for step in steps] == [1] * 9
-    assert [t for s in steps for t in s.committed] == target.generate(prompt(), max_new_tokens=9, do_sample=False)[
-        0, 7:
-    ].tolist()
+    said = target.generate(prompt(), max_new_tokens=9, do_sample=False)[0, 7:].tolist()
+    assert [step.committed for step in steps] == [[token] for token in said]
 
 
 def test_draft_window_hides_what_lies_further_back():
-    torch.manual_seed(1)
-    target = qwen3().eval().requires_grad_(False)
+    target, *_ = plain_target()
     draft, anchor = make_draft(target), torch.tensor([5])
     features = torch.randn(1, 30, draft.config.feature_size)
     changed = features.clone()
@@ -216,19 +205,18 @@ def test_draft_window_hides_what_lies_further_back():
 
 def test_sampled_output_has_the_distribution_of_the_target(monkeypatch):
     """Pairs of tokens after a prompt follow p(x1) p(x2 | x1), whatever is drafted; within five standard errors."""
-    torch.manual_seed(1)
-    target, input_ids, temperature = qwen3().eval().requires_grad_(False), prompt(), 1.0
+    target, input_ids, _ = plain_target()
     with torch.no_grad():
-        p1_V = torch.softmax(target(input_ids).logits[0, -1] / temperature, -1)
+        p1_V = torch.softmax(target(input_ids).logits[0, -1], -1)
         after_V1 = torch.cat([input_ids.expand(VOCAB, -1), torch.arange(VOCAB)[:, None]], dim=1)
-        p2_VV = torch.softmax(target(after_V1).logits[:, -1] / temperature, -1)
+        p2_VV = torch.softmax(target(after_V1).logits[:, -1], -1)
     favourite = p2_VV.argmax(-1)
     monkeypatch.setattr(
         "sglang_dflash.model.generate.draft_block",
         lambda draft, target, anchor, context, sizes: torch.cat([anchor, favourite[anchor]]),
     )
     generator, n = torch.Generator().manual_seed(4), 500
-    options = {"max_new_tokens": 2, "temperature": temperature, "block_size": 2, "generator": generator}
+    options = {"max_new_tokens": 2, "temperature": 1.0, "block_size": 2, "generator": generator}
     draft, pairs, accepted = make_draft(target), Counter(), 0
     for _ in range(n):
         first, second = steps_of(draft, target, input_ids, **options)

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_dflash.capacity import geometry
-from sglang_dflash.prove import inside, outside, served
+from sglang_dflash.prove import draft_graph, inside, outside, served
+from sglang_dflash.prove.draft_graph import Shapes, forward, judge, make
 from sglang_dflash.prove.machine import Gpu, Place
 from sglang_dflash.prove.plugin import Finding
 from sglang_dflash.prove.served import Reference, Watched
 from sglang_dflash.servers.server import Generation
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Arm
+from tests.unit.draft.test_second import Products
 
 H200 = Gpu("NVIDIA H200", "sm90", 141 << 30)
 
@@ -38,24 +41,16 @@ def record(slot: tuple[int, int] = (0, 0), captured: tuple[int, ...] = (1, 2), *
     return Watched([], {}, {"probe": {"captured": list(captured), "steps": steps, "padding_slot": slots}}, {})
 
 
-def test_unchanged_drafts_hold() -> None:
-    text = "no draft changed in 8 steps of 1 to 2 requests, widths 16"
-    found = finding(inside.check_drafts, record())
-    assert (found.text, found.holds) == (text, True)
+def test_unchanged_drafts_hold_and_changed_ones_are_named_by_size():
+    good, bad = finding(inside.check_drafts, record()), finding(inside.check_drafts, record(changed=7))
+    assert (good.text, good.holds) == ("no draft changed in 8 steps of 1 to 2 requests, widths 16", True)
+    assert not bad.holds
+    assert "1 of 2 sizes" in bad.text
+    assert bad.text.endswith("most with 2 requests at width 16: 7 in 4 steps")
+    assert not finding(inside.check_drafts, record(captured=())).holds, "without a graph"
 
 
-def test_changed_drafts_are_named_by_size() -> None:
-    found = finding(inside.check_drafts, record(changed=7))
-    assert not found.holds
-    assert "1 of 2 sizes" in found.text
-    assert found.text.endswith("most with 2 requests at width 16: 7 in 4 steps")
-
-
-def test_drafts_without_a_graph_do_not_hold() -> None:
-    assert not finding(inside.check_drafts, record(captured=())).holds
-
-
-def test_finite_padding_holds() -> None:
+def test_finite_padding_holds():
     found = finding(inside.check_padding, record())
     assert found.holds
     assert found.text.startswith("16 padded rows: 0 values")
@@ -94,33 +89,33 @@ def parity(where: Place, nats: float, ours: list[list[int]], stock: list[list[in
     return outside.judge_parity(served.near_tie(where, "fa3"), PROMPTS, said, reference(nats))
 
 
-def test_equal_answers_hold() -> None:
-    found = parity(place(), 0.0, SAID)
-    assert found.holds
-    assert found.text.endswith("off 2 of 2, stock 2 of 2, plugin 2 of 2")
-
-
-def test_on_a_gpu_near_ties_hold_and_others_do_not() -> None:
-    near, far = parity(place(H200), 0.2, SWAPPED), parity(place(H200), 0.4, SWAPPED)
-    assert near.holds
-    assert near.text.endswith("plugin 1 of 2")
-    assert not far.holds
-    assert "plugin with 1 at once: prompt 0, token 2: expected 7, found 4 (0.400 nats" in far.text
-
-
-def test_in_fp32_on_a_cpu_nothing_is_excused() -> None:
-    assert not parity(place(), 1e-3, SWAPPED).holds
+@pytest.mark.parametrize(
+    ("where", "nats", "ours", "stock", "holds", "said"),
+    [
+        (place(), 0.0, SAID, SAID, True, "off 2 of 2, stock 2 of 2, plugin 2 of 2"),
+        (place(H200), 0.2, SWAPPED, SAID, True, "plugin 1 of 2"),
+        (
+            place(H200),
+            0.4,
+            SWAPPED,
+            SAID,
+            False,
+            "plugin with 1 at once: prompt 0, token 2: expected 7, found 4 (0.4",
+        ),
+        (place(), 1e-3, SWAPPED, SAID, False, ""),
+        (place(H200), 4.0, SAID, SWAPPED, True, "stock 1 of 2 (1 beyond a tie)"),
+    ],
+    ids=["equal", "a near tie", "beyond a tie", "fp32 on a CPU excuses nothing", "SGLang's worker is only counted"],
+)
+def test_parity(where, nats, ours, stock, holds, said):
+    found = parity(where, nats, ours, stock)
+    assert found.holds is holds
+    assert said in found.text
 
 
 def test_tie_is_closer_in_fp32() -> None:
     ties = [served.near_tie(where, name) for where in (place(), place(H200)) for name in ("triton", "fa3")]
     assert ties == [0.0, 0.0, 0.05, 0.3]
-
-
-def test_answers_of_sglangs_worker_are_only_counted() -> None:
-    found = parity(place(H200), 4.0, SAID, stock=SWAPPED)
-    assert found.holds
-    assert "stock 1 of 2 (1 beyond a tie)" in found.text
 
 
 def test_answer_that_ends_early_is_no_near_tie() -> None:
@@ -164,19 +159,12 @@ def watched_bytes(kv_itemsize: int) -> Watched:
     """A server of the hybrid pair: 100 tokens in pages of one, 4 states, 2 requests and a row of padding."""
     target, draft = geometry.read_target(str(tiny.HYBRID.target)), geometry.read_draft(str(tiny.HYBRID.draft))
     wide = [replace(one.attention, itemsize=kv_itemsize).bytes_per_token(1) for one in (target, draft)]
-    assert target.recurrent is not None
     recurrent = replace(target.recurrent, conv_itemsize=4)
     pools = {
-        "target_tokens": 100,
-        "target_kv": 101 * wide[0],
-        "draft_kv": 101 * wide[1],
-        "page_size": 1,
-        "requests": 2,
-        "states": 4,
-        "state_bytes": 4 * recurrent.state_bytes,
-        "block_rows": 3,
-        "block_bytes": 3 * recurrent.record_bytes(16),
-    }
+        "target_tokens": 100, "target_kv": 101 * wide[0], "draft_kv": 101 * wide[1], "page_size": 1, "requests": 2,
+        "states": 4, "state_bytes": 4 * recurrent.state_bytes,
+        "block_rows": 3, "block_bytes": 3 * recurrent.record_bytes(16),
+    }  # fmt: skip
     dflash = {"block_size": 16, "widest": 16, "copies": [], "probe": {"bytes": pools}}
     info = {"tp_size": 1, "mem_fraction_static": 0.8, "page_size": 1, "speculative_draft_window_size": None}
     return Watched(PROMPTS, {}, dflash, info)
@@ -193,3 +181,31 @@ def test_pools_are_compared_with_their_formulas() -> None:
 def test_tokens_of_a_card_are_counted_for_an_own_pair() -> None:
     own = place(H200, is_own=True)
     assert inside.counted_tokens(H200, own, watched_bytes(2)) > 1_000_000
+
+
+# -- the draft forward that is timed ---------------------------------------------------------------------------------
+
+SMALL = Shapes(n_layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=12, n_vocab=20, block=4)
+
+
+def test_forward_multiplies_by_each_weight_once() -> None:
+    weights = make(SMALL, "cpu", torch.float32)
+    with Products() as products:
+        tokens_BN = forward(weights, 3, SMALL.block)()
+    assert tokens_BN.shape == (3, SMALL.block)
+    assert [name for name, _ in products.seen] == ["aten::mm"] * (4 * SMALL.n_layers + 1)
+    assert products.seen[-1][1] == [(3 * (SMALL.block - 1), SMALL.hidden), (SMALL.hidden, SMALL.n_vocab)]
+
+
+def test_default_shapes_have_the_bytes_of_the_27b_draft() -> None:
+    """3.2 GB of layers in bf16, and a head of 2.5 GB."""
+    *layers, head = [2 * n * m for n, m in Shapes().weights]
+    assert sum(layers) == pytest.approx(3.2e9, rel=0.01)
+    assert head == pytest.approx(2.5e9, rel=0.02)
+
+
+def test_head_read_once_per_request_fails() -> None:
+    good, bad = judge({1: 1.4, 8: 1.5, 32: 4.5}), judge({1: 1.4, 8: 5.7, 32: 22.0})
+    assert (good.text, good.holds) == ("1.40 / 1.50 / 4.50 ms for 1, 8, 32 requests", True)
+    assert not bad.holds
+    assert draft_graph.BATCHES == (1, 8, 32)

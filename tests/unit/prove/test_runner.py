@@ -98,7 +98,7 @@ def ended(folder: Path) -> subprocess.CompletedProcess[str]:
     return prove(folder, "--short")
 
 
-def test_each_check_has_its_result(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+def test_each_check_has_its_result(folder, ended):
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert {name: (row["status"], row["text"]) for name, row in results(folder).items()} == {
         "holds": ("passed", "1 |\n1"),
@@ -114,7 +114,7 @@ def test_each_check_has_its_result(folder: Path, ended: subprocess.CompletedProc
     assert "Fatal Python error: Aborted" in (folder / "prove-logs" / "checks.log").read_text()
 
 
-def test_document_has_levels_numbers_and_expectations(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+def test_document_has_levels_numbers_and_expectations(folder, ended):
     document = json.loads((folder / "prove.json").read_text())
     assert (document["level"], document["ok"]) == ("R: sm90 rehearsed on a CPU", False)
     first, second, *_ = document["results"]
@@ -122,7 +122,7 @@ def test_document_has_levels_numbers_and_expectations(folder: Path, ended: subpr
     assert (first["numbers"], second["numbers"]) == ({"n": {"1": "sm90"}}, {"n": 2})
 
 
-def test_table_names_level_and_verdict(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+def test_table_names_level_and_verdict(folder, ended):
     document = json.loads((folder / "prove.json").read_text())
     table = markdown(document)
     assert table in ended.stdout
@@ -136,13 +136,13 @@ def test_table_names_level_and_verdict(folder: Path, ended: subprocess.Completed
     assert "| yes | G (NVIDIA H200) |" in markdown(document | {"gpu": H200._asdict()})
 
 
-def test_process_left_by_a_hang_is_ended(folder: Path, ended: subprocess.CompletedProcess[str]) -> None:
+def test_process_left_by_a_hang_is_ended(folder, ended):
     log = (folder / "prove-logs" / "checks.log").read_text()
     pid = int(log.partition("left behind: ")[2].split()[0])
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_options_of_pytest_are_pytests(folder: Path) -> None:
+def test_options_of_pytest_are_pytests(folder):
     ended = prove(folder, "-x", "-k", "hold and not interpreter or last")
     assert ended.returncode == 1
     found = {name: row["status"] for name, row in results(folder).items()}
@@ -152,7 +152,7 @@ def test_options_of_pytest_are_pytests(folder: Path) -> None:
     assert "passed" in ended.stdout
 
 
-def test_without_time_nothing_runs(folder: Path) -> None:
+def test_without_time_nothing_runs(folder):
     assert prove(folder, "--only", "last", "--minutes", "0.1").returncode == 0
     assert results(folder)["last"]["text"].startswith("no time left of --minutes (")
 
@@ -165,30 +165,26 @@ def test_without_time_nothing_runs(folder: Path) -> None:
         (["--model-path", "M"], "needs both --model-path and --draft-path"),
     ],
 )
-def test_wrong_words_are_refused(folder: Path, words: list[str], said: str) -> None:
+def test_wrong_words_are_refused(folder, words, said):
     ended = prove(folder, *words)
     assert ended.returncode == 2
     assert said in ended.stderr
 
 
-def test_without_pytest_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_pytest_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(program, "find_spec", lambda name: None if name == "xdist" else name)
     assert program.main(["--list"]) == 2
     assert capsys.readouterr().err == "prove: xdist is missing; pip install 'sglang-dflash[prove]'\n"
 
 
-def test_without_a_gpu_or_an_emulated_one_nothing_is_tried(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_or_an_emulated_one_nothing_is_tried(monkeypatch, capsys):
     monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
     monkeypatch.setattr(machine, "find_gpu", lambda: None)
     assert program.main(["--list"]) == 2
     assert "SGLANG_DFLASH_REHEARSE=sm90 rehearses one" in capsys.readouterr().err
 
 
-def test_own_pair_is_served_alone_with_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_pair_is_served_alone_with_its_flags(monkeypatch):
     monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
     monkeypatch.setattr(machine, "find_gpu", lambda: H200)
     options = program.parse(["--model-path", "M", "--draft-path", "D", "--flags", "--tp-size", "2"])
@@ -204,7 +200,7 @@ def listed(folder: Path, *words: str) -> list[str]:
     return [line[:28].strip() for line in ended.stdout.splitlines()]
 
 
-def test_list_has_the_most_important_checks_first(tmp_path: Path) -> None:
+def test_list_has_the_most_important_checks_first(tmp_path):
     whole, short = listed(tmp_path), listed(tmp_path, "--short")
     assert list(tmp_path.iterdir()) == []
     assert whole[: len(short)] == short

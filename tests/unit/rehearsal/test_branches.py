@@ -48,7 +48,7 @@ def forked(
     return forward
 
 
-def test_a_branch_that_is_joined_is_replayed() -> None:
+def test_a_branch_that_is_joined_is_replayed():
     x, y = torch.arange(4.0), torch.ones(4)
     captured, out = capture(forked(lambda: x * 2, lambda made: made + y))
     x.fill_(3)
@@ -56,7 +56,7 @@ def test_a_branch_that_is_joined_is_replayed() -> None:
     assert out.tolist() == [7.0] * 4
 
 
-def test_a_branch_that_waits_for_nothing_is_not_captured() -> None:
+def test_a_branch_that_waits_for_nothing_is_not_captured():
     x = torch.zeros(4)
     forward = forked(lambda: x + 1, lambda made: made, fork=False)
     with pytest.raises(CaptureError, match=r"which has not waited for the stream that is captured: .*test_branches"):
@@ -64,7 +64,7 @@ def test_a_branch_that_waits_for_nothing_is_not_captured() -> None:
     capture(lambda: x + 1)  # and the next one is as if nothing had been
 
 
-def test_a_stream_takes_part_from_its_first_wait() -> None:
+def test_a_stream_takes_part_from_its_first_wait():
     other = Stream()
 
     def forward() -> list[bool]:
@@ -76,7 +76,7 @@ def test_a_stream_takes_part_from_its_first_wait() -> None:
     assert not graph.takes_part(other)
 
 
-def test_a_wait_in_an_earlier_capture_is_none_in_this_one() -> None:
+def test_a_wait_in_an_earlier_capture_is_none_in_this_one():
     x, other = torch.zeros(4), Stream()
 
     def forward(*, fork: bool) -> None:
@@ -91,19 +91,19 @@ def test_a_wait_in_an_earlier_capture_is_none_in_this_one() -> None:
         capture(lambda: forward(fork=False))
 
 
-def test_a_result_that_is_not_waited_for_is_not_read() -> None:
+def test_a_result_that_is_not_waited_for_is_not_read():
     x = torch.zeros(4)
     with pytest.raises(UnorderedAccess, match=r"aten::mul .*reads what may not be written yet: aten::add"):
         capture(forked(lambda: x + 1, lambda made: made * 2, join=False))
 
 
-def test_a_branch_that_is_not_joined_does_not_end() -> None:
+def test_a_branch_that_is_not_joined_does_not_end():
     x = torch.zeros(4)
     with pytest.raises(CaptureError, match=r"before it has waited for stream \d+ .*aten::add"):
         capture(forked(lambda: x + 1, lambda made: None, join=False))
 
 
-def test_branches_that_write_what_the_other_reads_are_refused() -> None:
+def test_branches_that_write_what_the_other_reads_are_refused():
     x = torch.zeros(4)
 
     @launch
@@ -117,7 +117,7 @@ def test_branches_that_write_what_the_other_reads_are_refused() -> None:
     capture(forked(lambda: x * 2, lambda made: x.add_(1)))  # written after both
 
 
-def test_a_launch_s_own_memory_is_no_hazard() -> None:
+def test_a_launch_s_own_memory_is_no_hazard():
     x = torch.zeros(4)
 
     @launch
@@ -130,7 +130,7 @@ def test_a_launch_s_own_memory_is_no_hazard() -> None:
     assert out.tolist() == [5.0] * 4
 
 
-def test_a_free_block_goes_to_its_own_stream_alone() -> None:
+def test_a_free_block_goes_to_its_own_stream_alone():
     x, other = torch.zeros(200), Stream()
 
     def forward() -> tuple[int, int, int]:
@@ -153,7 +153,7 @@ def test_a_free_block_goes_to_its_own_stream_alone() -> None:
     assert on_other == block != on_first
 
 
-def test_a_block_still_read_on_another_stream_is_not_given_away() -> None:
+def test_a_block_still_read_on_another_stream_is_not_given_away():
     x, other = torch.zeros(200), Stream()
 
     def forward(*, recorded: bool) -> None:
@@ -178,7 +178,7 @@ def test_a_block_still_read_on_another_stream_is_not_given_away() -> None:
 @pytest.mark.parametrize(
     "wait", [lambda: current_stream().synchronize(), lambda: Event().query()], ids=["stream", "event"]
 )
-def test_the_host_does_not_wait_inside_of_a_capture(wait: Callable[[], object]) -> None:
+def test_the_host_does_not_wait_inside_of_a_capture(wait):
     with pytest.raises(CaptureError, match="waiting for"):
         capture(wait)
     wait()
@@ -238,9 +238,7 @@ def qk_norm(layer: Layer) -> torch.Tensor:
 
 @pytest.mark.usefixtures("qwen_captured")
 @pytest.mark.parametrize("forward", [gdn_projections, qk_norm])
-def test_qwen3_5_s_branches_are_ordered(
-    forward: Callable[[Layer], torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_qwen3_5_s_branches_are_ordered(forward, monkeypatch):
     used = []
 
     def watching(pool: Any) -> BranchedTape:
@@ -262,7 +260,7 @@ def test_qwen3_5_s_branches_are_ordered(
         capture(lambda: forward(layer))
 
 
-def test_qk_norm_rope_gate_is_the_layer_s_parts_one_by_one() -> None:
+def test_qk_norm_rope_gate_is_the_layer_s_parts_one_by_one():
     """Gemma's norm, the first half of each head rotated with its lane's axis, the rest and the gates as they are."""
     generator = torch.Generator().manual_seed(0)
     T, n_q, n_k, E, R = 3, 2, 1, 8, 4
@@ -275,7 +273,6 @@ def test_qk_norm_rope_gate_is_the_layer_s_parts_one_by_one() -> None:
         q_out, k_out, gate = qwen.qk_norm_rope_gate(
             q_gate, k, *weights, table, where, 1e-6, n_q, n_k, E, R, mrope_axis_map=lanes
         )
-        assert gate is not None
         for t in range(T):
             for h in range(n_q + n_k):
                 x = q_gate[t].view(n_q, 2, E)[h, 0] if h < n_q else k[t]

@@ -1,7 +1,5 @@
 """FlashInfer's own wrappers over the definitions of its modules, against PyTorch's attention; plans that go red."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -33,15 +31,16 @@ def paged(**buffers: Any) -> Any:
     return BatchPrefillWithPagedKVCacheWrapper(workspace(), "NHD", backend="fa2", **buffers)
 
 
+def buffers(end: str) -> dict[str, torch.Tensor]:
+    """A graph's, of `BATCH` requests; decode and prefill spell them with an `end` of their own."""
+    made = {"paged_kv_indptr": torch.zeros(BATCH + 1), "paged_kv_indices": torch.zeros(1000)}
+    made |= {"paged_kv_last_page_len": torch.ones(BATCH)}
+    return {f"{name}_{end}": tensor.int() for name, tensor in made.items()}
+
+
 def captured() -> Any:
     """A wrapper as SGLang makes one for a graph of `BATCH` requests."""
-    return paged(
-        use_cuda_graph=True,
-        qo_indptr_buf=torch.zeros(BATCH + 1, dtype=torch.int32),
-        paged_kv_indptr_buf=torch.zeros(BATCH + 1, dtype=torch.int32),
-        paged_kv_indices_buf=torch.zeros(1000, dtype=torch.int32),
-        paged_kv_last_page_len_buf=torch.ones(BATCH, dtype=torch.int32),
-    )
+    return paged(use_cuda_graph=True, qo_indptr_buf=torch.zeros(BATCH + 1, dtype=torch.int32), **buffers("buf"))
 
 
 def where(scene: Scene) -> tuple[torch.Tensor, ...]:
@@ -97,16 +96,8 @@ def test_decoding(tensor_cores: bool) -> None:
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan
 
     scene = Scene([1] * BATCH, [7, 1, 30])
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(
-        workspace(),
-        "NHD",
-        backend="fa2",
-        use_cuda_graph=True,
-        use_tensor_cores=tensor_cores,
-        paged_kv_indptr_buffer=torch.zeros(BATCH + 1, dtype=torch.int32),
-        paged_kv_indices_buffer=torch.zeros(1000, dtype=torch.int32),
-        paged_kv_last_page_len_buffer=torch.ones(BATCH, dtype=torch.int32),
-    )
+    options = {"backend": "fa2", "use_cuda_graph": True, "use_tensor_cores": tensor_cores}
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(), "NHD", **options, **buffers("buffer"))
     types = {"data_type": torch.float32, "q_data_type": torch.float32}
     arguments = (*where(scene)[1:], A, G, E, 1)
     wrapper.begin_forward(*arguments, **types)
@@ -123,64 +114,44 @@ def replan(wrapper: Any, scene: Scene, planned: list[int]) -> None:
     """SGLang's plan of a replay: without a look at the device, by the lengths that the host says."""
     from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
-    lengths = torch.tensor(planned, dtype=torch.int32)
     wrapper.begin_forward = partial(fast_prefill_plan, wrapper)
-    plan(
-        wrapper,
-        scene,
-        qo_indptr_host=scene.first_query,
-        kv_indptr_host=starts(planned),
-        kv_lens_host=lengths,
-        max_q_len=BLOCK,
-        max_kv_len=max(planned),
-    )
+    said = {"kv_indptr_host": starts(planned), "kv_lens_host": torch.tensor(planned, dtype=torch.int32)}
+    most = {"max_q_len": BLOCK, "max_kv_len": max(planned)}
+    plan(wrapper, scene, qo_indptr_host=scene.first_query, **said, **most)
 
 
-def capture() -> tuple[Any, Scene, graph.Graph, torch.Tensor]:
+def replayed(lengths: list[int], planned: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Capture one scene and replay another in its memory, planned by `planned`; what comes out, and what should."""
     wrapper, scene = captured(), Scene([BLOCK] * BATCH, [12, 40, 9])
     plan(wrapper, scene)
     run(wrapper, scene, causal=False)
     taken = graph.Graph()
     with torch.inference_mode(), graph.graph(taken):
         out = run(wrapper, scene, causal=False)
-    return wrapper, scene, taken, out
-
-
-def move(scene: Scene, into: Scene) -> None:
-    """Another scene in the memory that was captured."""
+    later = Scene([BLOCK] * BATCH, lengths, seed=1)
     for name in ("q", "k_cache", "v_cache"):
-        target, source = vars(into)[name], vars(scene)[name]
+        target, source = vars(scene)[name], vars(later)[name]
         target[: len(source)].copy_(source[: len(target)])
-        vars(scene)[name] = target
-
-
-def test_a_replay_runs_the_plan_of_its_own_step() -> None:
-    wrapper, scene, taken, out = capture()
-    later = Scene([BLOCK] * BATCH, [14, 36, 10], seed=1)
-    move(later, scene)
-    replan(wrapper, later, later.n_keys)
+        vars(later)[name] = target
+    replan(wrapper, later, planned)
     taken.replay()
-    torch.testing.assert_close(out, later.expected(causal=False))
+    return out, later.expected(causal=False)
+
+
+def test_a_replay_runs_the_plan_of_its_own_step():
+    torch.testing.assert_close(*replayed([14, 36, 10], [14, 36, 10]))
 
 
 @pytest.mark.parametrize("planned", [[15, 36, 10], [14, 35, 10], [14, 36, 200]])
-def test_the_host_plans_what_the_device_has(planned: list[int]) -> None:
-    wrapper, scene, taken, _ = capture()
-    later = Scene([BLOCK] * BATCH, [14, 36, 10], seed=1)
-    move(later, scene)
-    replan(wrapper, later, planned)
+def test_the_host_plans_what_the_device_has(planned):
     with pytest.raises(AssertionError, match="split by one length and merge by the other"):
-        taken.replay()
+        replayed([14, 36, 10], planned)
 
 
-def test_a_padding_row_may_be_planned_short() -> None:
+def test_a_padding_row_may_be_planned_short():
     """SGLang's fill value is 1, and the block is on the device alone."""
-    wrapper, scene, taken, out = capture()
-    later = Scene([BLOCK] * BATCH, [14, 36, 1 + BLOCK], seed=1)
-    move(later, scene)
-    replan(wrapper, later, [14, 36, 1])
-    taken.replay()
-    torch.testing.assert_close(out[: 2 * BLOCK], later.expected(causal=False)[: 2 * BLOCK])
+    out, expected = replayed([14, 36, 1 + BLOCK], [14, 36, 1])
+    torch.testing.assert_close(out[: 2 * BLOCK], expected[: 2 * BLOCK])
 
 
 def test_pages_are_in_the_cache() -> None:

@@ -1,4 +1,4 @@
-"""Launches of a step outside graphs: how they are counted, and a step that is over its budget."""
+"""Launches of a step outside graphs and elements that ranks exchange: how they are counted, and a step over budget."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.rehearsal import graph, launches, watch
+from sglang_dflash.rehearsal.exchange import SAID, steps_in
 from sglang_dflash.rehearsal.launches import OverBudget, allowed, counted, held, require
 from sglang_dflash.rehearsal.watch import Watch
 from sglang_dflash.stages import budget
@@ -52,27 +53,14 @@ def test_step_within_budget_passes_and_one_more_is_an_error() -> None:
     require(step, allowed(ring=True, planned=["draft"]))
 
 
-def sampling(**fields: Any) -> SimpleNamespace:
-    plain = {
-        "is_all_greedy": True,
-        "logit_bias": None,
-        "has_custom_logit_processor": False,
-        "sampling_mask_batch_indices": None,
-        "penalizer_orchestrator": None,
-    }
-    return SimpleNamespace(**(plain | fields))
-
-
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_only_plain_greedy_steps_are_held(greedy: bool) -> None:
     """Whatever no stage has launched is the step's own, and has a budget too."""
     choose = counted("choose", lambda: torch.ones(4).sum())
-    batch: Any = SimpleNamespace(
-        sampling_info=sampling(is_all_greedy=greedy),
-        return_logprob=False,
-        return_hidden_states=False,
-        has_grammar=False,
-    )
+    nothing = dict.fromkeys(("logit_bias", "sampling_mask_batch_indices", "penalizer_orchestrator"))
+    sampling = SimpleNamespace(is_all_greedy=greedy, has_custom_logit_processor=False, **nothing)
+    asked = dict.fromkeys(("return_logprob", "return_hidden_states", "has_grammar"), False)
+    batch = SimpleNamespace(sampling_info=sampling, **asked)
 
     def decode(batch: Any) -> SimpleNamespace:
         choose()
@@ -87,3 +75,8 @@ def test_only_plain_greedy_steps_are_held(greedy: bool) -> None:
         else:
             held(worker, decode)(batch)
     assert launches._step["choose"] == 2
+
+
+def test_two_ranks_lines_that_run_together_are_two_steps() -> None:
+    log = f'ready\n{SAID}{{"rows": 16, "broadcast_": 16}}{SAID}{{"rows": 4}}\n\nINFO: {SAID}{{"rows": 1}}\nend'
+    assert steps_in(log) == [{"rows": 16, "broadcast_": 16}, {"rows": 4}, {"rows": 1}]

@@ -14,6 +14,10 @@ from sglang_dflash.rehearsal.watch import Watch
 Order = Callable[[Stream, Stream], None]
 
 
+def no_order(first: Stream, then: Stream) -> None:
+    """Nothing orders them."""
+
+
 @pytest.fixture
 def watched() -> Iterator[Watch]:
     with torch.inference_mode(), Watch(graph.pool()) as entered:
@@ -54,7 +58,7 @@ ORDERS = [
     pytest.param(by_third, id="third"),
 ]
 NO_ORDERS = [
-    pytest.param(lambda first, then: None, id="nothing"),
+    pytest.param(no_order, id="nothing"),
     pytest.param(lambda first, then: first.wait_stream(then), id="wrong-way"),
     pytest.param(lambda first, then: then.wait_event(Event()), id="event-not-recorded"),
     pytest.param(lambda first, then: then.synchronize(), id="host-waits-for-another"),
@@ -103,7 +107,7 @@ def test_what_is_not_ordered_is_an_error(watched: Watch, first: Callable, then: 
 
 
 def test_two_readers_need_no_order(watched: Watch) -> None:
-    one_then_other(lambda x: x * 2, lambda x: x + 1, lambda first, then: None)
+    one_then_other(lambda x: x * 2, lambda x: x + 1, no_order)
 
 
 def test_an_event_orders_what_came_before_it(watched: Watch) -> None:
@@ -136,7 +140,7 @@ def whose(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tolist", "numpy", "to", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
     watch.install()
-    torch.Tensor.cpu = watch.to_host  # type: ignore[method-assign, assignment]
+    torch.Tensor.cpu = watch.to_host
 
 
 @pytest.mark.parametrize(
@@ -168,7 +172,7 @@ def test_the_host_reads_a_copy_when_it_has_come(watched: Watch, whose: None, rea
 def test_the_host_reads_device_memory_on_the_current_stream(watched: Watch, whose: None) -> None:
     one_then_other(lambda x: x.fill_(1), lambda x: x.tolist(), lambda first, then: then.wait_stream(first))
     with pytest.raises(UnorderedAccess, match=r"Tensor\.tolist on stream"):
-        one_then_other(lambda x: x.fill_(1), lambda x: x.tolist(), lambda first, then: None)
+        one_then_other(lambda x: x.fill_(1), lambda x: x.tolist(), no_order)
 
 
 def test_a_copy_that_blocks_has_come(watched: Watch, whose: None) -> None:
@@ -356,4 +360,4 @@ def test_streams_nest_and_contexts_are_entered_again() -> None:
 
 
 def test_nothing_is_watched_outside() -> None:
-    one_then_other(lambda x: x.add_(1), lambda x: x * 2, lambda first, then: None)
+    one_then_other(lambda x: x.add_(1), lambda x: x * 2, no_order)

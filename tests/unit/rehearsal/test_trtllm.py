@@ -1,7 +1,5 @@
 """FlashInfer's TensorRT-LLM entry points, as SGLang calls them, over the definitions of their kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -82,9 +80,8 @@ def test_rows_of_one_token_see_a_whole_block(gpu: str) -> None:
     on(gpu)
     scene = Scene([4, 4], [40, 21], 16)
     rows = torch.arange(2).repeat_interleave(4)
-    out = decode(
-        scene, block_tables=scene.table[rows], seq_lens=scene.lengths[rows], q_len_per_req=1, mask=None
-    )  # fmt: skip
+    of_slots = {"block_tables": scene.table[rows], "seq_lens": scene.lengths[rows]}
+    out = decode(scene, **of_slots, q_len_per_req=1, mask=None)
     torch.testing.assert_close(out, scene.expected(causal=False))
 
 
@@ -114,9 +111,8 @@ def context(scene: Scene, **changes: Any) -> torch.Tensor:
 @pytest.mark.parametrize(("causal", "left"), [(True, -1), (True, 6), (False, -1)])
 def test_prompts_by_trtllm_gen(causal: bool, left: int) -> None:
     scene = Scene([4, 1, 20], [40, 9, 20], 16)
-    torch.testing.assert_close(
-        context(scene, causal=causal, window_left=left), scene.expected(causal=causal, left=left)
-    )
+    out = context(scene, causal=causal, window_left=left)
+    torch.testing.assert_close(out, scene.expected(causal=causal, left=left))
 
 
 def fmha_v2(scene: Scene, halves: bool, layout: str = "NHD", **changes: Any) -> torch.Tensor:
@@ -130,7 +126,7 @@ def fmha_v2(scene: Scene, halves: bool, layout: str = "NHD", **changes: Any) -> 
     table, kv = scene.table, both
     if halves:
         table, kv = torch.stack([table, table + len(scene.k_cache)], dim=1), tuple(both)
-    arguments = prompt(scene, block_tables=table, **changes)
+    arguments = prompt(scene, **({"block_tables": table} | changes))
     return trtllm_fmha_v2_prefill((scene.q, kv), input_layout=f"Q_PAGED_KV_{layout}", **arguments)
 
 
@@ -212,17 +208,7 @@ def test_a_prompts_metadata_is_checked(kernel: Any, changes: Any, complaint: str
         kernel(scene, **changes(scene))
 
 
-def test_values_lie_where_the_table_says() -> None:
+def test_values_lie_where_the_table_says():
     scene = Scene([4], [40], 16)
-    wrong = torch.stack([scene.table, scene.table + 1], dim=1)
     with pytest.raises(AssertionError, match="not where the table says"):
-        fmha_v2_with(scene, wrong)
-
-
-def fmha_v2_with(scene: Scene, table: torch.Tensor) -> torch.Tensor:
-    from flashinfer.prefill import trtllm_fmha_v2_prefill
-
-    on("sm90")
-    both = tuple(torch.stack([scene.k_cache, scene.v_cache]))
-    arguments = prompt(scene, block_tables=table)
-    return trtllm_fmha_v2_prefill((scene.q, both), input_layout="Q_PAGED_KV_NHD", **arguments)
+        fmha_v2(scene, True, block_tables=torch.stack([scene.table, scene.table + 1], dim=1))

@@ -39,7 +39,7 @@ def fake(tmp_path: Path) -> Iterator[MakeServer]:
         server.stop()
 
 
-def test_a_server_that_dies_is_reported_with_the_end_of_its_log(fake: MakeServer) -> None:
+def test_a_server_that_dies_is_reported_with_the_end_of_its_log(fake):
     with (
         pytest.raises(ServerError, match=r"status 1 before it was ready(.|\n)*the checkpoint is not there"),
         fake("--die"),
@@ -47,7 +47,7 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(fake: MakeServer
         pytest.fail("it cannot be ready")
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+def test_a_server_that_never_answers_is_given_up(tmp_path):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     server = Server(command, port=free_port(31900), log=tmp_path / "log", env={}, name="mute")
     server.start()
@@ -59,8 +59,9 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
     assert not server.running
 
 
-def test_a_taken_port_is_refused_by_its_number(fake: MakeServer) -> None:
+def test_a_taken_port_is_refused_by_its_number(fake):
     server = fake()
+    server.stop()  # of what never started: nothing
     with socket.socket() as other:
         other.bind((HOST, server.port))
         other.listen()
@@ -70,13 +71,12 @@ def test_a_taken_port_is_refused_by_its_number(fake: MakeServer) -> None:
     assert not server.log.exists()
 
 
-def test_two_processes_never_choose_the_same_port() -> None:
+def test_two_processes_never_choose_the_same_port():
     """Even before either has started a server there; a process that is gone holds none."""
     choose = "from sglang_dflash.servers.ports import free_port; print(free_port(31950), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", choose], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
-        assert other.stdout is not None
         theirs = int(other.stdout.readline())
         assert theirs >= 31950
         ours = free_port(theirs)
@@ -87,9 +87,7 @@ def test_two_processes_never_choose_the_same_port() -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--deaf",)], ids=["polite", "ignores SIGTERM"])
-def test_stop_ends_the_whole_group_and_frees_the_port(
-    fake: MakeServer, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
-) -> None:
+def test_stop_ends_the_whole_group_and_frees_the_port(fake, monkeypatch, flags):
     monkeypatch.setattr(server_module, "GRACE_S", 1.0)
     with fake(*flags) as server:
         group = server.processes()
@@ -99,7 +97,7 @@ def test_stop_ends_the_whole_group_and_frees_the_port(
     assert port_is_free(server.port)
 
 
-def test_a_paused_server_uses_no_cpu_and_can_be_stopped(fake: MakeServer) -> None:
+def test_a_paused_server_uses_no_cpu_and_can_be_stopped(fake):
     with fake() as server:
         server.pause()
         deadline = time.monotonic() + 10
@@ -111,22 +109,18 @@ def test_a_paused_server_uses_no_cpu_and_can_be_stopped(fake: MakeServer) -> Non
     assert not server.running
 
 
-def test_stopping_what_never_started_does_nothing(fake: MakeServer) -> None:
-    fake().stop()
-
-
-def test_a_refused_request_says_what_the_server_said(fake: MakeServer) -> None:
+def test_a_refused_request_says_what_the_server_said(fake):
     with fake() as server, pytest.raises(ServerError, match=r"/generate answered 400: .*empty prompt"):
         server.generate([])
 
 
-def test_answers_come_in_the_order_of_the_prompts(fake: MakeServer) -> None:
+def test_answers_come_in_the_order_of_the_prompts(fake):
     with fake() as server:
         answers = server.generate_many([[i] for i in range(20)], concurrency=8)
     assert [answer.token_ids[0] for answer in answers] == list(range(20))
 
 
-def test_waiting_for_several_prints_plain_lines_when_there_is_no_terminal(fake: MakeServer) -> None:
+def test_waiting_for_several_prints_plain_lines_when_there_is_no_terminal(fake):
     out = StringIO()
     servers = [fake()]
     servers[0].start()
@@ -135,15 +129,17 @@ def test_waiting_for_several_prints_plain_lines_when_there_is_no_terminal(fake: 
     assert "\x1b" not in out.getvalue()
 
 
-def test_stages_follow_the_log() -> None:
-    log, seen = "", []
-    for line in (
-        "warnings.warn(", "server_args={...}", "Init parallel begin.", "Load weight begin.", "Load weight begin.",
-        "KV Cache is allocated.", "Application startup complete.", "The server is fired up and ready to roll!",
-    ):  # fmt: skip
+def test_stages_follow_the_log():
+    log = ""
+    for line, stage in (
+        ("warnings.warn(", "importing SGLang"),
+        ("server_args={...}", "starting scheduler and detokenizer"),
+        ("Init parallel begin.", "setting up the device"),
+        ("Load weight begin.", "loading the target"),
+        ("Load weight begin.", "loading the draft"),
+        ("KV Cache is allocated.", "allocating KV and recurrent state"),
+        ("Application startup complete.", "warming up"),
+        ("The server is fired up and ready to roll!", "ready"),
+    ):
         log += line + "\n"
-        seen.append(stage_of(log))
-    assert seen == [
-        "importing SGLang", "starting scheduler and detokenizer", "setting up the device", "loading the target",
-        "loading the draft", "allocating KV and recurrent state", "warming up", "ready",
-    ]  # fmt: skip
+        assert stage_of(log) == stage

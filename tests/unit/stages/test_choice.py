@@ -102,22 +102,19 @@ def batch_of(info: SamplingBatchInfo, *reqs: Any, return_logprob: bool = False) 
     return SimpleNamespace(reqs=list(reqs), sampling_info=info, device="cpu", **asked)
 
 
-def chosen(
-    choice: Choice,
-    batch: Any,
-    logits_BNV: torch.Tensor,
-    prefix_lens: list[int],
-    tokens_BN: torch.Tensor | None = None,
-    *,
-    grammar_tree: Any = None,
-) -> torch.Tensor:
-    """target_BN of a step; edits the logits in place."""
+def request(prompt: list[int], **sampling: Any) -> Req:
+    return Req("r", "", array("q", prompt), SamplingParams(**sampling), vocab_size=V)
+
+
+def chosen(choice: Choice, batch: Any, logits_BNV, prefix_lens, tokens_BN=None, *, grammar_tree=None) -> torch.Tensor:
+    """target_BN of a step; edits the logits in place, and `batch.output` is what the rest of the step is given."""
     tokens_BN = torch.zeros(logits_BNV.shape[:2], dtype=torch.int64) if tokens_BN is None else tokens_BN
     prefix_len_B = torch.tensor(prefix_lens)
-    nothing: Any = None
+    nothing = None
     block = Block(tokens_BN, prefix_len_B[:, None] + torch.arange(tokens_BN.shape[1]), nothing, nothing, 0, nothing)
     plan = Plan(nothing, block, prefix_len_B, nothing, nothing)
-    run: Any = SimpleNamespace(logits_output=LogitsProcessorOutput(next_token_logits=logits_BNV.flatten(0, 1)))
+    batch.output = LogitsProcessorOutput(next_token_logits=logits_BNV.flatten(0, 1))
+    run = SimpleNamespace(logits_output=batch.output)
     batch.has_grammar = grammar_tree is not None
     return choice.choose(batch, plan, tokens_BN, Target(run, nothing, grammar_tree), None)
 
@@ -131,7 +128,7 @@ PARAMETERS = {
 
 
 @given(st.lists(st.fixed_dictionaries({}, optional=PARAMETERS), min_size=1, max_size=4), st.integers(0, 10**6))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_slot_draws_as_its_request_would_alone_at_that_position(rows, torch_seed):
     """With seeds a draw is a function of seed and position, so a mix can be compared with each request by itself."""
     torch.manual_seed(torch_seed)
@@ -175,71 +172,58 @@ def test_min_p_holds_for_every_slot_of_its_request():
     assert not (drawn_TN[:, 2] == drawn_TN[0, 2]).all()
 
 
-def test_a_sampled_batch_is_not_a_greedy_one_repeated():
-    """The tests above could pass with one draw per request."""
-    drawn_1N = chosen(make_choice(), batch_of(info_of([{"temperature": 5.0}])), torch.zeros(1, 16, V), [0])
-    assert len(set(drawn_1N[0].tolist())) > 1
-
-
 # -- custom processors ------------------------------------------------------------------------------------------------
-
-
-class Request:
-    def __init__(self, prompt: list[int], output: list[int]) -> None:
-        self.origin_input_ids, self.output_ids = array("q", prompt), array("q", output)
-        self.rid = "r"
 
 
 def entries(*pairs: tuple[CustomLogitProcessor, list[int]]) -> dict[int, ProcessorEntry]:
     return {i: ProcessorEntry(processor, rows, torch.tensor(rows)) for i, (processor, rows) in enumerate(pairs)}
 
 
+def with_processor(processor: CustomLogitProcessor, row: dict[str, Any], params: Any = None, **fields) -> Any:
+    """One request's."""
+    of_it = {"custom_params": [params], "custom_logit_processor": entries((processor, [0]))}
+    return info_of([row], has_custom_logit_processor=True, **of_it, **fields)
+
+
+GREEDY, SAMPLED = {"top_k": 1}, {"temperature": 5.0}
+BOTH = pytest.mark.parametrize("row", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 NGRAM = {"ngram_size": 2, "window_size": 100}
-
-
 PROMPTS = [[1, 2, 3], [4], [5, 5], [6, 9]]
 TEXTS = [[7, 8, 7], [1], [2, 2], [9, 6, 9, 8]]  # what each has output
 
 
-def processed(reqs: list[Request], late: list[list[int]], tokens_BN: torch.Tensor) -> torch.Tensor:
-    """The logits after one step whose host has not seen the `late` tokens of each request yet.
-
-    The last request has joined since the step before: SGLang puts it into the list of that step's batch.
-    """
-    params = [NGRAM | {"__req__": reqs[0]}, {"token_ids": [5, 6]}, None, NGRAM | {"__req__": reqs[3]}]
-    info = info_of(
-        [{}] * 4,
-        has_custom_logit_processor=True,
-        custom_params=params,
-        custom_logit_processor=entries(
-            (DeepseekOCRNoRepeatNGramLogitProcessor(), [0, 3]), (DisallowedTokensLogitsProcessor(), [1])
-        ),
-    )
-    batch = batch_of(info, *reqs[:3])
-    processors = Processors()
-    longest = max(map(len, late))
-    committed_BN = torch.tensor([[*new, *[0] * longest][: max(longest, 1)] for new in late])
-    processors.remember(batch, committed_BN, torch.tensor([len(new) for new in late]))
-    batch.reqs.extend(reqs[3:])
-    lens = [len(req.origin_input_ids) + len(req.output_ids) for req in reqs]
-    plan = SimpleNamespace(width=N, prefix_len_B=torch.tensor(lens) - 1 + torch.tensor([*map(len, late), 0]))
-    logits_TV = torch.zeros(4 * N, V)
-    processors.apply(batch, plan, tokens_BN, logits_TV)
-    return logits_TV.view(4, N, V)
-
-
 @pytest.mark.parametrize("late", [[[]] * 3, [[7, 8], [1], [1, 2, 3]]], ids=["seen", "late"])
-def test_a_processor_reads_the_text_at_its_slot(late: list[list[int]]):
-    """No bigram twice: what is banned at a slot follows from its request's text up to it."""
+def test_a_processor_reads_the_text_at_its_slot(late):
+    """No bigram twice: what is banned at a slot follows from its request's text up to it.
+
+    The host has not seen the `late` tokens yet. The last request has joined since the step before: SGLang puts it into
+    the list of that step's batch.
+    """
     torch.manual_seed(0)
-    reqs = [Request(prompt, text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
-    tokens_BN = torch.randint(0, 4, (4, N)) + 6
-    logits_BNV = processed(reqs, late, tokens_BN)
-    for b in (0, 3):
-        for slot in range(N):
-            text = [*PROMPTS[b], *TEXTS[b], *[*late, []][b], *tokens_BN[b, 1 : slot + 1].tolist()]
-            banned = {after for before, after in pairwise(text) if before == text[-1]}
-            assert set(logits_BNV[b, slot].isinf().nonzero().flatten().tolist()) == banned
+    reqs = [request(prompt) for prompt in PROMPTS]
+    for req, text in zip(reqs, TEXTS, strict=True):
+        req.output_ids.extend(text)
+    ngrams, others = DeepseekOCRNoRepeatNGramLogitProcessor(), DisallowedTokensLogitsProcessor()
+    batch = batch_of(
+        info_of(
+            [{}] * 4,
+            has_custom_logit_processor=True,
+            custom_params=[NGRAM | {"__req__": reqs[0]}, {"token_ids": [5, 6]}, None, NGRAM | {"__req__": reqs[3]}],
+            custom_logit_processor=entries((ngrams, [0, 3]), (others, [1])),
+        ),
+        *reqs[:3],
+    )
+    processors, n_late_B = Processors(), torch.tensor([*map(len, late)])
+    processors.remember(batch, torch.tensor([[*new, 0, 0, 0][:3] for new in late]), n_late_B)
+    batch.reqs.append(reqs[3])
+    lens = torch.tensor([len(prompt) + len(text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
+    plan = SimpleNamespace(width=N, prefix_len_B=lens - 1 + torch.cat([n_late_B, torch.tensor([0])]))
+    tokens_BN, logits_BNV = torch.randint(0, 4, (4, N)) + 6, torch.zeros(4, N, V)
+    processors.apply(batch, plan, tokens_BN, logits_BNV.view(4 * N, V))
+    for b, slot in product((0, 3), range(N)):
+        text = [*PROMPTS[b], *TEXTS[b], *[*late, []][b], *tokens_BN[b, 1 : slot + 1].tolist()]
+        banned = {after for before, after in pairwise(text) if before == text[-1]}
+        assert set(logits_BNV[b, slot].isinf().nonzero().flatten().tolist()) == banned
     assert set(logits_BNV[1].isinf().nonzero()[:, 1].tolist()) == {5, 6}
     assert not logits_BNV[2].any()
     assert [req.output_ids.tolist() for req in reqs] == TEXTS
@@ -247,28 +231,14 @@ def test_a_processor_reads_the_text_at_its_slot(late: list[list[int]]):
 
 def test_the_text_is_not_fetched_unless_it_is_read(monkeypatch):
     monkeypatch.setattr(Processors, "_texts", lambda *args: pytest.fail("the host waited"))
-    info = info_of(
-        [{}],
-        has_custom_logit_processor=True,
-        custom_params=[{"token_ids": [5], "__req__": Request([1], [2])}],
-        custom_logit_processor=entries((DisallowedTokensLogitsProcessor(), [0])),
-    )
-    batch = SimpleNamespace(reqs=[Request([1], [2])], sampling_info=info)
+    info = with_processor(DisallowedTokensLogitsProcessor(), {}, {"token_ids": [5], "__req__": request([1])})
+    batch = SimpleNamespace(reqs=[request([1])], sampling_info=info)
     logits_TV = torch.zeros(N, V)
     Processors().apply(batch, SimpleNamespace(width=N), torch.zeros(1, N), logits_TV)
     assert logits_TV[:, 5].isinf().all()
 
 
 # -- a step ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_greedy_batch_takes_the_argmax_alone():
-    """No sampler, no row of parameters repeated."""
-    choice = make_choice()
-    choice.sampler = lambda *args, **kwargs: pytest.fail("sampled")
-    logits_BNV = torch.randn(2, N, V)
-    want_BN = logits_BNV.argmax(-1)
-    assert torch.equal(chosen(choice, batch_of(info_of([{"top_k": 1}] * 2)), logits_BNV, [5, 9]), want_BN)
 
 
 class Kinds(Whole):
@@ -286,51 +256,34 @@ class Kinds(Whole):
         return super().whole(logits_TV)
 
 
-GREEDY = {"top_k": 1}
+NEEDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"rows": [GREEDY, {"seed": 1}]},
+    "bias": {"logit_bias": torch.zeros(2, V)},
+    "processor": {"has_custom_logit_processor": True, "custom_logit_processor": {}, "custom_params": [None] * 2},
+    "penalty": {"sampling": {"presence_penalty": 0.5}},
+    "logprobs": {"return_logprob": True},
+    "grammar": {"grammar_tree": "drafts"},
+}
 
 
-@pytest.mark.parametrize(
-    ("rows", "fields", "sampling", "return_logprob", "grammar_tree"),
-    [
-        ([GREEDY] * 2, {}, {}, False, None),
-        ([GREEDY, {"seed": 1}], {}, {}, False, None),
-        ([GREEDY] * 2, {"logit_bias": torch.zeros(2, V)}, {}, False, None),
-        (
-            [GREEDY] * 2,
-            {"has_custom_logit_processor": True, "custom_logit_processor": {}, "custom_params": [None] * 2},
-            {},
-            False,
-            None,
-        ),
-        ([GREEDY] * 2, {}, {"presence_penalty": 0.5}, False, None),
-        ([GREEDY] * 2, {}, {}, True, None),
-        ([GREEDY] * 2, {}, {}, False, "drafts"),
-    ],
-    ids=["greedy", "sampled", "bias", "processor", "penalty", "logprobs", "grammar"],
-)
-def test_logits_are_whole_only_where_a_request_needs_them(
-    monkeypatch, rows, fields, sampling, return_logprob, grammar_tree
-):
-    """The rest of the step is given them; a greedy step hands none on."""
+@pytest.mark.parametrize("need", NEEDS)
+def test_logits_are_whole_only_where_a_request_needs_them(need, monkeypatch):
+    """The rest of the step is given them; a greedy step hands none on, and samples nothing."""
     monkeypatch.setattr(choice_module, "allowed", lambda *_: None)
-    kinds = Kinds()
-    choice = make_choice(logits=kinds)
-    batch = batch_of(info_of(rows, **fields), request([1]), request([2], **sampling), return_logprob=return_logprob)
+    kinds, fields = Kinds(), dict(NEEDS[need])
+    rows, sampling = fields.pop("rows", [GREEDY] * 2), fields.pop("sampling", {})
+    tree, logprob = fields.pop("grammar_tree", None), fields.pop("return_logprob", False)
+    choice, logits_BNV = make_choice(logits=kinds), torch.randn(2, N, V)
+    batch = batch_of(info_of(rows, **fields), request([1]), request([2], **sampling), return_logprob=logprob)
     choice.begin(batch)
     choice.anchors(batch, torch.tensor([5, 6]))
-    output = LogitsProcessorOutput(next_token_logits=torch.randn(2 * N, V))
-    zeros_BN = torch.zeros(2, N, dtype=torch.int64)
-    block = Block(zeros_BN, zeros_BN, zeros_BN, zeros_BN, 0, None)
-    plan = Plan(block, block, zeros_BN[:, 0], zeros_BN[:, 0], zeros_BN[:, 0])
-    batch.has_grammar = grammar_tree is not None
-    choice.choose(batch, plan, zeros_BN, Target(SimpleNamespace(logits_output=output), None, grammar_tree), None)
-    is_plain = rows == [GREEDY] * 2 and not (fields or sampling or return_logprob or grammar_tree)
-    assert kinds.asked == (["likeliest"] if is_plain else ["whole"])
-    assert (output.next_token_logits is None) == is_plain
-
-
-def request(prompt: list[int], **sampling: Any) -> Req:
-    return Req("r", "", array("q", prompt), SamplingParams(**sampling), vocab_size=V)
+    if need == "greedy":
+        choice.sampler = lambda *args, **kwargs: pytest.fail("sampled")
+    target_BN = chosen(choice, batch, logits_BNV.clone(), [0, 0], grammar_tree=tree)
+    assert kinds.asked == (["likeliest"] if need == "greedy" else ["whole"])
+    assert (batch.output.next_token_logits is None) == (need == "greedy")
+    assert need != "greedy" or torch.equal(target_BN, logits_BNV.argmax(-1))
 
 
 class Scales(CustomLogitProcessor):
@@ -340,20 +293,10 @@ class Scales(CustomLogitProcessor):
 
 def test_logits_go_through_all_that_they_would_without_speculation(monkeypatch):
     """In that order, in every slot: ((4 / 2 + 7) + 1) * -10."""
-    monkeypatch.setattr(
-        choice_module,
-        "allowed",
-        lambda *_: SimpleNamespace(apply=lambda logits_TV: logits_TV.add_(7)),
-    )
+    grammar = SimpleNamespace(apply=lambda logits_TV: logits_TV.add_(7))
+    monkeypatch.setattr(choice_module, "allowed", lambda *_: grammar)
     req, choice = request([1, 2], repetition_penalty=2.0), make_choice()
-    info = info_of(
-        [{"top_k": 1}],
-        logit_bias=torch.ones(1, V),
-        has_custom_logit_processor=True,
-        custom_params=[None],
-        custom_logit_processor=entries((Scales(), [0])),
-    )
-    batch = batch_of(info, req)
+    batch = batch_of(with_processor(Scales(), GREEDY, logit_bias=torch.ones(1, V)), req)
     choice.begin(batch)
     choice.anchors(batch, torch.tensor([5]))
     logits_1NV = torch.full((1, N, V), 4.0)
@@ -365,14 +308,8 @@ def test_logits_go_through_all_that_they_would_without_speculation(monkeypatch):
 @pytest.mark.parametrize("row", [{"top_k": 1}, {"temperature": 0.01}], ids=["greedy", "sampled"])
 def test_a_processor_is_applied_once(row):
     """It turns the order around, and twice would turn it back; so cold, the sampler takes the likeliest."""
-    info = info_of(
-        [row],
-        has_custom_logit_processor=True,
-        custom_params=[None],
-        custom_logit_processor=entries((Scales(), [0])),
-    )
     logits_1NV = torch.randperm(V).float().expand(1, N, V).contiguous()
-    target_1N = chosen(make_choice(), batch_of(info, request([1])), logits_1NV.clone(), [1])
+    target_1N = chosen(make_choice(), batch_of(with_processor(Scales(), row), request([1])), logits_1NV.clone(), [1])
     assert torch.equal(target_1N, logits_1NV.argmin(-1))
 
 
@@ -388,13 +325,7 @@ class Reads(CustomLogitProcessor):
 def test_a_text_is_known_from_step_to_step_before_its_request_has_it():
     """The scheduler is one step behind: it has told the request neither the anchor nor, later, the step after it."""
     req, choice, processor = request([1, 2, 3], frequency_penalty=1.0), make_choice(), Reads()
-    info = info_of(
-        [{"top_k": 1}],
-        has_custom_logit_processor=True,
-        custom_params=[{"__req__": req}],
-        custom_logit_processor=entries((processor, [0])),
-    )
-    batch = batch_of(info, req)
+    batch = batch_of(with_processor(processor, GREEDY, {"__req__": req}), req)
     choice.begin(batch)
     choice.anchors(batch, torch.tensor([7]))
     said_1N, drafts_1N = torch.tensor([[8, 4, 6, 6]]), torch.tensor([[7, 8, 9, 9]])
@@ -410,7 +341,7 @@ def test_a_text_is_known_from_step_to_step_before_its_request_has_it():
     assert logits_1NV[0, 3, [7, 8, 4, 9, 6]].tolist() == [-1, -1, -2, -2, 0]
 
 
-@pytest.mark.parametrize("row", [{"top_k": 1}, {"temperature": 5.0}], ids=["greedy", "sampled"])
+@BOTH
 def test_log_probabilities_are_made_of_the_logits_that_were_drawn_from(row):
     """The sampler turns logits into probabilities in place."""
     logits_1NV = torch.randn(1, N, V)
@@ -419,12 +350,10 @@ def test_log_probabilities_are_made_of_the_logits_that_were_drawn_from(row):
     assert torch.equal(logits_1NV, before_1NV)
 
 
-@pytest.mark.parametrize("row", [{"top_k": 1}, {"temperature": 5.0}], ids=["greedy", "sampled"])
+@BOTH
 def test_ranks_take_what_the_first_of_them_drew(row):
     """Of another rank, whose own draws differ."""
-    first = SimpleNamespace(
-        world_size=2, rank_in_group=1, broadcast=lambda tokens, src: tokens.copy_(torch.full_like(tokens, 40 + src))
-    )
+    first = SimpleNamespace(world_size=2, rank_in_group=1, broadcast=lambda tokens, src: tokens.fill_(40 + src))
     choice, batch = make_choice(first), batch_of(info_of([row]), request([1]))
     choice.begin(batch)
     assert choice.anchors(batch, torch.tensor([5])).tolist() == [40]

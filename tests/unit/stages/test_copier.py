@@ -26,6 +26,12 @@ def batch_of(*texts: list[int], rows: list[int]) -> Any:
     return SimpleNamespace(reqs=reqs)
 
 
+def having(*texts: list[int], rows: list[int]) -> TextCopies:
+    copies = TextCopies(TABLE, VOCABULARY)
+    copies.read(batch_of(*texts, rows=rows))
+    return copies
+
+
 def plan_of(prefix_len: list[int], rows: list[int], width: int) -> Any:
     return SimpleNamespace(prefix_len_B=torch.tensor(prefix_len), rows_B=torch.tensor(rows), width=width)
 
@@ -39,8 +45,7 @@ def step(copies: TextCopies, prefix_len: int, row: int, block: list[int], said: 
 
 
 def test_a_prompt_and_its_steps_are_copied_from() -> None:
-    copies = TextCopies(TABLE, VOCABULARY)
-    copies.read(batch_of([50, 51], TEXT, rows=[1, 3]))
+    copies = having([50, 51], TEXT, rows=[1, 3])
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
     # The next anchor is 19, behind what the step kept.
     assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
@@ -60,16 +65,14 @@ def test_forget_leaves_no_counts_of_dry_runs() -> None:
 
 
 def test_a_rejected_copy_is_not_text() -> None:
-    copies = TextCopies(TABLE, VOCABULARY)
-    copies.read(batch_of(TEXT, rows=[3]))
+    copies = having(TEXT, rows=[3])
     step(copies, len(TEXT), 3, [16, 60, 61], [40, 0, 0])
     step(copies, len(TEXT) + 1, 3, [40, 62, 63], [41, 0, 0])
     assert copies.text_QM[3, : len(TEXT) + 4].tolist() == [*TEXT, 16, 40, 62, 63]
 
 
 def test_a_step_that_drafts_nothing_is_text_too() -> None:
-    copies = TextCopies(TABLE, VOCABULARY)
-    copies.read(batch_of(TEXT[:-1], rows=[3]))
+    copies = having(TEXT[:-1], rows=[3])
     assert step(copies, len(TEXT) - 1, 3, [15], [16]) == [15]
     assert not copies.counts_QK2.any()
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
@@ -80,8 +83,7 @@ def test_a_step_that_drafts_nothing_is_text_too() -> None:
 
 
 def test_the_next_request_of_a_row_learns_anew() -> None:
-    copies = TextCopies(TABLE, VOCABULARY)
-    copies.read(batch_of(TEXT, rows=[2]))
+    copies = having(TEXT, rows=[2])
     for _ in range(3):  # copies fail, the block does not
         step(copies, len(TEXT), 2, [16, 60, 61], [60, 61, 62])
     assert step(copies, len(TEXT), 2, [16, 60, 61], [60, 61, 62]) == [16, 60, 61]
@@ -101,14 +103,13 @@ def test_all_requests_of_a_batch_learn_anew() -> None:
 
 def test_a_request_that_was_retracted_goes_on_in_another_s_row() -> None:
     """Its prompt is found in the cache, and all of its text is there again, over that of the row's last request."""
-    copies = TextCopies(TABLE, VOCABULARY)
-    copies.read(batch_of(list(range(40, 40 + M - 4)), rows=[3]))
+    copies = having(list(range(40, 40 + M - 4)), rows=[3])
     step(copies, M - 4, 3, [96, 97, 98], [50, 51, 52])
     req = Req("r", "", array("q", TEXT[:18]), SamplingParams(), vocab_size=VOCABULARY)
     req.output_ids.extend(TEXT[18:])
     req.refresh_fill_ids()
     req.prefix_len, req.extend_end, req.kv.req_pool_idx = 18, len(TEXT), 3
-    copies.read(SimpleNamespace(reqs=[req]))  # type: ignore[arg-type]
+    copies.read(SimpleNamespace(reqs=[req]))
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
     assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
 
@@ -128,21 +129,18 @@ def test_requests_of_one_step_copy_from_their_own_texts() -> None:
 
 def test_a_shorter_text_in_the_row_ends_where_it_ends() -> None:
     """Behind it stands the one before."""
-    copies = TextCopies(TABLE, VOCABULARY)
-    copies.read(batch_of(TEXT, rows=[3]))
+    copies = having(TEXT, rows=[3])
     copies.read(batch_of(TEXT[-15:], rows=[3]))
     assert step(copies, 15, 3, [16, 60, 61], [17, 18, 19]) == [16, 60, 61]
 
 
 def test_a_picture_is_no_text() -> None:
-    copies = TextCopies(TABLE, VOCABULARY)
-    copies.read(batch_of([1, VOCABULARY - 1, VOCABULARY, 1 << 40, 2], rows=[0]))
+    copies = having([1, VOCABULARY - 1, VOCABULARY, 1 << 40, 2], rows=[0])
     assert copies.text_QM[0, :5].tolist() == [1, VOCABULARY - 1, -1, -1, 2]
 
 
 def test_totals_say_what_was_copied_and_kept() -> None:
-    copies = TextCopies(TABLE, VOCABULARY)
-    copies.read(batch_of(TEXT, rows=[3]))
+    copies = having(TEXT, rows=[3])
     step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19])
     assert copies.totals() == [[0, 0], [0, 0], [0, 0], [0, 0], [1, 2]]
     assert not copies.counts_QK2[:3].any()

@@ -10,8 +10,8 @@ import torch
 from sglang_dflash.memory.slots import SharedSlots
 from sglang_dflash.stages.drafter import Drafter
 from sglang_dflash.stages.planner import Planner
-from sglang_dflash.step import Block, Plan
 from tests.fixtures.rings import make_rings, translator
+from tests.unit.stages.test_verifier import plan_of
 
 EAGER, GRAPHS = object(), object()
 MASK = -7
@@ -58,22 +58,9 @@ def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, m
     runner = Runner(GRAPHS)
     runner.kv_index_translator = None
     runner.forward = lambda batch: SimpleNamespace(logits_output=SimpleNamespace(hidden_states=of_the_graph_T))
-    block = Block(
-        tokens_BN=torch.zeros(n_requests, N, dtype=torch.int64),
-        positions_BN=torch.zeros(n_requests, N, dtype=torch.int64),
-        slots_BN=torch.zeros(n_requests, N, dtype=torch.int64),
-        bound_B_cpu=torch.full((n_requests,), N),
-        bound_sum=n_requests * N,
-        kv=SimpleNamespace(bind=lambda batch, translator: None),
-    )
-    verified = block._replace(tokens_BN=torch.full((n_requests, width), MASK))
-    plan = Plan(
-        block,
-        verified,
-        prefix_len_B=torch.zeros(n_requests),
-        rows_B=torch.arange(n_requests),
-        rows_B_cpu=torch.arange(n_requests),
-    )
+    plan = plan_of(n_requests, N)
+    kv, tokens_BN = SimpleNamespace(bind=lambda batch, translator: None), torch.full((n_requests, width), MASK)
+    plan = plan._replace(drafted=plan.drafted._replace(kv=kv), verified=plan.verified._replace(tokens_BN=tokens_BN))
     tokens_BN = Drafter(runner, SharedSlots(), block_size=N, scope=nullcontext).draft(plan, graphs=True)
 
     assert tokens_BN.untyped_storage().data_ptr() != of_the_graph_T.untyped_storage().data_ptr()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang_dflash_kernels.accept import Accepted, accept_ref
 from sglang_dflash_kernels.penalise import Asked, penalise_ref
+from sglang_dflash_kernels.specialisations import Server, of_server
 
 from sglang_dflash.stages import dry_run
 from sglang_dflash.stages.choice import Choice
@@ -34,12 +35,25 @@ def kernel(size: int) -> tuple[bool, bool, int]:
 
 
 @given(st.integers(1, 600))
-def test_every_kernel_of_every_batch_is_met(n_requests: int) -> None:
+def test_every_kernel_of_every_batch_is_met(n_requests):
     sizes = batch_sizes(n_requests)
     assert {kernel(size) for size in sizes} == {kernel(size) for size in range(1, n_requests + 1)}
     assert sizes == sorted(set(sizes))
     assert sizes[0] >= 1
     assert sizes[-1] == n_requests
+
+
+@given(st.integers(1, 600), st.sampled_from([8, 12, 16, 24, 32, 48, 64]))
+def test_batches_that_run_dry_meet_every_specialisation(n_requests: int, n_value_heads: int) -> None:
+    sizes, heads = range(1, n_requests + 1), {"n_value_heads": n_value_heads, "value_width": 128}
+    server = Server((1, 2, 4, 6, 8, 12, 16), 16, batch_sizes=sizes, **heads, tracks=True)
+    assert of_server(server._replace(batch_sizes=batch_sizes(n_requests))) == of_server(server)
+
+
+@pytest.mark.parametrize(("n_value_heads", "n_tiles"), [(16, 2), (48, 2), (128, 1)])
+def test_a_few_heads_are_cut_and_many_are_not(n_value_heads: int, n_tiles: int) -> None:
+    server = Server((16,), 16, range(1, 65), n_value_heads=n_value_heads, value_width=128, tracks=False)
+    assert len(of_server(server)["gdn_verify"]) == n_tiles
 
 
 # -- which steps ------------------------------------------------------------------------------------------------------
@@ -86,12 +100,12 @@ class Recorded:
     def place(self, anchor_B: torch.Tensor, width: int, **others: Any) -> Plan:
         zeros_BN = torch.zeros(len(anchor_B), width, dtype=torch.int64)
         kv = SimpleNamespace(bind=lambda batch, translator: None)
-        block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(len(anchor_B)), 0, kv)  # type: ignore[arg-type]
+        block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(len(anchor_B)), 0, kv)
         del others["bound_B_cpu"]
         return Plan(None if width == 1 else block, block, **others)
 
 
-def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple[DryRun, Recorded]:
+def make(monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", tracks: bool = False) -> tuple[DryRun, Recorded]:
     """`device`: what the runner says it is; tensors are on the CPU."""
     monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     mamba = SimpleNamespace(enable_mamba_extra_buffer=tracks)
@@ -101,36 +115,32 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str, tracks: bool) -> tuple
         device=device, model_config=config, page_size=1, kv_index_translator=None, lora_manager=None
     )
     recorded = Recorded()
-    recorded.block_size, recorded.penalties = BLOCK, recorded  # type: ignore[attr-defined]
-    recorded.logits, recorded.ranks = Whole(), OneGroup()  # type: ignore[attr-defined]
-    recorded.worker = SimpleNamespace(model_runner=runner)  # type: ignore[attr-defined]
-    stages = Stages(recorded, recorded, recorded, recorded, accept_ref, recorded, recorded)  # type: ignore[arg-type]
+    recorded.block_size, recorded.penalties = BLOCK, recorded
+    recorded.logits, recorded.ranks = Whole(), OneGroup()
+    recorded.worker = SimpleNamespace(model_runner=runner)
+    stages = Stages(recorded, recorded, recorded, recorded, accept_ref, recorded, recorded)
     return DryRun(stages, on_host=device == "cpu"), recorded
 
 
 @pytest.mark.parametrize("tracks", [True, False])
 @pytest.mark.parametrize("widths", [(BLOCK,), (1, 2, BLOCK)], ids=["fixed", "several"])
 @pytest.mark.parametrize(("device", "sizes"), [("meta", (1, 2, 3)), ("cpu", (1,))])
-def test_every_kind_of_step_runs_dry(
-    monkeypatch: pytest.MonkeyPatch, device: str, sizes: tuple[int, ...], widths: tuple[int, ...], tracks: bool
-) -> None:
+def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks):
     """Whatever decides the widths: tracked where the server tracks, appended by counts and without, penalised."""
     dry, recorded = make(monkeypatch, device="cpu", tracks=tracks)
     dry.on_host = device == "cpu"  # tensors are made there all the same
     dry.warm_up(widths, n_requests=3)
-    want = {("commit", size, width, tracks) for size in sizes for width in widths}
-    want |= {
-        (stage, size, width) for stage in ("append", "penalise", "copy", "weigh") for size in sizes for width in widths
-    }
-    want |= {(stage, size) for stage in ("draft", "catch up") for size in sizes}
+    want = {("commit", size, width, tracks) for size, width in itertools.product(sizes, widths)}
+    want |= set(itertools.product(("append", "penalise", "copy", "weigh"), sizes, widths))
+    want |= set(itertools.product(("draft", "catch up"), sizes))
     assert want <= recorded.calls
     assert recorded.calls - want <= {("append", size, 1) for size in sizes}  # those that are caught up
 
 
-def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch):
     """A draft takes 2 s, what follows it 1 s at width 1 and 3 s at width 4; one round takes ten times as long, and in
     another one step does. The first one, which does not count, is over at once. A step of width 1 drafts nothing."""
-    dry, _ = make(monkeypatch, device="cpu", tracks=False)
+    dry, _ = make(monkeypatch)
     rounds = [[0.01] * 3, [2, 1, 3], [20, 10, 30], [2, 1, 3], [2, 9, 3], [2, 1, 3]]
     taken = itertools.chain(*rounds)
     monkeypatch.setattr(dry, "_time", lambda run: next(taken))
@@ -138,36 +148,35 @@ def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch: pyt
     assert next(taken, None) is None
 
 
-def test_a_dummy_request_fits_into_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    dry, _ = make(monkeypatch, device="cpu", tracks=False)
+def test_a_dummy_request_fits_into_the_context(monkeypatch):
+    dry, _ = make(monkeypatch)
     assert dry.plan(2, BLOCK).prefix_len_B.tolist() == [50, 50]
     dry.runner.model_config.context_len = 4096
     assert dry.plan(2, BLOCK).prefix_len_B.tolist() == [dry_run.CONTEXT] * 2
 
 
-def test_positions_have_three_axes_where_the_target_s_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    dry, recorded = make(monkeypatch, device="cpu", tracks=False)
+def test_positions_have_three_axes_where_the_target_s_do(monkeypatch):
+    dry, recorded = make(monkeypatch)
     dry.runner.model_config.model_is_mrope = True
     verified, forward = list[Any](), recorded.forward
-    recorded.forward = lambda batch: verified.append(batch) or forward(batch)  # type: ignore[method-assign]
+    recorded.forward = lambda batch: verified.append(batch) or forward(batch)
     dry.after_draft(2, BLOCK)()
     assert verified[0].mrope_positions.tolist() == [verified[0].positions.tolist()] * 3
 
 
-def test_it_leaves_no_event_for_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_leaves_no_event_for_the_scheduler(monkeypatch):
     """SGLang's next barrier would wait for it, not for the first prompt."""
-    dry, recorded = make(monkeypatch, device="cpu", tracks=False)
+    dry, recorded = make(monkeypatch)
     ended = list[str]()
-    recorded.late = SimpleNamespace(forget=lambda: ended.append("late rows"))  # type: ignore[attr-defined]
-    recorded.forget = lambda: ended.append("counts of copies")  # type: ignore[attr-defined]
-    recorded.restore = lambda: ended.append("engine")  # type: ignore[attr-defined]
+    recorded.late = SimpleNamespace(forget=lambda: ended.append("late rows"))
+    recorded.forget, recorded.restore = lambda: ended.append("counts of copies"), lambda: ended.append("engine")
     dry.runner.shared_read_done_event = object()
     dry.end()
     assert dry.runner.shared_read_done_event is None
     assert ended == ["late rows", "counts of copies", "engine"]
 
 
-def test_on_a_device_steps_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_device_steps_are_timed_in_a_row(monkeypatch):
     """So the host's launches hide behind the device as they do when serving; where the host computes nothing hides."""
     for device, n_runs in (("cuda", IN_A_ROW), ("cpu", 1)):
         waits, runs = list[int](), list[int]()
@@ -180,21 +189,21 @@ def test_on_a_device_steps_are_timed_in_a_row(monkeypatch: pytest.MonkeyPatch) -
         assert waits == [0, n_runs]
 
 
-def test_each_request_has_a_state_of_its_own_meanwhile() -> None:
+def test_each_request_has_a_state_of_its_own_meanwhile():
     pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
     pool.req_index_to_mamba_index_mapping = torch.tensor([0, 7, 0, 0, 0], dtype=torch.int32)
-    pool.mamba_pool = SimpleNamespace(size=9)  # type: ignore[assignment]
+    pool.mamba_pool = SimpleNamespace(size=9)
     with own_states(pool, 4):
         assert pool.req_index_to_mamba_index_mapping.tolist() == [1, 2, 3, 4, 0]
     assert pool.req_index_to_mamba_index_mapping.tolist() == [0, 7, 0, 0, 0]
-    with own_states(SimpleNamespace(), 4):  # type: ignore[arg-type]
+    with own_states(SimpleNamespace(), 4):
         pass
 
 
 # -- the parts that are not stages' own -------------------------------------------------------------------------------
 
 
-def test_a_penalty_of_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_of_nothing_changes_nothing(monkeypatch):
     asked = list[Asked]()
 
     def penalise(*args: Any) -> None:
@@ -211,7 +220,7 @@ def test_a_penalty_of_nothing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert len(penalties.counts_RV) == 0, "a server that never meets a penalty keeps no counts"
 
 
-def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch):
     """Undersized servers fail at launch, not in traffic; and further widths leave as much."""
     drawn = list[Any]()
 
@@ -220,12 +229,8 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch: pyt
 
     choice = Choice.__new__(Choice)
     choice.sampler, choice.device, choice.vocab_size = sampler, torch.device("cpu"), V
-    memory = SimpleNamespace(
-        synchronize=lambda: None,
-        reset_peak_memory_stats=lambda: None,
-        memory_allocated=lambda: 1000,
-        max_memory_allocated=lambda: 1500,
-    )
+    n_bytes = {"memory_allocated": lambda: 1000, "max_memory_allocated": lambda: 1500}
+    memory = SimpleNamespace(synchronize=lambda: None, reset_peak_memory_stats=lambda: None, **n_bytes)
     monkeypatch.setattr(torch, "get_device_module", lambda name: memory)
     schedule = SimpleNamespace(chunked_prefill_size=100, max_prefill_tokens=7)
     monkeypatch.setattr(dry_run, "get_schedule", lambda: schedule)
@@ -234,7 +239,7 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch: pyt
     )
     weight = torch.zeros(3, 10, dtype=torch.bfloat16)  # ten features of two bytes a token
     draft = SimpleNamespace(model=SimpleNamespace(fc=SimpleNamespace(weight=weight)))
-    assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 100 * 20  # type: ignore[arg-type]
+    assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 100 * 20
     (shape, info, positions), *rest = drawn
     assert not rest
     assert shape == (6 * BLOCK, V)
@@ -245,10 +250,10 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch: pyt
 
     for no_chunks in (None, -1, 0):
         schedule.chunked_prefill_size = no_chunks
-        assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 7 * 20  # type: ignore[arg-type]
+        assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 7 * 20
 
     drawn.clear()
-    reserve_bytes(target, draft, choice, ())  # type: ignore[arg-type]
+    reserve_bytes(target, draft, choice, ())
     assert [shape for shape, *_ in drawn] == [(6, V)], "a server that only reads prompts samples one slot per request"
     assert target.sampling_prewarm_result.sampling_input_bytes == 4 * 6 * V
 
@@ -257,8 +262,8 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch: pyt
 
     choice.sampler = no_memory
     with pytest.raises(RuntimeError, match=r"sampling 4 tokens of each of 6 requests .* lower --max-running-requests"):
-        reserve_bytes(target, draft, choice, (1, BLOCK))  # type: ignore[arg-type]
+        reserve_bytes(target, draft, choice, (1, BLOCK))
 
 
-def test_where_the_host_computes_nothing_is_measured() -> None:
+def test_where_the_host_computes_nothing_is_measured():
     assert peak_bytes(lambda: pytest.fail("run"), "cpu") == 0

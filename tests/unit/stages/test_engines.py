@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +24,7 @@ def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple
         nonlocal left
         left -= graphs_gib if width < 16 else 0  # SGLang's own are there already
         widths.append(width)
-        return WidthEngine(None, None, NoState(), {})  # type: ignore[arg-type]
+        return WidthEngine(None, None, NoState(), {})
 
     engines = build_while_they_fit(WIDTHS, build, lambda: left, reserve_gib)
     assert list(engines) == widths
@@ -74,3 +74,27 @@ def test_sglang_captures_them(monkeypatch: pytest.MonkeyPatch) -> None:
         assert graph.cuda_graph_config.decode.bs == [1, 3]
         assert graph.cuda_graph_config.decode.max_bs == 3
     assert graph.cuda_graph_config.decode.bs == [1, 2, 3]
+
+
+def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured before that, they would run without it."""
+    order: list[str] = []
+
+    class Graphs:
+        capture_bs = (1, 2)
+
+        def __init__(self, runner: object, **_: object) -> None:
+            order.append("captured")
+
+    runner = SimpleNamespace(
+        _get_attention_backend=lambda **_: order.append("backend") or SimpleNamespace(),
+        prefill_attention_backend_str="fa3",
+        decode_attention_backend_str="fa3",
+        kv_index_translator=SimpleNamespace(bind_and_verify_backends=lambda backends: order.append("bound")),
+    )
+    state = SimpleNamespace(attach=lambda to: order.append("attached"))
+    monkeypatch.setattr(engines, "get_spec", lambda: SimpleNamespace(override=lambda **_: nullcontext()))
+    monkeypatch.setattr(engines, "capturing", lambda sizes: nullcontext())
+    monkeypatch.setattr(engines, "routing_of", lambda runner: {})
+    engines._build_engine(runner, state, 4, Graphs.__new__(Graphs))
+    assert order == ["backend", "bound", "attached", "captured"]

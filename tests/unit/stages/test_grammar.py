@@ -61,7 +61,6 @@ def test_failed_grammar_ends_its_own_request() -> None:
     reqs, allowed_TV = masked([Counts(), Counts(breaks_at=2), None, Counts()], [[9, 1, 2, 3]] * 4)
     assert [req.grammar is not None for req in reqs] == [True, False, False, True]
     assert [req.to_finish is not None for req in reqs] == [False, True, False, False]
-    assert reqs[1].to_finish is not None
     assert reqs[1].to_finish.status_code == HTTPStatus.INTERNAL_SERVER_ERROR
     assert "the matcher is in error" in reqs[1].to_finish.message
     allowed_BNV = allowed_TV.view(4, N, V)
@@ -89,7 +88,6 @@ def test_grammars_take_the_step_before_first() -> None:
     batch = SimpleNamespace(reqs=[req], sampling_info=SimpleNamespace(vocab_size=V, grammar_mask=None))
     tree = GrammarTree.from_host(chain, torch.full((1, 2), -1), drafts)
     mask = allowed(batch, tree, torch.device("cpu"), lambda: grammar.accept_token(4))
-    assert mask is not None
     logits_TV = torch.zeros(2, V)
     mask.apply(logits_TV)
     assert (logits_TV == 0).nonzero().tolist() == [[0, 5], [1, 6]]

@@ -1,5 +1,6 @@
 """Logits that stay with their ranks: the same tokens as of the whole, and SGLang's own logits where they are needed."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -65,19 +66,30 @@ def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden_TH, weight_VH
 
 
-@pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype: torch.dtype, captured: bool) -> None:
-    """Compare with the gathered logits: the lowest id wins ties, and a row of padding never."""
-    hidden_TH, weight_VH = hidden_and_head(dtype)
+def on_ranks(weight_VH: torch.Tensor, run: Callable[[Rank, Any], Any], **options: Any) -> tuple[list[Any], ThreadRanks]:
+    """Return what `run` returns on each rank, given the rank's part and its logits, and the group."""
     group = ThreadRanks(N_RANKS)
 
-    def on_rank(rank: int) -> torch.Tensor:
-        one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends, OneGroup())
-        return shards.likeliest(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured))
+    def on_rank(rank: int) -> Any:
+        one = Rank(group, rank, weight_VH, **options)
+        return run(one, verified_logits(one.runner, one.ends, OneGroup()))
 
-    found = group.run(on_rank)
+    return group.run(on_rank), group
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+CAPTURED = pytest.mark.parametrize("captured", [True, False])
+VERIFY = ForwardMode.TARGET_VERIFY
+
+
+@CAPTURED
+@DTYPES
+def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype, captured):
+    """Compare with the gathered logits: the lowest id wins ties, and a row of padding never."""
+    hidden_TH, weight_VH = hidden_and_head(dtype)
+    found, group = on_ranks(
+        weight_VH, lambda one, shards: shards.likeliest(one.forward(hidden_TH, VERIFY, captured=captured))
+    )
     whole_T = (hidden_TH @ weight_VH.T).float().argmax(dim=-1)
     assert [token_T.tolist() for token_T in found] == [whole_T.tolist()] * N_RANKS
     assert whole_T[:2].tolist() == [3, 17]
@@ -85,71 +97,55 @@ def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype: torch.dtype, captured
 
 
 @pytest.mark.parametrize("scale", [None, 0.25])
-@pytest.mark.parametrize("captured", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_whole_logits_are_those_of_sglangs_forward(dtype: torch.dtype, captured: bool, scale: float | None) -> None:
+@CAPTURED
+@DTYPES
+def test_whole_logits_are_those_of_sglangs_forward(dtype, captured, scale):
     hidden_TH, weight_VH = hidden_and_head(dtype)
-    group = ThreadRanks(N_RANKS)
-
-    def on_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        one = Rank(group, rank, weight_VH, scale=scale)
-        plain_TV = one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured).clone()
-        shards = verified_logits(one.runner, one.ends, OneGroup())
-        return plain_TV, shards.whole(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=captured))
-
-    for plain_TV, whole_TV in group.run(on_rank):
+    plain = ThreadRanks(N_RANKS)
+    plain_TV, *_ = plain.run(
+        lambda rank: Rank(plain, rank, weight_VH, scale=scale).forward(hidden_TH, VERIFY, captured=captured)
+    )
+    found, _ = on_ranks(
+        weight_VH, lambda one, shards: shards.whole(one.forward(hidden_TH, VERIFY, captured=captured)), scale=scale
+    )
+    for whole_TV in found:
         assert whole_TV.dtype == plain_TV.dtype == torch.float32
         assert torch.equal(whole_TV, plain_TV)
         assert whole_TV.shape == (ROWS, V)
 
 
-def test_captured_shards_and_logits_share_sglangs_buffer() -> None:
+def test_captured_shards_and_logits_share_sglangs_buffer():
     """Each captured graph keeps its output; had each its own shard, graphs would take memory by the batch size."""
     hidden_TH, weight_VH = hidden_and_head(torch.bfloat16)
-    group = ThreadRanks(N_RANKS)
 
-    def on_rank(rank: int) -> None:
-        one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends, OneGroup())
-        shard_TV = one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=True)
-        assert shard_TV.shape == (ROWS, N_EACH)
-        assert shard_TV.dtype == torch.bfloat16
-        assert shard_TV.data_ptr() == one.buffer.data_ptr()
-        assert shards.whole(shard_TV).data_ptr() == one.buffer.data_ptr()
+    def run(one: Rank, shards: Any) -> None:
+        shard_TV = one.forward(hidden_TH, VERIFY, captured=True)
+        assert (shard_TV.shape, shard_TV.dtype) == ((ROWS, N_EACH), torch.bfloat16)
+        assert shard_TV.data_ptr() == shards.whole(shard_TV).data_ptr() == one.buffer.data_ptr()
 
-    group.run(on_rank)
+    on_ranks(weight_VH, run)
 
 
-def test_a_batch_larger_than_the_buffer_has_memory_of_its_own() -> None:
+def test_a_batch_larger_than_the_buffer_has_memory_of_its_own():
     hidden_TH, weight_VH = hidden_and_head(torch.float32)
     hidden_TH = hidden_TH.repeat(2, 1)
-    group = ThreadRanks(N_RANKS)
 
-    def on_rank(rank: int) -> torch.Tensor:
-        one = Rank(group, rank, weight_VH)
-        shards = verified_logits(one.runner, one.ends, OneGroup())
-        whole_TV = shards.whole(one.forward(hidden_TH, ForwardMode.TARGET_VERIFY, captured=False))
+    def run(one: Rank, shards: Any) -> torch.Tensor:
+        whole_TV = shards.whole(one.forward(hidden_TH, VERIFY, captured=False))
         assert not one.buffer.any()
         return whole_TV
 
-    for whole_TV in group.run(on_rank):
+    for whole_TV in on_ranks(weight_VH, run)[0]:
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 
-def test_prompts_end_with_gathered_logits_as_before() -> None:
+def test_prompts_end_with_gathered_logits_as_before():
     hidden_TH, weight_VH = hidden_and_head(torch.float32)
-    group = ThreadRanks(N_RANKS)
-
-    def on_rank(rank: int) -> torch.Tensor:
-        one = Rank(group, rank, weight_VH)
-        verified_logits(one.runner, one.ends, OneGroup())
-        return one.forward(hidden_TH, ForwardMode.EXTEND, captured=False)
-
-    for whole_TV in group.run(on_rank):
+    for whole_TV in on_ranks(weight_VH, lambda one, _: one.forward(hidden_TH, ForwardMode.EXTEND, captured=False))[0]:
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 
-def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch):
     """It ranks last then, beside minus infinity; and padding, which SGLang's check never sees, is left alone."""
     monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", "1")
     logits_TV = torch.tensor([[float("nan"), -3.0, -2.0, float("nan")], [float("nan")] * 3 + [-float("inf")]])
@@ -167,7 +163,7 @@ def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch: pytest.MonkeyP
         assert shard_TV[:, 2].isnan().all()
 
 
-def test_a_head_that_no_ranks_share_is_left_alone() -> None:
+def test_a_head_that_no_ranks_share_is_left_alone():
     one = Rank(ThreadRanks(1), 0, torch.zeros(V, H))
     kind = verified_logits(one.runner, one.ends._replace(tp_group=None), OneGroup())
     assert type(kind) is Whole
@@ -184,9 +180,7 @@ def test_a_head_that_no_ranks_share_is_left_alone() -> None:
         ({}, ""),
     ],
 )
-def test_what_keeps_the_full_gather_is_decided_at_launch(
-    change: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_keeps_the_full_gather_is_decided_at_launch(change, why, caplog):
     caplog.set_level("INFO")
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
     vars(one.processor).update(change)
@@ -196,7 +190,7 @@ def test_what_keeps_the_full_gather_is_decided_at_launch(
     assert ("every verify gathers the logits of all ranks" in caplog.text) == bool(why)
 
 
-def test_ranks_that_meet_and_two_processors_keep_the_gather() -> None:
+def test_ranks_that_meet_and_two_processors_keep_the_gather():
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
     assert "in 2 places" in why_whole([one.processor] * 2, one.ends, OneGroup())
     assert "attention data parallelism" in why_whole([one.processor], one.ends, Groups())

@@ -38,8 +38,8 @@ def test_a_width_writes_where_its_own_graphs_read() -> None:
     runner, engines = runner_with(backend), dict[int, WidthEngine]()
     for width in (16, 1, 4):
         backend.init_decode(width)
-        engines[width] = WidthEngine("backend", "graphs", NoState(), lora.routing_of(runner))  # type: ignore[arg-type]
-    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=False)  # type: ignore[arg-type]
+        engines[width] = WidthEngine("backend", "graphs", NoState(), lora.routing_of(runner))
+    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=False)
     for width in (16, 4, 1, 16):
         verifier.use(width)
         assert backend.cuda_graph_batch_info == f"static of {width}"
@@ -67,7 +67,7 @@ def test_a_dummy_batch_is_the_base_models() -> None:
     prepared = list[Any]()
     runner = SimpleNamespace(lora_manager=SimpleNamespace(prepare_lora_batch=prepared.append))
     batch = SimpleNamespace(batch_size=3, lora_ids=None)
-    lora.without_adapters(runner, batch)  # type: ignore[arg-type]
+    lora.without_adapters(runner, batch)
     assert prepared == [batch]
     assert batch.lora_ids == [None] * 3
 
@@ -77,5 +77,5 @@ def test_without_lora_nothing_is_touched() -> None:
     assert lora.routing_of(runner) == {}
     lora.use(runner, {})
     lora.keep_buffers(runner)
-    lora.without_adapters(runner, batch)  # type: ignore[arg-type]
+    lora.without_adapters(runner, batch)
     assert batch.lora_ids is None

@@ -24,17 +24,15 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cap
 
 
 def batch_of(**fields: Any) -> Any:
-    return SimpleNamespace(return_hidden_states=False, extend_lens=[2, 1, 3], device="cpu", **fields)
+    return SimpleNamespace(**{"return_hidden_states": False, "extend_lens": [2, 1, 3], "device": "cpu"} | fields)
 
 
 def output_of(rows_TH: torch.Tensor | None = None, masks: SamplingMaskOutput | None = None) -> LogitsProcessorOutput:
     return LogitsProcessorOutput(None, last_hidden_states=rows_TH, sampling_mask_output=masks)
 
 
-class Target(nn.Module):
-    def __init__(self, *inside: nn.Module) -> None:
-        super().__init__()
-        self.inside = nn.ModuleList(inside)
+class Target(nn.ModuleList):
+    """Of parts."""
 
 
 def logits_processor() -> LogitsProcessor:
@@ -46,7 +44,7 @@ def logits_processor() -> LogitsProcessor:
 
 def test_the_target_keeps_hidden_states_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
     processors = [logits_processor() for _ in range(2)]  # as of a model with another inside, which has its own
-    outputs.keep_hidden_states(Target(Target(processors[0]), processors[1]))
+    outputs.keep_hidden_states(Target([Target([processors[0]]), processors[1]]))
     assert [one.keep_last_hidden_states for one in processors] == [mode != CaptureHiddenMode.NULL] * 2
 
 
@@ -65,10 +63,8 @@ def test_nothing_is_copied_where_no_request_asks(mode: CaptureHiddenMode) -> Non
 
 def test_the_rows_of_a_step_are_a_copy() -> None:
     rows_TH = torch.randn(2 * N, 3)
-    batch = batch_of()
-    batch.return_hidden_states = True
+    batch = batch_of(return_hidden_states=True)
     found = outputs.hidden_states(batch, output_of(rows_TH))
-    assert found is not None
     assert torch.equal(found, rows_TH)
     before = found.clone()
     rows_TH.zero_()  # the next replay
@@ -79,17 +75,14 @@ def test_of_prompts_the_last_rows_alone_where_the_server_returns_no_others(mode:
     if mode == CaptureHiddenMode.NULL:
         pytest.skip("then no request asks")
     rows_TH = torch.arange(6.0)[:, None]
-    batch = batch_of()
-    batch.return_hidden_states = True
+    batch = batch_of(return_hidden_states=True)
     found = outputs.hidden_states_of_prompts(batch, output_of(rows_TH))
-    assert found is not None
     assert found.flatten().tolist() == ([1, 2, 5] if mode == CaptureHiddenMode.LAST else [0, 1, 2, 3, 4, 5])
 
 
 def test_the_slots_of_requests() -> None:
     assert slots_of(None, N) is None
     slots = slots_of(torch.tensor([0, 2]), N)
-    assert slots is not None
     assert slots.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
@@ -107,13 +100,10 @@ def test_masks_are_split_by_request_and_slot() -> None:
     batch = batch_of(sampling_info=SimpleNamespace(sampling_mask_batch_indices=torch.tensor([0, 2])))
     outputs.sampling_masks_by_block(batch, output, torch.tensor([1, 2, 3]), N)
     split = output.sampling_mask_output
-    assert split is not None
-    assert split.num_accept_tokens is not None
     assert split.num_accept_tokens.tolist() == [1, 3]
     assert split.token_ids[1, 2].tolist() == [6, 106]
     for rows in (split.lengths, split.selected_logprobs, split.statuses):
         assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert split.support_logprobs is not None
     assert split.support_logprobs[0, :, 0].tolist() == [4, 5, 6, 7]
 
 

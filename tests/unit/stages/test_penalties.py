@@ -93,7 +93,7 @@ def decode(penalties: Penalties, reqs: list[Request]) -> None:
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_server_s_life(seed):
     """Requests come, share batches, end and are retracted, in any order; every logit is the sequential one."""
     random = Random(seed)

@@ -74,4 +74,4 @@ def test_no_block_ends_past_its_bound(width: int, requests: list[tuple[int, int]
         assert all(end <= bound for end, bound in zip(ends, bounds, strict=True))
         assert bounds == (ends if exact else [n + WIDEST + n_tokens for n in known])
         assert block.bound_sum == sum(bounds)
-        assert block.kv["read_extent"] == n_tokens  # type: ignore[index]
+        assert block.kv["read_extent"] == n_tokens

@@ -1,6 +1,6 @@
 """Attention data parallelism, of one rank at a time: what it runs, with requests and without, and tells the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -23,38 +23,35 @@ def together(monkeypatch: pytest.MonkeyPatch) -> ranks.Groups:
     return ranks.Groups()
 
 
-def replayed(forward: Callable[[Any], Any], n_tokens: list[int]) -> bool:
-    """Whether a graph may run where the ranks have so many tokens."""
-    return forward(SimpleNamespace(original_global_num_tokens_cpu=n_tokens, can_run_decode_cuda_graph=True))
-
-
-def test_graphs_run_where_every_rank_has_requests(together: ranks.Groups) -> None:
+def test_graphs_run_where_every_rank_has_requests(together):
     forward = together.beside_idle_ones(lambda batch: batch.can_run_decode_cuda_graph)
-    assert [replayed(forward, n_tokens) for n_tokens in ([8, 16, 8], [8, 0, 16], [0, 8, 8])] == [True, False, False]
+    for n_tokens, replays in (([8, 16, 8], True), ([8, 0, 16], False), ([0, 8, 8], False)):
+        batch = SimpleNamespace(original_global_num_tokens_cpu=n_tokens, can_run_decode_cuda_graph=True)
+        assert forward(batch) is replays
 
 
-def test_one_group_of_ranks_asks_nobody() -> None:
+def test_one_group_of_ranks_asks_nobody():
     def forward(batch: Any) -> Any:
         return batch
 
     alone = ranks.OneGroup()
     assert alone.beside_idle_ones(forward) is forward
-    alone.tell_all(None)  # type: ignore[arg-type]
-    assert alone.keep_up(None, BLOCK)(None) is None  # type: ignore[arg-type, func-returns-value]
-    assert alone.draft_scope(None) is nullcontext  # type: ignore[arg-type]
+    alone.tell_all(None)
+    assert alone.keep_up(None, BLOCK)(None) is None
+    assert alone.draft_scope(None) is nullcontext
 
 
-def test_all_are_told_of_as_many_requests(together: ranks.Groups) -> None:
+def test_all_are_told_of_as_many_requests(together):
     told = list[Any]()
     batch = SimpleNamespace(
         batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: told.extend(args)
     )
-    together.tell_all(batch)  # type: ignore[arg-type]
+    together.tell_all(batch)
     said, device = told
     assert (said.global_num_tokens, said.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
 
 
-def test_a_draft_runs_in_its_scope() -> None:
+def test_a_draft_runs_in_its_scope():
     said = list[str]()
 
     @contextmanager
@@ -63,44 +60,35 @@ def test_a_draft_runs_in_its_scope() -> None:
         yield
         said.append("out")
 
-    forward = ranks.within(scope, lambda batch: said.append("forward"))  # type: ignore[arg-type, func-returns-value]
+    forward = ranks.within(scope, lambda batch: said.append("forward"))
     for _ in range(2):
-        forward(None)  # type: ignore[arg-type]
+        forward(None)
     assert said == ["in", "forward", "out"] * 2
 
 
-def test_a_draft_is_made_for_its_block_whatever_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_made_for_its_block_whatever_is_verified(monkeypatch):
     spec = SimpleNamespace(speculative_num_draft_tokens=32)
     spec.override = partial(patch.multiple, spec)
     monkeypatch.setattr(ranks, "get_spec", lambda: spec)
-    with ranks.OneGroup().making_draft(None, BLOCK):  # type: ignore[arg-type]
+    with ranks.OneGroup().making_draft(None, BLOCK):
         assert spec.speculative_num_draft_tokens == BLOCK
     assert spec.speculative_num_draft_tokens == 32
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """What a rank without requests has run."""
-    said = list[tuple[str, Any]]()
-
+@pytest.mark.parametrize("others_read_prompts", [True, False])
+def test_a_rank_without_requests_does_what_the_others_do(together, others_read_prompts, monkeypatch):
     def prepare(block: DFlashVerifyInput, batch: Any, worker: Any, **_: Any) -> tuple[Any, bool]:
         return SimpleNamespace(can_run_decode_cuda_graph=True, block=block), True
 
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
-    return said
-
-
-@pytest.mark.parametrize("others_read_prompts", [True, False])
-def test_a_rank_without_requests_does_what_the_others_do(
-    together: ranks.Groups, ran: list[tuple[str, Any]], others_read_prompts: bool
-) -> None:
+    ran = list[tuple[str, Any]]()
     worker = SimpleNamespace(
         device="cpu",
         forward_batch_generation=lambda batch, **_: ran.append(("prompts", batch)),
         model_runner=SimpleNamespace(forward=lambda batch: ran.append(("block", batch))),
     )
     batch = SimpleNamespace(is_extend_in_batch=others_read_prompts)
-    together.keep_up(worker, BLOCK)(batch)  # type: ignore[arg-type]
+    together.keep_up(worker, BLOCK)(batch)
     ((kind, given),) = ran
     if others_read_prompts:
         assert (kind, given) == ("prompts", batch)

@@ -28,14 +28,11 @@ def make_verifier() -> Verifier:
     runner = SimpleNamespace(
         attn_backend=OWN[0], decode_cuda_graph_runner=OWN[1], device="cuda", forward=lambda batch: batch
     )
-    engines = {
-        1: WidthEngine("backend of 1", "graphs of 1", NoState(), {}),  # type: ignore[arg-type]
-        4: WidthEngine("backend of 4", "graphs of 4", NoState(), {}),  # type: ignore[arg-type]
-    }
-    return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=True)  # type: ignore[arg-type]
+    engines = {n: WidthEngine(f"backend of {n}", f"graphs of {n}", NoState(), {}) for n in (1, 4)}
+    return Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=True)
 
 
-def test_prompts_are_read_with_sglangs_own_backend() -> None:
+def test_prompts_are_read_with_sglangs_own_backend():
     """Whatever width the step before had, and also where the whole block is not among the widths."""
     verifier = make_verifier()
     runner = verifier.worker.model_runner
@@ -44,15 +41,14 @@ def test_prompts_are_read_with_sglangs_own_backend() -> None:
     def read(batch: object, capture_hidden_mode: object) -> GenerationBatchResult:
         seen.append((runner.attn_backend, runner.decode_cuda_graph_runner))
         return GenerationBatchResult(
-            logits_output=SimpleNamespace(hidden_states=None),  # type: ignore[arg-type]
-            next_token_ids=torch.zeros(1, dtype=torch.int64),
+            logits_output=SimpleNamespace(hidden_states=None), next_token_ids=torch.zeros(1, dtype=torch.int64)
         )
 
-    verifier.worker.forward_batch_generation = read  # type: ignore[method-assign]
+    verifier.worker.forward_batch_generation = read
     ours = DFlashWorker.__new__(DFlashWorker)
     ours._target_worker = verifier.worker
-    ours.width = SimpleNamespace(interrupt=lambda: None)  # type: ignore[assignment]
-    ours.stages = SimpleNamespace(  # type: ignore[assignment]
+    ours.width = SimpleNamespace(interrupt=lambda: None)
+    ours.stages = SimpleNamespace(
         verifier=verifier,
         choice=SimpleNamespace(begin=lambda batch: None, anchors=lambda batch, drawn: drawn),
         context_kv=SimpleNamespace(append_prompt=lambda batch, features: None),
@@ -62,34 +58,30 @@ def test_prompts_are_read_with_sglangs_own_backend() -> None:
     for width in (4, 1):
         verifier.use(width)
         assert runner.attn_backend == f"backend of {width}"
-        ours.prefill(batch, not_published)  # type: ignore[arg-type]
+        ours.prefill(batch, not_published)
     assert seen == [OWN, OWN]
 
 
 def plan_of(n_requests: int, width: int) -> Plan:
     zeros_BN = torch.zeros(n_requests, width, dtype=torch.int64)
-    block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(n_requests), 0, kv=None)  # type: ignore[arg-type]
+    block = Block(zeros_BN, zeros_BN, zeros_BN, torch.zeros(n_requests), 0, kv=None)
     return Plan(block, block, prefix_len_B=zeros_BN[:, 0], rows_B=zeros_BN[:, 0], rows_B_cpu=zeros_BN[:, 0])
 
 
-def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_planned_once_and_the_features_stay(monkeypatch):
     """SGLang's eager runner plans again what was planned before: so does a batch that is larger than any graph."""
     deferred = list[bool]()
     features = torch.ones(2 * 4, 3)
-    run = ModelRunnerOutput(
-        SimpleNamespace(hidden_states=features),  # type: ignore[arg-type]
-        can_run_graph=True,
-        routed_experts_output="experts",  # type: ignore[arg-type]
-    )
+    run = ModelRunnerOutput(SimpleNamespace(hidden_states=features), can_run_graph=True)
 
-    def prepare(self: object, batch: object, worker: object, *, defer_metadata_init: bool) -> tuple[object, bool]:
+    def prepare(self, batch, worker, *, defer_metadata_init):
         deferred.append(defer_metadata_init)
         return run, True
 
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
     verifier = make_verifier()
     batch = SimpleNamespace(has_grammar=False, return_hidden_states=False)
-    target = verifier.verify(batch, plan_of(2, 4), torch.zeros(2, 4, dtype=torch.int64))  # type: ignore[arg-type]
+    target = verifier.verify(batch, plan_of(2, 4), torch.zeros(2, 4, dtype=torch.int64))
     assert deferred == [True]
     assert verifier.worker.model_runner.attn_backend == "backend of 4"
     assert target.run is run
@@ -98,12 +90,10 @@ def test_attention_is_planned_once_and_the_features_stay(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("has_grammar", [True, False])
-def test_the_target_is_told_what_is_verified_and_where_it_goes(
-    has_grammar: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_target_is_told_what_is_verified_and_where_it_goes(has_grammar, monkeypatch):
     """And how far it reaches, which a GPU's attention is planned with on the host."""
     told = list[Any]()
-    run = ModelRunnerOutput(SimpleNamespace(hidden_states=None), can_run_graph=True)  # type: ignore[arg-type]
+    run = ModelRunnerOutput(SimpleNamespace(hidden_states=None), can_run_graph=True)
 
     def prepare(block: DFlashVerifyInput, batch: object, worker: object, **_: object) -> tuple[object, bool]:
         told.append(block)
@@ -128,7 +118,6 @@ def test_the_target_is_told_what_is_verified_and_where_it_goes(
     assert batch.seq_lens_cpu.tolist() == [11, 24]
     assert batch.seq_lens_sum == 35
     if has_grammar:
-        assert target.grammar_tree is not None
         *_, drafts_BN = target.grammar_tree.resolve()
         assert torch.equal(drafts_BN, tokens_BN)
     else:
@@ -154,42 +143,64 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("on_host", "model", "graphs", "way"),
     [
-        (True, Model(), None, "directly"),
-        (True, Model(Experts()), None, "through the runner"),  # which prepares their dispatch
-        (True, Model(), "graphs", "through the runner"),
-        (False, Model(), None, "through the runner"),
+        pytest.param(True, Model(), None, "directly", id="plain"),
+        pytest.param(True, Model(Experts()), None, "through the runner", id="experts"),  # which prepares their dispatch
+        pytest.param(True, Model(), "graphs", "through the runner", id="graphs"),
+        pytest.param(False, Model(), None, "through the runner", id="on-a-device"),
     ],
-    ids=["plain", "experts", "graphs", "on-a-device"],
 )
-def test_only_a_plain_target_on_the_host_is_called_directly(
-    on_host: bool, model: nn.Module, graphs: Any, way: str
-) -> None:
+def test_only_a_plain_target_on_the_host_is_called_directly(on_host, model, graphs, way):
     runner = SimpleNamespace(
         attn_backend=SimpleNamespace(init_forward_metadata=lambda batch: None),
         decode_cuda_graph_runner=graphs,
         model=model,
         forward=lambda batch: SimpleNamespace(logits_output="through the runner"),
     )
-    engine = WidthEngine(runner.attn_backend, graphs, NoState(), {})  # type: ignore[arg-type]
-    worker: Any = SimpleNamespace(model_runner=runner)
-    batch: Any = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
-    assert Verifier(worker, {4: engine}, OneGroup(), on_host=on_host).forward(batch).logits_output == way
+    engines = {4: WidthEngine(runner.attn_backend, graphs, NoState(), {})}
+    verifier = Verifier(SimpleNamespace(model_runner=runner), engines, OneGroup(), on_host=on_host)
+    batch = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
+    assert verifier.forward(batch).logits_output == way
 
 
-def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch):
     """As for SGLang's own worker: the experts of a step's rows belong to its result."""
     monkeypatch.setattr(results, "DraftInput", lambda **fields: SimpleNamespace(**fields))
     output = SimpleNamespace(sampling_mask_output=None)
-    run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")  # type: ignore[arg-type]
+    run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")
     tokens_BN = torch.zeros(2, 4, dtype=torch.int64)
     accepted = accept_ref(tokens_BN, tokens_BN, torch.zeros(2, dtype=torch.int64))
     result = DFlashWorker.__new__(DFlashWorker).step_result(
-        SimpleNamespace(return_logprob=False),  # type: ignore[arg-type]
-        plan_of(2, 4),
-        Target(run, torch.zeros(8, 3), None),
-        accepted,
+        SimpleNamespace(return_logprob=False), plan_of(2, 4), Target(run, torch.zeros(8, 3), None), accepted
     )
     assert result.logits_output is output
     assert result.can_run_cuda_graph is True
     assert result.expert_distribution_metrics == "metrics"
     assert (result.routed_experts_output, result.indexer_topk_output) == ("experts", "indexer")
+
+
+def narrow_plan(n_requests: int, drafted: int, width: int) -> Plan:
+    """A step that drafts blocks of `drafted` tokens and verifies `width` of each."""
+    return plan_of(n_requests, width)._replace(drafted=plan_of(n_requests, drafted).verified)
+
+
+def test_rows_of_a_narrow_step_lie_as_far_apart_as_it_is_wide(monkeypatch):
+    """Log-probabilities, the scheduler's stride and the cap of a request's counts."""
+    asked: list[int] = []
+    monkeypatch.setattr(results, "compute_spec_logprobs", lambda *args, chain_stride: asked.append(chain_stride))
+    plan, tokens_BN = narrow_plan(2, drafted=8, width=4), torch.zeros(2, 4, dtype=torch.int64)
+    accepted = accept_ref(tokens_BN, tokens_BN, plan.prefix_len_B)
+    run = ModelRunnerOutput(None, False, None, None, None)
+    result = results.result_of(SimpleNamespace(return_logprob=True), plan, Target(run, None, None), accepted)
+    assert asked == [4]
+    assert result.speculative_num_draft_tokens == 4
+    assert result.cap_lens.tolist() == [4, 4]
+
+
+def test_the_engine_that_verified_commits():
+    commits = list[int]()
+    verifier = make_verifier()
+    for width, engine in verifier.engines.items():
+        state = SimpleNamespace(commit=lambda *args, width=width: commits.append(width))
+        verifier.engines[width] = engine._replace(state=state)
+    verifier.commit(None, narrow_plan(1, drafted=8, width=4), torch.ones(1))
+    assert commits == [4]

@@ -40,6 +40,10 @@ class Server:
         return httpx.Response(200, json={"id": "1", "object": "o", "created": 0, "model": "m", "choices": [choice]})
 
 
+def written(server: Server, asked: list[answers.Line], out: Path, *sampling: float, at_once: int = 1) -> int:
+    return asyncio.run(answers.write_answers(server.client, asked, out, answers.Sampling(*sampling), at_once=at_once))
+
+
 def turn(text: str) -> answers.Messages:
     return [{"role": "user", "content": text}]
 
@@ -51,12 +55,10 @@ def line(text: str, **more: object) -> answers.Line:
 def test_each_prompt_is_answered_once_also_after_a_cut_line(tmp_path: Path) -> None:
     server, out = Server(), tmp_path / "answers.jsonl"
     asked = [line(f"question {i}") for i in range(7)]
-    first = answers.write_answers(server.client, asked[:4], out, answers.Sampling(), at_once=3)
-    assert asyncio.run(first) == 4
+    assert written(server, asked[:4], out, at_once=3) == 4
     out.write_text(out.read_text()[:-9])
 
-    again = Server()
-    assert asyncio.run(answers.write_answers(again.client, asked, out, answers.Sampling(), at_once=3)) == 4
+    assert written(Server(), asked, out, at_once=3) == 4
     rows = [json.loads(line)["messages"] for line in out.read_text().splitlines()]
     assert sorted(row[0]["content"] for row in rows) == sorted(one["messages"][0]["content"] for one in asked)
     assert all(row[1] == {"role": "assistant", "content": row[0]["content"].upper()} for row in rows)
@@ -65,7 +67,7 @@ def test_each_prompt_is_answered_once_also_after_a_cut_line(tmp_path: Path) -> N
 def test_every_second_answer_is_greedy(tmp_path: Path) -> None:
     server = Server()
     asked = [line(f"question {i}") for i in range(4)]
-    asyncio.run(answers.write_answers(server.client, asked, tmp_path / "out", answers.Sampling(0.7), at_once=1))
+    written(server, asked, tmp_path / "out", 0.7)
     assert [body["temperature"] for body in server.asked] == [0.0, 0.7, 0.0, 0.7]
     assert len({body["seed"] for body in server.asked}) == 4
 
@@ -77,35 +79,29 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
 def test_tools_and_template_arguments_are_asked_with_and_written(tmp_path: Path) -> None:
     server, out = Server(content=None, tool_calls=[CALL | {"index": 0}], reasoning_content="hm"), tmp_path / "out"
     asked = [line("a", tools=TOOLS, chat_template_kwargs={"enable_thinking": False}), line("a")]
-    assert asyncio.run(answers.write_answers(server.client, asked, out, answers.Sampling(), at_once=1)) == 2
+    assert written(server, asked, out) == 2
     assert [body.get("tools") for body in server.asked] == [TOOLS, None]
     assert [body.get("chat_template_kwargs") for body in server.asked] == [{"enable_thinking": False}, None]
     said = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]}
     rows = [json.loads(text) for text in out.read_text().splitlines()]
     assert rows == [one | {"messages": [*one["messages"], said]} for one in asked]
-    assert asyncio.run(answers.write_answers(server.client, asked, out, answers.Sampling(), at_once=1)) == 0
+    assert written(server, asked, out) == 0
 
 
 @pytest.mark.parametrize("content", ["", " ", None])
 def test_an_empty_answer_is_left_out(tmp_path: Path, content: str | None) -> None:
-    server = Server(content=content)
-    assert (
-        asyncio.run(answers.write_answers(server.client, [line("a")], tmp_path / "o", answers.Sampling(), at_once=1))
-        == 0
-    )
+    assert written(Server(content=content), [line("a")], tmp_path / "o") == 0
 
 
-def test_an_unknown_key_of_a_prompt_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [(line("a", toolz=1), "line 2: unknown key 'toolz'"), ({"messages": []}, "line 2: give")],
+    ids=["an unknown key", "no question"],
+)
+def test_a_bad_prompt_is_named(tmp_path, second, said):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps(line("a", tools=TOOLS)) + "\n" + json.dumps(line("a", toolz=1)))
-    with pytest.raises(ValueError, match=r"line 2: unknown key 'toolz'"):
-        answers.read_prompts(path)
-
-
-def test_a_prompt_without_a_question_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "a"}]}\n{"messages": []}\n')
-    with pytest.raises(ValueError, match=r"line 2: give"):
+    path.write_text("\n".join(map(json.dumps, (line("a", tools=TOOLS), second))))
+    with pytest.raises(ValueError, match=said):
         answers.read_prompts(path)
 
 

@@ -61,12 +61,8 @@ def as_served(row: dict[str, Any], writer: PreTrainedTokenizerBase) -> str:
 def test_the_template_is_given_what_sglang_gives_it(tools: Any) -> None:
     row = {"messages": MESSAGES[:4], "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
     writer = tokenizer(EVERYTHING)
-    ours = chat.render(
-        writer,
-        [chat.served(message) for message in MESSAGES[:4]],
-        chat.served_tools(tools or []),
-        {"enable_thinking": False, "add_generation_prompt": True},
-    )
+    messages, options = [*map(chat.served, MESSAGES[:4])], {"enable_thinking": False, "add_generation_prompt": True}
+    ours = chat.render(writer, messages, chat.served_tools(tools or []), options)
     found, meant = (text.split("|") for text in (ours, as_served(row, writer)))
     assert json.loads(found[0]) == json.loads(meant[0])
     assert found[1:] == meant[1:]
@@ -76,10 +72,7 @@ def test_the_template_is_given_what_sglang_gives_it(tools: Any) -> None:
 def test_calls_and_what_tools_said() -> None:
     row = {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
     call = '(f {"city": "Rome", "days": [1, 2]})</>'
-    assert chat.parts(
-        {"messages": MESSAGES, "tools": [TOOL]},
-        tokenizer(TOOLS_AND_CALLS),
-    ) == [
+    assert chat.parts({"messages": MESSAGES, "tools": [TOOL]}, tokenizer(TOOLS_AND_CALLS)) == [
         ("[f]<system>s</><user>u</><assistant>", False),
         (call, True),
         ("<tool>20 degrees</><assistant>", False),
@@ -101,15 +94,9 @@ def test_a_template_for_functions_alone() -> None:
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        (
-            {"role": "user", "content": "x", "name": "a"},
-            "unknown key 'name' in a message of role 'user'; .* role, content",
-        ),
+        ({"role": "user", "content": "x", "name": "a"}, "key 'name' in a message of role 'user'; .* role, content"),
         ({"role": "assistant", "thoughts": "x"}, "unknown key 'thoughts' in a message of role 'assistant'"),
-        (
-            {"role": "user", "content": [{"type": "text", "text": "x"}]},
-            "the content of a message is .* a text, or null",
-        ),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, "content of a message is .* a text, or null"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "[1]"}}]}, "must be a JSON object"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}, "Expecting property name"),
         ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "unknown key 'name' in a tool call"),

@@ -46,23 +46,15 @@ def command(target, data, out, *more) -> list[str]:
     return ["draft", *where, *sizes.split(), "--dtype", "fp32", "--device", "cpu", *more]
 
 
-def test_a_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer):
-    assert main(command(target, data, tmp_path / "draft")) == 0
-    draft = DraftModel.from_pretrained(tmp_path / "draft")
-    assert (draft.config.block_size, draft.config.mask_token_id) == (4, tokenizer.mask_token_id)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-    input_ids = torch.tensor([tokenizer.encode("Count.")])
-    said = draft.spec_generate(input_ids, model, 10, stop_token_ids=[2])
-    assert torch.equal(said, model.generate(input_ids, max_new_tokens=10, do_sample=False))
-
-
-def test_a_dflash_2_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer):
-    sizes = ("--conv-group-size", "8", "--selector-rank", "6", "--selector-top-k", "4")
-    assert main(command(target, data, tmp_path / "draft", "--dflash2", *sizes)) == 0
+@pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
+def test_a_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer, second):
+    sizes = ("--dflash2", "--conv-group-size", "8", "--selector-rank", "6", "--selector-top-k", "4")
+    assert main(command(target, data, tmp_path / "draft", *(sizes if second else ()))) == 0
     draft = DraftModel.from_pretrained(tmp_path / "draft")
     config = draft.config
+    assert (config.block_size, config.mask_token_id) == (4, tokenizer.mask_token_id)
     found = config.conv_kernel_size, config.conv_group_size, config.selector_rank, config.selector_top_k
-    assert found == (2, 8, 6, 4)
+    assert not second or found == (2, 8, 6, 4)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     input_ids = torch.tensor([tokenizer.encode("Count.")])
     said = draft.spec_generate(input_ids, model, 10, stop_token_ids=[2])
@@ -93,18 +85,13 @@ def test_other_options_do_not_resume(target, data, tmp_path, capsys, more):
 def test_what_is_watched(target, data, tmp_path, capsys):
     assert main(command(target, data, tmp_path / "draft")) == 0
     (line,) = [json.loads(line) for line in (tmp_path / "draft" / LOG).read_text().splitlines()]
-    assert line.keys() == {
-        "step", "loss", "held_out_loss", "target_agrees", "tokens_per_step", "accepted_at_slot",
-    }  # fmt: skip
+    always, with_prompts = {"step", "loss", "held_out_loss", "target_agrees"}, {"tokens_per_step", "accepted_at_slot"}
+    assert line.keys() == always | with_prompts
     assert line["tokens_per_step"] == pytest.approx(1 + sum(line["accepted_at_slot"]))
     assert len(line["accepted_at_slot"]) == 3
     assert "6 documents of " in capsys.readouterr().out
-
-
-def test_without_prompts_no_acceptance_is_claimed(target, data, tmp_path):
-    assert main(command(target, data, tmp_path / "draft", "--eval-prompts", "0", "--steps", "1")) == 0
-    line = json.loads((tmp_path / "draft" / LOG).read_text())
-    assert line.keys() == {"step", "loss", "held_out_loss", "target_agrees"}
+    assert main(command(target, data, tmp_path / "without", "--eval-prompts", "0", "--steps", "1")) == 0
+    assert json.loads((tmp_path / "without" / LOG).read_text()).keys() == always, "no acceptance is claimed"
 
 
 def test_a_target_that_cannot_unread_is_refused_before_the_training(target, data, tmp_path, capsys, monkeypatch):

@@ -18,12 +18,8 @@ DENSE = Path(sglang_dflash.__file__).parent / "assets" / "tiny_dense"
 
 
 def test_counts_by_hand():
-    """Four steps that accepted 3, 1, 0 and 1 drafts of three."""
-    counted = acceptance(torch.tensor([4, 3, 1, 1]))
-    assert counted == (1 + 5 / 4, [3 / 4, 1 / 4, 1 / 4])
-
-
-def test_no_step_at_all_is_no_error():
+    """Four steps that accepted 3, 1, 0 and 1 drafts of three; no step at all."""
+    assert acceptance(torch.tensor([4, 3, 1, 1])) == (1 + 5 / 4, [3 / 4, 1 / 4, 1 / 4])
     assert acceptance(torch.zeros(3, dtype=torch.int64)) == (1, [0, 0])
 
 

@@ -46,15 +46,6 @@ def test_an_interrupted_run_is_the_uninterrupted_one_step_for_step(tmp_path, sto
     assert (tmp_path / "cut" / LOG).read_text() == (tmp_path / "whole" / LOG).read_text()
 
 
-def test_the_optimizer_s_moments_are_resumed_too(tmp_path):
-    """Weights alone are not enough: without the moments the run ends elsewhere."""
-    run(tmp_path / "cut", stop_after=3)
-    state = torch.load(tmp_path / "cut" / CHECKPOINT, weights_only=True)
-    state["optimizer"]["state"] = {}
-    torch.save(state, tmp_path / "cut" / CHECKPOINT)
-    assert not equal(run(tmp_path / "cut"), run(tmp_path / "whole"))
-
-
 def test_a_run_killed_between_checkpoints_takes_its_steps_again_and_logs_them_once(tmp_path):
     """The log is ahead of the checkpoint: its last line is of a step that is taken again."""
     every = replace(RECIPE, save_every=4, report_every=1)
@@ -66,8 +57,9 @@ def test_a_run_killed_between_checkpoints_takes_its_steps_again_and_logs_them_on
     assert (tmp_path / "cut" / LOG).read_text() == (tmp_path / "whole" / LOG).read_text()
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path):
+def test_a_finished_run_is_not_trained_again_and_leaves_no_partial_file(tmp_path):
     first = run(tmp_path / "run")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [CHECKPOINT, LOG]
     written = (tmp_path / "run" / CHECKPOINT).stat().st_mtime_ns
     assert equal(run(tmp_path / "run"), first)
     assert (tmp_path / "run" / CHECKPOINT).stat().st_mtime_ns == written
@@ -82,11 +74,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 def test_how_often_it_saves_and_reports_may_change(tmp_path):
     run(tmp_path / "cut", stop_after=3)
     assert equal(run(tmp_path / "cut", replace(RECIPE, save_every=1, report_every=1)), run(tmp_path / "whole"))
-
-
-def test_no_partial_file_is_left(tmp_path):
-    run(tmp_path / "run")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [CHECKPOINT, LOG]
 
 
 def test_reports_come_every_so_often_and_at_the_end(tmp_path, capsys):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 from sglang_dflash.model import DraftModel
 from sglang_dflash.model.generate import draft_logits
@@ -19,7 +18,6 @@ from sglang_dflash.train.objective import (
     block_hidden,
     block_loss,
     candidate_scores,
-    default_gamma,
     head_of,
     make_blocks,
     random_anchors,
@@ -28,34 +26,17 @@ from sglang_dflash.train.objective import (
 )
 from sglang_dflash.train.start import initialised
 from sglang_dflash.train.tokens import Rows
+from tests.unit.model.test_generate import VOCAB, hybrid, qwen3
 
-VOCAB, MASK = 30, 29
-COMMON = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-
-
+MASK = VOCAB - 1
 SECOND = Second(conv_kernel_size=2, conv_group_size=8, selector_rank=6, selector_top_k=3)
-
-
-def dense():
-    return Qwen3ForCausalLM(Qwen3Config(**COMMON))
-
-
-def hybrid():
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
-    head_dims = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    n_heads = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**COMMON, **head_dims, **n_heads, rope_parameters=rope))
 
 
 def make_pair(make_target, second=None):
     torch.manual_seed(0)
     target = make_target().eval().requires_grad_(False)
-    config = draft_config_for(
-        target, n_layers=2, block_size=5, mask_token_id=MASK, target_layer_ids=(0, 1, 2), second=second
-    )
+    sizes = {"n_layers": 2, "block_size": 5, "mask_token_id": MASK, "target_layer_ids": (0, 1, 2)}
+    config = draft_config_for(target, **sizes, second=second)
     draft = initialised(DraftModel(config), std=0.3)
     for name, parameter in draft.named_parameters():
         if "_conv." in name or "codebook" in name:  # which start without a say
@@ -74,7 +55,7 @@ def tokens(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
-@pytest.mark.parametrize("make_target", [dense, hybrid])
+@pytest.mark.parametrize("make_target", [qwen3, hybrid])
 def test_training_sees_what_inference_sees(make_target, second):
     """Many blocks from one pass over whole rows equal, each, one drafting step after reading only what came before."""
     draft, target = make_pair(make_target, second)
@@ -88,9 +69,8 @@ def test_training_sees_what_inference_sees(make_target, second):
         anchor = int(anchor_RA[r, a])
         if anchor == 0:
             continue
-        features = (
-            TargetReader(target, draft.config.target_layer_ids).read(batch.ids_RL[r : r + 1, :anchor]).features_1SC
-        )
+        reader = TargetReader(target, draft.config.target_layer_ids)
+        features = reader.read(batch.ids_RL[r : r + 1, :anchor]).features_1SC
         block = torch.tensor([batch.ids_RL[r, anchor], MASK, MASK, MASK, MASK])
         embeddings = target.get_input_embeddings()(block)[None, None]
         hidden = draft(embeddings, draft.context_kv(features), torch.tensor([[anchor]]))
@@ -110,13 +90,9 @@ def test_labels_by_hand():
         [False, False, False],  # nothing follows
         [False, False, False],  # the anchor is not a response
     ]
-
-
-def test_a_block_ends_with_the_response():
-    batch = rows("abcdef", "|||.||")
-    choices = torch.tensor([tokens("bcdefg")])
+    batch, choices = rows("abcdef", "|||.||"), torch.tensor([tokens("bcdefg")])
     blocks = make_blocks(batch, choices, torch.tensor([[0]]), block_size=6, mask_token_id=MASK)
-    assert blocks.is_valid_RAD[0, 0].tolist() == [True, True, False, False, False]
+    assert blocks.is_valid_RAD[0, 0].tolist() == [True, True, False, False, False], "it ends with the response"
 
 
 def test_anchors_are_different_response_tokens_with_a_successor():
@@ -124,13 +100,10 @@ def test_anchors_are_different_response_tokens_with_a_successor():
     for seed in range(20):
         anchors = random_anchors(batch.is_response_RL, 4, torch.Generator().manual_seed(seed))[0].tolist()
         assert sorted(anchors) == [2, 3, 7, 8]
-
-
-def test_anchors_depend_on_the_seed_alone():
     said = torch.ones(2, 50, dtype=torch.bool)
     first, again, other = (random_anchors(said, 8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    assert not torch.equal(first, other), "they depend on the seed alone"
 
 
 def one_block(n_valid: int) -> Blocks:
@@ -160,7 +133,7 @@ def test_loss_by_hand():
 @pytest.mark.parametrize("scored", [None, torch.tensor([3, 20, 3, 0])], ids=["all-tokens", "some-tokens"])
 def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second, scored):
     """Values and gradients are those of all logits at once, but for fp32 rounding; a selector adds its loss."""
-    draft, target = make_pair(dense, second)
+    draft, target = make_pair(qwen3, second)
     draft, target = draft.double(), target.double()
     batch = rows("abcdefghijkl", "..||||||||||")
     _, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
@@ -192,7 +165,7 @@ def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second, scored
 
 def test_the_selector_learns_behind_the_token_that_is_right():
     """Of three slots: the label is the best token, is the third best, is none of the three candidates."""
-    draft, _ = make_pair(dense, SECOND)
+    draft, _ = make_pair(qwen3, SECOND)
     selector = draft.candidate_selector
     logits, hidden = torch.zeros(3, VOCAB), torch.randn(3, 32)
     for slot in logits:
@@ -206,26 +179,26 @@ def test_the_selector_learns_behind_the_token_that_is_right():
         torch.testing.assert_close(scores[i], want)
 
 
-def test_every_part_of_a_dflash_2_draft_learns():
-    draft, target = make_pair(dense, SECOND)
-    batch = rows("abcdefgh", "||||||||")
+def learned(batch: Rows, anchor: int, second: Second | None) -> tuple[DraftModel, torch.Tensor, torch.Tensor]:
+    """A draft with its gradients, the loss and its weight."""
+    draft, target = make_pair(qwen3, second)
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
-    blocks = make_blocks(batch, choices_RL, torch.tensor([[1]]), block_size=5, mask_token_id=MASK)
-    loss, _ = block_loss(draft, target, features_RLC, blocks, 2.0)
+    blocks = make_blocks(batch, choices_RL, torch.tensor([[anchor]]), block_size=5, mask_token_id=MASK)
+    loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0)
     loss.backward()
+    return draft, loss, weight
+
+
+def test_every_part_of_a_dflash_2_draft_learns():
+    draft, *_ = learned(rows("abcdefgh", "||||||||"), 1, SECOND)
     assert [name for name, p in draft.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient():
-    draft, target = make_pair(dense)
-    batch = rows("aaaaaaaa", "........")
-    choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
-    blocks = make_blocks(batch, choices_RL, torch.tensor([[2]]), block_size=5, mask_token_id=MASK)
-    loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0)
-    loss.backward()
+    draft, loss, weight = learned(rows("aaaaaaaa", "........"), 2, None)
     assert (loss.item(), weight.item()) == (0, 0)
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
 
 
 def test_the_paper_s_decay():
-    assert [default_gamma(n) for n in (8, 10, 16)] == [4.0, 5.0, 7.0]
+    assert [objective.default_gamma(n) for n in (8, 10, 16)] == [4.0, 5.0, 7.0]

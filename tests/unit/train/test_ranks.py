@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,7 @@ def torchrun(*arguments: str | Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
-        [*command, *map(str, arguments)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [*command, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
         try:
             said, _ = run.communicate(timeout=300)
@@ -107,14 +104,8 @@ def test_the_run_is_that_of_one_process(folder):
 
 
 def test_rows_must_be_shared_evenly(inputs, monkeypatch, capsys):
-    class Three:
-        def __enter__(self):
-            return Ranks(0, 3), torch.device("cpu")
-
-        def __exit__(self, *_):
-            return None
-
-    monkeypatch.setattr("sglang_dflash.train.__main__.joined", lambda device: Three())
+    three = Ranks(0, 3), torch.device("cpu")
+    monkeypatch.setattr("sglang_dflash.train.__main__.joined", lambda device: nullcontext(three))
     assert main(trainer(inputs, "three")) == 2
     assert "--rows 4 cannot be shared evenly by 3 processes; give a multiple of 3" in capsys.readouterr().err
 

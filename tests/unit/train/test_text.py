@@ -37,15 +37,10 @@ def shown(document: Tokens) -> tuple[str, str]:
 
 
 def test_the_three_kinds_of_line(tmp_path):
-    chat = [
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "two"},
-        {"role": "user", "content": "three"},
-        {"role": "assistant", "content": "four"},
-    ]
-    documents = read(
-        tmp_path / "data.jsonl", [{"text": "hello"}, {"prompt": "ab", "response": "cd"}, "", {"messages": chat}]
-    )
+    turns = ("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")
+    chat = [{"role": role, "content": content} for role, content in turns]
+    rows = [{"text": "hello"}, {"prompt": "ab", "response": "cd"}, "", {"messages": chat}]
+    documents = read(tmp_path / "data.jsonl", rows)
     assert [shown(d) for d in documents] == [
         ("hello", "hello"),
         ("abcd", "cd"),
@@ -72,18 +67,12 @@ def test_documents_with_nothing_to_guess_are_left_out(tmp_path):
         ({"text": 5}, "line 2: 'text' is 5; it must be a string"),
         ({"response": "x"}, "line 2: 'prompt' is None"),
         ({"messages": [{"content": "x"}]}, "line 2: 'role'"),
-        (
-            {"messages": [], "toolz": 1},
-            "line 2: unknown key 'toolz' in a line with messages; .* messages, tools, chat_",
-        ),
+        ({"messages": [], "toolz": 1}, "line 2: unknown key 'toolz' in a line with messages; .* messages, tools, c"),
         ({"prompt": "x", "response": "y", "system": "z"}, "line 2: unknown key 'system' in a line with a response"),
         ({"text": "x", "messages": []}, "line 2: unknown key 'messages' in a line with text; .* use one of text"),
         ({"messages": {}}, "line 2: 'messages' must be a list of objects"),
         ({"messages": [], "tools": {"name": "f"}}, "line 2: 'tools' is .*; it must be a list"),
-        (
-            {"messages": [], "chat_template_kwargs": [1]},
-            r"line 2: 'chat_template_kwargs' is \[1\]; it must be an object",
-        ),
+        ({"messages": [], "chat_template_kwargs": [1]}, r"2: 'chat_template_kwargs' is \[1\]; it must be an object"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path, row, said):
@@ -114,9 +103,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
         read(tmp_path / "data.jsonl", [{"messages": chat}], Forgetful())
 
 
+def batches_of(n_documents: int, n_rows: int) -> Batches:
+    """Documents of two tokens each, which say their number."""
+    return Batches([Tokens([i, i], [True, True]) for i in range(n_documents)], n_rows=n_rows, pad_id=99, seed=1)
+
+
 def test_every_epoch_shows_every_document_once_in_a_new_order():
-    documents = [Tokens([i, i], [True, True]) for i in range(9)]
-    batches = Batches(documents, n_rows=2, pad_id=99, seed=1)
+    batches = batches_of(9, n_rows=2)
     (kept,) = batches.held_out
     assert kept.ids_RL.shape == (1, 2)
     held_out = kept.ids_RL[0, 0].item()
@@ -124,29 +117,17 @@ def test_every_epoch_shows_every_document_once_in_a_new_order():
     first, second = seen[:8], seen[8:]
     assert sorted(first) == sorted(second) == [i for i in range(9) if i != held_out]
     assert first != second
-
-
-def test_a_batch_depends_on_its_step_alone():
-    documents = [Tokens([i, i], [True, True]) for i in range(9)]
-    late, early = (Batches(documents, n_rows=2, pad_id=99, seed=1) for _ in range(2))
-    for step in range(5):
-        early.at(step)
-    assert early.at(5).ids_RL.tolist() == late.at(5).ids_RL.tolist()
-
-
-def test_a_row_says_which_document_it_is():
-    documents = [Tokens([10 * i] * 2, [True] * 2) for i in range(9)]
-    batches = Batches(documents, n_rows=4, pad_id=99, seed=1)
-    for rows in [*batches.held_out, batches.at(0), batches.at(1)]:
-        assert rows.ids_RL[:, 0].tolist() == [10 * i for i in rows.document_R.tolist()]
+    assert batches.at(5).ids_RL.tolist() == batches_of(9, n_rows=2).at(5).ids_RL.tolist(), "by its step alone"
 
 
 def test_what_is_held_out_is_not_trained_on():
-    batches = Batches([Tokens([i, i], [True, True]) for i in range(100)], n_rows=4, pad_id=0, seed=1)
+    batches = batches_of(100, n_rows=4)
     held_out = {i for rows in batches.held_out for i in rows.document_R.tolist()}
     trained = {i for step in range(24) for i in batches.at(step).document_R.tolist()}
     assert len(held_out) == 6
     assert trained == set(range(100)) - held_out
+    for rows in [*batches.held_out, batches.at(0), batches.at(1)]:
+        assert rows.ids_RL[:, 0].tolist() == rows.document_R.tolist(), "a row says which document it is"
 
 
 def test_a_prompt_ends_where_the_response_begins():
@@ -158,7 +139,10 @@ def test_a_prompt_ends_where_the_response_begins():
     assert prompt.tolist() == [[batches.held_out[0].ids_RL[0, 0].item()]]
 
 
-def test_shares_are_disjoint_and_whole():
+def test_padding_stands_behind_and_shares_are_disjoint_and_whole():
+    rows = padded([Tokens([1, 2, 3], [False, True, True]), Tokens([4], [True])], pad_id=0)
+    assert rows.ids_RL.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert rows.is_response_RL.tolist() == [[False, True, True], [True, False, False]]
     rows = padded([Tokens([i], [True]) for i in range(6)], pad_id=0)
     assert [rows.share(rank, 3).ids_RL[:, 0].tolist() for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
 
@@ -168,12 +152,6 @@ def test_a_text_s_digest_tells_tokens_responses_and_order():
     texts = [[a], [b], [a, b], [b, a], [a, Tokens([12, 3], [False, True])]]
     assert len({text_digest(text) for text in texts}) == len(texts)
     assert text_digest([a, b]) == text_digest([a, b])
-
-
-def test_padding_stands_behind_and_is_no_response():
-    rows = padded([Tokens([1, 2, 3], [False, True, True]), Tokens([4], [True])], pad_id=0)
-    assert rows.ids_RL.tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert rows.is_response_RL.tolist() == [[False, True, True], [True, False, False]]
 
 
 def test_packed_rows_start_with_a_document():

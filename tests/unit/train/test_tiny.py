@@ -10,20 +10,9 @@ from transformers import AutoTokenizer
 
 import sglang_dflash
 from sglang_dflash.tiny import corpus
+from sglang_dflash.train import tiny_pair
 from sglang_dflash.train.loop import TrainRecipe
-from sglang_dflash.train.tiny_pair import (
-    CHAT_TEMPLATE,
-    MASK,
-    SPECIAL_TOKENS,
-    chat_rows,
-    chat_tokens,
-    held_out_prompts,
-    load_pair,
-    make_draft,
-    make_pair,
-    make_tokenizer,
-    measure,
-)
+from sglang_dflash.train.tiny_pair import load_pair, make_draft, make_pair, make_tokenizer, measure
 
 ASSETS = Path(sglang_dflash.__file__).parent / "assets"
 PAIRS = {"hybrid": ASSETS / "tiny", "dense": ASSETS / "tiny_dense"}
@@ -41,10 +30,11 @@ def pair(request):
 
 @pytest.mark.parametrize("task", corpus.TASKS)
 def test_the_corpus_is_the_same_every_time_and_split_by_prompt(task):
-    drawn = [[corpus.draw(Random(seed), held_out=out, task=task) for seed in range(30)] for out in (False, True)]
-    assert drawn == [
-        [corpus.draw(Random(seed), held_out=out, task=task) for seed in range(30)] for out in (False, True)
-    ]
+    drawn, again = (
+        [[corpus.draw(Random(seed), held_out=out, task=task) for seed in range(30)] for out in (False, True)]
+        for _ in range(2)
+    )
+    assert drawn == again
     trained, held_out = ({exchange.prompt for exchange in part} for part in drawn)
     assert len(trained) > 5
     assert not trained & held_out
@@ -67,14 +57,14 @@ def test_a_few_answers_are_right():
 def test_training_text_is_what_the_chat_template_writes(tokenizer):
     exchange = corpus.draw(Random(0))
     messages = [{"role": "user", "content": exchange.prompt}, {"role": "assistant", "content": exchange.answer}]
-    tokens = chat_tokens(exchange, tokenizer)
+    tokens = tiny_pair.chat_tokens(exchange, tokenizer)
     assert tokenizer.decode(tokens.ids) == tokenizer.apply_chat_template(messages, tokenize=False)
     said = [token for token, is_said in zip(tokens.ids, tokens.is_response, strict=True) if is_said]
     assert tokenizer.decode(said) == exchange.answer + "<|im_end|>"
 
 
 def test_rows_depend_on_their_seed_alone(tokenizer):
-    first, again, other = (chat_rows(tokenizer, seed, (2, 64)) for seed in ("a", "a", "b"))
+    first, again, other = (tiny_pair.chat_rows(tokenizer, seed, (2, 64)) for seed in ("a", "a", "b"))
     assert torch.equal(first.ids_RL, again.ids_RL)
     assert not torch.equal(first.ids_RL, other.ids_RL)
 
@@ -101,9 +91,9 @@ def test_a_pair_is_made_from_nothing_and_resumed(tmp_path, kind):
 def test_the_shipped_tokenizer_is_the_one_that_is_made(pair, tokenizer):
     shipped = AutoTokenizer.from_pretrained(pair / "target")
     assert shipped.get_vocab() == tokenizer.get_vocab()
-    assert shipped.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2, 3]
-    assert (shipped.eos_token, shipped.mask_token_id) == ("<|im_end|>", MASK)
-    assert shipped.chat_template == CHAT_TEMPLATE
+    assert shipped.convert_tokens_to_ids(tiny_pair.SPECIAL_TOKENS) == [0, 1, 2, 3]
+    assert (shipped.eos_token, shipped.mask_token_id) == ("<|im_end|>", tiny_pair.MASK)
+    assert shipped.chat_template == tiny_pair.CHAT_TEMPLATE
     text = "Ünïcode 漢字 123\n\n  x"
     assert shipped.decode(shipped.encode(text)) == text
 
@@ -133,6 +123,6 @@ def test_the_shipped_dflash_2_draft_commits_a_tenth_more(pair, tokenizer):
 
 def test_the_shipped_pair_says_what_its_target_says(pair, tokenizer):
     draft, target = load_pair(pair)
-    for _, input_ids in held_out_prompts(tokenizer, 1)[::3]:
+    for _, input_ids in tiny_pair.held_out_prompts(tokenizer, 1)[::3]:
         want = target.generate(input_ids, max_new_tokens=60, do_sample=False)
         assert torch.equal(draft.spec_generate(input_ids, target, 60, stop_token_ids=[2]), want)

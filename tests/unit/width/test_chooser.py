@@ -1,8 +1,7 @@
 """Which outcome belongs to which decision, what a step took, and what the decisions came to."""
 
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -21,12 +20,10 @@ class Costs:
 
     def __init__(self) -> None:
         self.timed: list[tuple] = []
+        self.by_size = lambda: {"1": {"4": 0.5}}
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
         self.timed.append((n_requests, width, pytest.approx(seconds)))
-
-    def by_size(self) -> dict[str, dict[str, float]]:
-        return {"1": {"4": 0.5}}
 
 
 class Scripted(Policy):
@@ -44,7 +41,7 @@ class Scripted(Policy):
         self.heard.append((list(rids), decision.width, list(n_accepted_B)))
 
 
-def test_outcomes_arrive_late_and_in_order() -> None:
+def test_outcomes_arrive_late_and_in_order():
     policy = Scripted([8, 4, 4, 4])
     chooser = Chooser(policy)
     assert chooser.decide(["a"]) == 8
@@ -58,7 +55,7 @@ def test_outcomes_arrive_late_and_in_order() -> None:
     assert policy.cost.timed == [(2, 4, 1.5)]  # the last had one of its own kind before it, and behind it
 
 
-def test_an_outcome_of_another_batch_is_noticed() -> None:
+def test_an_outcome_of_another_batch_is_noticed():
     chooser = Chooser(Fixed(4))
     chooser.decide(["a", "b"])
     with pytest.raises(AssertionError, match="another step"):
@@ -68,7 +65,7 @@ def test_an_outcome_of_another_batch_is_noticed() -> None:
 # ------------------------------------------------------------------------------------------------------------ the clock
 
 
-def test_a_prompt_read_between_two_steps_is_no_part_of_the_second() -> None:
+def test_a_prompt_read_between_two_steps_is_no_part_of_the_second():
     """Under the overlap schedule the prompt is launched before the outcome of the step before it is known, and the
     prompt's own result is none of the chooser's business. Steps take 10 ms, the prompt 300."""
     policy = Scripted([6] * 7)
@@ -138,7 +135,7 @@ launches = st.lists(st.one_of(st.just((PROMPT, 1)), alike), min_size=1, max_size
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("host_computes", [True, False])
 @given(launches=launches)
-def test_whatever_is_timed_took_that_long(launches: list[Launch], overlap: bool, host_computes: bool) -> None:
+def test_whatever_is_timed_took_that_long(launches, overlap, host_computes):
     """In any order of batches, widths and prompts, on a device and on a host, to the host's own 10 ms per launch."""
     for n_requests, width, seconds in Loop(launches, overlap=overlap, host_computes=host_computes).policy.cost.timed:
         assert seconds.expected == pytest.approx(took((n_requests, width)), abs=0.02)
@@ -146,7 +143,7 @@ def test_whatever_is_timed_took_that_long(launches: list[Launch], overlap: bool,
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("host_computes", [True, False])
-def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes: bool, overlap: bool) -> None:
+def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes, overlap):
     loop = Loop([(2, 4)] * 10 + [PROMPT] + [(2, 8)] * 10, overlap=overlap, host_computes=host_computes)
     n_timed = [sum(width == timed[1] for timed in loop.policy.cost.timed) for width in (4, 8)]
     assert min(n_timed) >= 8
@@ -155,7 +152,7 @@ def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes: bool, o
 # ----------------------------------------------------------------------------------------------------- what is reported
 
 
-def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
+def test_every_outcome_is_written_when_it_is_known(tmp_path):
     chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new", None).add)
     chooser.decide(["a"])
     chooser.decide(["a", "b"])
@@ -169,23 +166,17 @@ def test_every_outcome_is_written_when_it_is_known(tmp_path: Path) -> None:
     ]
 
 
-def outcomes(n: int) -> Iterator[tuple[list[str], list[int]]]:
-    return ((["a", "b"], [step % 4, 0]) for step in range(n))
-
-
-def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_report_covers_all_steps(caplog):
     """The log has a line for every so many."""
     chooser = Chooser(Scripted([4] * REPORT + [8] * REPORT + [8] * 5))
     with caplog.at_level("INFO"):
-        for rids, n_accepted_B in outcomes(2 * REPORT + 5):
-            chooser.decide(rids)
-            chooser.observe(n_accepted_B, 0.0)
+        for step in range(2 * REPORT + 5):
+            chooser.decide(["a", "b"])
+            chooser.observe([step % 4, 0], 0.0)
     first, second = caplog.messages
     assert first == f"widths of {REPORT} steps: 4 in 100%; 1.75 tokens per request and step"
     assert second.startswith(f"widths of {REPORT} steps: 8 in 100%; ")
-    report = chooser.describe()
-    assert report == json.loads(json.dumps(report))
-    assert report == {
+    assert json.loads(json.dumps(chooser.describe())) == {
         "policy": "scripted",
         "seconds": {"1": {"4": 0.5}},
         "n_steps": {"4": REPORT, "8": REPORT + 5},
@@ -196,9 +187,7 @@ def test_a_report_covers_all_steps(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(("useful", "n_warnings"), [(0, 1), (9, 1), (10, 0)])
-def test_draft_that_is_never_accepted_is_said_once(
-    useful: int, n_warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_draft_that_is_never_accepted_is_said_once(useful, n_warnings, caplog):
     """Count 500 blocks; steps of one token count for nothing."""
     chooser = Chooser(Scripted([1, 8] * 1000))
     for step in range(2000):
@@ -207,7 +196,7 @@ def test_draft_that_is_never_accepted_is_said_once(
     assert [record.levelname for record in caplog.records].count("WARNING") == n_warnings
 
 
-def test_before_the_first_step_there_is_nothing_to_tell() -> None:
+def test_before_the_first_step_there_is_nothing_to_tell():
     assert Chooser(Fixed(4)).describe() == {
         "policy": "always 4", "seconds": {}, "n_steps": {}, "committed": 0, "expected": 0.0, "account": "",
     }  # fmt: skip
@@ -216,47 +205,50 @@ def test_before_the_first_step_there_is_nothing_to_tell() -> None:
 # -------------------------------------------------------------------------------------------- widths and their policies
 
 
+def asked(value: str, block_size: int = 16, **where: str) -> tuple[int, ...]:
+    return candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), block_size, **({"no_copies": ""} | where))
+
+
 @pytest.mark.parametrize(
-    ("value", "block_size", "widths"),
+    ("value", "block_size", "widths", "most"),
     [
-        ("auto", 16, (1, 4, 8, 12, 16)),
-        ("random", 8, (1, 4, 8)),
-        ("fixed", 16, (16,)),
-        ("8,1", 16, (1, 8)),
-        ("8,32", 16, (8, 32)),
+        ("auto", 16, (1, 4, 8, 12, 16), 16),
+        ("random", 8, (1, 4, 8), 8),
+        ("fixed", 16, (16,), 16),
+        ("8,1", 16, (1, 8), 16),
+        ("8,32", 16, (8, 32), 32),
     ],
 )
-def test_widths_to_choose_from(value: str, block_size: int, widths: tuple[int, ...]) -> None:
-    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), block_size, no_copies="") == widths
-
-
-def test_a_step_writes_a_block_or_more() -> None:
-    assert widest(16, (1, 8)) == widest(16, ()) == 16
-    assert widest(16, (8, 24)) == 24
+def test_widths_to_choose_from(value, block_size, widths, most):
+    assert asked(value, block_size) == widths
+    assert (widest(block_size, widths), widest(block_size, ())) == (most, block_size)
 
 
 @pytest.mark.parametrize("value", ["auto", "random", "fixed", "16"])
-def test_a_target_that_cannot_narrow_verifies_whole_blocks(value: str) -> None:
-    assert candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, "off", "it cannot") == (16,)
+def test_a_target_that_cannot_narrow_verifies_whole_blocks(value):
+    assert asked(value, no_copies="off", whole_blocks="it cannot") == (16,)
 
 
-def test_narrower_widths_are_refused_where_the_target_cannot() -> None:
-    with pytest.raises(NotSupported, match=r"it cannot\); set it to 16, or drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "1,16"}), 16, "off", "it cannot")
+@pytest.mark.parametrize(
+    ("value", "where", "error", "sentence"),
+    [
+        (
+            "1,16",
+            {"no_copies": "off", "whole_blocks": "it cannot"},
+            NotSupported,
+            r"cannot\); set it to 16, or drop it",
+        ),
+        ("0,4", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 0 is not within 1\.\.32; drop it"),
+        ("33", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 33 is not within 1\.\.32; drop it"),
+        ("17", {"no_copies": "the flag"}, NotSupported, r"17 is wider than the block of 16, .*\(the flag\); drop it"),
+    ],
+)
+def test_widths_that_cannot_be_are_refused(value, where, error, sentence):
+    with pytest.raises(error, match=sentence):
+        asked(value, **where)
 
 
-@pytest.mark.parametrize("value", ["0,4", "33"])
-def test_a_width_that_nothing_fills_is_refused(value: str) -> None:
-    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WIDTHS: (0|33) is not within 1\.\.32; drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": value}), 16, no_copies="")
-
-
-def test_a_width_behind_the_block_is_refused_where_nothing_is_copied() -> None:
-    with pytest.raises(NotSupported, match=r"17 is wider than the block of 16, .*\(SGLANG_DFLASH_COPY=off\); drop it"):
-        candidates(flags.read({"SGLANG_DFLASH_WIDTHS": "17"}), 16, no_copies="SGLANG_DFLASH_COPY=off")
-
-
-def test_a_policy_for_each_kind() -> None:
+def test_a_policy_for_each_kind():
     timed: list[int] = []
 
     def seconds(n_requests: int, widths: Sequence[int]) -> list[float]:
@@ -266,9 +258,7 @@ def test_a_policy_for_each_kind() -> None:
     def make(kind: WidthPolicy, widths: Sequence[int]) -> Policy:
         return make_policy(kind, widths, n_requests=6, seconds=seconds, agree=lambda seconds_SW: None)
 
-    fixed, random, again = (
-        make(WidthPolicy.AUTO, (4,)), make(WidthPolicy.RANDOM, (1, 4)), make(WidthPolicy.RANDOM, (1, 4)),
-    )  # fmt: skip
+    fixed, random, again = make(WidthPolicy.AUTO, (4,)), *(make(WidthPolicy.RANDOM, (1, 4)) for _ in range(2))
     assert (fixed.name, {fixed.decide(["a"]).width for _ in range(9)}) == ("always 4", {4})
     drawn = [random.decide(["a"]).width for _ in range(30)]
     assert (random.name, set(drawn)) == ("random", {1, 4})
@@ -277,5 +267,4 @@ def test_a_policy_for_each_kind() -> None:
     auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
     assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0)), "of equals what shows most"
-    assert auto.cost is not None
     assert auto.cost.by_size() == {size: {"1": 1.0, "4": 4.0} for size in ("1", "2", "4", "6")}

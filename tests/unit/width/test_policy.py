@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_dflash.width import acceptance as beliefs
@@ -62,7 +62,6 @@ def step_cost(seconds_W: Sequence[float], widths: Sequence[int] = WIDTHS) -> Ste
 # ---------------------------------------------------------------------------------------------------------- acceptance
 
 
-@settings(deadline=None)
 @given(st.lists(steps(), max_size=30), steps())
 def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: list[Step], last: Step) -> None:
     expected_N = taught(history).expected(last[0])
@@ -73,7 +72,6 @@ def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: 
     assert (np.diff(gains_N) <= 1e-9).all()
 
 
-@settings(deadline=None)
 @given(st.lists(steps(), max_size=10), st.integers(1, 5), st.sampled_from(WIDTHS[:-1]))
 def test_what_was_not_verified_did_not_fail(history: list[Step], n: int, width: int) -> None:
     """Steps that accept all they verify never lower the belief in what is beyond to below that in the last verified."""
@@ -121,6 +119,8 @@ def test_a_request_is_drawn_to_the_others() -> None:
         there = level * odds(usual) / (1 + level * odds(usual))
         assert believed[rid] == pytest.approx((accepted + 4 * there) / 5)
     assert believed["new"] == pytest.approx(usual)
+    each = [acceptance.expected([rid]) for rid in ("a", "b")]
+    np.testing.assert_allclose(acceptance.expected(["a", "b"]), np.mean(each, axis=0))
 
 
 def test_a_block_that_fails_at_once_says_nothing_of_one_that_does_not() -> None:
@@ -157,12 +157,6 @@ def test_what_a_server_asks_itself_teaches_nothing() -> None:
     assert acceptance.expected(["new"]) == fresh_N
     acceptance.observe(["warm-up"], N, [0])
     assert acceptance.expected(["new"])[N] < 0.5 * fresh_N[N], "all nine steps are known now"
-
-
-def test_expected_is_the_mean_over_requests() -> None:
-    acceptance = taught([(["a", "b"], N, [7, 0])] * 20)
-    each = [acceptance.expected([rid]) for rid in ("a", "b")]
-    np.testing.assert_allclose(acceptance.expected(["a", "b"]), np.mean(each, axis=0))
 
 
 def test_it_forgets() -> None:
@@ -213,22 +207,12 @@ def make_cost() -> StepCost:
 
 
 @pytest.mark.parametrize(
-    ("n_requests", "seconds"),
-    [
-        (1, [1, 2, 3]),
-        (2, [1, 2, 3]),
-        (3, [1.5, 4, 4]),
-        (4, [2, 6, 5]),
-        (5, [2.25, 6.25, 6]),
-        (8, [3, 7, 9]),
-        (99, [3, 7, 9]),
-    ],
+    ("n_requests", "seconds"), [(1, [1, 2, 3]), (3, [1.5, 4, 4]), (4, [2, 6, 5]), (5, [2.25, 6.25, 6]), (99, [3, 7, 9])]
 )
 def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> None:
     np.testing.assert_allclose(make_cost().of(n_requests), seconds)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.1, 5.0))
 def test_costs_become_what_steps_took(n_requests: int, width: int, real: float) -> None:
     """And the share by which one width took too long, most of the others will have too."""
@@ -258,33 +242,29 @@ def test_other_batch_sizes_keep_their_costs() -> None:
     np.testing.assert_allclose(cost.of(4), [1.005 * 2, 1.005 * 1.0015 * 6, 1.005 * 5])
 
 
-def test_a_width_of_its_own_cost_is_told_from_the_others() -> None:
-    """Launch saw every width alike; width 4 really takes twice as long, which steps at all widths show."""
-    cost = step_cost((1.0, 1.0, 1.0), (1, 4, 8))
-    for _ in range(1000):
-        for width, seconds in ((1, 1.0), (4, 2.0), (8, 1.0)):
-            cost.observe(1, width, seconds)
+SLOWER = [(4, seconds) for seconds in (2.0, 4.0, 2.0) for _ in range(200)]
+TAUGHT: dict[str, tuple[Sequence[float], list[tuple[int, float]], list[float], dict[str, float]]] = {
+    # Launch saw every width alike; width 4 really takes twice as long, which steps at all widths show.
+    "a width of its own cost": ((1, 1, 1), [(1, 1.0), (4, 2.0), (8, 1.0)] * 1000, [1, 2, 1], {"atol": 0.15}),
+    # Every step takes twice as long as at launch; width 8 takes another second that launch missed.
+    "what launch got wrong": ((1, 2, 2), [*[(4, 4.0)] * 8, (8, 5.0)] * 100, [2, 4, 5], {"rtol": 0.1}),
+    "a machine that was slower": (
+        (1, 2, 3),
+        [(4, 2.0 * f) for f in (1, 2, 1) for _ in range(200)],
+        [1, 2, 3],
+        {"atol": 0.1},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TAUGHT)
+def test_what_is_particular_to_a_width_is_told_from_what_is_not(case):
+    launch, steps_taken, learned, tolerance = TAUGHT[case]
+    cost = step_cost(launch, (1, 4, 8))
+    for width, seconds in steps_taken:
+        cost.observe(1, width, seconds)
     cost.settle()
-    np.testing.assert_allclose(cost.of(1), [1, 2, 1], atol=0.15)
-
-
-def test_what_launch_got_wrong_is_told_from_what_it_did_not_see() -> None:
-    """Every step takes twice as long as at launch; width 8 takes another second that launch missed."""
-    cost = step_cost((1.0, 2.0, 2.0), (1, 4, 8))
-    for _ in range(100):
-        for width, seconds in (*[(4, 4.0)] * 8, (8, 5.0)):
-            cost.observe(1, width, seconds)
-    cost.settle()
-    np.testing.assert_allclose(cost.of(1), [2, 4, 5], rtol=0.1)
-
-
-def test_a_slower_machine_is_not_mistaken_for_a_width_that_costs_more() -> None:
-    cost = step_cost((1.0, 2.0, 3.0), (1, 4, 8))
-    for factor in (1, 2, 1):
-        for _ in range(200):
-            cost.observe(1, 4, 2.0 * factor)
-    cost.settle()
-    np.testing.assert_allclose(cost.of(1), [1, 2, 3], atol=0.1)
+    np.testing.assert_allclose(cost.of(1), learned, **({"rtol": 1e-7} | tolerance))
 
 
 @pytest.mark.parametrize(("seconds", "error"), [((50.0, 500.0), 0.15), ((0.5, 0.0), -0.15)])
@@ -323,6 +303,11 @@ class Certain(Acceptance):
         return self.committed_N
 
 
+def widths_of(policy: Adaptive, n_steps: int) -> list[int]:
+    """What is decided for one request, of which nothing is learned."""
+    return [policy.decide(["a"]).width for _ in range(n_steps)]
+
+
 def committed(conditional: float) -> list[float]:
     return [sum(conditional**i for i in range(width)) for width in range(1, N + 1)]
 
@@ -337,7 +322,6 @@ def adaptive(committed_N: Sequence[float], seconds_W: Sequence[float]) -> Adapti
     return policy
 
 
-@settings(deadline=None)
 @given(st.floats(0.05, 0.99), costs)
 def test_the_best_of_all_widths_is_taken(conditional: float, seconds_W: list[float]) -> None:
     """On any cost, stairs or not, the first choice has the highest rate, unless it looks for nearly nothing."""
@@ -358,10 +342,9 @@ def test_a_worse_neighbour_hides_nothing() -> None:
 def test_of_equals_the_widest_is_taken() -> None:
     for seconds_W, widest in (((1, 2, 4, 8), 8), ((9, 2, 4, 80), 4)):
         policy = adaptive(range(1, N + 1), seconds_W)
-        assert [policy.decide(["a"]).width for _ in range(100)] == [widest] * 100
+        assert widths_of(policy, 100) == [widest] * 100
 
 
-@settings(deadline=None)
 @given(st.floats(0.0, 0.99), costs)
 def test_looking_costs_at_most_a_share_of_the_time(conditional: float, seconds_W: list[float]) -> None:
     committed_N = committed(conditional)
@@ -376,21 +359,20 @@ def test_looking_costs_at_most_a_share_of_the_time(conditional: float, seconds_W
 def test_nothing_is_spent_where_nothing_can_be_won() -> None:
     """Of a thousand steps one accepts all of width 4: even certainty beyond would not pay for a longer step."""
     policy = adaptive(committed(0.1), (9.0, 9.0, 1.0, 1.8))
-    assert {policy.decide(["a"]).width for _ in range(5000)} == {4}
+    assert set(widths_of(policy, 5000)) == {4}
     hopeful = adaptive(committed(0.9), (9.0, 9.0, 1.0, 1.8))
-    assert {hopeful.decide(["a"]).width for _ in range(5000)} == {4, 8}
+    assert set(widths_of(hopeful, 5000)) == {4, 8}
 
 
 def test_at_most_one_block_is_saved_for_looks() -> None:
     """A look is nearly free for long: more is saved than spent. When it costs 0.5 s, the 1.5 s of a block buy three."""
     policy = adaptive([1, 2, 3, 4, 4.5, 5, 5.5, 5.9999], (9.0, 9.0, 1.0, 1.5))
-    assert {policy.decide(["a"]).width for _ in range(5000)} == {8}
+    assert set(widths_of(policy, 5000)) == {8}
     policy.acceptance = Certain([1, 2, 3, 4, 4, 4, 4, 4])
     chosen = [policy.decide(["another"]).width for _ in range(20)]
     assert chosen == [8] * 3 + [4] * 17
 
 
-@settings(deadline=None)
 @given(st.lists(steps(), max_size=30))
 def test_ranks_that_are_told_the_same_decide_the_same(history: list[Step]) -> None:
     ranks = [Adaptive(WIDTHS, step_cost((1, 2, 2.5, 4))) for _ in range(2)]
@@ -451,6 +433,7 @@ def test_it_follows(n_requests: int, n_looks: int) -> None:
 
 
 Rate = float  # of tokens, over what it is without speculation
+CHEAP = (1.0, 1.3, 1.5, 2.0)
 
 
 def served(
@@ -463,9 +446,7 @@ def served(
         left, seconds = [n_tokens] * n_requests, 0.0
         while max(left) > 0:
             decision = policy.decide(rids)
-            accepted = [
-                int(np.cumprod(draws.random(decision.width - 1) < p).sum()) if decision.width > 1 else 0 for _ in rids
-            ]
+            accepted = [int(np.cumprod(draws.random(decision.width - 1) < p).sum()) for _ in rids]
             policy.observe(rids, decision, accepted)
             left = [n - a - 1 for n, a in zip(left, accepted, strict=True)]
             seconds += seconds_W[policy.widths.index(decision.width)]
@@ -475,19 +456,15 @@ def served(
 
 def test_every_request_starts_with_a_look() -> None:
     """Also after hopeless ones: of 100 tokens a look costs one step here, and at most one more can be saved up for."""
-    seconds_W = (1.0, 1.3, 1.5, 2.0)
-    policy = Adaptive(WIDTHS, step_cost(seconds_W))
-    hopeless = served(policy, [0.0] * 20, 1, 100, seconds_W)
-    assert min(hopeless[1:]) > 0.98
+    policy = Adaptive(WIDTHS, step_cost(CHEAP))
+    assert min(served(policy, [0.0] * 20, 1, 100, CHEAP)[1:]) > 0.98
     assert policy.decide(["new"]).width == N
     assert policy.decide(["new"]).width == 1
 
 
 @pytest.mark.parametrize("before", [[0.0], [0.0] * 50, [0.0, 1.0] * 10])
 def test_an_easy_request_after_hopeless_ones_is_as_fast_as_asked_again(before: list[float]) -> None:
-    seconds_W = (1.0, 1.3, 1.5, 2.0)
-    policy = Adaptive(WIDTHS, step_cost(seconds_W))
-    *_, first, again = served(policy, [*before, 1.0, 1.0], 1, 87, seconds_W)
+    *_, first, again = served(Adaptive(WIDTHS, step_cost(CHEAP)), [*before, 1.0, 1.0], 1, 87, CHEAP)
     assert first >= 0.9 * again
 
 
@@ -576,41 +553,34 @@ def test_without_width_one_nothing_rests() -> None:
         policy.acceptance = Certain(committed(0.9))
         for rested, accepted in ((False, 0.0), (True, 4.0)) * 1000:
             policy.rhythm.observe(rested, accepted, expected=2.0 * policy.rhythm.factors()[rested])
-        assert ({policy.decide(["a"]).width for _ in range(100)} == {1, 8}) is rests
-        assert policy.review is not None
+        assert (set(widths_of(policy, 100)) == {1, 8}) is rests
         assert (policy.review.rest == REST) is rests
 
 
-class Taught(Rhythm):
+def rhythmic(committed_N: Sequence[float]) -> Adaptive:
     """A draft after another is half as good as on the mean, one after a rest half as good again."""
-
-    def factors(self) -> list[float]:
-        return [0.5, 1.5]
-
-
-def rhythmic(committed_N: Sequence[float], seconds_W: Sequence[float]) -> Adaptive:
-    policy = adaptive(committed_N, seconds_W)
-    policy.rhythm = Taught()
+    policy = adaptive(committed_N, (1.0, 4.0, 4.0, 4.0))
+    policy.rhythm.factors = lambda: [0.5, 1.5]
     return policy
 
 
 def test_where_drafts_rest_a_look_does_not() -> None:
     """It comes right after a draft, and changes nothing of the rest that follows."""
-    policy = rhythmic(range(1, N + 1), (1.0, 4.0, 4.0, 4.0))
-    widths = [policy.decide(["a"]).width for _ in range(3000)]
+    policy = rhythmic(range(1, N + 1))
+    widths = widths_of(policy, 3000)
     drafts = [i for i, width in enumerate(widths) if width > 1]
     assert Counter(np.diff(drafts) - 1).keys() == {0, REST}
 
 
 def test_a_rested_draft_commits_no_more_than_its_width() -> None:
     """All seven drafts are accepted on the mean; half as many again are not there."""
-    policy = rhythmic(range(1, N + 1), (1.0, 4.0, 4.0, 4.0))
+    policy = rhythmic(range(1, N + 1))
     drafts = {decision for decision in (policy.decide(["a"]) for _ in range(3000)) if decision.width > 1}
     assert drafts == {Decision(8, 8.0, rested=True), Decision(8, 1 + 7 / 2, rested=False)}
 
 
 def test_where_nothing_is_drafted_a_look_has_rested() -> None:
     """Of seven drafts 0.4 are accepted on the mean, after a rest 0.6, which is not worth 4 s."""
-    policy = rhythmic([1, *[1.4] * D], (1.0, 4.0, 4.0, 4.0))
+    policy = rhythmic([1, *[1.4] * D])
     (look,) = {decision for decision in (policy.decide(["a"]) for _ in range(1000)) if decision.width > 1}
     assert look == (8, pytest.approx(1.6), True)
