@@ -79,7 +79,7 @@ class BlockLoss(nn.Module):
         self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks, tokens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of these blocks and the sum of their weights; see `objective.block_loss`."""
-        return block_loss(self.draft, target, features_RLC, blocks, self.gamma, tokens)
+        return block_loss(self.draft, target, features_RLC, blocks, self.gamma, tokens=tokens)
 
 
 class DraftRun:

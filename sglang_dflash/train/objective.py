@@ -174,6 +174,7 @@ def block_loss(
     features_RLC: torch.Tensor,
     blocks: Blocks,
     gamma: float,
+    *,
     tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss of the valid slots, and the sum of their weights. Scalars, fp32.

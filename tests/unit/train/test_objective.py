@@ -153,10 +153,10 @@ def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second, scored
     for n in (3, 128):
         monkeypatch.setattr(objective, "ROWS_AT_ONCE", n)
         draft.zero_grad()
-        loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0, scored)
+        loss, weight = block_loss(draft, target, features_RLC, blocks, 2.0, tokens=scored)
         (loss * 3).backward()
         with torch.no_grad():
-            without_gradient, _ = block_loss(draft, target, features_RLC, blocks, 2.0, scored)
+            without_gradient, _ = block_loss(draft, target, features_RLC, blocks, 2.0, tokens=scored)
         assert [loss.item(), without_gradient.item()] == pytest.approx([want.item()] * 2, rel=1e-6)
         assert weight.item() == pytest.approx(slots.weights.sum().item())
         for name, parameter in draft.named_parameters():
