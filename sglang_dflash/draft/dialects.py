@@ -11,7 +11,7 @@ from sglang_dflash.draft.record import SLIDING
 from sglang_dflash.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH
 from sglang_dflash.errors import NotSupported
 
-SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # the second ends DeepSpec's names: Qwen3DSparkModel
+SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # architecture names; DeepSpec's ends so: Qwen3DSparkModel
 WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
 
 

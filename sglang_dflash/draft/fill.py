@@ -19,7 +19,7 @@ def filled(
         selector: DFlash 2's; None: every slot gets its argmax token.
     """
     (B, N), H = tokens_BN.shape, hidden_TH.shape[-1]
-    slots_TH = hidden_TH.view(B, N, H)[:, 1:].flatten(0, 1)  # a copy, so that the head is read once for all requests
+    slots_TH = hidden_TH.view(B, N, H)[:, 1:].flatten(0, 1)  # packed copy: the head is read once for all requests
     if selector is None:
         drafts_BD = likeliest(slots_TH, ends).view(B, N - 1)
     else:

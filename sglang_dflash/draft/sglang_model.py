@@ -46,8 +46,7 @@ from sglang_dflash.draft.weights import (
 
 
 class DraftAttention(nn.Module):
-    """Attention of one draft layer. Full layers see the whole block; sliding layers have a window, and are causal
-    unless the config says otherwise."""
+    """Attention of one draft layer. Full layers see the whole block, sliding layers a window, causally by default."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()

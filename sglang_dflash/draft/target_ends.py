@@ -80,7 +80,7 @@ def is_quantized(head: nn.Module) -> bool:
 
 
 def top_k_on(device: torch.device) -> TopK:
-    """Return the top-k of a device: FlashInfer's radix selection on a GPU, where torch sorts the whole vocabulary."""
+    """Return the top-k for a device: on a GPU FlashInfer's radix selection, as torch sorts the whole vocabulary."""
     if device.type != "cuda":
         return torch.topk
     import flashinfer

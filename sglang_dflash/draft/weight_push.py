@@ -27,7 +27,7 @@ def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any
 
 
 def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kwargs: Any) -> Outcome:
-    """AROUND `WeightUpdater.update_weights_from_tensor`: what cannot be loaded fails the push, not the server."""
+    """Fail a push that cannot be loaded, not the server. AROUND `WeightUpdater.update_weights_from_tensor`."""
     try:
         return stock(updater, *args, **kwargs)
     except NOT_LOADED as error:

@@ -169,7 +169,7 @@ def target_of(server_args: Any) -> TargetFacts:
         architecture=model_config.hf_config.architectures[0],
         hidden_size=model_config.hidden_size,
         vocab_size=model_config.vocab_size,
-        n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets number every pass
+        n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets number each pass
         dtype=str(model_config.dtype).removeprefix("torch."),
         recurrent=mambaish_config(model_config) is not None,
         gated_delta_net=hybrid_gdn_config(model_config) is not None,
