@@ -232,7 +232,7 @@ class DFlashWorker(BaseSpecWorker):
             "version": __version__,
             "block_size": self.config.block_size,
             "widest": self.config.widest,
-            "draft_kv_bytes": int(sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes())),  # int: numpy's is not JSON
+            "draft_kv_bytes": int(sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes())),  # int: no numpy in JSON
             "width": self.width.describe(),
             "copies": self.stages.copier.totals(),
         }
