@@ -96,7 +96,7 @@ def rms_apply_serial(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norms of x1 [T, F] and x2 [T, F'], in their types; a row's features are those of `tp_world` ranks."""
+    """Return the RMS norms of x1 [T, F] and x2 [T, F'], in their dtypes; rows are split over `tp_world` ranks."""
     sums = sum_sq[: 2 * len(x1)].view(2, -1, 1)
     return tuple(  # type: ignore[return-value]
         (x.float() * torch.rsqrt(sum_T1 / (x.shape[-1] * tp_world) + eps) * w.float()).to(x.dtype)

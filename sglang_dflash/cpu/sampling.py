@@ -76,6 +76,6 @@ def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
 
 
 def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest of the last dimension and where they are, largest first; SGLang's is FlashInfer's for a GPU."""
+    """Return the `k` largest values of the last dimension and their indices, largest first; replaces FlashInfer's."""
     largest, where = torch.topk(scores, k, dim=-1)
     return largest, where

@@ -52,7 +52,7 @@ class Module:
         planned = Planned(first_query_B1.tolist(), first_page_B1.diff().tolist())
         assert len(planned.n_pages_B) == n_requests, f"{len(planned.n_pages_B)} lengths of {n_requests} requests"
         assert planned.first_query_B1[-1] <= n_rows, f"{planned.first_query_B1[-1]} queries of {n_rows}"
-        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # FlashInfer says 1 key of a request without
+        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # FlashInfer counts 1 key for none
         assert torch.equal(n_pages.long(), first_page_B1.diff().clamp(min=1).long()), "pages by length and by start"
         return planned.write(int_workspace)
 

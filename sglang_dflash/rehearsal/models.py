@@ -46,7 +46,7 @@ def layers(model: torch.nn.Module) -> None:
 
 
 def _weigh_norms(model: torch.nn.Module) -> None:
-    """Gemma-4 folds its router's scale into the weight of a norm "without scale": its kernel applies it, as here."""
+    """Apply the weight of Gemma-4's norms "without scale", into which it folds its router's scale."""
     from sglang.srt.layers.layernorm import Gemma4RMSNorm
 
     for module in model.modules():

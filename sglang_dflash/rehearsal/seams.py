@@ -143,7 +143,7 @@ def _without_scheduler(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _stub_sgl_kernel() -> None:
-    """What `flashattention_backend` imports of it, which needs libcuda; nothing calls these here."""
+    """Stub the names of sgl_kernel, which needs libcuda, that `flashattention_backend` imports but does not call."""
     package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
     package.flash_attn = module  # type: ignore[attr-defined]
     package.merge_state_v2 = None  # type: ignore[attr-defined]

@@ -172,7 +172,7 @@ def launch() -> Iterator[None]:
 
 
 def interpreted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton's interpreter launching a kernel. It copies all arguments back: written are those that have changed."""
+    """Wrap a kernel's launch in Triton's interpreter, which copies all arguments back: changed ones are written."""
 
     @functools.wraps(call)
     def launch_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
