@@ -244,9 +244,7 @@ def _copy_draft_kernel(
 
 
 def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Compute `copy_draft` by its kernel: programs by request, by part of the longest possible text, by part of a
-    block.
-    """
+    """Compute `copy_draft` by its kernel: programs by request, part of the longest text, and part of a block."""
     B, N = tokens_BN.shape
     M = texts.text_QM.shape[1]
     int32_2BD = tokens_BN.new_empty(2, B, N - 1, dtype=torch.int32)

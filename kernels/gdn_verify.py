@@ -131,10 +131,7 @@ def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
 
 @triton.jit
 def _inverse(A_NN, later, earlier, BLOCK_N: tl.constexpr):
-    """Return (I + A)^-1 of a strictly lower triangular A, by diagonal blocks that double in size.
-
-    If blocks P and Q are joined by a corner C of A, the corner of the inverse is -Q^-1 C P^-1.
-    """
+    """Return (I + A)^-1 of a strictly lower triangular A; blocks P, Q joined by a corner C of A add -Q^-1 C P^-1."""
     inverse_NN = tl.where(later == earlier, 1.0, tl.where(later // 2 == earlier // 2, -A_NN, 0.0))
     LEVELS: tl.constexpr = (BLOCK_N - 1).bit_length()
     for level in tl.static_range(1, LEVELS):

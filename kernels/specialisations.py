@@ -27,15 +27,15 @@ KERNELS = (
 
 
 class Server(NamedTuple):
-    widths: tuple[int, ...]  # of verified blocks
-    block_size: int  # of drafted blocks
+    widths: tuple[int, ...]  # verify widths
+    block_size: int  # tokens per drafted block
     batch_sizes: Iterable[int]  # requests of a step, padding included
-    n_value_heads: int  # of a recurrent layer, on one rank; 0: no state is folded
+    n_value_heads: int  # per recurrent layer and rank; 0: no state is folded
     value_width: int
     tracks: bool  # steps pass a track index: recurrent states are saved at multiples of the track interval
     conv_taps: int = 0  # taps of the draft's convolution; 0: none
     selector_top_k: int = 0  # candidates per slot of the draft's selector; 0: none
-    copies: bool = False  # whether n-gram copies continue blocks
+    copies: bool = False  # n-gram copies continue blocks
 
 
 def plan_block(n_tokens: int) -> Hashable:

@@ -73,7 +73,7 @@ Publish = Callable[[torch.Tensor], None]
 class DFlashWorker(BaseSpecWorker):
     """Worker that serves DFLASH on one rank. Its parts are made in the order in which SGLang makes theirs."""
 
-    state: State  # of the widest verify; set by `init_attention_backends`
+    state: State  # for the widest verify; set by `init_attention_backends`
     stages: Stages  # set by `prewarm_sampling`, as is `width`
     width: Chooser
 
@@ -136,7 +136,7 @@ class DFlashWorker(BaseSpecWorker):
             )
 
     def init_hicache_draft_plan(self) -> None:
-        """With a hierarchical cache, move the draft's K/V to the host and back with the target's.
+        """Make the draft's K/V follow the target's to the host and back, with a hierarchical cache.
 
         Ring buffers are excluded: their slots are not the target's, and hold no reusable prefix.
         """

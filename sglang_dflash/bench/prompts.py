@@ -76,11 +76,7 @@ class Task:
 
 
 def load(name: str, n: int) -> Task:
-    """Return at most `n` prompts of a named set.
-
-    Raises:
-        ValueError: it is not available.
-    """
+    """Return at most `n` prompts of a named set, or raise ValueError if it is not available."""
     if name == SYNTHETIC:
         return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", workloads.held_out(n))
     if name == HARD:

@@ -282,10 +282,7 @@ TIERS = (
 
 
 def default_mem_fraction(card_gib: float, *, tp_size: int, image_width: int) -> float:
-    """Return SGLang 0.5.23's `--mem-fraction-static` on CUDA if no flag that it depends on is set.
-
-    Source: `handle_gpu_memory_settings`.
-    """
+    """Return SGLang 0.5.23's default --mem-fraction-static on CUDA (`handle_gpu_memory_settings`)."""
     tier = next(tier for tier in TIERS if card_gib < tier.below_gib)
     max_batch = tier.max_batch_tp4 if tp_size >= 4 else tier.max_batch
     reserved = 512 + tier.chunk * 1.5 + tp_size / 8 * 1024 + max_batch * 2 + tier.n_prefill_graphs * 8

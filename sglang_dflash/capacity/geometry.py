@@ -18,7 +18,7 @@ from sglang_dflash.draft.fields import Fields
 from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, fp8_head_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # of a draft's linear layers after loading
+QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # for a draft's linear layers, after loading
 CONV_ITEMSIZE = 2  # SGLANG_MAMBA_CONV_DTYPE is bfloat16 by default
 LONGEST = 262144  # tokens of context if a config has no limit
 MTP = "mtp."  # tensors of a checkpoint's own drafter, which SGLang does not load under DFLASH
@@ -48,11 +48,7 @@ class Config(Fields):
         super().__init__(config, name, "text_config")
 
     def choice(self, field: str, value: Any, choices: Mapping[str, Any]) -> Any:
-        """Return `choices[value]` for a field's value.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return `choices[value]`, or raise ValueError with the field's name."""
         if value not in choices:
             raise ValueError(f"{self.name}: {field} is {value!r}, and only {', '.join(choices)} can be computed")
         return choices[value]
@@ -68,7 +64,7 @@ class Config(Fields):
 
     @property
     def head_dim(self) -> int:
-        llama = self.get("model_type") == "llama"  # which may omit it
+        llama = self.get("model_type") == "llama"  # may omit it
         return self.count("head_dim", self.count("hidden_size") // self.count("num_attention_heads") if llama else None)
 
     def layer_kinds(self) -> list[str]:

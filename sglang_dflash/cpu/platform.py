@@ -65,9 +65,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         install.install(install.at_import())
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Install the remaining stand-ins once per model, when every user of a kernel has been imported, and verify
-        all.
-        """
+        """Install and verify the remaining stand-ins, once per model, when every user of a kernel is imported."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from sglang_dflash.cpu import host_cache, install

@@ -77,10 +77,7 @@ def int8_scaled_mm(
 
 
 def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> torch.Tensor:
-    """Return [K, N]: each 4-bit weight minus its group's zero, times its scale.
-
-    `scales` is [G, N]; the others are int32, packed by eight.
-    """
+    """Return [K, N]: each 4-bit weight minus its group's zero, times its scale [G, N]; int32 packs eight."""
     weight, zeros = unpacked(qweight), unpacked(qzeros)
     size = weight.shape[0] // scales.shape[0]
     return (weight - spread(zeros, 0, size, len(weight))) * spread(scales, 0, size, len(weight))

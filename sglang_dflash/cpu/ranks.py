@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 def memcpy(
     dst: torch.Tensor, src: torch.Tensor, dim: int, offset: torch.Tensor, sz: torch.Tensor, offset_src: bool
 ) -> None:
-    """Copy `sz` rows, from row `offset` of `src` to the start of `dst`, or from the start of `src` to row `offset`.
-
-    Source: SGLang's `memcpy_triton`; its CPU form reads the counts on the host.
-    """
+    """Copy `sz` rows from row `offset` of `src`, or to row `offset` of `dst`, without reading counts on the host."""
     assert dim == 0, "rows are copied"
     row = torch.arange(dst.shape[0], device=dst.device)
     from_row = row + offset if offset_src else row - offset
@@ -29,8 +26,7 @@ def memcpy(
 def reduce_scatter_tensor(self: GroupCoordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of the sum of all inputs.
 
-    Gloo also sums all rows, but copies this rank's in a host operation at its wait, which a captured graph cannot
-    contain.
+    Gloo also sums all rows, but copies this rank's in a host operation, which a captured graph cannot contain.
     """
     summed = self.all_reduce(input.clone())
     return output.copy_(summed.narrow(0, self.rank_in_group * len(output), len(output)))

@@ -111,11 +111,7 @@ class Demo:
 
 
 def conversation(body: bytes) -> list[Message]:
-    """Parse a conversation.
-
-    Raises:
-        ValueError: it does not end with a question.
-    """
+    """Parse a conversation that ends with a question, or raise ValueError."""
     messages = json.loads(body)
     match messages:
         case [*turns, {"role": "user"}] if all(map(is_message, messages)):

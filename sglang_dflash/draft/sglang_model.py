@@ -90,9 +90,7 @@ class DraftAttention(nn.Module):
         )
 
     def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attend from the slots of all blocks to the context K/V of `batch` and the blocks, whose K/V are written: [T,
-        H].
-        """
+        """Attend from the blocks' slots to the context K/V of `batch` and the blocks, whose K/V it writes: [T, H]."""
         qkv, _ = self.qkv_proj(hidden_TH)
         q, k, v = self.norm_rotate(qkv, positions_T)
         out, _ = self.o_proj(self.attn(q, k, v, batch))

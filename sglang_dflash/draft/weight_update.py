@@ -70,11 +70,7 @@ def is_draft(path: str) -> bool:
 
 
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int) -> None:
-    """Check that the new draft fits the parts that were built for the served one.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that the new draft fits the parts that were built for the served one, or raise ValueError."""
     check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)
     for name in (*BUILT, *(["vocab_size"] if served.selector_rank else [])):
         ours, theirs = vars(served)[name], vars(new)[name]

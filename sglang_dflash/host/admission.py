@@ -77,11 +77,7 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
 
 
 def check_labels(request: GenerateReqInput, manager: Any) -> None:
-    """Check a request's labels for metrics.
-
-    Raises:
-        ValueError: the server's metrics do not have a label.
-    """
+    """Check a request's labels for metrics, or raise ValueError."""
     if manager.enable_metrics and request.custom_labels:
         unknown = set(request.custom_labels) - set(manager.metrics_collector.labels)
         if unknown:
@@ -105,11 +101,7 @@ def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
 
 
 def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
-    """Check sampling parameters.
-
-    Raises:
-        ValueError: see `check_parameters`.
-    """
+    """Check sampling parameters, or raise ValueError, see `check_parameters`."""
     if asked.top_k > MOST_TOP_K:
         raise ValueError(f"top_k is {asked.top_k}; send at most {MOST_TOP_K}, or -1 for the whole vocabulary")
     if asked.temperature > MOST:
@@ -124,11 +116,7 @@ def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
 
 
 def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
-    """Check the fields that are not sampling parameters.
-
-    Raises:
-        ValueError: see `check_parameters`.
-    """
+    """Check the fields that are not sampling parameters, or raise ValueError, see `check_parameters`."""
     if asked.top_logprobs_num > vocab_size:
         raise ValueError(f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for fewer")
     if asked.return_logprob and asked.logprob_start_len < -1:
@@ -156,11 +144,7 @@ def require_processor(text: str) -> None:
 
 
 def require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Check that all token ids are within the vocabulary.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Check that all token ids are within the vocabulary, or raise ValueError."""
     least, most = min(ids), max(ids)
     if least < 0 or most >= vocab_size:
         wrong = least if least < 0 else most

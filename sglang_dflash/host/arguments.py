@@ -90,11 +90,7 @@ class Arguments:
         return self.draft_path
 
     def require_rollback(self) -> None:
-        """Check that grammars can roll back rejected drafts.
-
-        Raises:
-            NotSupported: they cannot.
-        """
+        """Check that grammars can roll back rejected drafts, or raise NotSupported."""
         if self.grammar_backend == "outlines":
             raise NotSupported(
                 "--grammar-backend outlines is not supported with DFLASH (its grammars cannot take back a rejected "

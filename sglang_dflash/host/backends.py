@@ -4,7 +4,7 @@ A DFlash draft needs a mask that ordinary decoding does not: in a full layer eve
 whole block. A backend without that mask changes the drafts, and acceptance falls without an error. So only `BACKENDS`,
 which have it, are allowed. SGLang checks that a kernel is installed.
 
-One difference is allowed: flashinfer gives all slots of a block the first one's window, so slot i of a sliding layer
+One difference is allowed: flashinfer gives all slots of a block the first one's window. So slot i of a sliding layer
 attends to i tokens more than the window (at most N - 1). The answers follow the target in any case.
 """
 

@@ -48,11 +48,7 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
 
 
 def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
-    """Check that the draft's heads can be split over the ranks that share requests.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Check that the draft's heads can be split over the ranks that share requests, or raise ValueError."""
     tp, over = arguments.tp_size, f"--tp-size {arguments.tp_size}"
     if arguments.attention_dp:
         tp //= arguments.dp_size

@@ -19,10 +19,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def kept_window(asked: int | None, layers: int | None) -> int | None:
-    """Return the context tokens that a draft keeps; None: all.
-
-    `asked`: the flag. `layers`: the furthest that any layer looks back, None if unlimited.
-    """
+    """Return the context tokens that a draft keeps, by its flag and its layers' common window; None: all."""
     return min((window for window in (asked, layers) if window is not None), default=None)
 
 

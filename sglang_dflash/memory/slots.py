@@ -82,12 +82,12 @@ class RingSlots:
     """Ring buffers in the draft's own pool: position p of the request in table row r has slot r * size + p % size.
 
     A block attends to the last `window` committed tokens whose K/V were written. A prefix found in the prefix cache is
-    only in the target's pool, so it is left out, and the window fills up with the tokens after it. With pages larger
-    than one token the window starts at a page boundary (backends derive pages from positions in a row), so it may be up
-    to page - 1 tokens longer.
+    only in the target's pool, so it is left out. The window fills up with the tokens after it. With pages larger than
+    one token the window starts at a page boundary, because backends derive pages from positions in a row. So it may be
+    up to page - 1 tokens longer.
 
-    Invariant: for the request in row r, positions from first_R[r] up to the committed length are in their slots, if
-    they are fewer than `size - widest` tokens back.
+    Invariant: for the request in row r, positions from first_R[r] up to the committed length are in their slots. This
+    holds for positions fewer than `size - widest` tokens back.
     """
 
     def __init__(

@@ -9,10 +9,7 @@ from sglang.srt.utils import async_d2h
 
 
 class LateCounts:
-    """Reader of growing counts on a device.
-
-    Invariant: `known` has been returned; `asked` is a copy in flight, or None.
-    """
+    """Reader of growing counts. Invariant: `known` has been returned; `asked` is a copy in flight, or None."""
 
     def __init__(self, counts: torch.Tensor) -> None:
         """`counts`: int32, which only grow and wrap around at 2^32."""

@@ -61,10 +61,7 @@ class Interval(NamedTuple):
 
 
 class StageTimes:
-    """Stage times.
-
-    Invariant: `intervals` are those not read yet, oldest first.
-    """
+    """Times of stages. Invariant: `intervals` are those not read yet, oldest first."""
 
     def __init__(self, clock: Clock, every: int = SAMPLE_EVERY) -> None:
         self.clock, self.every = clock, every

@@ -69,10 +69,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
 
 
 def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, DecodedStep]]:
-    """Yield every step of `spec_steps` with its text.
-
-    The last step has no tokens; its text was held back as part of a character.
-    """
+    """Yield every step of `spec_steps` with its text, and a last one for text held back as part of a character."""
     writer = pair.tokenizer.detokenizer
     for step in spec_steps(pair, prompt, options):
         for token in step.committed:

@@ -23,7 +23,7 @@ TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # re
 
 
 class Pair(NamedTuple):
-    """`embed` and `head` are the target's, which the draft borrows: tokens to [..., H], and [..., H] to [..., V]."""
+    """A target with its draft, which uses the target's `embed` (tokens to [..., H]) and `head` (to [..., V])."""
 
     target: nn.Module
     tokenizer: TokenizerWrapper

@@ -1,12 +1,11 @@
 """The DFlash draft, 1 or 2: a few transformer layers that guess a whole block of tokens in one pass.
 
-A block is the anchor (the last committed token) followed by mask tokens. Every slot attends to the features of all
-committed tokens before the anchor, projected to keys and values in each layer (the context KV), and to the other slots
+A block is the anchor (the last committed token) followed by mask tokens. Every slot attends to the context KV, which is
+projected in each layer from the features of all committed tokens before the anchor. It also attends to the other slots
 of its block. The draft uses the target's embedding and head.
 
 Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, H hidden, C features, L layers, G
-key/value heads, E head width. Generation uses one block per sequence, training many blocks over one context, with the
-same forward.
+key/value heads, E head width. Generation uses one block per sequence, training many blocks over one context.
 
 Independent of targets, sampling and losses.
 """

@@ -29,7 +29,7 @@ class Check(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A measurement and its verdict: a sentence, and the numbers behind it."""
+    """A measurement and its verdict: a sentence, and its numbers."""
 
     text: str
     numbers: dict[Any, Any]

@@ -72,10 +72,7 @@ class ProbedWorker(DFlashWorker):
 
 
 class Probe:
-    """Recorder of a worker's steps.
-
-    Invariant: only `describe` reads values back from the device.
-    """
+    """Recorder of a worker's steps. Invariant: only `describe` reads values back from the device."""
 
     def __init__(self, worker: DFlashWorker) -> None:
         self.worker = worker

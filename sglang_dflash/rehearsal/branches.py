@@ -123,11 +123,7 @@ class BranchedTape(Tape):
         return [self.pool_memory[other] for other in overlapping(self.pool_memory, where)]
 
     def end(self) -> None:
-        """Check that the captured stream has waited for all others.
-
-        Raises:
-            CaptureError: it has not.
-        """
+        """Check that the captured stream has waited for all others, or raise CaptureError."""
         for stream, last in self.last.items():
             if not last.before(self.origin):
                 raise capture_error(f"the end of the capture before it has waited for {stream.name} ({last})")

@@ -84,11 +84,7 @@ def require_launches(nodes: list[Node]) -> None:
 
 
 def require_one_read(nodes: Iterable[Node]) -> None:
-    """Check that a captured forward reads no parameter more than once.
-
-    Raises:
-        CaptureError: it does.
-    """
+    """Check that a captured forward reads no parameter more than once, or raise CaptureError."""
     by_storage = spans()
     read: defaultdict[str, float] = defaultdict(float)
     for node in nodes:

@@ -206,10 +206,7 @@ def fmha_varlen_run(
     first_key_B1: torch.Tensor,
     *plan_and_out: Any,
 ) -> None:
-    """Emulate FlashInfer's Blackwell kernel for packed keys.
-
-    `plan_and_out` ends with out, lse, mask mode, five scales and the largest number of queries.
-    """
+    """Emulate FlashInfer's Blackwell kernel; `plan_and_out` ends: out, lse, mask mode, five scales, most queries."""
     *_, out, lse, mask_mode, scale, q_scale, k_scale, v_scale, o_scale, max_queries = plan_and_out
     assert q_scale == k_scale == v_scale == o_scale == 1.0, "fp8 scales are not defined in the rehearsal"
     mask, score = Mask(mask_mode == CAUSAL), Score(scale)

@@ -24,7 +24,7 @@ CHUNK = 128  # fewest keys into which a request is split
 
 
 class Planned(NamedTuple):
-    """Lengths known to the host when it planned."""
+    """Lengths that the host has when it plans."""
 
     first_query_B1: list[int]
     n_pages_B: list[int]  # or numbers of keys, without pages

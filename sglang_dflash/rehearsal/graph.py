@@ -146,9 +146,7 @@ def launch(fn: Function) -> Function:
 
 
 class EventInGraph(streams.Event):
-    """Event that, recorded while a graph is captured, is recorded at that point of every replay (CUDA's external
-    events).
-    """
+    """Event that is recorded again at its point of every replay, if captured (CUDA's external events)."""
 
     record = launch(streams.Event.record)
 

@@ -1,4 +1,4 @@
-"""Marks of host tensors. On a GPU a tensor's device tells; here all memory is the CPU's.
+"""Marks of host tensors, in place of the device attribute on a GPU; here all memory is the CPU's.
 
 Marked are results of `.cpu()`, `.pin_memory()` and pinned allocations, SGLang's `*_cpu` fields (by `seams.py`), and
 results that the host computes from marked tensors while it captures. All others are the device's. During capture the
@@ -51,11 +51,7 @@ def keep(out: Any) -> Any:
 
 
 def require_device(name: str, args: tuple, kwargs: dict, refusal: Refusal) -> None:
-    """Check that a device operation reads no host tensor other than scalars.
-
-    Raises:
-        refusal's: it does.
-    """
+    """Check that a device operation reads no host tensor other than scalars, or raise the refusal."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() and is_marked(leaf):
             raise refusal(f"{name} of a host tensor {tuple(leaf.shape)}, whose values would be those of the capture")

@@ -19,10 +19,7 @@ _SRT = "sglang.srt."
 
 
 def device() -> dict[str, Any]:
-    """Set the device module's streams and events, and return replacements for pinned memory and SGLang's names.
-
-    Call it before kernels are made launches.
-    """
+    """Set the device module's streams and events, and return replacements; call it before kernels become launches."""
     for name, value in streams.names().items():
         setattr(torch.cpu, name, value)
     watch.install()

@@ -27,10 +27,7 @@ CAPACITY = 4096 * MIB  # of address space: a page uses no memory before it is wr
 
 
 class Pool:
-    """Pool of blocks in one address range.
-
-    Invariant: `_free[segment]` are a segment's free (offset, size), ascending, no two of them adjacent.
-    """
+    """Pool of blocks. Invariant: `_free[segment]` are its free (offset, size), ascending, no two adjacent."""
 
     def __init__(self, capacity: int = CAPACITY, stream: Callable[[], object] = lambda: None) -> None:
         """`stream`: returns the current stream."""

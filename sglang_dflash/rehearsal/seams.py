@@ -52,10 +52,7 @@ def _our_kernels(*, interpreted: bool) -> None:
 
 
 def lora() -> None:
-    """Mark LoRA's pinned allocations as the host's. Call it before the CPU platform's own stand-ins.
-
-    csgmv looks up tuned launches by the device's name, and has some for any name.
-    """
+    """Mark LoRA's pinned allocations as the host's, before the CPU platform's stand-ins; csgmv gets a device name."""
     marking = pinned.torch_with(host.mark)
     modules = ("layers", "backend.torch_backend", "backend.triton_backend", "backend.chunked_backend")
     install.install({f"sglang.srt.lora.{module}.torch": marking for module in modules})
@@ -95,10 +92,7 @@ def graphs() -> None:
 
 
 def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap `init` to mark `seq_lens_cpu` as a host tensor, so that capture may read it.
-
-    It is not marked if it aliases the device tensor.
-    """
+    """Wrap `init` to mark `seq_lens_cpu`, unless it aliases the device tensor, so that capture may read it."""
 
     @functools.wraps(init)
     def init_and_mark(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -36,10 +36,7 @@ class UnorderedAccess(RuntimeError):
 
 
 class Actor:
-    """The host, or a stream.
-
-    Invariant: `clock[other]` is how much of `other` is finished before this actor's next action.
-    """
+    """The host, or a stream. Invariant: `clock[other]` is how much of `other` is finished before the next action."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -243,11 +240,7 @@ def refuse_waits(refusal: Callable[[str], Exception] | None) -> None:
 
 
 def require_waiting(what: str) -> None:
-    """Check that the host may wait.
-
-    Raises:
-        refusal's: it may not.
-    """
+    """Check that the host may wait, or raise the refusal."""
     if _refusal is not None:
         raise _refusal(what)
 

@@ -129,9 +129,7 @@ class Tape(TorchDispatchMode):
         """Check the conditions for the end of a capture."""
 
     def dangling(self) -> list[str]:
-        """Return the outside memory that only this tape keeps: on a GPU it would be freed, and replays read reused
-        memory.
-        """
+        """Return outside memory that only this tape keeps: on a GPU it is freed, and replays read other data."""
         held = torch._C._storage_Use_Count  # its argument counts as one more use
         return [
             f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -159,11 +157,7 @@ def run_collective(func: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
-    """Check that CUDA permits an operation during capture.
-
-    Raises:
-        CaptureError: it does not.
-    """
+    """Check that CUDA permits an operation during capture, or raise CaptureError."""
     if name in OF_HOST_DATA:
         raise capture_error(name)
     if reason := waits(func, name, args, kwargs):

@@ -80,9 +80,8 @@ def xqa(
     first_query_B1: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> None:
-    """Emulate XQA. q and out: [B, 1, A, E], or [B, 1, N, A, E] with a mask; caches [pages, page size, G, E].
-
-    `window` 0: none.
+    """Emulate XQA: q, out [B, 1, A, E], or with a mask [B, 1, N, A, E]; caches [pages, page size, G, E]; window 0:
+    none.
     """
     assert not fp8, "fp8 keys and values are not defined in the rehearsal"
     assert first_query_B1 is None, "as many queries for each request"
@@ -248,8 +247,8 @@ def fmha_v2(
 ) -> None:
     """Emulate fmha v2: prompts over pages.
 
-    Values are addressed in blocks relative to the keys' first: page by page after the keys, or by the second half of a
-    [B, 2, P] table.
+    Values follow their keys page by page, or as in the second half of a [B, 2, P] table of blocks after the first
+    key's.
     """
     assert layout in ("q_paged_kv_nhd", "q_paged_kv_hnd"), f"layout {layout} is not defined in the rehearsal"
     assert mask_mode in ("causal", "padding"), f"mask mode {mask_mode} is not defined in the rehearsal"

@@ -43,10 +43,7 @@ _n_launched = 0  # launches since the start, by a watched thread
 
 
 class Watch(TorchDispatchMode):
-    """Dispatch mode that records accesses to memory.
-
-    Invariant: entered once, by the thread that launches.
-    """
+    """Dispatch mode that records accesses to memory. Invariant: entered once, by the thread that launches."""
 
     def __init__(self, pool: Pool | None = None) -> None:
         super().__init__()

@@ -78,11 +78,7 @@ def launch(name: str, flags: Sequence[str], *, mtp_steps: int, env: Mapping[str,
 
 
 def kind_of(arm: str) -> str:
-    """Return the kind of an arm, one of `ARMS`.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Return the kind of an arm, one of `ARMS`, or raise ValueError."""
     kind = arm.partition(":")[0]
     if kind not in ARMS:
         raise ValueError(f"--arms {arm}: no arm is called {kind!r}; write {', '.join(ARMS)}, or NAME:VAR=VALUE")
@@ -157,11 +153,7 @@ def mtp_layers(model: str) -> int:
 
 
 def require_worker(server: Server, *, ours: bool) -> None:
-    """Check by the announcement in the log that the server's worker is that of its arm.
-
-    Raises:
-        ServerError: it is not.
-    """
+    """Check by the log's announcement that the server's worker is that of its arm, or raise ServerError."""
     serves = ANNOUNCEMENT in server.log_text()
     if serves != ours:
         raise ServerError(

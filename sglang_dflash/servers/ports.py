@@ -9,7 +9,7 @@ HOST = "127.0.0.1"
 
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As for a server, connections of an earlier one in TIME_WAIT do not block the port.
+        # Connections of an earlier server in TIME_WAIT must not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))

@@ -125,10 +125,7 @@ class Choice:
         self.processors.remember(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
-        """Draw at every slot of the largest possible step, with every filter.
-
-        No other part of `choose` takes as much memory.
-        """
+        """Draw at every slot of the largest possible step, with every filter: the peak memory of `choose`."""
         ones_B = torch.ones(n_requests, device=self.device)
         info = SamplingBatchInfo(
             temperatures=ones_B[:, None],

@@ -33,10 +33,7 @@ class LateRows:
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
-        """Make room for `n_rows` rows, and for `n_steps` of one request.
-
-        Features have the width, dtype and device of `like_TC`.
-        """
+        """Make room for `n_rows` rows and `n_steps` of a request, with the width, dtype and device of `like_TC`."""
         self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
         self.n_steps = n_steps
         self.rids: Sequence[str] = ()
@@ -76,10 +73,7 @@ class LateRows:
 
 
 class ContextKV:
-    """Writer of the draft's context K/V.
-
-    Invariant: every committed token has its context K/V in the draft's pool, or its features among the late rows.
-    """
+    """Writer of context K/V. Invariant: a committed token's K/V are in the pool, or its features in `late`."""
 
     def __init__(
         self,

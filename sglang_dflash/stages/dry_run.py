@@ -54,10 +54,7 @@ class DryRun:
         return policy
 
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
-        """Run a step of every kind that serving will meet.
-
-        On the CPU one batch size is enough, as nothing is compiled per size.
-        """
+        """Run a step of every kind that serving will meet; on the CPU, nothing is compiled per batch size."""
         if not widths:  # prompts only: nothing is drafted
             return
         stages = self.stages

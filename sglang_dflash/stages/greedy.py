@@ -27,10 +27,7 @@ CHECKED = "DFLASH verify logits"  # label in SGLang's check for NaN
 
 
 def argmax(logits_TV: torch.Tensor) -> torch.Tensor:
-    """Return the token id of the largest logit of every row, int64 [T], after SGLang's check for NaN.
-
-    `logits_TV`: any float dtype.
-    """
+    """Return the id of the largest logit of every row, int64 [T], after SGLang's check for NaN; any float dtype."""
     sanitize_nan_logits(logits_TV, CHECKED)
     return logits_TV.argmax(dim=-1)
 

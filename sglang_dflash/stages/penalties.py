@@ -67,10 +67,7 @@ class Penalties:
             info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
 
     def count_anchors(self, reqs: list[Req], anchor_B: torch.Tensor) -> None:
-        """Count the prompts' own tokens, the first of the output. A chunk's token is drawn again by the next chunk.
-
-        `anchor_B`: int64.
-        """
+        """Count the prompts' own tokens, int64 [B], the first of the output; the next chunk draws a chunk's again."""
         if (asking := self._asking(reqs)) is not None:
             anchor_P1 = anchor_B[asking.asked.index_P, None].to(torch.int64)
             self._count(asking.asked, anchor_P1, torch.ones_like(anchor_P1))

@@ -182,7 +182,7 @@ class RecordingVerify:
     supports_strided_target_verify_qkv = True
 
     def __init__(self, record_LRNX: torch.Tensor) -> None:
-        # As for the fold, the form is chosen once.
+        # The form is chosen once.
         self.verify = GDN_VERIFY.form_for(record_LRNX)
 
     def target_verify(
@@ -209,11 +209,7 @@ class RecordingVerify:
 
 
 def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
-    """Return the Gated DeltaNet part of `backend`.
-
-    Raises:
-        NotSupported: it has none.
-    """
+    """Return the Gated DeltaNet part of `backend`, or raise NotSupported."""
     if isinstance(backend, HybridLinearAttnBackend) and isinstance(backend.linear_attn_backend, GDNAttnBackend):
         return backend.linear_attn_backend
     raise NotSupported(

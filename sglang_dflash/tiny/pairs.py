@@ -80,9 +80,5 @@ def environment(arm: Arm) -> dict[str, str]:
 
 
 def require_worker(arm: Arm, server: Server) -> None:
-    """Check that the server's worker is that of its arm.
-
-    Raises:
-        ServerError: it is not.
-    """
+    """Check that the server's worker is that of its arm, or raise ServerError."""
     arms.require_worker(server, ours=arm is Arm.PLUGIN)

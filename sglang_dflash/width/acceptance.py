@@ -24,10 +24,7 @@ class Level:
         self.prior, self.n_reached, self.n_accepted, self.n_usual = prior, 0.0, 0.0, 0.0
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
-        """Count a block of this request: its first `n_accepted` drafts were accepted.
-
-        `usual_D`: the probabilities at its positions over all requests.
-        """
+        """Count a block with its first `n_accepted` drafts accepted; `usual_D`: probabilities over all requests."""
         if usual_D:
             self.n_reached = LEVEL_DECAY * self.n_reached + len(usual_D)
             self.n_accepted = LEVEL_DECAY * self.n_accepted + n_accepted

@@ -38,7 +38,7 @@ class Chooser:
         self.before: tuple[Kind | None, int, float] = None, 0, 0.0  # last outcome: step, steps in flight, time
         self.tally, self.recent = Tally(), Tally()  # since the start, and since the last log line
         self.n_interruptions, self.expected_tokens = 0, 0.0  # since the start
-        self.is_suspected = False  # whether the warning about the draft was logged
+        self.is_suspected = False  # the warning about the draft was logged
 
     def decide(self, rids: list[str]) -> int:
         """Return the width of the next step of these requests."""

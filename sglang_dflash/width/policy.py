@@ -82,8 +82,7 @@ class Random(Policy):
 class Rhythm:
     """Two factors on the expected number of accepted drafts: right after another draft, and after a rest.
 
-    Each is the ratio of accepted to expected drafts in its case, divided by the ratio over all drafts and shrunk to 1.
-    The level over all drafts is part of `Acceptance`.
+    Each is accepted over expected drafts in its case, relative to that over all drafts (see `Acceptance`), shrunk to 1.
     """
 
     def __init__(self) -> None:
@@ -122,7 +121,7 @@ class Adaptive(Policy):
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
-        self.review: Review | None = None  # of the requests `reviewed`; None: outdated by new outcomes
+        self.review: Review | None = None  # for the requests `reviewed`; None: outdated by new outcomes
         self.reviewed: Sequence[str] = ()
         self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0  # rested: since the last draft; saved: for looks
         self.drafted = set[str]()  # requests for which a draft was decided
