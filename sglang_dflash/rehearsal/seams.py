@@ -30,7 +30,7 @@ def device() -> None:
     torch.cpu.graph = graph.graph  # type: ignore[attr-defined]
     torch.cpu.graph_pool_handle = graph.graph_pool_handle  # type: ignore[attr-defined]
     torch.cpu.is_current_stream_capturing = graph.is_capturing  # type: ignore[attr-defined]
-    torch.cuda.CUDAGraph = graph.Graph  # both graph backends name it
+    torch.cuda.CUDAGraph = graph.Graph  # type: ignore[misc, assignment]  # both graph backends name it
 
 
 def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
