@@ -11,7 +11,7 @@ from sglang_dflash.step import Block, Plan
 
 
 class Planner:
-    """Places blocks in the request table and the KV pool."""
+    """Placement of blocks in the request table and the KV pool."""
 
     def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
         """`block_size`: tokens drafted per request; `widest`: the most tokens verified."""

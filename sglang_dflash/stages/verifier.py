@@ -32,7 +32,7 @@ class WidthEngine(NamedTuple):
 
 
 class Verifier:
-    """Runs the target over blocks, each width with its own attention backend and graphs."""
+    """Stage that runs the target over blocks, each width with its own attention backend and graphs."""
 
     def __init__(
         self, worker: TpModelWorker, engines: Mapping[int, WidthEngine], ranks: OneGroup, *, on_host: bool

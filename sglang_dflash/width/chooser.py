@@ -24,7 +24,7 @@ Kind = tuple[int, int, int]  # a step's number of requests, width, and number of
 
 
 class Chooser:
-    """Queries a policy for each step's width, and reports outcomes to it. They arrive in order, one or two steps late.
+    """Choice of each step's width by a policy, which gets the outcomes. They arrive in order, one or two steps late.
 
     Step time is measured between two consecutive outcomes. On a GPU that interval belongs to the step that just
     finished; on a CPU, to one launched later. So it counts only if both are alike: the step, the one before it and
