@@ -158,7 +158,7 @@ def _weigh_copies_kernel(
 
 @triton.jit
 def _n_agreed(draft, said, i, D):
-    """Return the number of leading drafts that equal `said`; past the end `said` is -1 and `draft` -2."""
+    """Return the number of leading drafts that equal the committed tokens; past the end these are -1 and drafts -2."""
     return tl.min(tl.where((draft == said) & (i < D), D, tl.minimum(i, D)), axis=0)
 
 

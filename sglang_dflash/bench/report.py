@@ -65,7 +65,7 @@ class BenchReport:
 
 def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, command: str) -> BenchReport:
     names = [engine.name for engine in bench.engines]
-    base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []  # of arms with an environment
+    base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []  # base of arms with an environment
     over = [name for name in dict.fromkeys((names[0], STOCK, *base)) if name in names]
     about = head("bench", command)
     if options.base_url:  # the servers' hardware is unknown here

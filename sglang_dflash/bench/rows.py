@@ -30,7 +30,7 @@ class Row:
     tokens_per_s: float
     committed_per_step: float | None
     other_cores: float | None
-    ttft_ms: list[float]  # of each streamed answer
+    ttft_ms: list[float]  # one per streamed answer
     tpot_ms: list[float]
     n_answers: int
     n_equal: int | None  # answers equal to the first arm's; None: not compared

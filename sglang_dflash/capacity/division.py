@@ -267,7 +267,7 @@ class Tier(NamedTuple):
 
     below_gib: float
     chunk: int
-    max_batch: int  # of decode graphs
+    max_batch: int  # largest decode graph
     max_batch_tp4: int  # from 4 ranks on
     n_prefill_graphs: int
 

@@ -21,7 +21,7 @@ from sglang_dflash.demo.ask import Message, Step, ask, questions
 from sglang_dflash.servers.ports import HOST
 
 PAGE = Path(__file__).with_name("page.html")
-MOST_BYTES = 64 * 1024  # of a conversation
+MOST_BYTES = 64 * 1024  # limit of a conversation
 POLICY = "default-src 'none'; connect-src 'self'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; base-uri 'none'"
 
 

@@ -48,7 +48,7 @@ class Checkpoint:
     layer_types: tuple[str, ...]
     sliding_window: int | None = None  # None: no sliding layer
     sliding_is_causal: bool = True
-    num_target_layers: int | None  # of the target that it was trained for, if given
+    num_target_layers: int | None  # layers of the target that it was trained for, if given
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # the outputs of these target layers, in this order, are the features

@@ -21,7 +21,7 @@ def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accept
         logits_output=target.output,
         next_token_ids=tokens_T,
         accept_lens=accepted.n_committed_B,
-        cap_lens=torch.full((plan.n_requests,), plan.width),  # of each block, for the request's own counts
+        cap_lens=torch.full((plan.n_requests,), plan.width),  # per block, for the request's own counts
         can_run_cuda_graph=target.run.can_run_graph,
         expert_distribution_metrics=target.run.expert_distribution_metrics,
         routed_experts_output=target.run.routed_experts_output,

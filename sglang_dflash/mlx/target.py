@@ -77,7 +77,7 @@ class MLXTarget:
         self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
         # Only these layers are recorded, as the rows of a prompt's chunk are large.
         self.watched = {i: model.layers[i] for i in {*layer_ids, *self.recurrent}}
-        self.n_rows = 0  # of the block that was read last
+        self.n_rows = 0  # in the block that was read last
         self.before: dict[int, list[Any]] = {}  # the recurrent layers' arrays before it
         self.calls: dict[int, Call] = {}
 

@@ -33,7 +33,7 @@ class Setting(NamedTuple):
     draw: Draw = held_out
 
 
-WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}  # as plain torch drafts and verifies
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}  # the way plain torch drafts and verifies
 WITH_COPIES = WHOLE_BLOCKS | {"SGLANG_DFLASH_COPY": "on"}
 SETTINGS = {
     "whole_blocks": Setting("", "", WHOLE_BLOCKS),

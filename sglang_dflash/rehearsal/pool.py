@@ -23,7 +23,7 @@ MIB = 1 << 20
 ROUND = 512
 SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # largest small block; its segment
 LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB  # segment of blocks smaller than `LARGE`; larger ones have their own
-CAPACITY = 4096 * MIB  # of address space: a page uses no memory before it is written
+CAPACITY = 4096 * MIB  # address space; a page uses no memory before it is written
 
 
 class Pool:
@@ -38,7 +38,7 @@ class Pool:
         self._starts: list[int] = []  # first addresses of the segments, ascending
         self._kind: dict[int, tuple[bool, object]] = {}  # by segment: whether its blocks are small; its stream
         self._free: dict[int, list[tuple[int, int]]] = {}
-        self.n_bytes = 0  # of all segments
+        self.n_bytes = 0  # sum over segments
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._base <= tensor.data_ptr() < self._base + self._memory.nbytes

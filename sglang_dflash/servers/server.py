@@ -35,7 +35,7 @@ START_TIMEOUT_S = 1200.0
 
 
 # Stages of a starting server in its log: (text, number of occurrences, stage), in order of appearance. If a later
-# release changes a line, the display stays one stage behind.
+# release changes a line, the display lags by one stage.
 _MARKS = (
     ("server_args=", 1, "starting scheduler and detokenizer"),
     ("Init parallel begin", 1, "setting up the device"),

@@ -92,7 +92,7 @@ class TextCopies:
         self.vocab_size, self.device = vocab_size, req_to_token.device
         self.text_QM = torch.zeros_like(req_to_token, dtype=torch.int32)
         self.counts_QK2 = torch.zeros(len(req_to_token), N_CLASSES, 2, dtype=torch.int32, device=self.device)
-        self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # of all requests
+        self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # sums over all requests
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
 
     def read(self, batch: ScheduleBatch) -> None:
