@@ -1,12 +1,12 @@
-"""Keep the longest drafted prefix the target agrees with, and let the target speak once more: the bonus.
+"""Accept the longest drafted prefix that equals the target's tokens, and add the target's next token: the bonus.
 
 Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are drafts).
 Paper: Leviathan et al. 2023 (arXiv:2211.17192), for a draft that proposes each token with certainty.
 Cost: reads 2BN tokens, writes BN; a few KiB, so it is launch-bound and one launch.
 
-`target_BN[b, i]` is what the target emits after slot i, given slots 0..i. Whether it was an argmax or a sample is
-unknown here and does not matter: "draw the target's token, go on while it is the drafted one" emits exactly the
-target's distribution when the draft is a point mass.
+`target_BN[b, i]` is the target's token after slot i, given slots 0..i: an argmax or a sample. In either case drawing
+the target's token and continuing while it equals the draft emits exactly the target's distribution, because the draft
+is a point mass.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from sglang_dflash_kernels.dispatch import Forms
 
 
 class Accepted(NamedTuple):
-    """The tokens of a step: accepted drafts, then the bonus. The rows kept are one before: anchor and those drafts."""
+    """Tokens of a step: accepted drafts, then the bonus. The kept rows are one before: anchor and accepted drafts."""
 
     n_accepted_B: torch.Tensor  # int32, drafts kept, 0..N-1
     anchor_B: torch.Tensor  # int64, the bonus, which is the next step's anchor
@@ -33,7 +33,7 @@ def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: t
     agrees_BD = tokens_BN[:, 1:] == target_BN[:, :-1]  # D = N-1 drafts
     n_accepted_B1 = agrees_BD.int().cumprod(dim=1).sum(dim=1, keepdim=True)
     slot_N = torch.arange(target_BN.shape[1], device=target_BN.device)
-    # Where draft and target agree they are one token, so the target's row already spells the drafts that are kept.
+    # Accepted drafts equal the target's tokens, so the target's row already contains them.
     committed_BN = target_BN.where(slot_N <= n_accepted_B1, 0)
     anchor_B = target_BN.gather(1, n_accepted_B1).squeeze(1)
     n_accepted_B = n_accepted_B1.squeeze(1)
@@ -42,7 +42,7 @@ def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: t
 
 
 def accept_torch(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
-    """In fewer operations where nothing was drafted: `committed_BN` is `target_BN` itself then."""
+    """Compute `accept` with fewer operations if nothing was drafted; then `committed_BN` is `target_BN` itself."""
     if target_BN.shape[1] > 1:
         return accept_ref(tokens_BN, target_BN, prefix_len_B)
     n_accepted_B = torch.zeros_like(prefix_len_B, dtype=torch.int32)
@@ -57,8 +57,8 @@ def _accept_kernel(
     slot = tl.arange(0, BLOCK_N)  # [N]
     said = tl.load(target + b * N + slot, mask=slot < N, other=0)  # [N]
     draft = tl.load(tokens + b * N + slot + 1, mask=slot < N - 1, other=0)  # [N], the draft in the slot after
-    goes_on = (draft == said) & (slot < N - 1)  # nothing was drafted after the last slot
-    n = tl.min(tl.where(goes_on, BLOCK_N, slot), axis=0)  # the first slot that does not go on
+    goes_on = (draft == said) & (slot < N - 1)  # nothing is drafted after the last slot
+    n = tl.min(tl.where(goes_on, BLOCK_N, slot), axis=0)  # the first slot whose next draft is rejected
     tl.store(n_accepted + b, n)
     tl.store(anchor + b, tl.load(target + b * N + n))
     tl.store(committed + b * N + slot, tl.where(slot <= n, said, 0), mask=slot < N)

@@ -1,17 +1,17 @@
 """Write draft KV for context: normalise and rotate K, then scatter K and V of every draft layer to their KV slots.
 
-Shapes: T packed rows, L draft layers, G KV heads of width E; a cache layer is [S slots, G, E]; the rotary table is
-[P positions, R], R <= E the rotary width, cosines in its first half and sines in its second (neox halves).
+Shapes: T packed rows, L draft layers, G KV heads of width E; a cache layer is [S slots, G, E]; the rotary table is [P
+positions, R], R <= E the rotary width, cosines in its first half and sines in its second (neox halves).
 Cost: reads 2TLGE values, writes as many; memory-bound when T is large, launch-bound in a decode step.
 
-A block's own K is made by the draft model's attention, its context K by this op, and attention compares the two. So
-the roundings are the model's: normalise in fp32, round to K's dtype, rotate in fp32, round again; a narrower cache
-rounds once more. fp8 caches have unit scale and saturate. Without a k-norm (`k_norm_LE` None) K is only rotated.
+The draft model's attention computes a block's own K, this op the context K, and attention compares the two. So the
+rounding is the model's: normalise in fp32, round to K's dtype, rotate in fp32, round again. A narrower cache rounds
+once more. fp8 caches have unit scale and saturate. Without a k-norm (`k_norm_LE` None) K is only rotated.
 
-In a decode step a block's rows are kept as far as they were accepted; `n_kept_B` says how far, N = T / B rows per
-request. A row that is not kept is neither read nor written. In a prefill (`n_kept_B` None) every row is kept.
-Kept rows must have positions in 0..P-1 and slots in 0..S-1; asking would wait for the device, so it is not checked.
-Where kept rows share a slot (the padding slot 0), which of them remains is undefined.
+In a decode step the first `n_kept_B` rows of each request are kept, out of N = T / B; the others are neither read nor
+written. In a prefill (`n_kept_B` None) every row is kept. Kept rows must have positions in 0..P-1 and slots in 0..S-1.
+That is not checked, since a check would wait for the device. If kept rows share a slot (the padding slot 0), it is
+undefined which of them remains.
 """
 
 from typing import NamedTuple
@@ -45,10 +45,10 @@ class ContextCaches(NamedTuple):
 
     @classmethod
     def build(cls, k_L: list[torch.Tensor], v_L: list[torch.Tensor]) -> "ContextCaches":
-        """Check the caches and note their addresses: once per server, and again if a cache is allocated anew.
+        """Check the caches and store their addresses. Repeat it when a cache is allocated anew.
 
-        Raises ValueError unless all are [S, G, E] of one size, stride, device and dtype (a model dtype or
-        fp8_e4m3; view SGLang's uint8 storage as that) with each slot's G x E values side by side.
+        Raises ValueError unless all are [S, G, E] of one size, stride, device and dtype (a model dtype or fp8_e4m3;
+        view SGLang's uint8 storage as that) with each slot's G x E values contiguous.
         """
         if not k_L or len(k_L) != len(v_L):
             raise ValueError(f"{len(k_L)} K caches and {len(v_L)} V caches; pass one of each per draft layer")
@@ -107,7 +107,7 @@ def normalised(k_TLGE: torch.Tensor, weight_LE: torch.Tensor, eps: float) -> tor
 
 
 def rotated(k_TLGE: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
-    """Rotate the first R values of each head as R/2 planes (i, i + R/2), in fp32; the rest passes through."""
+    """Rotate the first R values of each head as R/2 planes (i, i + R/2), in fp32; the rest is unchanged."""
     width = cos_sin_TR.shape[1]
     cos, sin = cos_sin_TR[:, None, None].float().chunk(2, dim=-1)
     first, second = k_TLGE[..., :width].float().chunk(2, dim=-1)
@@ -117,7 +117,7 @@ def rotated(k_TLGE: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
 
 def scatter(cache_SGE: torch.Tensor, slots_T: torch.Tensor, values_TGE: torch.Tensor) -> None:
     """Write values [T, G, E] to their slots, int64 [T], in the cache's dtype."""
-    if cache_SGE.dtype == FP8:  # not every torch saturates by itself: some make NaN
+    if cache_SGE.dtype == FP8:  # some torch versions make NaN instead of saturating
         values_TGE = values_TGE.float().clamp(-FP8_MAX, FP8_MAX)
     cache_SGE[slots_T] = values_TGE.to(cache_SGE.dtype)
 
@@ -163,7 +163,7 @@ def _append_context_kernel(
     cache_dtype: tl.constexpr = cache.dtype.element_ty
     row = t * row_stride + layer * layer_stride
     slot = tl.load(slots + t) * slot_stride
-    # `build` has checked the alignment; unless told, the compiler would store value by value
+    # `build` has checked the alignment; without this hint the compiler stores value by value
     k_cache = tl.multiple_of(tl.load(k_address + layer).to(cache.dtype), 16) + slot
     v_cache = tl.multiple_of(tl.load(v_address + layer).to(cache.dtype), 16) + slot
     g = tl.arange(0, BLOCK_G)[:, None]  # [G, 1]
@@ -268,7 +268,7 @@ def append_context(
     """Append T rows to `caches`. T may be 0.
 
     `k_TLGE` and `v_TLGE` share a model dtype and strides (views into one projection do) with each row's G x E values
-    side by side; `positions_T` and `slots_T` are int64, `n_kept_B` int32. Raises ValueError on anything else.
+    contiguous; `positions_T` and `slots_T` are int64, `n_kept_B` int32. Raises ValueError on anything else.
     """
     shapes = Shapes()
     shapes.check_strided(*MODEL_DTYPES, k_TLGE=k_TLGE)

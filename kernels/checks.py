@@ -1,17 +1,17 @@
-"""Check tensors against the shapes their names promise: `tokens_BN` has two dimensions, B and N.
+"""Checks of tensors against the shapes that their names promise: `tokens_BN` has two dimensions, B and N.
 
-One letter is one size within a call, so the suffixes are the contract and there is nothing else to keep in step.
-These checks run in decode steps: Python integers only, nothing that waits for a device.
+One letter is one size within a call, so the suffixes are the contract. These checks run in decode steps, so they use
+Python integers only and never wait for a device.
 """
 
 import torch
 
 
 class Shapes:
-    """The sizes of named dimensions, each learned from the first tensor that shows it.
+    """Sizes of named dimensions, each taken from the first tensor that has it.
 
-    Every tensor must be contiguous and on the device of the first one, because the kernels index flat memory.
-    Raises ValueError, naming the tensor, what was found and what was wanted.
+    Every tensor must be contiguous and on the device of the first one, because the kernels index flat memory. Raises
+    ValueError, naming the tensor, what was found and what was wanted.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Shapes:
                 raise ValueError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
 
     def check_strided(self, *dtypes: torch.dtype, **tensors: torch.Tensor) -> None:
-        """Check as `check` does, for tensors whose strides the caller looks at itself."""
+        """Check as `check` does, but leave strides to the caller."""
         for name, tensor in tensors.items():
             letters = name[name.rindex("_") + 1 :]
             wanted = [self.sizes.setdefault(*pair) for pair in zip(letters, tensor.shape, strict=False)]

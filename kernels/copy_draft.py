@@ -1,29 +1,29 @@
-"""Draft by n-gram lookup (prompt lookup): replace a block's last guesses by a copy from the request's own text.
+"""Draft by n-gram lookup (prompt lookup): replace a block's last guesses by a copy from the request's token history.
 
 Place d of a block follows its slot d: the anchor (d = 0), or the first d of its guesses. For each place
 
     tail      = the text, the anchor and those d guesses
     length    = the longest run of tokens that ends both the tail and an earlier prefix of the text, LONGEST at most;
-                0 where it is less than SHORTEST
+                0 if it is less than SHORTEST
     source    = the end of that prefix; the latest of several, and -1 if there is none
-    copy[i]   = tail[source + i mod (len(tail) - source)]          (a run that reaches the end goes round)
+    copy[i]   = tail[source + i mod (len(tail) - source)]          (a run that reaches the end wraps around)
 
-The copy is taken from the first place whose matches, of such a length, this request may trust:
+The copy is taken at the first place whose match has a length that this request trusts:
 
     2 (prior + gain) > 1 + n            prior is 1 for LONGEST tokens, -1 for fewer
 
-`weigh_copies` counts `gain` and `n`: tokens that copies committed more than the block at places that were reached, and
-how often. So a copy must be worth half a token more than the block it replaces, on average over the request's own
-steps and one that is imagined. If no run of SHORTEST tokens recurs, the block stays as it is.
+`weigh_copies` counts `n`, the places reached, and `gain`, the tokens that copies there committed beyond the block. So a
+copy must commit half a token more than the block that it replaces, on average over the request's own places and one
+that is imagined. If no run of SHORTEST tokens recurs, the block is unchanged.
 
 Shapes: B requests, N slots per block, D = N - 1 drafts and as many places; Q rows of M tokens of text, one per request
 the server can hold; K classes of length, two counts (2) for each: gain and n.
-Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup; splicing copies into a block is ours.
+Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup; splicing copies into a block is new.
 Cost: reads the text once, 4M bytes per request, and writes 4N of it; 4.2 MB for 32 requests of 32k tokens. Two
 launches: one clears 4BN bytes, the kernel does the rest. Its time does not depend on how much of the text matches.
 
-A token below 0 is not text (a picture's place): it matches nothing, and is not copied: the block's own guess stays.
-What was verified is written after the prefix, so that it is part of the text when the next step asks.
+A negative token is a placeholder (of an image): it matches nothing and is not copied, so the block's own guess stays.
+The verified tokens are written after the prefix, so that they are part of the text in the next step.
 """
 
 from typing import NamedTuple
@@ -36,27 +36,27 @@ from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
 SHORTEST, LONGEST = 3, 16  # tokens of a match
-N_CLASSES = 5  # of lengths: powers of two, up to LONGEST
-LENGTH_BIT = 26  # a length and a position in one int32: texts have fewer than 2^26 tokens
+N_CLASSES = 5  # classes of match lengths: powers of two, up to LONGEST
+LENGTH_BIT = 26  # packs length and position into one int32: texts have fewer than 2^26 tokens
 
 _SHORTEST, _LONGEST = map(tl.constexpr, (SHORTEST, LONGEST))
 _CLASSES, _LENGTH_BIT, _POSITION = map(tl.constexpr, (N_CLASSES, LENGTH_BIT, (1 << LENGTH_BIT) - 1))
 
 
 class Texts(NamedTuple):
-    """Token histories of B requests, and what is known of copies in them."""
+    """Token histories of B requests, and counts of the value of copies from them."""
 
-    prefix_len_B: torch.Tensor  # int64, tokens of text before the anchor
+    prefix_len_B: torch.Tensor  # int64, tokens in the history before the anchor
     rows_B: torch.Tensor  # int64 or int32, the requests' rows of the next two; all different
     text_QM: torch.Tensor  # int32; [row, :prefix_len] is the text
-    counts_QK2: torch.Tensor  # int32; per class of length what copies were worth, and at how many places
+    counts_QK2: torch.Tensor  # int32; per class of length, `gain` and `n`
 
 
 class Copied(NamedTuple):
     tokens_BN: torch.Tensor  # int64, the anchor, guesses up to the place, then the copy
     place_B: torch.Tensor  # int32, 0..D; D: nothing is copied
-    source_BD: torch.Tensor  # int32, by place
-    length_BD: torch.Tensor  # int32, by place
+    source_BD: torch.Tensor  # int32, by place; -1: no match
+    length_BD: torch.Tensor  # int32, by place; 0: no match
 
 
 def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
@@ -82,7 +82,7 @@ def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 
 
 def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
-    """Its length and where it ends in `text`, with which `tail` begins."""
+    """Return the length of the longest match, and the position in `text` where it ends; `tail` begins with `text`."""
     best = 0, -1
     for end in range(SHORTEST, len(text) + 1):
         length = 0
@@ -94,21 +94,21 @@ def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
 
 
 def is_trusted(length: int, gain: int, n: int) -> bool:
-    """Return whether matches of `length` tokens are copied, after `n` of them gained `gain` drafts."""
+    """Return whether matches of `length` tokens are copied, after `n` of them gained `gain` tokens."""
     prior = 1 if length == LONGEST else -1
     return 2 * (prior + gain) > 1 + n
 
 
 def length_class(length: int) -> int:
-    """Return 1 for lengths 2 and 3, 2 for 4 to 7, and so on."""
+    """Return the class of a length: 1 for lengths 2 and 3, 2 for 4 to 7, and so on."""
     return length.bit_length() - 1
 
 
-CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # 0 of none
+CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # class by length; 0 for no match
 
 
 def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Compute one request at a time, all of its places at once."""
+    """Compute `copy_draft` one request at a time, all of its places at once."""
     B, N = tokens_BN.shape
     int32_2BD, place_B = np.zeros((2, B, N - 1), np.int32), np.full(B, N - 1, np.int32)
     (source_BD, length_BD), drafted_BN = int32_2BD, tokens_BN.numpy().copy()
@@ -131,16 +131,16 @@ def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 
 
 def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
-    """Return each place's longest match and the latest source of one, int64 [D]: length << LENGTH_BIT | source.
+    """Return each place's longest match with its latest source, int64 [D]: length << LENGTH_BIT | source.
 
-    `text_L`: n tokens of text, then the block. All of the text is compared with a tail's last tokens, and what is equal
-    in SHORTEST of them with the others.
+    `text_L`: n tokens of text, then the block. First each tail's last SHORTEST tokens are compared with the whole text.
+    Only matches of these are compared further.
     """
     D = len(text_L) - n - 1
     best_D = np.zeros(D, np.int64)
     if n < SHORTEST or not D:
         return best_D
-    # equal[i, j]: token j of the text is token n - 2 + i of all
+    # equal[i, j]: token j of the text equals token n - 2 + i of text and block
     equal = (text_L[n - SHORTEST + 1 : n + D, None] == text_L[:n]) & (text_L[:n] >= 0)
     found = equal[2:, 2:] & equal[1:-1, 1:-1] & equal[:-2, :-2]
     place_F, last_F = found.nonzero()
@@ -155,17 +155,17 @@ def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
 
 
 def copied_from(n: int, place: int | np.ndarray, source: int | np.ndarray, N: int) -> np.ndarray:
-    """Return the positions in text and block that the drafts after an anchor are copied from, [..., D].
+    """Return the positions in text and block from which the drafts after an anchor are copied, [..., D].
 
-    Valid after `place`; any position before it. Shared with `weigh_copies`.
+    Positions up to `place` are arbitrary. Shared with `weigh_copies`.
     """
     ahead = (np.arange(N - 1) - place).clip(0)
     return source + ahead % (n + place + 1 - source)
 
 
-TILE, N_WARPS = 128, 4  # a program compares so many positions of the text at once, one per thread
-PROGRAMS, LEAST = 512, 16  # programs of a launch, four per multiprocessor of an H200; of a request, where these are few
-PLACES = 16  # of a program; a wider block takes several, which read the text again
+TILE, N_WARPS = 128, 4  # positions of the text compared at once by a program, one per thread; its warps
+PROGRAMS, LEAST = 512, 16  # per launch, four per multiprocessor of an H200; least per request
+PLACES = 16  # per program; wider blocks use several programs, which read the text again
 
 _PLACES, _WINDOW, _RUN = map(tl.constexpr, (PLACES, PLACES + LONGEST, (1 << LONGEST) - 1))
 
@@ -184,14 +184,14 @@ def _copy_draft_kernel(
     number. found[b, N - 1] counts the programs of request b that have finished.
 
     If token d of a block matches token p of the text, the match grows with tokens d - 1 and p - 1, and so does that of
-    place d + 1 at p + 1 with d and p. So PLACES places and their tails are one window of tokens, which is compared once
-    for each position of the text. Bit j of `equal` is set where the window's token j, from its end, agrees with the
-    text. The match of the place that is s before the window's end is the run of ones from bit s up.
+    place d + 1 at p + 1 with d and p. So PLACES places and their tails are one window of tokens, compared once for each
+    position of the text. Bit j of `equal` is set if the window's token j, from its end, equals the text's. The match of
+    the place that is s before the window's end is the run of ones from bit s up.
     """
     b = tl.program_id(0).to(tl.int64)
     n = tl.load(prefix_len + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
-    n_tiles = tl.where(N > 1, tl.cdiv(n + _PLACES - 1, BLOCK_M), 0)  # an anchor alone is only written down
+    n_tiles = tl.where(N > 1, tl.cdiv(n + _PLACES - 1, BLOCK_M), 0)  # N = 1: only the anchor is written
     n_searching = tl.minimum(tl.maximum(n_tiles, 1), tl.num_programs(1))
     if tl.program_id(1) >= n_searching:
         return
@@ -208,19 +208,19 @@ def _copy_draft_kernel(
     for tile in range(tl.program_id(1), n_tiles, tl.num_programs(1)):
         end = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M], the position that the window's end is compared with
         at = end[None] - j[:, None]  # [W, M]
-        token = tl.load(line + at, mask=at.to(tl.uint32) < n.to(tl.uint32), other=-1)  # a position below 0 is large
+        token = tl.load(line + at, mask=at.to(tl.uint32) < n.to(tl.uint32), other=-1)  # unsigned: negative is large
         equal = tl.sum(tl.where(token == window[:, None], bit[:, None], 0), axis=0) & is_text
         run = (equal[None] >> s[:, None]) & _RUN  # [P, M]
-        power = ~run & (run + 1)  # 2^length; as a float it has the length in its exponent, 127 up, and no fraction
-        length = power.to(tl.float32).to(tl.int32, bitcast=True) - (127 << 23)  # 23 bits up
+        power = ~run & (run + 1)  # 2^length; as a float, its exponent is length + 127 and its fraction 0
+        length = power.to(tl.float32).to(tl.int32, bitcast=True) - (127 << 23)  # 23: the exponent's lowest bit
         found_PM = tl.maximum(found_PM, (length << _LENGTH_BIT - 23) + end[None] - s[:, None] + 1)
     longest = tl.max(found_PM, axis=1)
     tl.atomic_max(best + last - s, longest, mask=longest >= (_SHORTEST << _LENGTH_BIT), sem="relaxed")
-    tl.debug_barrier()  # the next line publishes the maxima of all threads
+    tl.debug_barrier()  # orders the maxima of all threads before the next line
     if tl.atomic_add(best + N - 1, 1) != n_searching * tl.num_programs(2) - 1:
         return
-    slot = tl.arange(0, BLOCK_N)  # [N]; a place and the slot it follows are one number
-    match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")  # other programs wrote it
+    slot = tl.arange(0, BLOCK_N)  # [N]; a place has the index of the slot before it
+    match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")  # bypasses L1: others wrote it
     length = match >> _LENGTH_BIT  # [N]
     source = tl.where(length > 0, match & _POSITION, -1)
     kind = (length >= 2).to(tl.int32) + (length >= 4) + (length >= 8) + (length >= 16)
@@ -244,7 +244,7 @@ def _copy_draft_kernel(
 
 
 def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Launch the kernel: programs of all requests, parts of the longest text there can be, and parts of a block."""
+    """Compute `copy_draft` by its kernel: programs by request, part of the longest text, and part of a block."""
     B, N = tokens_BN.shape
     M = texts.text_QM.shape[1]
     int32_2BD = tokens_BN.new_empty(2, B, N - 1, dtype=torch.int32)
@@ -262,11 +262,11 @@ COPY_DRAFT = Forms(on_cpu=copy_draft_numpy, on_gpu=copy_draft_triton)
 
 
 def copy_draft(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Continue the guesses of blocks by copies where these are trusted, and write what is verified behind the prefix.
+    """Continue the guesses of blocks by copies where these are trusted, and write the result after the prefix.
 
     Args:
         tokens_BN: int64, the anchor and the block's guesses; N >= 1, B may be 0.
-        texts: the rows are different, which is not checked.
+        texts: their rows must differ, which is not checked.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """
@@ -277,7 +277,7 @@ def copy_draft(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 
 
 def check_texts(shapes: Shapes, texts: Texts) -> None:
-    """Shared with `weigh_copies`."""
+    """Check shapes, dtypes and sizes of `texts`. Shared with `weigh_copies`."""
     shapes.check(torch.int64, prefix_len_B=texts.prefix_len_B)
     shapes.check(torch.int64, torch.int32, rows_B=texts.rows_B)
     shapes.check(torch.int32, text_QM=texts.text_QM, counts_QK2=texts.counts_QK2)

@@ -1,6 +1,6 @@
-"""Decide, in one place, which form of an op runs: the one for a CPU's tensors, or the kernel for an accelerator's.
+"""Choice of an op's form: the one for CPU tensors, or the kernel for a GPU.
 
-The tensors decide, never an exception: a kernel that fails is a bug to see, not a reason to go on more slowly.
+The tensors' device decides, never an exception: a failing kernel is a bug, not a reason for a slower fallback.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Op = TypeVar("Op", bound=Callable)
 
 @dataclass(frozen=True)
 class Forms(Generic[Op]):
-    """An op's two forms. Both compute what its definition says, `*_ref`, which is written to be read."""
+    """The two forms of an op. Both compute the definition, `*_ref`, which is written to be readable."""
 
     on_cpu: Op
     on_gpu: Op
@@ -22,15 +22,15 @@ class Forms(Generic[Op]):
     _override: ClassVar[Callable[["Forms"], Any] | None] = None
 
     def form_for(self, tensor: torch.Tensor) -> Op:
-        """Return the form to run where `tensor` lives."""
+        """Return the form for the tensor's device."""
         if Forms._override is not None:
             return Forms._override(self)
         return self.on_cpu if tensor.is_cpu else self.on_gpu
 
 
 def override(choose: Callable[[Forms], Any]) -> None:
-    """Let `choose` pick the form of every op that is chosen from now on in this process, wherever tensors live.
+    """Let `choose` pick the form of every op from now on in this process, on any device.
 
-    For CPUs that stand in for a GPU: they run kernels in Triton's interpreter, or count launches.
+    It is for CPUs that emulate a GPU: they run kernels in Triton's interpreter, or count launches.
     """
     Forms._override = staticmethod(choose)

@@ -1,4 +1,4 @@
-"""The algebra of the gated delta rule for a block of tokens: no token loop, no knowledge of SGLang.
+"""Algebra of the gated delta rule for a block of tokens, without a token loop and independent of SGLang.
 
 Per value head, with state S [V, K], log decay g <= 0 and beta in (0, 1), one token does
 
@@ -10,8 +10,8 @@ Over C tokens the deltas solve one triangular system. With G_t = g_1 + ... + g_t
     o_t = exp(G_t) S_0 q_t + sum_{s<=t} D_ts (q_t . k_s) delta_s
     S_C = exp(G_C) S_0     + sum_s D_Cs delta_s k_s^T
 
-(Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464.) Queries and keys meet the same keys and the same state, so
-they are kept in one tensor and multiplied once.
+(Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464.) Queries and keys are multiplied by the same keys and
+states, so they are kept in one tensor.
 
 Dimension key: B blocks, C tokens of a block, X = 2 C queries and then keys, G key heads, H value heads (H a multiple of
 G), Y = B H blocks of one value head, K key width, V value width. A 1 is a broadcast dimension. All fp32.
@@ -27,11 +27,11 @@ L2_EPS = 1e-6
 
 
 class DeltaBlock(NamedTuple):
-    qk_YXK: torch.Tensor  # queries are scaled; the value heads that share a key head have the same
+    qk_YXK: torch.Tensor  # queries are scaled; repeated for the value heads that share a key head
     v_YCV: torch.Tensor
     beta_YC1: torch.Tensor
     total_YC: torch.Tensor  # G_t
-    decay_YC: torch.Tensor  # exp(G_t): what is left of the state from before the block
+    decay_YC: torch.Tensor  # exp(G_t): the remaining fraction of the state before the block
     decay_YCC: torch.Tensor  # D_ts, zero above the diagonal
     q_scores_YCC: torch.Tensor  # D_ts (q_t . k_s)
     k_scores_YCC: torch.Tensor  # D_ts (k_t . k_s)
@@ -48,7 +48,7 @@ class DeltaBlock(NamedTuple):
         scale: float | None = None,
         normalise: bool = True,
     ) -> "DeltaBlock":
-        """`scale` is the queries', 1 / sqrt(K) unless given; `normalise` queries and keys to length 1 before."""
+        """Build the block. `scale`: of the queries, 1 / sqrt(K) by default; `normalise`: first to length 1."""
         C, G, K = q_BCGK.shape[1:]
         H = v_BCHV.shape[2]
         qk_BXGK = torch.cat([q_BCGK, k_BCGK], dim=1).float()
@@ -74,17 +74,16 @@ class DeltaBlock(NamedTuple):
 
     @property
     def k_YCK(self) -> torch.Tensor:
-        """Return the keys."""
         return self.qk_YXK[:, self.qk_YXK.shape[1] // 2 :]
 
     def read(self, state_YVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what queries and keys find in the states from before the blocks, decayed; two [Y, C, V]."""
+        """Return S_0 q and S_0 k, decayed, for the states before the blocks: two [Y, C, V]."""
         found_YXV = torch.bmm(self.qk_YXK, state_YVK.transpose(1, 2))
         found_by_q, found_by_k = (found_YXV.unflatten(1, (2, -1)) * self.decay_YC[:, None, :, None]).unbind(1)
         return found_by_q, found_by_k
 
     def solve(self, right_YCX: torch.Tensor) -> torch.Tensor:
-        """X of (I + A) X = beta * right; the solver looks below the diagonal only, which is A."""
+        """Return X of (I + A) X = beta * right; the solver reads only the part below the diagonal, which is A."""
         return torch.linalg.solve_triangular(
             self.k_scores_YCC * self.beta_YC1, right_YCX * self.beta_YC1, upper=False, unitriangular=True
         )
@@ -97,7 +96,7 @@ class DeltaBlock(NamedTuple):
         """Write the states after every token: S_t = delta_t k_t^T + exp(g_t) S_{t-1}."""
         B = len(out_BCHVK)
         torch.mul(by_token(delta_YCV, B)[..., None], by_token(self.k_YCK, B)[..., None, :], out=out_BCHVK)
-        # exp(g_t) is the first decay from before the block, then D just below the diagonal.
+        # exp(g_t) is the decay of the first token, then D just below the diagonal.
         step_decay_YC = torch.cat([self.decay_YC[:, :1], self.decay_YCC.diagonal(-1, -2, -1)], dim=-1)
         steps = zip(out_BCHVK.unbind(1), by_token(step_decay_YC, B)[..., None, None].unbind(1), strict=True)
         state_BHVK = state_YVK.unflatten(0, (B, -1))
@@ -106,18 +105,18 @@ class DeltaBlock(NamedTuple):
 
 
 def by_head(x: torch.Tensor) -> torch.Tensor:
-    """Return [B, C, H, ...] as [Y, C, ...]."""
+    """Reshape [B, C, H, ...] to [Y, C, ...]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def by_token(x: torch.Tensor, n_blocks: int) -> torch.Tensor:
-    """Return [Y, C, ...] as [B, C, H, ...], a view."""
+    """View [Y, C, ...] as [B, C, H, ...]."""
     return x.unflatten(0, (n_blocks, -1)).transpose(1, 2)
 
 
 @lru_cache
 def _later(C: int) -> torch.Tensor:
-    """True where the key comes after the query."""
+    """Return a mask [C, C], True if the key comes after the query."""
     return torch.ones(C, C, dtype=torch.bool).triu_(1)
 
 

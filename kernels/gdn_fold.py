@@ -1,11 +1,11 @@
 """Fold the accepted prefix of a verified block into the recurrent states of all layers, in one launch.
 
-With what `gdn_verify` recorded, the state after n tokens is a sum, no recurrence:
+With the records of `gdn_verify`, the state after n tokens is a sum instead of a recurrence:
 
     S_n = exp(G_n) S_0 + sum over i <= n of exp(G_n - G_i) delta_i k_i^T        (G: log decay since before the block)
 
-Shapes: L layers, B requests, N tokens per block, G key heads, H value heads, K key width, V value width, S state
-slots, R rows of the record, X values recorded per token (`record_width`).
+Shapes: L layers, B requests, N tokens per block, G key heads, H value heads, K key width, V value width, S state slots,
+R rows of the record, X values recorded per token (`record_width`).
 Cost: reads and writes each state once, 8 L B H V K bytes, and reads the accepted records, 4 L B n X bytes.
 Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464, eq. 10 unrolled.
 """
@@ -22,12 +22,12 @@ from sglang_dflash_kernels.record import record_width
 
 
 class Kept(NamedTuple):
-    """Tokens of each request that are kept, and states to keep; int32 or int64. All slots differ."""
+    """Tokens of each request to keep, and slots for its states; int32 or int64. All slots differ."""
 
-    slot_B: torch.Tensor  # a negative one marks padding, which is left alone
-    n_B: torch.Tensor  # tokens of the block that are kept, 0..N; 0 leaves the state alone
-    # The state after token `track_step` < n of the block is stored in `track_slot` as well; nowhere where either is
-    # negative. None, both: nowhere for any request.
+    slot_B: torch.Tensor  # negative: padding, which is left unchanged
+    n_B: torch.Tensor  # tokens of the block that are kept, 0..N; 0 leaves the state unchanged
+    # The state after token `track_step` < n of the block is also stored in `track_slot`, unless either is negative.
+    # None, both: for no request.
     track_slot_B: torch.Tensor | None = None
     track_step_B: torch.Tensor | None = None
 
@@ -48,7 +48,7 @@ def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kep
 
 
 def _after(state_LHVK: torch.Tensor, record_LNX: torch.Tensor, n_key_heads: int) -> torch.Tensor:
-    """The state after all N tokens."""
+    """Return the state after all N tokens."""
     H, V, K = state_LHVK.shape[1:]
     delta_LNHV, key_LNGK, total_LNH = split_record(
         record_LNX, n_value_heads=H, value_width=V, n_key_heads=n_key_heads, key_width=K
@@ -66,7 +66,7 @@ def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: K
     slot_B = kept.slot_B
     before_LBHVK = state_LSHVK.index_select(1, slot_B.clamp(min=0)).float()
     wanted = [(slot_B, kept.n_B)]
-    if kept.track_slot_B is not None and kept.track_step_B is not None:  # first: both start from the state of before
+    if kept.track_slot_B is not None and kept.track_step_B is not None:  # first: both start from the previous state
         wanted.insert(0, (kept.track_slot_B, kept.track_step_B + 1))
     for target_B, length_B in wanted:
         row_W = ((slot_B >= 0) & (target_B >= 0) & (length_B > 0)).nonzero().flatten()
@@ -84,7 +84,7 @@ def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: K
 def state_after(
     state_LBHVK: torch.Tensor, record_LBNX: torch.Tensor, n_B: torch.Tensor, n_key_heads: int
 ) -> torch.Tensor:
-    """S_n for n >= 1, [L, B, H, V, K]; tokens past n weigh nothing."""
+    """Return S_n for n >= 1, [L, B, H, V, K]; tokens past n have weight 0."""
     (L, B, H, V, K), G, N = state_LBHVK.shape, n_key_heads, record_LBNX.shape[2]
     delta_LBNHV, key_LBNGK, total_LBNH = split_record(
         record_LBNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K
@@ -93,7 +93,7 @@ def state_after(
     end_LB1H = total_LBNH.gather(2, (n_B11 - 1).expand(L, B, 1, H))
     late_BN1 = torch.arange(N, device=n_B.device)[:, None] >= n_B11
     weight_LBNH = (end_LB1H - total_LBNH).masked_fill_(late_BN1, -torch.inf).exp_()
-    # The value heads that share a key head are more rows of one matrix.
+    # Value heads that share a key head become more rows of one matrix.
     added_YWN = (delta_LBNHV * weight_LBNH[..., None]).permute(0, 1, 3, 4, 2).reshape(L * B * G, -1, N)
     key_YNK = key_LBNGK.transpose(2, 3).reshape(L * B * G, N, K)
     after_LBHVK = torch.bmm(added_YWN, key_YNK).view_as(state_LBHVK)
@@ -108,7 +108,7 @@ def _gdn_fold_kernel(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # The tiles of a head follow one another, so that three of four find its keys in the cache.
+    # Tiles of a head have consecutive ids, so that three of four find its keys in the cache.
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     h, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     request, layer = tl.program_id(1), tl.program_id(2)
@@ -128,7 +128,7 @@ def _gdn_fold_kernel(
             track_slot = tl.load(track_slots + request).to(tl.int64)
             track_step = tl.load(track_steps + request)
         before = 0.0
-        # Token by token, each fading what came before it: every state on the way exists, the tracked one too.
+        # Token by token, so that every intermediate state exists, including the tracked one.
         for i in range(n):
             total = tl.load(rows + i * X + H * V + G * K + h)
             delta_V = tl.load(rows + i * X + h * V + row, mask=in_V, other=0)
@@ -160,8 +160,8 @@ def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *
     """Advance the states of B >= 1 requests by their first n tokens, in place.
 
     Args:
-        state_LSHVK: fp32, bf16 or fp16; sums are fp32. Layers and slots may be apart.
-        record_LRNX: fp32, what `gdn_verify` wrote, row b for request b, and no more: N is the verified block's.
+        state_LSHVK: fp32, bf16 or fp16; sums are fp32. Layers and slots may be strided.
+        record_LRNX: fp32, written by `gdn_verify`, row b for request b; N must be the verified block's.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

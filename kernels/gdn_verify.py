@@ -1,20 +1,20 @@
 """Gated delta rule over a drafted block: outputs for every slot, and a record from which any prefix can be kept.
 
-Verify must not touch the recurrent state, because how much of the block is accepted is not known yet. Storing the
-state after every token costs H V K values per token (3 MiB a layer at Qwen3.5-27B). The record of a token is what it
-adds to the state, delta and key, and the log decay up to it: H V + G K + H values, and `gdn_fold` needs no more.
+Verify must not change the recurrent state, because the accepted length is not known yet. Storing the state after every
+token costs H V K values per token (3 MiB a layer at Qwen3.5-27B). A token's record is its contribution to the state,
+delta and key, and the log decay up to it: H V + G K + H values, which suffice for `gdn_fold`.
 
-Shapes: B requests, N tokens per block, T = B N tokens, G key heads, H value heads (H a multiple of G), K key width,
-V value width, S state slots, R rows of the record (row b belongs to request b of the batch), X = H V + G K + H.
+Shapes: B requests, N tokens per block, T = B N tokens, G key heads, H value heads (H a multiple of G), K key width, V
+value width, S state slots, R rows of the record (row b belongs to request b of the batch), X = H V + G K + H.
 Cost: reads each state once, 4 B H V K bytes, which is the floor; writes the records, 4 T X bytes.
 Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464; the algebra of a whole block is in `gdn_block`.
 
-Both forms take a block at once: matrix products and one triangular system instead of the definition's loop over
-tokens, in which every token waits for the sums of the one before. The kernel multiplies in fp32, or exactly: bf16
-queries and keys go to the tensor cores with a state split into bf16 numbers. Nothing is rounded to bf16 or TF32.
+Both forms compute a block at once: matrix products and one triangular system instead of the definition's loop, in which
+every token waits for the one before. The kernel multiplies in fp32, or exactly: bf16 queries and keys go to the tensor
+cores with a state split into bf16 numbers. Nothing is rounded to bf16 or TF32.
 
-Requests with a negative slot are padding: their outputs are zero, whatever their inputs are, so that nothing a target
-does with them can meet a NaN, and their rows of the record are not written.
+Requests with a negative slot are padding: their outputs are zero for any inputs, so that no NaN reaches the target, and
+their rows of the record are not written.
 """
 
 from typing import NamedTuple
@@ -28,18 +28,18 @@ from sglang_dflash_kernels.dispatch import Forms
 from sglang_dflash_kernels.gdn_block import L2_EPS, DeltaBlock, by_token, log_decay
 from sglang_dflash_kernels.record import record_width
 
-SMALLEST = 16  # side of a tile that is multiplied
+SMALLEST = 16  # smallest side of a multiplied tile
 BLOCK_C = 32  # columns of the state that are multiplied at a time
-MANY_HEADS = 128  # about as many as a device has multiprocessors: 108 an A100, 132 an H200, 148 a B200
-N_BFLOAT16S = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}  # whose sum is a number of that dtype, exactly
+MANY_HEADS = 128  # about the number of multiprocessors: 108 of an A100, 132 of an H200, 148 of a B200
+N_BFLOAT16S = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}  # bf16 values whose sum is exact
 
 INF = tl.constexpr(float("inf"))
 
 
 class Inputs(NamedTuple):
-    """One layer's inputs of the recurrence. The rows of q, k, v, a and b may lie apart, a row's values may not."""
+    """Inputs of the recurrence in one layer. Rows of q, k, v, a and b may be strided; each row is contiguous."""
 
-    q_TGK: torch.Tensor  # after the convolution, not normalised, as are k and v
+    q_TGK: torch.Tensor  # q, k and v: after the convolution, not normalised
     k_TGK: torch.Tensor
     v_THV: torch.Tensor
     a_TH: torch.Tensor  # the log decay is -exp(A_log) softplus(a + dt_bias)
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 def split_record(
     record: torch.Tensor, *, n_value_heads: int, value_width: int, n_key_heads: int, key_width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of [..., X]: delta [..., H, V], key [..., G, K], and the log decay since before the block [..., H]."""
+    """Return views of [..., X]: delta [..., H, V], key [..., G, K], log decay since before the block [..., H]."""
     delta, key, total = record.split([n_value_heads * value_width, n_key_heads * key_width, n_value_heads], dim=-1)
     return delta.unflatten(-1, (n_value_heads, value_width)), key.unflatten(-1, (n_key_heads, key_width)), total
 
@@ -98,7 +98,7 @@ def gdn_verify_torch(
     found_by_q, found_by_k = block.read(state_SHVK.index_select(0, slot_B.clamp(min=0)).float().flatten(0, 1))
     delta_YNV = block.solve(block.v_YCV - found_by_k)
     kept = split_record(record_RNX[:B, :N], n_value_heads=H, value_width=V, n_key_heads=G, key_width=K)
-    # The value heads that share a key head have the same key: the first one's is kept.
+    # Value heads that share a key head have the same key, so the first one's is stored.
     values = (by_token(delta_YNV, B), by_token(block.k_YCK, B)[:, :, :: H // G], by_token(block.total_YC, B))
     out_BNHV = by_token(block.outputs(found_by_q, delta_YNV), B)
     padding_B = slot_B < 0
@@ -115,8 +115,11 @@ def gdn_verify_torch(
 
 @triton.jit
 def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
-    """`sum_NV` + rows S^T. All products are exact: of bf16 rows with the PARTS bf16 numbers whose sum is S, the largest
-    first; with PARTS = 0 they are fp32's."""
+    """Return `sum_NV` + rows S^T with exact products.
+
+    With PARTS > 0, bf16 rows are multiplied by the PARTS bf16 numbers whose sum is S, the largest first. With PARTS =
+    0, products are fp32's.
+    """
     if PARTS == 0:
         sum_NV = tl.dot(rows_NC.to(tl.float32), tl.trans(S_VC), sum_NV, input_precision="ieee")
     for _ in tl.static_range(PARTS):
@@ -128,8 +131,7 @@ def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
 
 @triton.jit
 def _inverse(A_NN, later, earlier, BLOCK_N: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular A, by blocks along the diagonal, each time twice as large: if two of
-    them, P and Q, are joined by a corner C of A, the corner of the inverse is -Q^-1 C P^-1."""
+    """Return (I + A)^-1 of a strictly lower triangular A; blocks P, Q joined by a corner C of A add -Q^-1 C P^-1."""
     inverse_NN = tl.where(later == earlier, 1.0, tl.where(later // 2 == earlier // 2, -A_NN, 0.0))
     LEVELS: tl.constexpr = (BLOCK_N - 1).bit_length()
     for level in tl.static_range(1, LEVELS):
@@ -155,7 +157,7 @@ def _gdn_verify_kernel(
     row = tile * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
     here_NV = in_N[:, None] & (row < V)[None]
     out_NV = out + (t_N[:, None] * H + h) * V + row[None]
-    # What needs no other load is loaded before anything is waited for.
+    # Loads that depend on no other load come first.
     slot = tl.load(slots + request).to(tl.int64)
     x_N = tl.load(a + t_N * stride_a + h, mask=in_N, other=0).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
     rate = -tl.exp(tl.load(A_log + h).to(tl.float32))
@@ -165,7 +167,7 @@ def _gdn_verify_kernel(
         tl.store(out_NV, tl.zeros([BLOCK_N, BLOCK_V], out.dtype.element_ty), mask=here_NV)
         return
 
-    # Queries and keys as they come, because products of bf16 numbers are exact; their lengths are divided out below.
+    # Not normalised, because products of bf16 numbers are exact; the norms are divided out below.
     qq_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     kk_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     qk_NN = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
@@ -206,7 +208,7 @@ def _gdn_verify_kernel(
     tl.store(kept_N[:, None] + h * V + row[None], delta_NV, mask=here_NV)
     if tile == 0:
         tl.store(kept_N + H * V + G * K + h, total_N, mask=in_N)
-        if h % (H // G) == 0:  # the value heads that share a key head have the same key
+        if h % (H // G) == 0:  # value heads that share a key head have the same key
             column = tl.arange(0, BLOCK_K)  # [K]
             here_NK = in_N[:, None] & (column < K)[None]
             k_NK = tl.load(k + t_N[:, None] * stride_k + g * K + column[None], mask=here_NK, other=0)
@@ -221,8 +223,8 @@ def gdn_verify_triton(
     """Compute `gdn_verify` by its kernel: one program per request, value head and tile of the state's rows.
 
     Raises:
-        ValueError: more requests than the record has rows. Padding counts, so the record must have a row for every
-            request of the largest captured batch.
+        ValueError: more requests than the record has rows. Padding counts, so the record needs a row for every request
+            of the largest captured batch.
     """
     B, (G, K), (H, V) = len(slot_B), x.q_TGK.shape[1:], x.v_THV.shape[1:]
     if len(record_RNX) < B:
@@ -245,11 +247,11 @@ def gdn_verify_triton(
 
 
 def geometry(n_heads: int, block_v: int) -> tuple[int, int]:
-    """Rows of the state that a program takes, and its warps.
+    """Return the number of state rows per program, and its number of warps.
 
-    Every tile of a head solves the same small system again, so whole heads cost the least instructions, and are taken
-    where there is one for every multiprocessor. With fewer heads than that a program's latency is what a launch takes,
-    and a quarter of a head has half of it.
+    Every tile of a head solves the same small system, so whole heads cost the fewest instructions. They are used if
+    there is one for every multiprocessor. With fewer heads a program's latency dominates, and a quarter of a head has
+    half of it.
     """
     return (min(128, block_v), 8) if n_heads >= MANY_HEADS else (min(32, block_v), 4)
 
@@ -261,7 +263,7 @@ def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record
     """Verify B >= 1 blocks of T / B tokens; returns the outputs [T, H, V] in v's dtype.
 
     Args:
-        state_SHVK: read only. Slots may lie apart.
+        state_SHVK: read only. Slots may be strided.
         slot_B: int32 or int64, each request's state; a negative one marks padding.
         record_RNX: fp32, R >= B and its N at least T / B; written.
     Raises:

@@ -1,13 +1,13 @@
-"""Penalise the target's logits at every slot by the text so far: what was output, and the drafts up to that slot.
+"""Penalise the target's logits at every slot by the output and the drafts up to that slot.
 
 Shapes: B requests, N tokens per block (slot 0 is the anchor), V vocabulary; P of the requests ask for a penalty, each
 with at most E stop tokens; the table of counts has R rows.
 Cost: reads and writes the logits of P * N slots and reads the counts of P rows once per slot, 12 PNV bytes in fp32: a
-hundredth of what verifying those slots reads for a 27B target. Nothing depends on the data, so nothing waits for it.
+hundredth of what verifying those slots reads for a 27B target.
 
-`counts_RV` holds how often a token is in a request's output, anchor included. At slot i the drafts 1..i are counted on
-top, because the token chosen there is only kept when they were. The order is SGLang's: what is added (frequency,
-presence, and minus infinity for stop tokens that come too early), then what scales (repetition).
+`counts_RV` is how often each token occurs in a request's output, anchor included. Slot i also counts the drafts 1..i,
+because its token is kept only if they are. The order is SGLang's: additive penalties (frequency, presence, and minus
+infinity for stop tokens before `min_new_tokens`), then scaling (repetition).
 """
 
 from typing import NamedTuple
@@ -23,9 +23,9 @@ INF = tl.constexpr(float("inf"))
 
 
 class Asked(NamedTuple):
-    """The requests of a batch that ask for a penalty, and what they ask for."""
+    """Requests of a batch that ask for a penalty, and their parameters."""
 
-    index_P: torch.Tensor  # int64, where they stand in the batch
+    index_P: torch.Tensor  # int64, their places in the batch
     row_P: torch.Tensor  # int64, their rows of the counts
     frequency_P: torch.Tensor  # float32, subtracted once per occurrence
     presence_P: torch.Tensor  # float32, subtracted once
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
 
 
 def additive(counts_PNV: torch.Tensor, n_output_PN: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """[P, N, V], float32: what is added to logits that follow `n_output_PN` tokens with these counts."""
+    """Return the addends of logits, float32 [P, N, V], that follow `n_output_PN` tokens with these counts."""
     added_PNV = -(asked.frequency_P[:, None, None] * counts_PNV)
     added_PNV -= asked.presence_P[:, None, None] * (counts_PNV > 0)
     token_V = torch.arange(counts_PNV.shape[2], device=counts_PNV.device)
@@ -45,7 +45,7 @@ def additive(counts_PNV: torch.Tensor, n_output_PN: torch.Tensor, asked: Asked) 
 
 
 def scaling(counts_PNV: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """[P, N, V], float32: what multiplies negative logits and divides the others, afterwards."""
+    """Return the scale, float32 [P, N, V], that then multiplies negative logits and divides the others."""
     return torch.where(counts_PNV > 0, asked.repetition_P[:, None, None], 1.0)
 
 
@@ -97,7 +97,7 @@ def _penalise_kernel(
     here = logits + b * stride_b + slot * stride_n + v  # [V]
     x = tl.load(here, mask=v < V, other=0).to(tl.float32)  # [V]
     count = tl.load(counts + tl.load(row + p) * V + v, mask=v < V, other=0)  # [V]
-    for i in range(slot):  # tokens as int32, because comparing V of them as int64 takes twice the registers
+    for i in range(slot):  # int32, because comparing V tokens as int64 takes twice the registers
         count += (v == tl.load(tokens + b * N + 1 + i).to(tl.int32)).to(tl.int32)
     occurred = count > 0  # [V]
     x += -(tl.load(frequency + p) * count.to(tl.float32)) - tl.where(occurred, tl.load(presence + p), 0.0)
@@ -132,11 +132,11 @@ def penalise_(
     """Penalise `logits_BNV` in place.
 
     Args:
-        logits_BNV: float32, bfloat16 or float16; rows may lie apart, as those of a padded vocabulary do.
+        logits_BNV: float32, bfloat16 or float16; rows may be strided, as those of a padded vocabulary are.
         tokens_BN: int64, the filled blocks.
         n_output_P: int64, tokens output before the one chosen at slot 0.
         counts_RV: int32.
-        asked: no request twice; its rows and tokens lie inside the tables, which is not checked.
+        asked: requests differ; rows and tokens lie inside the tables. Neither is checked.
     """
     shapes = Shapes()
     shapes.check_strided(torch.float32, torch.bfloat16, torch.float16, logits_BNV=logits_BNV)

@@ -1,12 +1,12 @@
 """Lay out the next block of every request: its tokens before drafting, their positions, and their KV slots.
 
-Shapes: B requests, N tokens per block (slot 0 is the anchor, the rest masks to be drafted); the request-to-token
-table has Q rows of M KV slots, one row per request the server can hold.
+Shapes: B requests, N tokens per block (slot 0 is the anchor, the rest masks to be drafted); the request-to-token table
+has Q rows of M KV slots, one row per request the server can hold.
 Cost: reads BN slots, writes 3BN; a few KiB, so it is launch-bound and one launch.
 
-The block lies right behind the prefix: the anchor is committed but has no KV yet. The scheduler reserves slots for
-the whole block before the step. A position past the end of its row is never read; it gets KV slot 0, the padding
-slot, whose content is never read. `req_pool_indices_B` must be rows of the table; that is not checked.
+The block directly follows the prefix: the anchor is committed but has no KV yet. The scheduler reserves slots for the
+whole block before the step. Positions past the end of a row get KV slot 0, the padding slot, whose content is never
+read. `req_pool_indices_B` must be rows of the table; that is not checked.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,9 @@
-"""What each kernel is compiled for: the first launch of a specialisation waits for the compiler, 0.3 to 1 s.
+"""Specialisations of each kernel: the first launch of one waits for the compiler, 0.3 to 1 s.
 
-The dtypes, layouts and model shapes of a server never change. What does change from launch to launch is an argument
-here, and what Triton would compile for anew without need (a size that happens to be 1 or a multiple of 16, a pointer
-that happens to be aligned) the kernels are told to ignore. `of_server` lists what a server can meet, so that a start-up
-can launch it all; `tests/tools/compile_kernels.py` compares this file with what Triton compiles.
+A server's dtypes, layouts and model shapes never change. Quantities that change from launch to launch are arguments
+here. Kernels ignore values that Triton would needlessly specialise on (a size that happens to be 1 or a multiple of 16,
+a pointer that happens to be aligned). `of_server` lists all that a server can meet, so that a start-up can launch it
+all; `tests/tools/compile_kernels.py` compares this file with Triton's compilations.
 """
 
 from collections.abc import Hashable, Iterable
@@ -27,65 +27,65 @@ KERNELS = (
 
 
 class Server(NamedTuple):
-    widths: tuple[int, ...]  # of verified blocks
-    block_size: int  # of drafted blocks
+    widths: tuple[int, ...]  # verify widths
+    block_size: int  # tokens per drafted block
     batch_sizes: Iterable[int]  # requests of a step, padding included
-    n_value_heads: int  # of a recurrent layer, on one rank; 0 where no state is folded
+    n_value_heads: int  # per recurrent layer and rank; 0: no state is folded
     value_width: int
-    tracks: bool  # whether steps say where states at multiples of the track interval go; then all of them do
-    conv_taps: int = 0  # of a draft that convolves its blocks; 0 where it does not
-    selector_top_k: int = 0  # candidates per slot of a draft that selects; 0 where it does not
-    copies: bool = False  # whether blocks are continued by copies
+    tracks: bool  # steps pass a track index: recurrent states are saved at multiples of the track interval
+    conv_taps: int = 0  # taps of the draft's convolution; 0: none
+    selector_top_k: int = 0  # candidates per slot of the draft's selector; 0: none
+    copies: bool = False  # n-gram copies continue blocks
 
 
 def plan_block(n_tokens: int) -> Hashable:
-    """Return one per power of two that the block fits into."""
+    """Return the specialisation: one per power of two that the block fits into."""
     return triton.next_power_of_2(n_tokens)
 
 
 def accept(n_tokens: int) -> Hashable:
-    """Return one per power of two that the block fits into."""
+    """Return the specialisation: one per power of two that the block fits into."""
     return triton.next_power_of_2(n_tokens)
 
 
 def penalise() -> Hashable:
-    """Return a single one: neither the width nor the number of stop tokens matters."""
+    """Return the only specialisation: neither the width nor the number of stop tokens matters."""
     return "any"
 
 
 def append_context(*, n_kept: bool) -> Hashable:
-    """Return one for accepted rows of a step's blocks, one for rows that are all kept: prompts and late rows."""
+    """Return the specialisation: accepted rows of a step's blocks, or rows that are all kept (prompts, late rows)."""
     return "accepted" if n_kept else "all"
 
 
 def gdn_verify(n_requests: int, n_tokens: int, n_value_heads: int, value_width: int) -> Hashable:
-    """Return one per size of a block and per geometry of the launch."""
+    """Return the specialisation: one per size of a block and per geometry of the launch."""
     block_v = max(SMALLEST, triton.next_power_of_2(value_width))
     return max(SMALLEST, triton.next_power_of_2(n_tokens)), *geometry(n_requests * n_value_heads, block_v)
 
 
 def gdn_fold(*, tracked: bool) -> Hashable:
-    """Return one with tracked states and one without."""
+    """Return the specialisation: with tracked states, or without."""
     return "tracked" if tracked else "untracked"
 
 
 def block_conv(n_taps: int) -> Hashable:
-    """Return one per number of taps: neither the block's size nor the side of a sublayer matters."""
+    """Return the specialisation: one per number of taps. Neither block size nor side of the sublayer matters."""
     return n_taps
 
 
 def select_path(top_k: int) -> Hashable:
-    """Return one per number of candidates; the block's size does not matter."""
+    """Return the specialisation: one per number of candidates. The block's size does not matter."""
     return top_k
 
 
 def copy_draft(n_tokens: int) -> Hashable:
-    """Return one per power of two that the block fits into."""
+    """Return the specialisation: one per power of two that the block fits into."""
     return triton.next_power_of_2(n_tokens)
 
 
 def weigh_copies(n_tokens: int) -> Hashable:
-    """Return one per power of two that the block fits into."""
+    """Return the specialisation: one per power of two that the block fits into."""
     return triton.next_power_of_2(n_tokens)
 
 

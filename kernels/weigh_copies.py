@@ -1,18 +1,17 @@
-"""Count what copies were worth: at every place of a block that the target reached, against the block's own guesses.
+"""Count the value of copies: at every place of a block that the target reached, against the block's own guesses.
 
-Once the target has spoken, what it committed judges every draft there could have been, as far as that goes. With the
-places, sources and lengths of `copy_draft`, for each request:
+The committed tokens judge every possible draft up to their end. With the places, sources and lengths of `copy_draft`,
+for each request:
 
-    own      = guesses of the block that are what was committed, up to the first that is not
-    worth[d] = d + tokens of the copy behind place d that are what was committed there, likewise
+    own      = leading guesses of the block that equal the committed tokens
+    worth[d] = d + leading tokens of the copy after place d that equal the committed tokens there
     gain    += worth[d] - own,   n += 1            in the class of length[d], for every place d that was reached
 
-Reached are places with a match, no wrong guess before them, and something committed behind them: of others what would
-be copied there says nothing. Both own and worth are at most what was committed, bonus included, and at most N - 1. When
-n exceeds MEMORY both counts are halved, gain downwards, so that a text that changes is learned anew.
+A place is reached if it has a match, no wrong guess before it, and a committed token after it. At other places a copy
+cannot be judged. Both own and worth are at most the committed count, bonus included, and at most N - 1. When n exceeds
+MEMORY both counts are halved, gain rounded down, so that recent text weighs more.
 
-`totals` counts over all requests, for people: by class, blocks that were continued by a copy, and copied drafts that
-were accepted.
+`totals` counts over all requests, for monitoring, by class: blocks continued by a copy, and accepted copied drafts.
 
 Shapes: as `copy_draft`.
 Cost: reads up to D tokens of text for each of D places, 1 kB per request; launch-bound and one launch.
@@ -34,7 +33,7 @@ from sglang_dflash_kernels.copy_draft import (
 )
 from sglang_dflash_kernels.dispatch import Forms
 
-MEMORY = 64  # steps a class remembers
+MEMORY = 64  # value of `n` above which a class's counts are halved
 
 _CLASSES, _MEMORY = tl.constexpr(N_CLASSES), tl.constexpr(MEMORY)
 
@@ -69,7 +68,7 @@ def weigh_copies_ref(
 
 
 def n_agreed(drafts: list[int], committed: list[int]) -> int:
-    """Return how many of the first drafts equal the committed tokens."""
+    """Return the number of leading drafts that equal the committed tokens."""
     for i, (draft, token) in enumerate(zip(drafts, committed, strict=False)):
         if draft != token:
             return i
@@ -85,7 +84,7 @@ def weigh_copies_numpy(
     *,
     totals_K2: torch.Tensor,
 ) -> None:
-    """Compute one request at a time, all of its places at once."""
+    """Compute `weigh_copies` one request at a time, all of its places at once."""
     B, N = tokens_BN.shape
     tokens, said, n_said_B = tokens_BN.numpy(), committed_BN.numpy(), n_committed_B.numpy()
     _, place_B, source_BD, length_BD = (tensor.numpy() for tensor in copied)
@@ -108,7 +107,7 @@ def weigh_copies_numpy(
 
 
 def leading(is_true: np.ndarray) -> np.ndarray:
-    """Return how many values stand before the first that is false, along the last dimension."""
+    """Return the number of leading true values along the last dimension."""
     return np.logical_and.accumulate(is_true, axis=-1).sum(-1)
 
 
@@ -121,7 +120,7 @@ def _weigh_copies_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK_N)  # [N], drafts, and places
+    i = tl.arange(0, BLOCK_N)  # [N], drafts and places
     D = N - 1
     n = tl.load(prefix_len + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
@@ -159,7 +158,7 @@ def _weigh_copies_kernel(
 
 @triton.jit
 def _n_agreed(draft, said, i, D):
-    """How many of the first drafts are what was said; behind that something is said to be -1, and drafted as -2."""
+    """Return the number of leading drafts that equal the committed tokens; past the end these are -1 and drafts -2."""
     return tl.min(tl.where((draft == said) & (i < D), D, tl.minimum(i, D)), axis=0)
 
 
@@ -193,13 +192,13 @@ def weigh_copies(
     *,
     totals_K2: torch.Tensor,
 ) -> None:
-    """Add to `texts.counts_QK2`, and to `totals_K2`, what a step showed. B may be 0.
+    """Add the outcome of a step to `texts.counts_QK2` and `totals_K2`. B may be 0.
 
     Args:
-        tokens_BN: int64, the block's own guesses, which `copied` was made of.
-        committed_BN, n_committed_B: int64 and int32, as `accept` has them.
-        texts: as `copy_draft` was given them.
-        totals_K2: int32, added to; it goes round after 2^31.
+        tokens_BN: int64, the block's own guesses, from which `copied` was made.
+        committed_BN, n_committed_B: int64 and int32, from `accept`.
+        texts: as passed to `copy_draft`.
+        totals_K2: int32, added to; it wraps around after 2^31.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

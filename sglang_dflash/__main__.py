@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pkgutil import resolve_name
 
-# Imported when asked for: some take seconds to import, and what one needs may be missing where another runs.
+# Imported on demand: some take seconds to import, and one's dependencies may be missing where another runs.
 PROGRAMS = {
     "demo": "sglang_dflash.demo.__main__:main",
     "recipe": "sglang_dflash.recipe:main",
@@ -35,7 +35,7 @@ PROGRAMS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program that the first word names; the exit status is its."""
+    """Run the program named by the first word, and return its exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print((__doc__ or "").strip())

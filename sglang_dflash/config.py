@@ -1,8 +1,8 @@
-"""One frozen `DFlashConfig`: all that a launch decides before weights load. Checked once per process, then trusted.
+"""`DFlashConfig`: all that a launch decides before weights load, in one frozen record, checked once per process.
 
-It is made of a draft checkpoint, the server's arguments, the target and the environment flags. `combine` is a pure
-function of these records, so every refusal can be tested without an engine. Each error is one sentence and names the
-flag or field to change. `host/arguments.py` reads SGLang's arguments.
+It is made from a draft checkpoint, the server's arguments, the target and the environment flags. `combine` is a pure
+function of these records, so every refusal can be tested without SGLang. Each error is one sentence and names the flag
+or field to change. `host/arguments.py` reads SGLang's arguments.
 """
 
 from dataclasses import dataclass, field
@@ -23,27 +23,26 @@ if TYPE_CHECKING:
     from sglang_dflash.memory.draft_kv import DraftKV
 
 DRAFT_QUANTIZATIONS = ("fp8", "unquant")
-FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # an fp8 copy of the head runs there
+FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # those that run an fp8 copy of the head
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """The server of this process. SGLang's hooks and the worker read it; nothing in it changes.
+    """Configuration of this process's server. SGLang's hooks and the worker read it; nothing in it changes.
 
     Attributes:
-        block_size: N, the anchor and the drafts of one step; at most `draft.block_size`, what it was trained for.
-        widths: how many tokens of a block a step may verify, ascending; empty on a prefill-only server.
-        copy: whether blocks are continued by n-gram copies; OFF too where this server cannot.
+        block_size: N, the anchor and the drafts of one step; at most `draft.block_size`, the trained size.
+        widths: numbers of tokens of a block that a step may verify, ascending; empty on a prefill-only server.
+        copy: whether n-gram copies continue blocks; also OFF if this server cannot copy.
         gdn_state: how the target's recurrent states advance; None: it has none, or this server never verifies.
-        attention_dp: attention is data parallel, so groups of ranks serve requests of their own.
-        slots_are_ours: KV slots are filled by prompts and blocks that this server reads, not by a host cache or
-            another server.
-        draft_quantization: of the draft's linear layers while they load, for `--speculative-draft-model-quantization`;
-            None: none, whatever the target's is.
+        attention_dp: attention is data parallel, so groups of ranks serve different requests.
+        slots_are_ours: only prompts and blocks that this server reads fill KV slots, no host cache or other server.
+        draft_quantization: of the draft's linear layers at load, for `--speculative-draft-model-quantization`; None:
+            none, even if the target's are quantized.
         dtype: of the target, and so of the draft's weights and activations, e.g. "bfloat16".
         draft_load_format: for `--speculative-draft-load-format`; None: that of the target.
-        draft_window: context tokens a request's draft keeps, and sees; None: all. The smaller of
-            `--speculative-draft-window-size` and, where every draft layer slides, the checkpoint's sliding window.
+        draft_window: context tokens that the draft keeps of a request, and attends to; None: all. The smaller of
+            `--speculative-draft-window-size` and, if every draft layer slides, the checkpoint's sliding window.
         draft_attention_backend: resolved by `backends`.
         disaggregation: `--disaggregation-mode`.
         draft: the checkpoint's fields.
@@ -69,7 +68,7 @@ class DFlashConfig:
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "DFlashConfig":
-        """Decide what this process serves.
+        """Make the configuration of this process.
 
         Args:
             server_args: SGLang's `ServerArgs`, resolved or being resolved.
@@ -88,20 +87,20 @@ class DFlashConfig:
 
     @cached_property
     def draft_kv(self) -> "DraftKV":
-        """Return how the draft's context K/V are stored, and how SGLang counts them."""
+        """Return the storage of the draft's context K/V, with its accounting in SGLang."""
         from sglang_dflash.memory.draft_kv import draft_kv
 
         return draft_kv(self.draft_window, self.widest, self.disaggregation)
 
 
 def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags: Flags) -> DFlashConfig:
-    """Check the four against each other and make the config.
+    """Check the four records against each other and make the config.
 
     Args:
-        arguments: which `check_arguments` has accepted.
+        arguments: accepted by `check_arguments`.
     Raises:
         ValueError: they contradict each other.
-        NotSupported: they ask for something this version does not do exactly.
+        NotSupported: they require something that this version does not do exactly.
     """
     check_pair(
         draft, target.path, hidden_size=target.hidden_size, vocab_size=target.vocab_size, n_layers=target.n_layers
@@ -149,11 +148,11 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
 
 
 def check_arguments(arguments: Arguments, flags: Flags) -> None:
-    """Refuse flags that have no exact meaning for a DFlash chain, where SGLang would warn or say nothing.
+    """Refuse flags without an exact meaning for a DFlash chain, about which SGLang only warns, or not even that.
 
     Raises:
         ValueError: a flag contradicts DFLASH, or there is no draft.
-        NotSupported: a flag asks for something this version does not do exactly.
+        NotSupported: a flag requires something that this version does not do exactly.
     """
     arguments.require_draft_path()
     if arguments.num_steps not in (None, 1):
@@ -219,7 +218,7 @@ def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
 
 
 def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
-    """SGLang gives every draft pool the target's token count once graphs are captured, and counts no rings."""
+    """Refuse SGLang's sizing after capture: it gives a draft pool the target's token count, ignoring rings."""
     if draft_window is not None and arguments.sized_after_capture:
         raise NotSupported(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the draft's rings would get "
@@ -227,14 +226,14 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
         )
 
 
-# -- what the target says ------------------------------------------------------------------------------------------
+# -- facts about the target ---------------------------------------------------------------------------------------
 
 
 def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
-    """Return why a step verifies the whole block and nothing else; empty if other widths are possible.
+    """Return why a step can only verify the whole block; empty if other widths are possible.
 
-    Of recurrent targets only those with Gated DeltaNet verify other widths: SGLang's verify of Mamba2 places a
-    request's states by the number of tokens verified, its commit by that of the pool.
+    Among recurrent targets only Gated DeltaNet verifies other widths. SGLang's verify of Mamba2 places a request's
+    states by the number of tokens verified, but its commit by that of the pool.
     """
     if arguments.attention_dp:
         return "ranks of attention data parallelism have requests of their own and one width"

@@ -1,15 +1,15 @@
-"""The two ways a launch is stopped. Each message is one sentence: what, what was found, what to do.
+"""The two kinds of refusal. Each message is one sentence: what, what was found, what to do.
 
 Wrong input (a bad checkpoint, a contradictory flag) is a plain ValueError.
 """
 
-# The way out that a refusal names when SGLang's own worker might serve what ours does not.
+# Remedy named by refusals when SGLang's own worker may serve what this plugin does not.
 STOCK = "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker"
 
 
 class NotSupported(ValueError):
-    """The input is valid, but this version of the plugin cannot serve it exactly."""
+    """Error for input that is valid, but that this version of the plugin cannot serve exactly."""
 
 
 class HostMismatch(RuntimeError):
-    """The installed SGLang lacks a name or a parameter that `host/sglang-0.5.23.txt` lists."""
+    """Error for an installed SGLang that lacks a name or a parameter listed in `host/sglang-0.5.23.txt`."""

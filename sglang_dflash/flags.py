@@ -1,7 +1,7 @@
 """Environment flags: every variable the plugin reads, typed, in one table.
 
 `read` turns an environment into `Flags` and refuses unknown values and unknown `SGLANG_DFLASH_*` names; `current` has
-those of this process. What a flag does is decided where it is used; this module knows neither SGLang nor the worker.
+those of this process. Flags take effect where they are used; this module depends on neither SGLang nor the worker.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 PREFIX = "SGLANG_DFLASH_"
 
-# SGLang 0.5.23's own variables under our prefix: they steer the built-in worker and mean nothing to ours.
+# SGLang 0.5.23's own variables with this prefix; only its built-in worker reads them.
 STOCK_ONLY = ("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER",)
 
 
@@ -31,11 +31,11 @@ class GdnState(StrEnum):
 
 
 class Rehearse(NamedTuple):
-    """Which GPU's paths a CPU runs, if any, and what of them beside the usual."""
+    """GPU whose code paths a CPU emulates, if any, and the extent of the emulation."""
 
-    gpu: str = ""  # its compute capability, "sm90" or "sm100"
-    kernels: bool = False  # our Triton kernels run in Triton's interpreter, not their definitions
-    streams: bool = False  # what is not ordered between two streams, or a stream and the host, is an error
+    gpu: str = ""  # compute capability, "sm90" or "sm100"
+    kernels: bool = False  # run Triton kernels in Triton's interpreter instead of their definitions
+    streams: bool = False  # accesses not ordered between two streams, or a stream and the host, are errors
 
 
 class WidthPolicy(StrEnum):
@@ -56,16 +56,16 @@ class Flags:
     """The values in effect.
 
     Attributes:
-        worker: which worker serves `--speculative-algorithm DFLASH`.
+        worker: the worker for `--speculative-algorithm DFLASH`.
         gdn_state: how the recurrent state of hybrid targets advances after a partly accepted block.
-        width_policy: who decides how many tokens of a block are verified.
-        widths: those it may choose from, ascending; empty: its own.
-        width_trace: the directory every step's width is written to; None: nothing is written.
-        copy: whether blocks are continued by copies of the request's own text.
+        width_policy: chooses how many tokens of a block are verified.
+        widths: those to choose from, ascending; empty: the policy's own.
+        width_trace: directory for every step's width; None: nothing is written.
+        copy: whether n-gram copies from a request's token history continue blocks.
         fp8_head: the draft scores its block with an fp8 copy of the target's head.
         rehearse: see `Rehearse`.
-        probe: our worker tells what it looks like inside, see `prove/probe.py`.
-        overlap: the overlap schedule may run; False asks for `--disable-overlap-schedule`.
+        probe: the worker reports internals, see `prove/probe.py`.
+        overlap: the overlap schedule may run; False means `--disable-overlap-schedule`.
     """
 
     worker: Worker
@@ -82,18 +82,18 @@ class Flags:
 
 @dataclass(frozen=True)
 class Flag:
-    """One variable: its default when unset, the accepted spellings, and what it does."""
+    """One variable: its default, the accepted values, and its meaning."""
 
     name: str
     default: str
     values: tuple[str, ...]
     meaning: str
     whose: str = "ours"
-    pattern: str = "(?!)"  # further values: whatever it matches; nothing
-    example: str = ""  # a value that `pattern` matches
+    pattern: str = "(?!)"  # regular expression of further values; by default none
+    example: str = ""  # a value that matches `pattern`
 
 
-# SGLang's spellings of a switch; it takes anything else for the default, with a warning.
+# SGLang's spellings of a switch; it replaces any other value by the default, with a warning.
 _ON = ("1", "true", "yes", "y")
 _OFF_ON = ("0", "false", "no", "n", *_ON)
 
@@ -199,7 +199,7 @@ def read(environ: Mapping[str, str]) -> Flags:
     """Return the flags set in `environ`.
 
     Raises:
-        ValueError: a value that is not one of a flag's, or a `SGLANG_DFLASH_*` name that is no flag.
+        ValueError: a flag has an unknown value, or a `SGLANG_DFLASH_*` name is no flag.
     """
     raw = {flag.name: _value(flag, environ) for flag in FLAGS}
     worker = Worker(raw["SGLANG_DFLASH_WORKER"])
@@ -223,7 +223,7 @@ def current() -> Flags:
     """Return the flags of this process, whose environment is read once.
 
     Raises:
-        ValueError: as `read`, at every call.
+        ValueError: see `read`; raised at every call.
     """
     return read(os.environ)
 
@@ -240,7 +240,7 @@ def table() -> str:
 
 
 def spellings(flag: Flag) -> list[str]:
-    """Return the accepted values, the pattern by its example."""
+    """Return the accepted values, with an example for the pattern."""
     return [*flag.values, *filter(None, [flag.example])]
 
 
@@ -254,7 +254,7 @@ def _rehearse(value: str, worker: Worker) -> Rehearse:
     if value == "off":
         return Rehearse()
     gpu, *more = value.split(",")
-    if "streams" in more and worker is Worker.STOCK:  # its host buffers are asked for on "cpu", the device's name here
+    if "streams" in more and worker is Worker.STOCK:  # it allocates host buffers on "cpu", the device's name
         raise ValueError(
             f"SGLANG_DFLASH_REHEARSE={value} cannot tell the built-in worker's host tensors from the device's; "
             "leave out `,streams` or unset SGLANG_DFLASH_WORKER"
@@ -289,7 +289,7 @@ def _refuse_unknown(environ: Mapping[str, str], worker: Worker) -> None:
             raise ValueError(f"{name} steers SGLang's built-in worker only; unset it or set SGLANG_DFLASH_WORKER=stock")
 
 
-# Flag names that model cards use and SGLang 0.5.23 has renamed.
+# Flag names in model cards that SGLang 0.5.23 has renamed.
 OLD_NAMES = {
     "--speculative-dflash-draft-window-size": "--speculative-draft-window-size",
     "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
@@ -297,7 +297,7 @@ OLD_NAMES = {
 
 
 def add_old_names(parser: ArgumentParser) -> None:
-    """Let each old name set what its new name sets, with the same type and choices; the one given last wins."""
+    """Add each old name as an option that sets the new name's value, with its type and choices; the last one wins."""
     for old, new in OLD_NAMES.items():
         action = parser._option_string_actions[new]  # argparse has no public look-up
         parser.add_argument(

@@ -1,4 +1,4 @@
-"""What comes with the package to be read: the documentation, and a dashboard for Grafana."""
+"""Documents in the package: the documentation, and a dashboard for Grafana."""
 
 import sys
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def dashboard(argv: Sequence[str]) -> int:
 
 
 def docs(argv: Sequence[str]) -> int:
-    """Without a name the pages with their titles and where they lie; with one, the page."""
+    """Print the pages with their titles and paths, or the named pages. Returns the exit status."""
     if not argv:
         for name, path in DOCS.items():
             print(f"{name:16} {path.read_text().splitlines()[0].lstrip('# '):60} {path}")

@@ -1,9 +1,9 @@
-"""SGLang's entry point into the plugin, and the hooks it sets.
+"""SGLang's entry point into the plugin, and the hooks that it sets.
 
-SGLang logs and ignores an error in a plugin, so nothing is decided in `register`: the checks run inside the hooks,
-where raising stops the launch. `register` itself ends the process when a name it hooks is gone, because then no hook
-could do that. What DFLASH means and who may serve it is checked twice: when the launching process resolves its
-arguments, seconds after the start, and in each scheduler process, before its worker is made.
+SGLang logs and ignores an error in a plugin, so `register` decides nothing: checks run inside the hooks, where an error
+stops the launch. Only if a hooked name is missing does `register` end the process, because then no hook can. A launch
+is checked twice: when the launching process resolves its arguments, seconds after the start, and in each scheduler
+process, before its worker is made.
 """
 
 import logging
@@ -35,7 +35,7 @@ def register() -> None:
         if os.environ.get("SGLANG_DFLASH_WORKER") == Worker.STOCK:
             logger.warning("%s; it stays out of the way (SGLANG_DFLASH_WORKER=stock)", mismatch)
             return
-        # Not an error that SGLang would log and ignore: it ends the process.
+        # SystemExit, since SGLang would log and ignore an error.
         sys.exit(f"{mismatch}; install that one, or set SGLANG_DFLASH_WORKER=stock")
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> Callable[..., Any]:
-    """AROUND `SpeculativeAlgorithm.create_worker`: this plugin's worker for DFLASH, SGLang's for everything else."""
+    """Return this plugin's worker for DFLASH, SGLang's for others. AROUND `SpeculativeAlgorithm.create_worker`."""
     if not algorithm.is_dflash() or flags.current().worker is Worker.STOCK:
         return stock(algorithm, server_args)
     host.require()
@@ -77,7 +77,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
 
 def hook_scheduler(config: "DFlashConfig") -> None:
-    """Set the hooks that only a scheduler needs that serves DFLASH; it has these modules loaded anyway."""
+    """Set the hooks that only a scheduler with DFLASH needs; it has already loaded these modules."""
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.draft.weight_push import draft_stays, refuse_unknown, to_target_unless_named
@@ -126,13 +126,13 @@ def hook_scheduler(config: "DFlashConfig") -> None:
 
 
 def add_dflash(result: Any, controller: Any, *_: object) -> Any:
-    """AFTER `SchedulerInternalStateController.get_internal_state`: our worker's report beside SGLang's state."""
+    """Add this worker's report to SGLang's state. AFTER `SchedulerInternalStateController.get_internal_state`."""
     result.internal_state["dflash"] = controller.scheduler.draft_worker.describe()
     return result
 
 
 def start_metrics(result: None, reporter: Any) -> None:
-    """AFTER `SchedulerMetricsReporter.__post_init__`: a scheduler that reports metrics reports ours from now on."""
+    """Start DFLASH metrics if the scheduler reports metrics. AFTER `SchedulerMetricsReporter.__post_init__`."""
     if not reporter.current_scheduler_metrics_enabled:
         return
     host.check(SECTIONS["metrics"])
@@ -145,12 +145,12 @@ def start_metrics(result: None, reporter: Any) -> None:
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:
-    """AFTER `ServerArgs.add_cli_args`: the flag names that model cards still use."""
+    """Add the flag names that model cards still use. AFTER `ServerArgs.add_cli_args`."""
     flags.add_old_names(parser)
 
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """At the first step of argument resolution, turn environment flags into arguments."""
+    """Turn environment flags into arguments, at the first step of argument resolution."""
     if asks_for_dflash(server_args) and not flags.current().overlap:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -159,7 +159,7 @@ def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Around the step that resolves speculative arguments: refuse what cannot be served, before weights load."""
+    """Refuse unsupported launches before weights load, around the resolution of speculative arguments."""
     if flags.current().worker is Worker.STOCK:
         previous(server_args)
         return
@@ -171,23 +171,23 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def check_requests(server_args: Any) -> None:
-    """Check requests wherever they are tokenized, with speculation and without."""
+    """Check requests in every process that tokenizes them, with and without speculation."""
     from sglang_dflash.host.admission import hook_tokenizer
 
     hook_tokenizer()
-    if server_args.tokenizer_worker_num > 1:  # processes of their own, which load no plugins
+    if server_args.tokenizer_worker_num > 1:  # separate processes, which load no plugins
         os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sglang_dflash.host.http_app:app")
 
 
 def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Check the arguments of DFLASH and write out what they mean."""
+    """Check the arguments of DFLASH and declare the resolved values."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     from sglang_dflash.config import DFlashConfig
 
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
-    # Written out, so that SGLang's own resolution finds them decided and does not fall back to others.
+    # Declared, so that SGLang's own resolution keeps these values.
     declare_resolution(
         server_args,
         "sglang_dflash.config",
@@ -195,12 +195,12 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         speculative_draft_attention_backend=config.draft_attention_backend,
         speculative_draft_model_quantization=config.draft_quantization,
         speculative_draft_load_format=config.draft_load_format,
-        dtype=config.dtype,  # decided for the draft, too, whose own file may name another
+        dtype=config.dtype,  # the draft gets the target's dtype even if its own file names another
     )
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)
     if config.widest > config.block_size:
-        # SGLang reserves and captures for as many tokens as are verified; what is drafted stays in the other one.
+        # SGLang reserves and captures by the number of verified tokens; the other field keeps the drafted block.
         declare_resolution(
             server_args,
             "sglang_dflash.width",
@@ -210,10 +210,10 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def keep_backend(server_args: Any, name: str) -> None:
-    """Declare the draft's backend again, where SGLang's resolution has replaced it.
+    """Declare the draft's backend again if SGLang's resolution has replaced it.
 
-    SGLang leaves `trtllm_mha` to drafts whose layers all slide, though its backend computes full ones too. What is
-    declared decides the dtype of the draft's KV cache, and the bytes SGLang counts for it.
+    SGLang allows `trtllm_mha` only for drafts whose layers all slide, although its backend computes full layers too.
+    The declared backend decides the dtype of the draft's KV cache, and the bytes that SGLang counts for it.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 

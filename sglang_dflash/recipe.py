@@ -1,7 +1,7 @@
 """A launch command per published draft, for an H200 or a B200: `sglang-dflash recipe NAME --gpu h200`.
 
-Printed with the reason of every flag, ready to paste; with `--run` it becomes the server. What stands behind `--` goes
-to the server last, where it counts. The recipes are `assets/recipes.toml`.
+It is printed with the reason of every flag, ready to paste; with `--run` it becomes the server. Flags after `--` are
+appended to the server's, so they take precedence. The recipes are `assets/recipes.toml`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SERVER = ("-m", "sglang.launch_server")
 
 
 class Flag(NamedTuple):
-    """One flag of a launch; `value` is empty for a switch, `why` for what every recipe has."""
+    """One flag of a launch. `value` is empty for a switch, `why` for flags that every recipe has."""
 
     name: str
     value: str
@@ -30,14 +30,14 @@ class Flag(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How one target is served with its draft; `architecture` is the one named in the target's config.json."""
+    """Launch of one target with its draft; `architecture` is the one in the target's config.json."""
 
     name: str
     target: str
     architecture: str
     draft: str
     note: str
-    flags: Mapping[str, Sequence[Flag]]  # by GPU, the last of a name
+    flags: Mapping[str, Sequence[Flag]]  # by GPU; the last of each name
 
 
 def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:
@@ -46,7 +46,7 @@ def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:
 
 
 def read(text: str) -> dict[str, Recipe]:
-    """Recipes by name."""
+    """Return the recipes by name."""
     document = tomllib.loads(text)
     gpus = {gpu: read_flags(pairs) for gpu, pairs in document["gpus"].items()}
     found = {}
@@ -75,12 +75,12 @@ GPUS = tuple(tomllib.loads(FILE.read_text())["gpus"])
 
 
 def arguments(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> list[str]:
-    """Of the Python that serves it."""
+    """Return the arguments of the Python process that serves the recipe."""
     return [*SERVER, *(word for flag in recipe.flags[gpu] for word in flag.words), *further]
 
 
 def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
-    """The command for a shell, under the reasons of its flags."""
+    """Return the command for a shell, with the reasons of its flags as comments above it."""
     flags = recipe.flags[gpu]
     comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
     comments += [f"  {flag.name}: {flag.why}" for flag in flags if flag.why]
@@ -90,7 +90,7 @@ def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
 
 
 def table(recipes: Iterable[Recipe]) -> str:
-    """Each recipe with its draft and how many cards it takes."""
+    """Return a table of the recipes with their drafts and numbers of cards."""
     rows = [("recipe", "draft", *(gpu.upper() for gpu in GPUS))]
     rows += [(recipe.name, recipe.draft, *(n_cards(recipe, gpu) for gpu in GPUS)) for recipe in recipes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -102,7 +102,7 @@ def n_cards(recipe: Recipe, gpu: str) -> str:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and what stands behind `--`."""
+    """Return the parsed options, and the words after `--`."""
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(

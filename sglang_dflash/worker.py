@@ -1,7 +1,7 @@
-"""The DFLASH worker: what SGLang's scheduler talks to. It orders the stages of a step; it does no tensor arithmetic.
+"""The DFLASH worker that SGLang's scheduler calls. It orders the stages of a step and computes no tensors itself.
 
     width      how much of the block to verify   width/chooser.py
-    plan       where the block goes              stages/planner.py
+    plan       slots of the block                stages/planner.py
     draft      guess the block                   stages/drafter.py, draft/sglang_model.py
     copy       continue by n-gram copies         stages/copier.py
     verify     the target scores it              stages/verifier.py
@@ -9,11 +9,11 @@
     accept     the agreed prefix, one more       kernels/accept.py
     count      tokens, for penalties             stages/choice.py
     commit     recurrent state                   stages/state.py
-    publish    the scheduler may go on
+    publish    the scheduler may continue
     append     context K/V of kept rows          stages/context_kv.py
 
-Every variant (window or not, hybrid or not, ...) is decided when the server starts, as a class. `config.py` decides
-what it can before weights load.
+Every variant (window or not, hybrid or not, ...) is chosen when the server starts, as a class. `config.py` makes the
+choices that are possible before weights load.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class DFlashWorker(BaseSpecWorker):
-    """Serves DFLASH on one rank. Its parts are made in the order in which SGLang makes theirs."""
+    """Worker that serves DFLASH on one rank. Its parts are made in the order in which SGLang makes theirs."""
 
-    state: State  # of the widest; by `init_attention_backends`
-    stages: Stages  # by `prewarm_sampling`, and so are the widths
+    state: State  # for the widest verify; set by `init_attention_backends`
+    stages: Stages  # set by `prewarm_sampling`, as is `width`
     width: Chooser
 
     def __init__(
@@ -106,18 +106,18 @@ class DFlashWorker(BaseSpecWorker):
         if config.gdn_state is GdnState.FOLD:
             use_records()
         keep_hidden_states(self.target_runner.model)
-        # What is verified may end so far past the longest prefix: one in flight, one being planned.
+        # Verified tokens may end this far past the longest prefix: one block in flight, one being planned.
         max_position = self.target_runner.model_config.context_len + 2 * config.widest
         self.draft_runner.model.attach(ends, max_position=max_position)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
 
     def making_draft(self) -> AbstractContextManager[None]:
-        """Return the context in which SGLang makes what runs the draft."""
+        """Return the context in which SGLang makes the draft's parts."""
         return self.ranks.making_draft(self.target_runner, self.config.block_size)
 
     def state_for(self, width: int) -> State:
-        """Make what advances the target's recurrent states after blocks of `width` tokens."""
+        """Return the state that advances the target's recurrent layers after blocks of `width` tokens."""
         return make_state(self._target_worker, self.config.gdn_state, width)
 
     def alloc_memory_pool(
@@ -136,9 +136,9 @@ class DFlashWorker(BaseSpecWorker):
             )
 
     def init_hicache_draft_plan(self) -> None:
-        """With a hierarchical cache the draft's K/V go to the host and back with the target's.
+        """Make the draft's K/V follow the target's to the host and back, with a hierarchical cache.
 
-        Ring buffers stay: their slots are not the target's, and hold no reusable prefix.
+        Ring buffers are excluded: their slots are not the target's, and hold no reusable prefix.
         """
         super().init_hicache_draft_plan()
         if self.config.draft_window is not None:
@@ -153,7 +153,7 @@ class DFlashWorker(BaseSpecWorker):
         self.state.attach(self.target_runner.attn_backend)
 
     def init_cuda_graphs(self) -> None:
-        """Capture the draft's graphs, where SGLang captures the target's."""
+        """Capture the draft's graphs if SGLang captures the target's."""
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         possible = not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
         with self.making_draft():
@@ -161,21 +161,21 @@ class DFlashWorker(BaseSpecWorker):
 
     @torch.no_grad()
     def prewarm_sampling(self) -> SamplingPrewarmResult:
-        """Make the stages and run steps dry. SGLang's last call before it serves.
+        """Make the stages and run steps dry. SGLang calls it last before it serves.
 
         It runs on the stream of the steps, because PyTorch keeps freed memory for the stream that had it.
         """
         wait = torch.get_device_module(self.target_runner.device).synchronize
-        wait()  # for what was begun on another stream
+        wait()  # for work begun on another stream
         self._init_stages()
         wait()
         return self.target_runner.sampling_prewarm_result
 
     def _init_stages(self) -> None:
-        """Make all that a step needs: pools and backends exist now, and SGLang's own graphs."""
+        """Make the stages, after pools, attention backends and SGLang's own graphs."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
         on_host = target.device == "cpu" and not config.flags.rehearse.gpu  # the emulation counts as a GPU
-        if on_host:  # a step's inputs are new tensors and no graph reads them: no need to copy them
+        if on_host:  # a step's inputs are new tensors that no graph reads, so they need no copy
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
         self.stages = build_stages(
             self._target_worker,
@@ -196,19 +196,19 @@ class DFlashWorker(BaseSpecWorker):
         self.width = Chooser(policy, trace)
         logger.info("sglang-dflash %s serves DFLASH: %s", __version__, config)
 
-    # -- what SGLang asks of a worker -----------------------------------------------------------------------------
+    # -- SGLang's interface of a worker --------------------------------------------------------------------------------
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Return the attention backends whose need for lengths on the host the scheduler meets."""
+        """Return the attention backends, from which the scheduler reads whether they need lengths on the host."""
         return self.target_runner.attn_backend, self.draft_runner.attn_backend
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
-        """Return the runners whose weights SGLang updates besides the target's."""
+        """Return the runners whose weights SGLang updates in addition to the target's."""
         return [("draft", self.draft_runner)]
 
     def clear_cache_pool(self) -> None:
-        """Drop the rows that were to be written later: their slots pass to other requests."""
+        """Drop the rows that wait to be written, as their slots pass to other requests."""
         self.stages.context_kv.late.forget()
 
     def forward_batch_generation(
@@ -232,13 +232,13 @@ class DFlashWorker(BaseSpecWorker):
             "version": __version__,
             "block_size": self.config.block_size,
             "widest": self.config.widest,
-            "draft_kv_bytes": int(sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes())),  # numpy's, for JSON
+            "draft_kv_bytes": int(sum(self.draft_runner.token_to_kv_pool.get_kv_size_bytes())),  # int: no numpy in JSON
             "width": self.width.describe(),
             "copies": self.stages.copier.totals(),
         }
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        """Learn a decode step's outcome. SGLang calls it for every step, in order, once the counts are on the host."""
+        """Record a decode step's outcome. SGLang calls it for every step, in order, once the counts are on the host."""
         self.width.observe(num_correct_drafts_per_req, time.perf_counter())
 
     # -- the three kinds of step ----------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class DFlashWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         anchor_B = self.stages.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
-        # At once, so that a prefix the scheduler now puts into the radix cache has its draft K/V.
+        # Not deferred, so that a prefix that the scheduler now puts into the prefix cache has its draft K/V.
         output = result.logits_output
         self.stages.context_kv.append_prompt(batch, output.hidden_states)
         self.stages.copier.read(batch)
@@ -281,7 +281,7 @@ class DFlashWorker(BaseSpecWorker):
         return self.step_result(batch, plan, target, accepted)
 
     def idle(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        """Run a step without requests, beside ranks that have some."""
+        """Run a step without requests, while other ranks have some."""
         self.stages.verifier.keep_up(batch)
         state = DraftInput.idle(self.device)
         publish(state.new_seq_lens)
@@ -290,11 +290,11 @@ class DFlashWorker(BaseSpecWorker):
     def step_result(
         self, batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accepted
     ) -> GenerationBatchResult:
-        """Return the step as the scheduler expects it."""
+        """Return the step's result in the scheduler's form."""
         result = result_of(batch, plan, target, accepted)
         sampling_masks_by_block(batch, target.output, accepted.n_committed_B, plan.width)
         return result
 
 
 def not_published(next_prefix_len_B: torch.Tensor) -> None:
-    """Do nothing: without the overlap schedule the scheduler reads the lengths off the result."""
+    """Do nothing: without the overlap schedule the scheduler reads the lengths from the result."""

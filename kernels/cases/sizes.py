@@ -1,4 +1,4 @@
-"""A case of a kernel, the sizes that cases are made of, and the comparison of results with a definition."""
+"""Case of a kernel, the sizes that cases use, and the comparison of results with a definition."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from sglang_dflash_kernels.record import record_width
 
-ROUNDING = 1e-5  # of the largest value: fp32 sums in another order
+ROUNDING = 1e-5  # relative to the largest value: fp32 sums in another order
 
 
 class Recurrent(NamedTuple):
-    """The recurrent layers of a target: how many, value and key heads, width of a value and of a key."""
+    """Recurrent layers of a target: their number, value and key heads, width of a value and of a key."""
 
     L: int
     H: int
@@ -21,18 +21,17 @@ class Recurrent(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """Of a layer."""
+        """Return the bytes of a layer's state."""
         return 4 * self.H * self.V * self.K
 
     @property
     def record_bytes(self) -> int:
-        """Of a layer and token."""
+        """Return the bytes of a layer's record, per token."""
         return 4 * record_width(self.H, self.V, self.G, self.K)
 
 
 class Second(NamedTuple):
-    """What DFlash 2 adds to a draft: taps, channels and groups of its convolution; candidates and rank of its
-    selector."""
+    """DFlash 2's sizes: taps, channels and groups of the convolution; candidates and rank of the selector."""
 
     S: int
     H: int
@@ -43,8 +42,10 @@ class Second(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the cases are made of: draft layers of heads of a width, KV slots, positions, vocabulary, recurrent layers;
-    and the batches, blocks and prefills they are made for. `dtype` is the models'."""
+    """Sizes of the cases: model shapes, KV slots, positions, vocabulary, batches, blocks and prefills.
+
+    `dtype` is the models'.
+    """
 
     recurrent: Recurrent
     second: Second
@@ -60,7 +61,7 @@ class Sizes:
     dtype: torch.dtype
 
 
-# Qwen3.5-27B and its draft, with what z-lab/Qwen3.8-27B-DFlash2 adds; and what an interpreter gets through in seconds.
+# Qwen3.5-27B and its draft, with the DFlash 2 sizes of z-lab/Qwen3.8-27B-DFlash2; and sizes for the interpreter.
 QWEN_27B = Sizes(
     Recurrent(L=48, H=48, G=16, V=128, K=128),
     Second(S=2, H=5120, J=320, K=16, R=256),
@@ -96,7 +97,7 @@ class Case(NamedTuple):
     shape: str
     n_bytes: int  # read once and written once
     launch: Callable[[], object]
-    check: Callable[[], None]  # raises AssertionError unless the kernel does what its definition says
+    check: Callable[[], None]  # raises AssertionError if the kernel differs from its definition
 
 
 def assert_equal(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:

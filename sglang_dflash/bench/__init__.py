@@ -1,8 +1,8 @@
-"""The benchmark: what speculation is worth on a person's own model, prompts and machine (`sglang-dflash bench --help`).
+"""Benchmark of speculation on a user's own model, prompts and machine (`sglang-dflash bench --help`).
 
 options.py    the command line and its presets
-prompts.py    what is asked: data sets, a file, or the bundled questions
-engine.py     an arm: client.py asks a server, served.py starts one, in_torch.py needs none
+prompts.py    data sets, a file, or the bundled questions
+engine.py     an arm: client.py queries a server, served.py starts one, in_torch.py needs none
 measure.py    a timed run, and the statistics of several
 compare.py    the comparison of answers, and the gate
 schedule.py   the turns of the arms

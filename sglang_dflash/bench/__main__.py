@@ -35,7 +35,7 @@ WIDEST = 1000
 
 @contextmanager
 def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequence[Engine]]:
-    """The arms, ready to run.
+    """Yield the arms, ready to run.
 
     Raises:
         ServerError: one cannot be reached, started or loaded.
@@ -69,7 +69,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
 
 
 def completed(tasks: Sequence[Task], first: Engine, sampling: Sampling, concurrency: int) -> list[Task]:
-    """Conversations of several turns with the first arm's answers between them."""
+    """Return the tasks with conversations of several turns completed by the first arm's answers."""
     if all(map(is_complete, tasks)):
         return list(tasks)
 
@@ -82,7 +82,7 @@ def completed(tasks: Sequence[Task], first: Engine, sampling: Sampling, concurre
 
 
 def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Console) -> tuple[Bench, list[Row]]:
-    """All that was asked for, with a bar that shows how far it has come."""
+    """Measure according to the options, with a progress bar."""
     schedule = Schedule(
         concurrency=options.concurrency,
         repeats=options.repeats,
@@ -108,7 +108,7 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
 
 
 def every_repeat(bench: Bench, console: Console) -> list[Row]:
-    """Ctrl-C, or SIGINT at a time limit, ends it with the repeats that are whole; the first must be."""
+    """Measure all repeats. Ctrl-C, or SIGINT at a time limit, keeps the complete repeats, at least the first."""
     rows: list[Row] = []
     try:
         for repeat in range(bench.schedule.repeats):
@@ -122,12 +122,12 @@ def every_repeat(bench: Bench, console: Console) -> list[Row]:
 
 
 def with_suffix(path: Path, suffix: str) -> Path:
-    """`with_suffix` for names that have dots of their own, such as a model's."""
+    """Append a suffix to a name that may contain dots, such as a model's."""
     return path.with_name(path.name + suffix)
 
 
 def without_key(arguments: Sequence[str]) -> list[str]:
-    """A command line that may be published."""
+    """Return a command line with API keys replaced, for publication."""
     shown, hiding = [], False
     for word in arguments:
         shown.append("KEY" if hiding else "--api-key=KEY" if word.startswith("--api-key=") else word)
@@ -145,10 +145,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Measure and write what was measured.
+    """Measure, and write the results.
 
     Raises:
-        ServerError, GateError: a server failed, or an answer is not that without speculation.
+        ServerError, GateError: a server failed, or an answer differs from the one without speculation.
     """
     options = parse(arguments)
     end_on_sigterm()
@@ -159,7 +159,7 @@ def run(arguments: Sequence[str]) -> None:
     command = shlex.join(["sglang-dflash", "bench", *without_key(arguments)])
     measured = report(bench, rows, options, command=command)
     shown = table(measured)
-    natural = Console(width=WIDEST).measure(shown).maximum  # a narrower terminal wraps lines rather than lose columns
+    natural = Console(width=WIDEST).measure(shown).maximum  # wraps lines instead of losing columns in a narrow terminal
     Console(width=max(console.width, natural)).print(shown)
     print(markdown(list(measured.arms), measured.lines))
     for line in warnings(measured):

@@ -1,7 +1,7 @@
 """A server with the OpenAI API as an engine.
 
-SGLang 0.5.23 adds token ids and its speculative counters to an unstreamed answer if asked; vLLM adds token ids.
-Requests go through httpx: the `openai` client builds an object of every chunk while the clock runs.
+SGLang 0.5.23 adds token ids and its speculative counters to an unstreamed answer on request; vLLM adds token ids.
+Requests go through httpx, as the `openai` client builds an object of every chunk while the clock runs.
 """
 
 import json
@@ -20,11 +20,11 @@ from sglang_dflash.host.names import Name
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import LIMITS
 
-# An answer of thousands of tokens from a server that is full takes minutes; an hour means that it hangs.
+# seconds; long answers from a full server take minutes, so an hour means that it hangs
 TIMEOUT_S = 3600.0
 PATH = "/v1/chat/completions"
 PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
-# Names of SGLang's HTTP interface that are used here; `tests/host` looks them up in the installed SGLang.
+# Names of SGLang's HTTP interface used here; `tests/host` checks them in the installed SGLang.
 HTTP_NAMES = (
     Name(PROTOCOL, "ChatCompletionRequest", "chat_template_kwargs ignore_eos input_ids stream_options"),
     Name(PROTOCOL, "ChatCompletionRequest", "return_meta_info return_token_ids"),
@@ -34,7 +34,7 @@ HTTP_NAMES = (
 
 
 class ServerKind(StrEnum):
-    """Whose server it is."""
+    """Kind of server."""
 
     SGLANG = "sglang"
     VLLM = "vllm"
@@ -66,7 +66,7 @@ class HttpEngine(Engine):
         self.http = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=False, headers=headers, limits=LIMITS)
 
     def meet(self, expected: ServerKind | None = None) -> None:
-        """Find out whose server it is, and which model it serves.
+        """Determine the kind of server, and its model.
 
         Raises:
             ServerError: no server answers, the server is not of the expected kind, or lacks the model.
@@ -92,7 +92,8 @@ class HttpEngine(Engine):
         return self.kind is ServerKind.SGLANG
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
-        """
+        """Send a request and wait for the answer. Returns a function that parses it.
+
         Raises:
             ServerError: the server refused the request, or is gone.
         """
@@ -107,7 +108,7 @@ class HttpEngine(Engine):
                 if response.status_code != 200:
                     response.read()
                 self._checked(response)
-                # Nothing is parsed while the clock runs.
+                # Lines are parsed after the clock has stopped.
                 events = [(time.perf_counter(), line) for line in response.iter_lines() if line.startswith("data: {")]
         return lambda: streamed(sent, events)
 
@@ -150,7 +151,7 @@ class HttpEngine(Engine):
         return ServerKind.VLLM if set(self._get("/version") or {}) == {"version"} else ServerKind.OTHER
 
     def _get(self, path: str) -> dict[str, Any] | None:
-        """Return the JSON object at `path`; None where there is none."""
+        """Return the JSON object at `path`; None if there is none."""
         response = self.http.get(path)
         if response.status_code in (401, 403):
             raise ServerError(f"{self.name}: {self.url} wants a key and took none of ours; give it with --api-key")
@@ -180,8 +181,8 @@ class HttpEngine(Engine):
 def steps_of(meta: Mapping[str, Any], n_tokens: int) -> Steps:
     """Return the steps that SGLang's `meta_info` counts.
 
-    Without speculation it has no counters: each token after the prefill's is a step. With speculation, an answer that
-    ended with the prefill's token has no counters either, and no step.
+    Without speculation there are no counters, and each token after the prefill's is a step. With speculation, an answer
+    that ended with the prefill's token has no counters either, and no step.
     """
     by_accepted = meta.get("spec_correct_drafts_histogram", ())  # steps that accepted 0, 1, 2, ... drafts
     reached_D = tuple(sum(by_accepted[n:]) for n in range(1, len(by_accepted)))
@@ -202,7 +203,7 @@ def unstreamed(reply: dict[str, Any]) -> Completion:
 
 
 def streamed(sent: float, events: Sequence[tuple[float, str]]) -> Completion:
-    """Read a stream: when each event came, and its line."""
+    """Parse a stream of events, each with its time of arrival."""
     times, usage = list[float](), {"completion_tokens": 0, "prompt_tokens": 0}
     thoughts = content = ""
     for at, line in events:
@@ -226,7 +227,7 @@ def streamed(sent: float, events: Sequence[tuple[float, str]]) -> Completion:
 
 
 def _parts(message: Mapping[str, Any]) -> Iterator[str]:
-    """Yield reasoning, by either of its names, and answer."""
+    """Yield the reasoning, under either of its names, and the answer."""
     if thoughts := message.get("reasoning_content") or message.get("reasoning"):
         yield f"<think>{thoughts}</think>"
     yield message.get("content") or ""

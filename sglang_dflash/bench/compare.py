@@ -1,29 +1,29 @@
 """Comparison of answers, and the gate: with `--require-equal` answers are compared before any speed is shown.
 
 In fp32 an answer differs or it does not. In a lower precision two tokens can be so close that another batch shape swaps
-them. Such a difference is forgiven only where the first arm itself has the two tokens on top, no further apart than a
-bound fixed beforehand (`--tie-gap`).
+them. Such a difference is forgiven only if both tokens are at the top in the first arm, no further apart than a bound
+fixed beforehand (`--tie-gap`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-Said = Sequence[int | str]  # an answer's token ids, or its text where the server returns no ids
+Said = Sequence[int | str]  # token ids of an answer, or its text if the server returns no ids
 Likeliest = Callable[[Sequence[int]], Mapping[int, float]]  # log-probabilities of the next tokens after a context
-N_NAMED = 3  # differences in the message of the gate
+N_NAMED = 3  # most differences named in the gate's message
 
 
 class GateError(RuntimeError):
-    """Answers differ between arms where they must not: there is no speed to show."""
+    """Error for answers that differ between arms but must not; no speed is shown."""
 
 
 class Difference(NamedTuple):
-    """The first place where an answer is not the reference's."""
+    """First place where an answer differs from the reference."""
 
     prompt: int  # index
     position: int  # index of the token, or of the character
-    expected: int | str | None  # of the reference; None where its answer has ended
+    expected: int | str | None  # in the reference; None: its answer has ended
     found: int | str | None
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Unequal(NamedTuple):
 
     where: str  # arm, task and concurrency
     difference: Difference
-    context: Sequence[int]  # token ids before the difference; empty where they are not known
+    context: Sequence[int]  # token ids before the difference; empty if unknown
 
 
 def differences(reference: Sequence[Said], answers: Sequence[Said]) -> list[Difference]:
@@ -50,7 +50,7 @@ def differences(reference: Sequence[Said], answers: Sequence[Said]) -> list[Diff
 
 
 def lead(likeliest: Mapping[int, float], token: int | str | None) -> float:
-    """Return by how many nats the likeliest token leads `token`; infinite if `token` is not among `likeliest`."""
+    """Return the lead of the likeliest token over `token`, in nats; infinite if `token` is not in `likeliest`."""
     return max(likeliest.values()) - likeliest[token] if isinstance(token, int) and token in likeliest else float("inf")
 
 
@@ -62,7 +62,7 @@ def is_near_tie(unequal: Unequal, likeliest: Likeliest, gap: float) -> bool:
 
 
 def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, gap: float) -> int:
-    """Return how many differences are near ties; `gap` 0 forgives none.
+    """Return the number of differences, all of them near ties; `gap` 0 forgives none.
 
     Raises:
         GateError: there are other differences.

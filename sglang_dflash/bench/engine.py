@@ -1,4 +1,4 @@
-"""An engine is one arm of a benchmark; here are its interface and the requests it takes."""
+"""Interface of an engine, one arm of a benchmark, and its requests."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ EMPTY: Message = {"role": "user", "content": ""}
 
 
 class TokenIds(tuple[int, ...]):
-    """A prompt that goes to the target as it is."""
+    """Prompt of token ids, without a chat template."""
 
 
 Prompt = Sequence[Message] | TokenIds
@@ -31,8 +31,8 @@ class Sampling:
     ignore_eos: bool = False
 
     def body(self, model: str, prompt: Prompt) -> dict[str, Any]:
-        """Return the request as `/v1/chat/completions` takes it."""
-        # SGLang takes token ids in place of the messages, and refuses a request without messages.
+        """Return the request body for `/v1/chat/completions`."""
+        # SGLang accepts token ids in place of messages, but requires messages.
         ids = {"input_ids": prompt} if isinstance(prompt, TokenIds) else {}
         return {
             "model": model,
@@ -46,7 +46,7 @@ class Sampling:
 
 
 class Engine:
-    """One arm. What an engine cannot do, it inherits from here.
+    """One arm. Defaults are those of an engine without the feature.
 
     Attributes:
         name: of the arm.
@@ -58,32 +58,32 @@ class Engine:
 
     @property
     def processes(self) -> Processes | None:
-        """Return a function that lists the engine's processes; None where they are not known."""
+        """Return a function that lists the engine's processes; None if they are unknown."""
         return None
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Let the engine be asked inside; outside it leaves the machine alone."""
+        """Keep the engine usable inside; outside it leaves the machine idle."""
         yield
 
     def flush(self) -> bool:
-        """Empty the prefix cache. Return whether this is possible."""
+        """Empty the prefix cache. Returns whether this is possible."""
         return False
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
-        """Wait for the answer. Return a function that reads it."""
+        """Wait for the answer. Returns a function that parses it."""
         raise NotImplementedError
 
     def likeliest(self, context: Sequence[int]) -> Mapping[int, float]:
-        """Return the two likeliest tokens after `context` and their log-probabilities; empty where not known."""
+        """Return the two likeliest tokens after `context` and their log-probabilities; empty if unknown."""
         return {}
 
     def counted(self) -> Steps | None:
-        """Return the steps since the start; None where they are not counted for all requests together."""
+        """Return the steps since the start; None if they are not counted for all requests together."""
         return None
 
     def widths(self) -> dict[str, int] | None:
-        """Return the steps by width since the start; None where they are not counted."""
+        """Return the steps by width since the start; None if they are not counted."""
         return None
 
     def describe(self) -> dict[str, Any]:

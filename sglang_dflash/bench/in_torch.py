@@ -1,4 +1,4 @@
-"""Arms without a server: a Transformers model alone, and with our `spec_generate`, one request at a time."""
+"""Arms without a server: a Transformers model alone, and with `spec_generate`, one request at a time."""
 
 import threading
 import time
@@ -27,10 +27,10 @@ class TorchEngine(Engine):
 
     @property
     def processes(self) -> Processes:
-        return list[psutil.Process]  # none but this one
+        return list[psutil.Process]  # only this process
 
     def flush(self) -> bool:
-        return True  # nothing is kept from one request to the next
+        return True  # nothing is kept between requests
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
         with self.one_at_a_time:

@@ -1,10 +1,10 @@
-"""One measured run: a set of prompts through one engine at one concurrency, and the numbers drawn from such runs.
+"""One measured run: a set of prompts through one engine at one concurrency, and the statistics of such runs.
 
-A run is timed from the first request sent to the last answer received, so prefill counts. Two kinds of run exist:
-unstreamed ones give tokens per second, streamed ones give the latencies (a stream costs its reader and the server some
-work per step, which would tax the arm with the most steps).
+A run is timed from the first request sent to the last answer received, so prefill counts. Unstreamed runs give tokens
+per second, and streamed ones give latencies. A stream costs reader and server some work per step, which would penalise
+the arm with the most steps.
 
-Knows nothing of servers, models or workers.
+Independent of servers, models and workers.
 """
 
 import statistics
@@ -19,25 +19,25 @@ import psutil
 Prompt = TypeVar("Prompt")
 Arm = TypeVar("Arm")
 NAN = float("nan")
-LEAST, TURNOVER = 4, 2  # prompts of a part of a run: at least, and per request in flight
+LEAST, TURNOVER = 4, 2  # prompts in a part of a run: minimum, and per request in flight
 EVERYTHING = slice(None)
 
 
 class Steps(NamedTuple):
-    """What the target's forwards after the prefill committed."""
+    """Counts of the target's forwards after the prefill."""
 
     n: int  # verify steps, or decode steps without speculation
     n_accepted: int  # drafts accepted in those steps
-    reached_D: tuple[int, ...] = ()  # how many steps accepted at least 1, 2, ... drafts; empty where not counted
+    reached_D: tuple[int, ...] = ()  # steps that accepted at least 1, 2, ... drafts; empty if not counted
 
     @property
     def committed_per_step(self) -> float:
-        """Accepted drafts + 1 bonus, mean over steps."""
+        """Return the acceptance length: accepted drafts plus 1 bonus, mean over steps."""
         return 1 + self.n_accepted / self.n if self.n else NAN
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """The share of steps whose 1st, 2nd, ... draft was accepted."""
+        """Return the share of steps whose 1st, 2nd, ... draft was accepted."""
         return [reached / self.n for reached in self.reached_D]
 
     def since(self, earlier: "Steps") -> "Steps":
@@ -52,25 +52,25 @@ def total(steps: Iterable[Steps]) -> Steps:
 
 
 class Completion(NamedTuple):
-    """The answer to one request, with its counts and times."""
+    """Answer to one request, with its counts and times."""
 
     n_tokens: int
-    token_ids: tuple[int, ...] = ()  # empty where the server does not tell them
+    token_ids: tuple[int, ...] = ()  # empty if the server does not return them
     text: str = ""
-    steps: Steps | None = None  # None where the server does not count them
+    steps: Steps | None = None  # None if the server does not count them
     n_prompt_tokens: int = 0
-    prompt_ids: tuple[int, ...] = ()  # empty where the server does not tell them
-    ttft_s: float = NAN  # time to first token; nan when unstreamed
-    tpot_s: float = NAN  # time per output token after the first; nan when unstreamed or when there is no second token
+    prompt_ids: tuple[int, ...] = ()  # empty if the server does not return them
+    ttft_s: float = NAN  # time to first token; nan if unstreamed
+    tpot_s: float = NAN  # time per output token after the first; nan if unstreamed or without a second token
 
 
 class Measurement(NamedTuple):
-    """A set of prompts through one engine at one concurrency."""
+    """Results of a set of prompts through one engine at one concurrency."""
 
     completions: list[Completion]
     wall_s: float
-    other_cores: float  # cores that neither this engine nor this client kept busy: noise; nan where it cannot be told
-    counted: Steps | None = None  # of engines that count steps for all requests together
+    other_cores: float  # cores used by processes other than engine and client (noise); nan if unknown
+    counted: Steps | None = None  # by engines that count steps for all requests together
 
     @property
     def n_tokens(self) -> int:
@@ -97,16 +97,16 @@ def joined(runs: Sequence[Measurement]) -> Measurement:
 
 
 def slices(n_prompts: int, concurrency: int) -> list[slice]:
-    """Return the parts of a run. The machine may change its speed within seconds, so parts are short.
+    """Return the parts of a run, which are short because the machine's speed may change within seconds.
 
-    They are long enough for their first and last requests, which have fewer beside them, to weigh little.
+    They are long enough that the first and last requests, which run with fewer others, have little weight.
     """
     size = max(LEAST, TURNOVER * concurrency)
     return [slice(start, start + size) for start in range(0, n_prompts, size)]
 
 
 def rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
-    """Return the arms, beginning `by` places later, so that no arm is always first."""
+    """Return the arms rotated by `by` places, so that no arm is always first."""
     first = by % len(arms)
     return [*arms[first:], *arms[:first]]
 
@@ -122,7 +122,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Divide repeat by repeat: what slows both arms of a repeat cancels."""
+    """Divide repeat by repeat, so that a slowdown of both arms cancels."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
@@ -142,11 +142,11 @@ def timed(
     concurrency: int,
     processes: Callable[[], Iterable[psutil.Process]] | None,
 ) -> Measurement:
-    """Ask every prompt, at most `concurrency` at a time.
+    """Send every prompt, at most `concurrency` at a time.
 
     Args:
-        ask: waits for the answer, and returns a function that reads it after the clock has stopped.
-        processes: lists the engine's processes; None where they are not on this machine or not known.
+        ask: waits for the answer, and returns a function that parses it after the clock has stopped.
+        processes: lists the engine's processes; None if they are remote or unknown.
     """
     (machine_s, ours_s), began = _busy(processes), time.perf_counter()
     with ThreadPoolExecutor(max_workers=concurrency) as pool:
@@ -158,7 +158,7 @@ def timed(
 
 
 def _busy(processes: Callable[[], Iterable[psutil.Process]] | None) -> tuple[float, float]:
-    """Return CPU seconds of every process on the machine, and of the engine's processes and this one."""
+    """Return the CPU seconds of all processes on the machine, and of the engine's processes and this one."""
     machine = psutil.cpu_times()
     group = [process.cpu_times() for process in [*(processes() if processes else ()), psutil.Process()]]
     busy_s = machine.user + machine.nice + machine.system + machine.irq + machine.softirq + machine.steal

@@ -1,6 +1,6 @@
-"""The command line: which arms, asked what, how often.
+"""Command line: the arms, the prompts, and the number of repeats.
 
-A preset is a benchmark that pages quote, as options. Options typed beside `--preset` replace its own. Presets serve the
+A preset is a benchmark that pages quote, as options. Options given with `--preset` replace its own. Presets serve the
 tiny hybrid pair without an accelerator, unless other server flags follow `--`.
 """
 
@@ -44,7 +44,7 @@ class Preset(NamedTuple):
     about: str
 
     def beside(self, typed: Sequence[str]) -> list[str]:
-        """Return the command line of both."""
+        """Return the preset's command line with the typed options, which replace its own."""
         own = {word.split("=", 1)[0] for word in typed if word.startswith("--")}
         words = [[option, *values.split()] for option, values in self.options.items() if option not in own]
         return [*(word for option in words for word in option), *typed]
@@ -55,7 +55,7 @@ SHARED = {
     **{"--num-prompts": "16", "--concurrency": "1 8", "--repeats": "3"},
 }
 SERVER_FLAGS = (*tiny.launch_flags(tiny.HYBRID), *tiny.FLAGS, *tiny.HYBRID_FLAGS)
-# 16 requests at once; of repeated flags the last one counts.
+# 16 requests at once; the last of repeated flags counts
 WIDE = ("--max-running-requests", "16", "--max-mamba-cache-size", "160", "--max-total-tokens", "16384")
 COPY_ARMS = (
     "off stock ours:SGLANG_DFLASH_COPY=off ours:SGLANG_DFLASH_COPY=on "
@@ -88,7 +88,7 @@ def _positive(text: str) -> int:
 
 
 def _counts(text: str) -> list[int]:
-    """`8`, or `1,8,16`."""
+    """Parse `8`, or `1,8,16`."""
     return [_positive(part) for part in text.split(",")]
 
 
@@ -97,12 +97,13 @@ SEVERAL: dict[str, Any] = {"nargs": "+", "action": "extend"}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """
+    """Parse the command line.
+
     Returns:
-        The options, with `server_flags` (what follows `--`), `tasks` and `launches`.
+        The options, with `server_flags` (those after `--`), `tasks` and `launches`.
 
     Raises:
-        SystemExit: a bad option; one line says which, and what to do.
+        SystemExit: a bad option, with a line that names it and the remedy.
     """
     parser = _parser()
     at = [*arguments, "--"].index("--")
@@ -235,10 +236,10 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
 
 
 def named_urls(given: Sequence[str]) -> dict[str, str]:
-    """By arm. A single URL needs no name.
+    """Return the URLs by arm. A single URL needs no name.
 
     Raises:
-        ValueError: two arms of one name, several URLs without, or no URL.
+        ValueError: two arms of one name, several URLs without names, or no URL.
     """
     found: dict[str, str] = {}
     for text in given:

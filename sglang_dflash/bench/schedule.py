@@ -1,7 +1,7 @@
-"""Who answers what when. Arms take turns, in an order that rotates; what a turn is depends on what a switch costs.
+"""Schedule of the arms, which take turns in a rotating order.
 
-In memory together, arms change after every part of the prompts. One at a time, each answers everything at every
-concurrency before the next one starts. An arm is warmed up before each turn, and its prefix cache is emptied.
+Arms that are in memory together change after every part of the prompts. One at a time, each answers everything at every
+concurrency before the next starts. Before each turn an arm is warmed up, and its prefix cache is emptied.
 """
 
 import time
@@ -18,18 +18,18 @@ from sglang_dflash.bench.measure import EVERYTHING, Completion, Measurement, joi
 from sglang_dflash.bench.prompts import Task
 from sglang_dflash.bench.rows import Row, row
 
-N_WARM_UP = 2  # unmeasured prompts after an arm gets the machine back; at first as many as are in flight
+N_WARM_UP = 2  # unmeasured prompts after an arm resumes; at first, as many as are in flight
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The amount of measuring.
+    """Extent of the measurement.
 
     Attributes:
-        together: arms are in memory side by side and take turns after every part, not after everything.
-        short_turns: a part is a few prompts (`slices`), so that arms meet the same machine.
+        together: arms are in memory together and take turns after every part, not after everything.
+        short_turns: a part is a few prompts (`slices`), so that arms run under the same conditions.
         latency: the first repeat is also streamed.
-        tie_gap: answers must be equal but for near ties within this gap (`compare.py`); None: they need not be.
+        tie_gap: answers must be equal except for near ties within this gap (`compare.py`); None: not required.
     """
 
     concurrency: Sequence[int]
@@ -76,20 +76,20 @@ def sampling_of(task: Task, sampling: Sampling) -> Sampling:
 
 @dataclass
 class Bench:
-    """Engines, and their measurements so far. The others are compared with the first one."""
+    """Engines and their measurements so far. The others are compared with the first one."""
 
     engines: Sequence[Engine]
     tasks: Sequence[Task]
     schedule: Schedule
     sampling: Sampling
-    answered: Callable[[Turn, Engine], None]  # called with each answer that came
+    answered: Callable[[Turn, Engine], None]  # called after each answer
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
     widths: list[dict[str, Any]] = field(default_factory=list)  # steps by width of every turn
     reference: dict[int, list[Completion]] = field(default_factory=dict)  # by task
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
-    warm: set[tuple[int, int]] = field(default_factory=set)  # arm and concurrency that have been seen
+    warm: set[tuple[int, int]] = field(default_factory=set)  # pairs of arm and concurrency already warmed up
 
     def n_asked(self) -> int:
         """Return the number of prompts of all measured turns."""
@@ -97,10 +97,10 @@ class Bench:
         return sum(len(self.tasks[turn.task].prompts[turn.part]) for turn in every)
 
     def repeat(self, number: int) -> list[Row]:
-        """Measure a repeat. Return a row per task, concurrency and arm.
+        """Measure a repeat. Returns a row per task, concurrency and arm.
 
         Raises:
-            GateError: answers differ that have to be equal.
+            GateError: answers differ that must be equal.
         """
         speeds, latencies = defaultdict[Place, list[Measurement]](list), defaultdict[Place, list[Measurement]](list)
         for arm, its_turns in groupby(self._turns(number), key=lambda turn: turn.arm):
@@ -118,7 +118,7 @@ class Bench:
         found = {place: self._differences(place, run) for place, run in runs.items() if greedy}
         if self.schedule.tie_gap is not None:
             different = list(found.items())
-            if not self.schedule.tie_gap:  # streams have no token ids, which the judge of near ties needs
+            if not self.schedule.tie_gap:  # streamed responses have no token ids, which the near-tie check needs
                 different += [(place, self._differences(place, run)) for place, run in streams.items()]
             self._require_equal(different, self.schedule.tie_gap)
         rows = []
@@ -133,7 +133,7 @@ class Bench:
         return turns(self.schedule, repeat, n_prompts=sizes, n_arms=len(self.engines))
 
     def run(self, turn: Turn) -> Measurement:
-        """Measure a turn, after a short one that is not measured."""
+        """Measure a turn, after a short unmeasured one."""
         engine, prompts = self.engines[turn.arm], self.tasks[turn.task].prompts
         self.about[engine.name] = self.about.get(engine.name) or engine.describe()
         n_warm = N_WARM_UP if (turn.arm, turn.concurrency) in self.warm else max(N_WARM_UP, turn.concurrency)

@@ -1,4 +1,4 @@
-"""An arm whose server the benchmark starts and stops itself."""
+"""Arm whose server the benchmark starts and stops itself."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +16,11 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.progress import wait_ready
 from sglang_dflash.servers.server import Server
 
-GIB_PER_SERVER = 3  # host memory of one serving process group, importing SGLang and torch
+GIB_PER_SERVER = 3  # GiB of host memory of one serving process group, importing SGLang and torch
 
 
 class ServedEngine(HttpEngine):
-    """A server that is started when its turn comes, or that waits for it off the CPU.
+    """Server that is started for its turn, or paused between turns.
 
     Invariant: outside `running` it has no CPU time; with `keep` it stays in memory there.
     """
@@ -51,19 +51,20 @@ class ServedEngine(HttpEngine):
         return super().describe() | {"command": self.launch.command, "env": dict(self.launch.env)}
 
     def check(self) -> None:
-        """The server that answers is the one that was asked for."""
+        """Check that the answering server is the requested one."""
         require_worker(self.server, ours=self.launch.ours)
         self.meet(ServerKind.SGLANG)
 
 
 @contextmanager
 def kept_in_memory(engines: Sequence[ServedEngine], console: Console) -> Iterator[None]:
-    """All servers started and paused; stopped at the end.
+    """Start and pause all servers; stop them at the end.
 
-    Ours start one by one, since they measure at launch what their steps cost; the others side by side.
+    Servers of this plugin start one by one, since they measure their step times at launch; the others start in
+    parallel.
 
     Raises:
-        ServerError: too little memory for all of them, or one does not start or is not what it should be.
+        ServerError: there is too little memory, or a server does not start or has the wrong worker.
     """
     free_gib, needed_gib = psutil.virtual_memory().available / 2**30, GIB_PER_SERVER * len(engines)
     if free_gib < needed_gib:

@@ -1,1 +1,1 @@
-"""How many requests a card holds, before a launch; no GPU, no engine."""
+"""Number of requests that a card holds, computed before a launch, without a GPU and SGLang."""

@@ -1,15 +1,16 @@
-"""How many requests a card holds, with our worker and with SGLang's: the division of memory, followed step by step.
+"""Number of requests that a card holds, with this plugin's worker and SGLang's: the division of memory, step by step.
 
     card x mem_fraction_static
       - weights of target and draft, and what SGLang keeps for images      -> rest
-      - persistent states, and what each request's block needs besides     -> K and V; slots of states, requests
+      - persistent states, and each request's further bytes for its block  -> K and V; slots of states, requests
       / bytes of K and V per token, target's and draft's                   -> tokens; requests of a given length
 
-The workers differ in what a block needs on a hybrid target, a state per token or a record per token, and in the K and V
-of a draft with a window, which ours keeps in a ring per request and SGLang's in as many slots as the target has.
+The workers differ in two ways. For a block on a hybrid target, SGLang's stores a state per token, this plugin's a
+record. For the K and V of a windowed draft, this plugin's has a ring buffer per request, SGLang's as many slots as the
+target.
 
-Pure functions of frozen records; `geometry` makes the records of config.json, `capacity_report` the text. It does not
-know how fast anything is, nor what graphs and activations take: they live in what `mem_fraction` leaves.
+Functions of frozen records: `geometry` makes the records from config.json, `report` the text. Speed is not computed,
+nor the memory of graphs and activations, which use what `mem_fraction` leaves.
 """
 
 from collections.abc import Mapping
@@ -22,23 +23,23 @@ from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, kept_wind
 
 MIB, GIB = 2**20, 2**30
 
-# SGLang 0.5.23's defaults, under DFLASH where that changes them.
+# SGLang 0.5.23's defaults, including changes under DFLASH.
 MAX_REQUESTS = 48
 MAMBA_RATIO = 0.9
-IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, taken off before K and V are sized
+IMAGE_CACHE_BYTES = 100 * MIB  # SGLANG_VLM_CACHE_SIZE_MB, subtracted before K and V are sized
 
 
 class RadixStates(IntEnum):
-    """Recurrent states a request occupies: its own, those in the prefix tree, and those being tracked for it."""
+    """Recurrent states that a request occupies: its own, those in the prefix tree, and those tracked for it."""
 
     EXTRA_BUFFER = 5
     EXTRA_BUFFER_LAZY = 4
     NO_BUFFER = 3
-    OFF = 1  # no prefix cache, and as many states as requests
+    OFF = 1  # no prefix cache: one state per request
 
 
 class Bound(StrEnum):
-    """What limits the number of requests."""
+    """Limit of the number of requests."""
 
     WEIGHTS = "weights"
     STATE = "recurrent state"
@@ -48,8 +49,11 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """`weight_bytes` is of all ranks, and so is `fp8_head_bytes`, of a copy of its head; `image_width` the hidden size
-    of its image encoder, 0 without one; `context_length` the longest text it was made for."""
+    """Sizes of a target.
+
+    `weight_bytes` and `fp8_head_bytes` (of a copy of its head) are totals of all ranks. `image_width` is the hidden
+    size of its image encoder, 0 without one. `context_length` is the longest text it was made for.
+    """
 
     name: str
     attention: AttentionSizes
@@ -65,10 +69,11 @@ class TargetSizes:
 
 @dataclass(frozen=True)
 class DraftSizes:
-    """`window` is how far all of its layers look back; None if one of them sees the whole context.
+    """Sizes of a draft.
 
-    `split_bytes` are the weights that ranks share, those of attention and MLP; every rank has `whole_bytes` besides:
-    what fuses features, norms, convolutions and the selector's tables.
+    `window` is the distance that all its layers look back; None if one of them sees the whole context. `split_bytes`
+    are the weights split over ranks, those of attention and MLP. Every rank also has `whole_bytes`: feature fusion,
+    norms, convolutions and the selector's tables.
     """
 
     name: str
@@ -83,9 +88,12 @@ class DraftSizes:
 
 @dataclass(frozen=True)
 class Serving:
-    """A launch. `context` is a request's tokens, prompt and answer; `window` is `--speculative-draft-window-size`;
-    `copies`: our worker keeps texts; `fp8_head`: and a copy of the target's head; `wider`: it verifies as many tokens
-    where that is more than a block."""
+    """A launch.
+
+    `context` is a request's tokens, prompt and answer. `window` is `--speculative-draft-window-size`. With this
+    plugin's worker, `copies` keeps token histories, `fp8_head` a copy of the target's head, and `wider` is the widest
+    verify if that exceeds a block.
+    """
 
     mem_fraction: float
     block_size: int
@@ -101,12 +109,12 @@ class Serving:
     wider: int = 0
 
     def widest(self, worker: Worker) -> int:
-        """Tokens of a request that a step writes at most."""
+        """Return the most tokens of a request that a step writes."""
         return max(self.block_size, self.wider) if worker is Worker.PLUGIN else self.block_size
 
 
 class States(NamedTuple):
-    """The recurrent part: persistent states, what blocks need besides, and how many requests that is for."""
+    """Recurrent part: persistent states, further bytes for blocks, and the number of requests."""
 
     n_slots: int
     n_requests: int
@@ -116,12 +124,12 @@ class States(NamedTuple):
 
 @dataclass(frozen=True)
 class Capacity:
-    """What one card holds, per rank.
+    """Capacity of one card, per rank.
 
     Attributes:
-        slack_bytes: what is left for graphs, activations and everything SGLang does not count.
-        request_block_bytes: what one request's block needs besides its states.
-        limits: requests at once by each thing that limits them.
+        slack_bytes: left for graphs, activations and everything that SGLang does not count.
+        request_block_bytes: bytes for one request's block in addition to its states.
+        limits: requests at once by each limit.
     """
 
     worker: Worker
@@ -177,7 +185,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     left = rest - states.persistent_bytes - states.block_bytes - ring_bytes - texts
     n_tokens = max(0, int(left)) // (per_token + draft_per_token) // serving.page_size * serving.page_size
     limits = {
-        # A step reserves room for what it will verify and what is in flight.
+        # A step reserves room for the block that it will verify and for the one in flight.
         Bound.TOKENS: n_tokens // round_up(serving.context + 2 * serving.widest(worker), serving.page_size),
         Bound.FLAG: serving.max_requests,
     }
@@ -204,7 +212,7 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
 
 
 def heads(target: TargetSizes, draft: DraftSizes) -> dict[str, int]:
-    """What tensor parallelism has to split evenly, by name."""
+    """Return the numbers of heads that tensor parallelism must split evenly, by name."""
     counts = {target.name: target.n_heads, draft.name: draft.n_heads}
     if target.recurrent:
         counts[f"{target.name}'s recurrent layers"] = target.recurrent.n_key_heads
@@ -236,7 +244,7 @@ def _request_block_bytes(recurrent: RecurrentSizes | None, serving: Serving, wor
 
 
 def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, worker: Worker) -> States:
-    """`KVCacheConfigurator._handle_max_mamba_cache`, told how many states a block takes up."""
+    """Compute `KVCacheConfigurator._handle_max_mamba_cache`, with a block's size in states."""
     if recurrent is None:
         return States(0, serving.max_requests, 0, 0)
     state = recurrent.shard(serving.tp_size).state_bytes
@@ -255,11 +263,11 @@ def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, wor
 
 
 class Tier(NamedTuple):
-    """What SGLang sets by a card's memory: tokens per prefill chunk, and graphs it expects to capture."""
+    """SGLang's settings by a card's memory: tokens per prefill chunk, and graphs it expects to capture."""
 
     below_gib: float
     chunk: int
-    max_batch: int  # of decode graphs
+    max_batch: int  # largest decode graph
     max_batch_tp4: int  # from 4 ranks on
     n_prefill_graphs: int
 
@@ -274,7 +282,7 @@ TIERS = (
 
 
 def default_mem_fraction(card_gib: float, *, tp_size: int, image_width: int) -> float:
-    """`handle_gpu_memory_settings` of SGLang 0.5.23 on CUDA, for a launch that sets none of the flags it reads."""
+    """Return SGLang 0.5.23's default --mem-fraction-static on CUDA (`handle_gpu_memory_settings`)."""
     tier = next(tier for tier in TIERS if card_gib < tier.below_gib)
     max_batch = tier.max_batch_tp4 if tp_size >= 4 else tier.max_batch
     reserved = 512 + tier.chunk * 1.5 + tp_size / 8 * 1024 + max_batch * 2 + tier.n_prefill_graphs * 8
@@ -283,5 +291,5 @@ def default_mem_fraction(card_gib: float, *, tp_size: int, image_width: int) -> 
     fraction = round(1 - reserved / (card_gib * 1024), 3)
     if not image_width:
         return fraction
-    # It measures encoders of Qwen's configs, which do not say num_hidden_layers, by their width alone.
+    # It estimates Qwen's encoders, whose configs lack num_hidden_layers, by their width alone.
     return fraction * 0.95 * max(0.8, min(1.05, 1 - 0.1 * (image_width**2 / 1024**2 - 1)))

@@ -1,7 +1,7 @@
-"""What `capacity` needs to know of a target and a draft, read from a Hugging Face config.json.
+"""Facts about a target and a draft for `capacity`, read from a Hugging Face config.json.
 
-The weights are counted where they are: in the headers of safetensors files beside the config, else in their index, else
-the config's own sizes are multiplied out. A config of another family, or one that leaves something open, is refused.
+Weights are counted from the headers of safetensors files next to the config, else from their index, else from the
+config's own sizes. A config of another family, or an incomplete one, is refused.
 """
 
 import json
@@ -18,16 +18,16 @@ from sglang_dflash.draft.fields import Fields
 from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, fp8_head_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # of a draft's linear layers, when they load
-CONV_ITEMSIZE = 2  # SGLANG_MAMBA_CONV_DTYPE is bfloat16 unless set
-LONGEST = 262144  # tokens of context, where a config does not say
+QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # for a draft's linear layers, after loading
+CONV_ITEMSIZE = 2  # SGLANG_MAMBA_CONV_DTYPE is bfloat16 by default
+LONGEST = 262144  # tokens of context if a config has no limit
 MTP = "mtp."  # tensors of a checkpoint's own drafter, which SGLang does not load under DFLASH
 
 
 class Family(NamedTuple):
-    """How the attention of a `model_type` differs in its weights."""
+    """Properties of the attention weights of a `model_type`."""
 
-    output_gate: bool  # the query projection makes a gate for the output as well
+    output_gate: bool  # the query projection also makes a gate for the output
     qk_norm: bool
 
 
@@ -42,20 +42,20 @@ FAMILIES = {
 
 
 class Config(Fields):
-    """A model's fields, those of its `text_config` first."""
+    """A model's fields; those of its `text_config` take precedence."""
 
     def __init__(self, config: Mapping[str, Any], name: str) -> None:
         super().__init__(config, name, "text_config")
 
     def choice(self, field: str, value: Any, choices: Mapping[str, Any]) -> Any:
-        """What `choices` has for the field's `value`."""
+        """Return `choices[value]`, or raise ValueError with the field's name."""
         if value not in choices:
             raise ValueError(f"{self.name}: {field} is {value!r}, and only {', '.join(choices)} can be computed")
         return choices[value]
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight."""
+        """Return the bytes of a weight."""
         return self.choice("dtype", self.get("dtype", self.get("torch_dtype")), ITEMSIZES)
 
     @property
@@ -64,11 +64,11 @@ class Config(Fields):
 
     @property
     def head_dim(self) -> int:
-        llama = self.get("model_type") == "llama"  # which may leave it out
+        llama = self.get("model_type") == "llama"  # may omit it
         return self.count("head_dim", self.count("hidden_size") // self.count("num_attention_heads") if llama else None)
 
     def layer_kinds(self) -> list[str]:
-        """ "full_attention" or "linear_attention", layer by layer."""
+        """Return "full_attention" or "linear_attention" for each layer."""
         n_layers, interval = self.count("num_hidden_layers"), self.count("full_attention_interval", 0, least=0)
         kinds = self.get("layer_types")
         if kinds is None and interval:
@@ -85,7 +85,7 @@ class Config(Fields):
 
 
 def read_target(model: str) -> TargetSizes:
-    """The target at `model`: a directory, its config.json, or a name of `models`.
+    """Return the target at `model`: a directory, its config.json, or a name of `models`.
 
     Raises:
         ValueError: there is none, or its memory cannot be computed from it.
@@ -111,16 +111,16 @@ def read_target(model: str) -> TargetSizes:
 
 
 def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
-    """The DFlash draft at `model`, likewise. Its tensors are known from its config, so its weights are exact.
+    """Return the DFlash draft at `model`, likewise. Its tensors follow from its config, so its weights are exact.
 
     Args:
-        quantization: of `QUANTIZED_ITEMSIZES`, what `--speculative-draft-model-quantization` says. The scales, a number
-            per output at most, are not counted.
+        quantization: a key of `QUANTIZED_ITEMSIZES`, from `--speculative-draft-model-quantization`. The scales, at most
+            a number per output, are not counted.
     Raises:
         ValueError, NotSupported: see `checkpoint.parse`.
     """
     _, config, source = _find(model, models.DRAFTS)
-    draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # whichever it is, it takes no memory
+    draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # its value needs no memory
     itemsize = Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
     sizes = {name: prod(shape) for name, shape in checkpoint.expected_shapes(draft).items()}
     split = {name: n for name, n in sizes.items() if name.endswith("_proj.weight")}
@@ -138,7 +138,7 @@ def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
 
 
 def _find(model: str, known: Mapping[str, models.Model]) -> tuple[Path | None, dict[str, Any], str]:
-    """Where it is, its config.json, and where that is from."""
+    """Return a model's folder, its config.json, and the source of that."""
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -167,7 +167,7 @@ def _recurrent(config: Config, n_layers: int) -> RecurrentSizes | None:
 
 
 def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
-    """Bytes of all weights, and what they were read from."""
+    """Return the bytes of all weights, and their source."""
     index = folder / "model.safetensors.index.json" if folder else None
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
@@ -183,7 +183,7 @@ def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
 
 
 def _header_bytes(file: Path) -> int:
-    """The tensors of a safetensors file, by its header: eight bytes of length, then JSON."""
+    """Return the bytes of a safetensors file's tensors, from its header: eight bytes of length, then JSON."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     spans = [tensor["data_offsets"] for name, tensor in header.items() if "data_offsets" in tensor and MTP not in name]
@@ -191,7 +191,7 @@ def _header_bytes(file: Path) -> int:
 
 
 def n_parameters(config: Config) -> int:
-    """What SGLang loads of a model like `config`: the language model and the image encoder, no drafter."""
+    """Return the parameters that SGLang loads for `config`: language model and image encoder, without a drafter."""
     hidden = config.count("hidden_size")
     embedding = config.count("vocab_size") * hidden
     tied = config.whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
@@ -213,7 +213,7 @@ def _gated_delta_net(config: Config) -> int:
     net = _recurrent(config, 1)
     assert net is not None
     hidden, values = config.count("hidden_size"), net.n_value_heads * net.value_width
-    # Queries, keys, values, the output's gate, and a decay and a rate per head go in.
+    # Inputs: queries, keys, values, the output's gate, and a decay and a rate per head.
     into = hidden * (net.n_channels + values + 2 * net.n_value_heads)
     return into + net.n_channels * (net.conv_window + 1) + 2 * net.n_value_heads + net.value_width + values * hidden
 
@@ -232,7 +232,7 @@ def _mlp(config: Config, layer: int) -> int:
 
 
 def _vision(vision: Config) -> int:
-    """Qwen3.5's image encoder: patches, positions, blocks, and the layer that merges patches into tokens."""
+    """Return the parameters of Qwen3.5's image encoder: patches, positions, blocks, and the merger of patches."""
     width, inner, depth = vision.count("hidden_size"), vision.count("intermediate_size"), vision.count("depth")
     merged = width * vision.count("spatial_merge_size") ** 2
     patch = vision.count("in_channels") * vision.count("temporal_patch_size") * vision.count("patch_size") ** 2

@@ -1,6 +1,6 @@
-"""Targets and drafts whose published configs are known here: `assets/models.json`, with the source of each.
+"""Targets and drafts with known published configs: `assets/models.json`, with the source of each.
 
-Only the fields that memory is computed from are kept, under the names they have in config.json.
+It contains only the fields from which memory is computed, under their names in config.json.
 """
 
 import json
@@ -13,7 +13,7 @@ FILE = Path(__file__).parents[1] / "assets" / "models.json"
 
 
 class Model(NamedTuple):
-    """`draft` is the target's DFlash draft, and empty for a draft."""
+    """A known model. `draft` is the target's DFlash draft, and empty for a draft."""
 
     config: Mapping[str, Any]
     source: str
@@ -25,15 +25,15 @@ def _read(kind: str) -> Mapping[str, Model]:
 
 
 TARGETS, DRAFTS = _read("targets"), _read("drafts")
-# Supported by DFlash drafts, and never looked up or not found.
+# Targets of DFlash drafts whose configs were not looked up or not found.
 NOT_AT_HAND: tuple[str, ...] = tuple(json.loads(FILE.read_text())["not_at_hand"])
 
 
 def find(name: str, known: Mapping[str, Model]) -> Model:
-    """The model called `name`, in any case, with or without its organisation.
+    """Return the model called `name`, in any case, with or without its organisation.
 
     Raises:
-        ValueError: it is not known here.
+        ValueError: it is unknown.
     """
     for other in known:
         if _called(other, name):
@@ -48,10 +48,10 @@ def find(name: str, known: Mapping[str, Model]) -> Model:
 
 
 def draft_of(target: str) -> str:
-    """The published draft of a target that is known here.
+    """Return the published draft of a known target.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the target is unknown.
     """
     for name, model in TARGETS.items():
         if _called(name, target):

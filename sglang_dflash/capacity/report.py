@@ -3,7 +3,7 @@
     sglang-dflash check --model Qwen3.5-27B --gpu-memory 140.4
     sglang-dflash check --model DIR --draft DIR --gpu-memory 80 --context 32768 --tp 2 --json
 
-Computed from config.json files alone, for our worker and for SGLang's built-in DFLASH beside it.
+Computed from config.json files alone, for this plugin's worker and for SGLang's built-in DFLASH.
 """
 
 import argparse
@@ -38,15 +38,15 @@ from sglang_dflash.capacity.division import (
 from sglang_dflash.flags import Worker
 
 CONTEXT = 8192
-RATIOS = [tenth / 10 for tenth in range(1, 101)]  # of --mamba-full-memory-ratio, that are tried
+RATIOS = [tenth / 10 for tenth in range(1, 101)]  # tried values of --mamba-full-memory-ratio
 TP_SIZES = (2, 4, 8)
-WINDOW = 4096  # of --speculative-draft-window-size, likewise
+WINDOW = 4096  # tried value of --speculative-draft-window-size
 NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
 STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
 
 
 class Report(NamedTuple):
-    """A question and its two answers."""
+    """A question and its answers, by worker."""
 
     target: TargetSizes
     draft: DraftSizes
@@ -81,7 +81,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report; the exit status is 1 if our worker cannot serve, or the question cannot be answered."""
+    """Print the report. Exit status 1: this plugin's worker cannot serve, or the question cannot be answered."""
     options = arguments().parse_args(argv)
     try:
         report = answer(options)
@@ -99,7 +99,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def answer(options: argparse.Namespace) -> Report:
-    """
+    """Compute the report.
+
     Raises:
         ValueError: a model that cannot be found or computed, or flags that do not fit it.
     """
@@ -136,7 +137,7 @@ def report_of(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib
 
 
 def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
-    """Changes of one flag that let more requests run at once, and how many then do."""
+    """Yield changes of one flag that let more requests run at once, and their number."""
     serving, now = report.serving, report.results[worker]
 
     def then(**changes: Any) -> int:
@@ -196,7 +197,7 @@ def table(report: Report) -> Table:
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """What bounds each worker and what lifts it, then where the numbers are from."""
+    """Yield each worker's limit with the flags that raise it, then the sources of the numbers."""
     for worker, result in report.results.items():
         count = f"{result.requests} requests at once" if result.requests else "cannot start"
         better = " or ".join(f"{n} with {flag}" for flag, n in lifts(report, worker))
@@ -222,7 +223,7 @@ def limit(result: Capacity, bound: Bound) -> str:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """The report's records as they are; `level` says how far they prove anything."""
+    """Return the report's records; `level` is their level of proof."""
     return {
         "level": "P: computed",
         "card_gib": report.card_gib,

@@ -1,4 +1,4 @@
-"""Command line of the report: which of its questions is asked, and the answer in lines or as JSON."""
+"""Command line of the report: selects the question, and prints the answer in lines or as JSON."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from sglang_dflash.check.findings import Finding, find, installation
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
-    """Run `check.launch` in a process of its own. If it ends without an answer, that is a finding too."""
+    """Run `check.launch` in a separate process. Its end without an answer is a finding too."""
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -25,7 +25,7 @@ def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
 
 
 def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
-    """Return whether the target accepts what the draft says."""
+    """Return the finding whether the target accepts the drafts."""
     from sglang_dflash.check import draft_steps
 
     parser = ArgumentParser(add_help=False)
@@ -37,9 +37,9 @@ def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
 
 
 def check(argv: Sequence[str], *, as_json: bool, n_steps: int = 0) -> int:
-    """Print each part of the report as soon as it is known."""
+    """Print each part of the report as soon as it is complete. Returns the exit status."""
     findings: list[Finding] = []
-    parts = [installation, *([lambda: asked_of_sglang(argv)] if argv else [])]  # without flags SGLang is not asked
+    parts = [installation, *([lambda: asked_of_sglang(argv)] if argv else [])]  # without flags SGLang is not run
     if n_steps:
         parts.append(lambda: draft_steps(argv, n_steps))
     for part in parts:

@@ -1,7 +1,7 @@
-"""Is a draft accepted, and if not, would it be with its slots shifted by one? Asked in plain torch, on one answer.
+"""Acceptance of a draft in plain torch on one answer, as it is and with its slots shifted by one.
 
 A block's slot 0 holds the anchor, and slot i the draft of the i-th token after it. Some drafters are trained otherwise:
-their slot 0 already predicts the token after the anchor. Loaded as DFlash such a draft is exact and never accepted.
+their slot 0 already predicts the token after the anchor. Loaded as DFlash, such a draft is exact but never accepted.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from sglang_dflash.model.generate import draft_logits, hidden_of_blocks
 from sglang_dflash.model.target import stop_token_ids
 
 PROMPT = "Count from one to twenty in words, then explain in a few sentences how to make tea."
-USEFUL = 0.1  # share of first drafts accepted from which a draft counts as one for this target
+USEFUL = 0.1  # least share of accepted first drafts for a draft that matches the target
 SHIFTS = {0: "as it is", 1: "shifted by one: its slot 0 predicts the token after the anchor"}
 
 
 def measure(target_path: str, draft_path: str, n_steps: int) -> str:
-    """Draft once at each of `n_steps` places of the target's own greedy answer, and count the first drafts it accepts.
+    """Draft once at each of `n_steps` places of the target's own greedy answer, and count accepted first drafts.
 
     Raises:
         ValueError: the pair does not fit, the answer is too short, or the draft is not accepted; see `verdict`.
@@ -34,7 +34,7 @@ def measure(target_path: str, draft_path: str, n_steps: int) -> str:
 
 
 def prompt_ids(target_path: str) -> list[int]:
-    """Return the prompt's tokens, as a chat where the tokenizer has a template."""
+    """Return the prompt's tokens, as a chat if the tokenizer has a template."""
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     if tokenizer.chat_template is None:
         return tokenizer.encode(PROMPT)
@@ -44,7 +44,7 @@ def prompt_ids(target_path: str) -> list[int]:
 
 @torch.inference_mode()
 def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> torch.Tensor:
-    """Return prompt and greedy answer, int64 [tokens]; the answer goes on where the target would end it."""
+    """Return prompt and greedy answer, int64 [tokens], without stopping at end tokens."""
     ids_1S = torch.tensor([list(prompt)], device=target.device)
     ends = list(stop_token_ids(target))
     return target.generate(  # type: ignore[operator]  # a method that transformers mixes in
@@ -56,7 +56,7 @@ def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> tor
 def first_drafts_accepted(
     draft: DraftModel, target: PreTrainedModel, text: torch.Tensor, first: int, n_steps: int
 ) -> dict[int, float]:
-    """Return the share of anchors whose next token is drafted, if slot 1 drafts it and if slot 0 does.
+    """Return the share of anchors whose next token is drafted by slot 1, and by slot 0.
 
     Args:
         text: int64 [tokens].
@@ -72,10 +72,10 @@ def first_drafts_accepted(
 
 
 def verdict(shares: dict[int, float], n_steps: int) -> str:
-    """Say that the target accepts the draft's slots as they are.
+    """Return a sentence if the target accepts the draft's slots as they are.
 
     Raises:
-        ValueError: it does not; says which way of reading them it would accept, if any.
+        ValueError: it does not. The message names the shift that it would accept, if any.
     """
     shown = ", ".join(f"{shares[shift]:.0%} {how}" for shift, how in SHIFTS.items())
     best = max(shares, key=lambda shift: shares[shift])

@@ -1,4 +1,4 @@
-"""What can be said of an installation without importing SGLang, and the form in which everything is said."""
+"""Findings about an installation without importing SGLang, and the form of all findings."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ ENTRY_POINTS = {
     "sglang.srt.platforms": ("sglang_dflash_cpu", "sglang_dflash.cpu:activate"),
 }
 
-# Errors that a check may end with: this plugin's, and those of SGLang's argument resolution.
+# Errors with which a check may end: this plugin's, and those of SGLang's argument resolution.
 REFUSALS = (ValueError, RuntimeError, AssertionError, OSError, ImportError, AttributeError)
 
 
@@ -45,7 +45,7 @@ def _find(name: str, check: Callable[[], str]) -> Finding:
 
 
 def sentence(refusal: Exception) -> str:
-    """Return what a refusal says; of SGLang's own slips, also what may have caused them."""
+    """Return a refusal's message; for an AttributeError of SGLang, also its likely cause."""
     if isinstance(refusal, AttributeError):
         return (
             f"SGLang cannot read this model with these flags ({refusal}); "
@@ -55,7 +55,7 @@ def sentence(refusal: Exception) -> str:
 
 
 def installation() -> list[Finding]:
-    """Return the findings that need no SGLang."""
+    """Return the findings that do not need SGLang."""
     return find(
         {"versions": versions, "environment": environment, "entry points": found_by_sglang, "host contract": contract}
     )
@@ -68,10 +68,10 @@ def versions() -> str:
 
 
 def environment() -> str:
-    """Return what the environment variables ask for.
+    """Return the settings of the environment variables.
 
     Raises:
-        ValueError: one has a value it cannot have, or has SGLang load neither our plugin nor the built-in worker.
+        ValueError: one has an invalid value, or stops SGLang from loading both this plugin and the built-in worker.
     """
     read = flags.read(os.environ)
     if read.worker is Worker.PLUGIN:
@@ -101,7 +101,7 @@ def contract() -> str:
     """Compare the installed SGLang's source with the table of names that this plugin needs.
 
     Raises:
-        RuntimeError: a name or a member is not there.
+        RuntimeError: a name or a member is missing.
     """
     names = [*SECTIONS["seams"], *SECTIONS["served"]]
     missing = list(filter(None, map(problem, names)))

@@ -1,7 +1,7 @@
-"""What only SGLang can say: it is imported here, its plugins are loaded, and a launch's arguments resolved.
+"""Findings that need SGLang: it is imported, its plugins are loaded, and a launch's arguments resolved.
 
-`python -m sglang_dflash.check.launch [launch flags]` prints the findings as JSON on the last line of stdout. What
-SGLang prints while it is imported stands before it and on stderr, which is why `check` runs this as a child.
+`python -m sglang_dflash.check.launch [launch flags]` prints the findings as JSON on the last line of stdout. `check`
+runs it as a child, because SGLang's own output precedes that line and goes to stderr.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from sglang_dflash.host.arguments import asks_for_dflash
 
 
 def report(argv: Sequence[str]) -> list[Finding]:
-    """Return the findings in the order in which a launch meets them; `argv`: its flags, if any."""
+    """Return the findings in the order of a launch; `argv`: its flags, if any."""
     checks: dict[str, Callable[[], str]] = {"plugin": live, "platform": machine}
     if argv:
         checks["launch"] = lambda: launch(argv)
@@ -25,7 +25,7 @@ def report(argv: Sequence[str]) -> list[Finding]:
 
 
 def live() -> str:
-    """Load plugins as SGLang does, and see whether our hooks are where they should be.
+    """Load plugins as SGLang does, and check that the hooks are in place.
 
     Raises:
         RuntimeError: the plugin ended the process, as it does under another SGLang.
@@ -35,7 +35,7 @@ def live() -> str:
 
     try:
         load_plugins()
-    except SystemExit as end:  # the plugin's own way of stopping a launch
+    except SystemExit as end:  # raised by the plugin to stop a launch
         raise RuntimeError(str(end)) from None
     host.require_live()
     if flags.current().worker is Worker.STOCK:

@@ -1,4 +1,4 @@
-"""What a running server says of its DFLASH: what its steps cost, which widths it chose, what copies were worth."""
+"""Report of a running server on its DFLASH: step times, chosen widths, and counts of copies."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ def fetch(url: str) -> dict[str, Any]:
 
     Raises:
         OSError: no server answers.
-        ValueError: the server is another one, or does not serve DFLASH with our worker.
+        ValueError: it is another server, or does not serve DFLASH with this plugin's worker.
     """
     try:
         with urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as response:
@@ -46,7 +46,7 @@ def render(dflash: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str], *, as_json: bool) -> int:
-    """Print the state of the server at the URL; `argv`: what follows `--server`."""
+    """Print the state of the server at the URL; `argv`: the words after `--server`."""
     urls = [argument for argument in argv if argument != "--json"]
     if len(urls) != 1:
         print("--server takes one URL, such as http://127.0.0.1:30000", file=sys.stderr)

@@ -1,8 +1,9 @@
 """The CPU platform: stock SGLang on a machine with no accelerator, in plain PyTorch.
 
-SGLang loads `activate` in every one of its processes, so this file imports almost nothing. `platform` is what SGLang
-asks, `install` puts torch definitions where SGLang has only GPU kernels, and every other file defines one topic.
-Nothing here knows DFlash's worker: the platform serves SGLang without speculation, its own DFLASH worker, and ours.
+SGLang loads `activate` in every one of its processes, so this file imports almost nothing. `platform` implements
+SGLang's platform interface, `install` puts torch definitions in place of GPU-only kernels, and every other file defines
+one topic. The platform is independent of DFlash's worker: it serves SGLang without speculation, its own DFLASH worker,
+and this plugin's.
 """
 
 import os
@@ -12,20 +13,20 @@ REHEARSE = "SGLANG_DFLASH_REHEARSE"
 
 
 def activate() -> str | None:
-    """Name our platform class, or None where an accelerator, or SGLang's own CPU engine, should serve."""
+    """Return the name of the platform class; None if an accelerator, or SGLang's own CPU engine, should serve."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
         return None
     import torch
 
     rehearsed = os.environ.get(REHEARSE, "off") != "off"
     if torch.accelerator.is_available():
-        if rehearsed:  # SGLang logs an error here and goes on without us
+        if rehearsed:  # SGLang logs an error raised here and continues without the plugin
             sys.exit(f"{REHEARSE} rehearses a GPU on a machine that has none, and this one has; unset it")
         return None
     if rehearsed:
-        # Triton reads it when it is imported: here nothing runs kernels yet, and every process after inherits it.
+        # Triton reads it at import. No kernel has run yet, and later processes inherit it.
         os.environ["TRITON_INTERPRET"] = "1"
-        # What SGLang compiles runs as it is written, a launch for each operation; PyTorch reads it where it compiles.
+        # PyTorch then runs SGLang's compiled functions uncompiled, with a launch for each operation.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         return "sglang_dflash.rehearsal.platform.RehearsalPlatform"
     return "sglang_dflash.cpu.platform.CpuPlatform"

@@ -1,10 +1,10 @@
 """Paged attention in plain torch: decode, extend, DFlash's verify (a causal chain) and its draft block.
 
-Decode and blocks gather every request's keys into one rectangle, as wide as the longest of them, and mask the rest: one
-attention call per layer whatever the batch. Extend goes request by request, a slice of queries at a time.
+Decode and blocks gather the keys of several requests into one rectangle, as wide as the longest, and mask the rest: one
+attention call per layer at any batch size. Extend computes request by request, a slice of queries at a time.
 
-A layer decides its mask as SGLang's other backends read it: `attn_type` ENCODER_ONLY sees the whole block, everything
-else is causal; a window w keeps keys at most w positions away (SGLang's layers hold the model's window less one).
+A layer's mask follows SGLang's other backends: with `attn_type` ENCODER_ONLY queries see the whole block, otherwise
+they are causal. A window w keeps keys at most w positions away (SGLang's layers hold the model's window less one).
 
 Dimension key: B requests, N query tokens per request, L key positions (padded), T packed tokens, A query heads, G KV
 heads, E head width.
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 MAX_RECTANGLE = 1 << 16  # key positions gathered at once: 64 MiB of keys and values at 2 heads x 64 in fp32
-MAX_QUERIES = 512  # of one request per call in extend: bounds the mask
+MAX_QUERIES = 512  # per request and call in extend: bounds the mask
 
 
 class Mask(NamedTuple):
-    """What a layer may see; the key of the masks a forward shares between its layers."""
+    """Keys that a layer may see; identifies the masks that a forward's layers share."""
 
     causal: bool
     window: int | None
@@ -44,7 +44,7 @@ class Mask(NamedTuple):
         )
 
     def allowed(self, query_position: torch.Tensor, key_position: torch.Tensor) -> torch.Tensor:
-        """Both broadcast; bool."""
+        """Return the mask, bool, for positions broadcast together."""
         distance = query_position - key_position
         allowed = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         if self.window is not None:
@@ -55,7 +55,7 @@ class Mask(NamedTuple):
 
 
 class Rectangle:
-    """Some requests of the batch, their key slots padded to the longest, and the masks their layers have asked for."""
+    """Some requests of the batch, their key slots padded to the longest, and the masks computed so far."""
 
     def __init__(self, requests: slice, slots_BL: torch.Tensor, n_keys_B: torch.Tensor, n_queries: int) -> None:
         self.requests = requests
@@ -63,13 +63,13 @@ class Rectangle:
         self._key_position_L = torch.arange(slots_BL.shape[1])
         self._n_keys_B1 = n_keys_B[:, None]
         self._n_queries = n_queries
-        # Padding reads the request's own first row: masked, but another request's NaN must not come in by 0 * NaN.
+        # Padding reads the request's own first row: it is masked, but 0 * NaN of another request's row would be NaN.
         padded_BL = self._key_position_L >= self._n_keys_B1
         self.slots = torch.where(padded_BL, slots_BL[:, :1], slots_BL).flatten()
         self._bias: dict[tuple[Mask, torch.dtype], torch.Tensor | None] = {}
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> torch.Tensor | None:
-        """What is added to the scores: 0 or -inf, [B, 1, N, L]; None where it would be 0 throughout."""
+        """Return the bias of the scores, 0 or -inf, [B, 1, N, L]; None if it is 0 throughout."""
         key = (mask, dtype)
         if key not in self._bias:
             query_position_BN = self._n_keys_B1 - self._n_queries + torch.arange(self._n_queries)
@@ -113,7 +113,7 @@ class CpuAttentionBackend(AttentionBackend):
         return False
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length of a request that is only there to fill a batch up."""
+        """Return the sequence length of padding requests."""
         return 1
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
@@ -139,7 +139,7 @@ class CpuAttentionBackend(AttentionBackend):
     def _plan_rectangles(
         self, forward_batch: "ForwardBatch", n_keys_B: torch.Tensor, n_queries: int
     ) -> list[Rectangle]:
-        """As many requests at once as MAX_RECTANGLE key positions allow; one request always fits."""
+        """Group requests, each group with at most MAX_RECTANGLE key positions or a single request."""
         widest = int(n_keys_B.max())
         B = n_keys_B.shape[0]
         n_at_once = max(1, MAX_RECTANGLE // widest)
@@ -177,7 +177,7 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **others: object,
     ) -> torch.Tensor:
-        """q [T, A E] -> [T, A E]; k, v [T, G, E] are first written to the batch's slots."""
+        """Attend with q [T, A E], after writing k, v [T, G, E] to the batch's slots; returns [T, A E]."""
         self._write(k, v, layer, forward_batch.out_cache_loc if save_kv_cache else None, others)
         return self._attend_rectangles(q, layer)
 
@@ -191,7 +191,7 @@ class CpuAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **others: object,
     ) -> torch.Tensor:
-        """q [T, A E] -> [T, A E]; k, v [T, G, E] are first written to the batch's slots."""
+        """Attend with q [T, A E], after writing k, v [T, G, E] to the batch's slots; returns [T, A E]."""
         self._write(k, v, layer, forward_batch.out_cache_loc if save_kv_cache else None, others)
         if forward_batch.forward_mode.is_target_verify():
             return self._attend_rectangles(q, layer)
@@ -213,7 +213,7 @@ class CpuAttentionBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
 
     def _read(self, layer: "RadixAttention", slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Keys and values of packed slots, [slots, G, E]. A slot is copied as one row, its heads together."""
+        """Return keys and values of packed slots, [slots, G, E]. A slot is copied as one row of all heads."""
         pool = self.token_to_kv_pool
         buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
         return tuple(

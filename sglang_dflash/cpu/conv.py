@@ -1,10 +1,10 @@
 """The short causal convolution of GatedDeltaNet: every channel sees its own last W tokens.
 
-y[t] = activation(bias + sum_j weight[j] * x[t - (W - 1) + j]), where x before the first token is the carried state:
-the last W - 1 inputs, oldest first.
+y[t] = activation(bias + sum_j weight[j] * x[t - (W - 1) + j]), where x before the first token is the carried state: the
+last W - 1 inputs, oldest first.
 
-Dimension key: B requests, N new tokens per request, T packed tokens, F channels, W taps, P = W - 1 carried inputs,
-S slots of the state pool. Computed in fp32, returned in x's type, token-major in memory whatever the axis order.
+Dimension key: B requests, N new tokens per request, T packed tokens, F channels, W taps, P = W - 1 carried inputs, S
+slots of the state pool. Computed in fp32, returned in x's dtype, token-major in memory for any axis order.
 """
 
 import torch
@@ -26,8 +26,9 @@ def causal_conv1d_fn(
     activation: str | bool | None = "silu",
     **others: object,
 ) -> torch.Tensor:
-    """Prefill: convolve packed requests x [F, T], and leave each one's last P inputs in its slot of [S, F, P].
-    Tokens past the last request's are padding and come out as zeros. A negative slot is an error.
+    """Convolve packed requests x [F, T] in a prefill, and store each one's last P inputs in its slot of [S, F, P].
+
+    Tokens after the last request are padding and return zeros. A negative slot is an error.
     """
     refuse("causal_conv1d_fn", others)
     start_B = query_start_loc.long()
@@ -69,11 +70,11 @@ def causal_conv1d_update(
     intermediate_state_indices: torch.Tensor | None = None,
     **others: object,
 ) -> torch.Tensor:
-    """Decode and verify: convolve N more tokens of B requests, x [B, F] or [B, F, N], and advance their slots.
+    """Convolve N more tokens of B requests in decode or verify, x [B, F] or [B, F, N], and advance their slots.
 
     Verify also saves the state after every one of its N steps: `intermediate_conv_window` [rows, >= N, F, P], row
-    `intermediate_state_indices[b]`. The slot itself moves to the end of the block, as the GPU kernel moves it; the
-    commit then puts the accepted step's state there. Padded rows, whose slot is negative, come out as NaN.
+    `intermediate_state_indices[b]`. As with the GPU kernel, the slot itself advances to the end of the block, and the
+    commit then writes the accepted step's state there. Padded rows, whose slot is negative, return NaN.
     """
     refuse("causal_conv1d_update", others)
     P = weight.shape[1] - 1
@@ -102,7 +103,7 @@ def _one_token(
     taps: tuple[torch.Tensor, torch.Tensor | None, str | bool | None],
     kept_in: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Decode, the hottest call: channels first, so that a window is one dot product and the state needs no turning."""
+    """Convolve one token, the hottest call. Channels come first, so that no transposition is needed."""
     weight, bias, activation = taps
     window_BFW = torch.cat([carried_BFP, x[:, :, None].float()], dim=2)
     y_BF = _activated((window_BFW * weight.float()).sum(dim=2), bias, activation)
@@ -111,7 +112,7 @@ def _one_token(
 
 
 def _keep(pool: torch.Tensor, slot_B: torch.Tensor, state_BFP: torch.Tensor) -> None:
-    """A pool may hold more inputs than the convolution needs; the first P are ours."""
+    """Store states in the first P inputs of the slots; a pool may hold more."""
     state_BFP = state_BFP.to(pool.dtype)
     if pool.shape[2] == state_BFP.shape[2]:
         pool.index_copy_(0, slot_B, state_BFP)
@@ -122,7 +123,7 @@ def _keep(pool: torch.Tensor, slot_B: torch.Tensor, state_BFP: torch.Tensor) -> 
 def _convolve(
     joined: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None
 ) -> torch.Tensor:
-    """[B, P + N, F] -> [B, N, F], fp32: W shifted multiply-adds, which beat conv1d's set-up at these sizes."""
+    """Convolve [B, P + N, F] to [B, N, F], fp32, by W shifted multiply-adds, faster than conv1d at these sizes."""
     taps_WF = weight.T.float().unbind(0)
     N = joined.shape[1] - len(taps_WF) + 1
     y = joined[:, :N] * taps_WF[0]
@@ -132,7 +133,7 @@ def _convolve(
 
 
 def _activated(y: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None) -> torch.Tensor:
-    """In place."""
+    """Add the bias and apply the activation, in place."""
     if bias is not None:
         y += bias.float()
     if activation in ("silu", "swish", True):
@@ -145,7 +146,7 @@ def _activated(y: torch.Tensor, bias: torch.Tensor | None, activation: str | boo
 def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tensor) -> None:
     """Save the P inputs before every next token: window[row, t] = joined[t + 1 : t + 1 + P], transposed to [F, P].
 
-    Successive windows share P - 1 inputs, and SGLang stores them as overlapping views of one strip of inputs; the
+    Successive windows share P - 1 inputs, and SGLang may store them as overlapping views of one strip of inputs. That
     strip is then written once.
     """
     R, _, F_, P = window.shape

@@ -1,6 +1,6 @@
 """GatedDeltaNet's kernels: gates, prefill in chunks of 64 tokens, decode, and verify of a drafted block.
 
-The mathematics is in `gdn_block`; this file reads SGLang's packed arguments and state slots.
+`gdn_block` has the mathematics; this file reads SGLang's packed arguments and state slots.
 
 Dimension key: B sequences, C tokens of a block, M chunks of 64 tokens, T packed tokens, G key heads, H value heads (H a
 multiple of G), Y blocks of one value head, K key width, V value width, S slots of the state pool. Arithmetic is fp32.
@@ -12,7 +12,7 @@ from sglang_dflash_kernels.gdn_block import DeltaBlock, by_token, l2_normalised,
 from sglang_dflash.cpu.padding import n_real, with_padding
 from sglang_dflash.cpu.refuse import refuse
 
-CHUNK = 64  # SGLang's radix tracking reads the state before every 64th token
+CHUNK = 64  # SGLang's prefix cache reads the state before every 64th token
 
 
 def fused_gdn_gating(
@@ -23,7 +23,7 @@ def fused_gdn_gating(
     beta: float = 1.0,
     threshold: float = 20.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log decay and sigmoid(b) of a, b [T, H], as two fp32 [1, T, H]; the kernel rounds sigmoid(b) to b's type."""
+    """Return log decay and sigmoid(b) for a, b [T, H], as two fp32 [1, T, H]; sigmoid(b) is rounded to b's dtype."""
     g_TH = log_decay(A_log, a, dt_bias, beta=beta, threshold=threshold)
     return g_TH[None], b.float().sigmoid().to(b.dtype).float()[None]
 
@@ -42,11 +42,11 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     inplace_update: bool = True,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """Prefill of packed sequences: q, k [1, T, G, K], v [1, T, H, V], g and beta [1, T, H].
+    """Prefill packed sequences: q, k [1, T, G, K], v [1, T, H, V], g and beta [1, T, H].
 
-    Sequence b starts from, and unless `inplace_update` is off ends in, slot `initial_state_indices[b]` of
-    `initial_state` [S, H, V, K]; a negative slot is a zero state that is not kept. Returns the outputs [1, T, H, V],
-    None, and the fp32 states before every chunk of every sequence in turn, [1, M, H, V, K].
+    Sequence b starts from slot `initial_state_indices[b]` of `initial_state` [S, H, V, K], and ends in it unless
+    `inplace_update` is off. A negative slot is a zero state that is not stored. Returns the outputs [1, T, H, V], None,
+    and the fp32 states before every chunk of every sequence in turn, [1, M, H, V, K].
     """
     refuse(
         "chunk_gated_delta_rule",
@@ -61,7 +61,7 @@ def chunk_gated_delta_rule(
     assert initial_state is not None
     assert initial_state_indices is not None
     chunks = _Chunks(cu_seqlens)
-    # Padding tokens have q = k = v = g = beta = 0: they leave the state as it is.
+    # Padding tokens have q = k = v = g = beta = 0, which leaves the state unchanged.
     block = DeltaBlock.of(
         chunks.pad(q[0].float()),
         chunks.pad(k[0].float()),
@@ -83,13 +83,13 @@ def chunk_gated_delta_rule(
 
 
 def _scan(block: DeltaBlock, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Carry the sequences' states through their chunks, in place; the states before the chunks, and the deltas.
+    """Carry the sequences' states through their chunks, in place. Return the states before the chunks, and the deltas.
 
     Delta = from_values - from_state S_0^T: one solve serves all chunks before any of their states is known.
     """
     right = torch.cat([block.v_YCV, block.k_YCK * block.decay_YC[..., None]], dim=-1)
     from_values, from_state = chunks.of_rows(block.solve(right)).split_with_sizes(state_BHVK.shape[-2:], dim=-1)
-    # The last row of D: what every delta weighs at the end of its chunk.
+    # The last row of D: the weight of every delta at the end of its chunk.
     to_end_MHCK = chunks.of_rows(block.k_YCK * block.decay_YCC[:, -1, :, None])
     end_decay_MH11 = chunks.of_rows(block.decay_YC[:, -1:, None])
 
@@ -103,7 +103,7 @@ def _scan(block: DeltaBlock, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tup
 
 
 class _Chunks:
-    """Packed sequences cut into chunks of 64 tokens, each sequence's last chunk padded; one row per chunk."""
+    """Chunks of 64 tokens of packed sequences, each sequence's last chunk padded; one row per chunk."""
 
     def __init__(self, cu_seqlens: torch.Tensor) -> None:
         bounds = cu_seqlens.long()
@@ -116,21 +116,21 @@ class _Chunks:
         self._cell_T = torch.arange(n_tokens) + shift_B.repeat_interleave(n_tokens_B, output_size=n_tokens)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, ...] -> [M, 64, ...]; tokens past the last sequence are dropped."""
+        """Pad [T, ...] to [M, 64, ...]; tokens after the last sequence are dropped."""
         padded = x.new_zeros(self.n_chunks * CHUNK, *x.shape[1:])
         padded[self._cell_T] = x[: len(self._cell_T)]
         return padded.unflatten(0, (self.n_chunks, CHUNK))
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, 64, ...] -> [T, ...]"""
+        """Return [M, 64, ...] as [T, ...]."""
         return x.flatten(0, 1)[self._cell_T]
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """[Y, ...] -> [M, H, ...]"""
+        """Return [Y, ...] as [M, H, ...]."""
         return x.unflatten(0, (self.n_chunks, -1))
 
     def in_order(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For j = 0, 1, ...: the rows of the j-th chunks, and the sequences that have one."""
+        """Return, for j = 0, 1, ..., the rows of the j-th chunks, and the sequences that have one."""
         steps = []
         for j in range(max(self._n_chunks_B.tolist(), default=0)):
             sequences = (self._n_chunks_B > j).nonzero().flatten()
@@ -152,8 +152,8 @@ def fused_recurrent_gated_delta_rule_packed_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode one token of B sequences: mixed_qkv [B, 2 G K + H V], a and b [B, H], states in `initial_state`.
 
-    Writes the states [S, H, V, K] at `ssm_state_indices` and `out` [B, 1, H, V] in place; returns both. Padded rows,
-    whose slot is negative, come out as zeros.
+    Writes the states [S, H, V, K] at `ssm_state_indices` and `out` [B, 1, H, V] in place; returns `out` and the states.
+    Padded rows, whose slot is negative, return zeros.
     """
     B = n_real(ssm_state_indices)
     out[B:] = 0
@@ -165,13 +165,13 @@ def fused_recurrent_gated_delta_rule_packed_decode(
     qk_BJGK = qk_BF.view(B, 2, G, K)
     if use_qk_l2norm_in_kernel:
         qk_BJGK = l2_normalised(qk_BJGK)
-    # Not a view: batched multiplication wants the heads of a request and those of the next evenly apart.
+    # A copy, because batched multiplication needs a uniform stride between heads.
     q_XK, k_XK = qk_BJGK.transpose(0, 1).reshape(2, B * G, K)
     slot_B = ssm_state_indices.long()
     state_BHVK = initial_state.index_select(0, slot_B).float()
     state_BHVK *= log_decay(A_log, a, dt_bias).exp_()[..., None, None]
 
-    # The value heads that share a key head are more rows of one matrix: no key is repeated.
+    # Value heads that share a key head become more rows of one matrix, so no key is repeated.
     state_XYK = state_BHVK.view(B * G, -1, K)
     found_BHV = torch.bmm(state_XYK, k_XK[..., None]).view(B, H, V)
     delta_BHV = (v_BF.view(B, H, V) - found_BHV).mul_(b.float().sigmoid()[..., None])
@@ -203,12 +203,12 @@ def fused_sigmoid_gating_delta_rule_update(
     cache_steps: int | None = None,
     **others: object,
 ) -> torch.Tensor:
-    """Verify, and decode unpacked: C tokens of each of B sequences.
+    """Verify, or decode unpacked, C tokens of each of B sequences.
 
-    q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K]
-    the state after every token is kept in row `intermediate_state_indices[b]`; with `disable_state_update` the
-    sequence's own slot keeps the state it had. Returns the outputs [1, B C, H, V]; those of padded sequences, whose
-    slot is negative, are NaN.
+    q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K] the
+    state after every token is stored in row `intermediate_state_indices[b]`. With `disable_state_update` the sequence's
+    own slot is unchanged. Returns the outputs [1, B C, H, V]; those of padded sequences, whose slot is negative, are
+    NaN.
     """
     op = "fused_sigmoid_gating_delta_rule_update"
     refuse(op, others)
@@ -254,10 +254,10 @@ def _states(
     *,
     n_blocks: int,
 ) -> torch.Tensor:
-    """The states after every token [B, C, H, V, K], kept in the rows of a buffer if there is one."""
+    """Return the states after every token [B, C, H, V, K], stored in the rows of a buffer if there is one."""
     B, C = n_blocks, delta_YCV.shape[1]
     rows = None if row_B is None else row_B[:B].tolist()
-    # SGLang's rows are 0 .. B-1 (except under pipeline parallelism): then the states are computed where they stay.
+    # SGLang's rows are 0 .. B-1 (except with pipeline parallelism), so states are computed in place.
     in_place = buffer is not None and rows == list(range(B)) and buffer.dtype == torch.float32
     if buffer is not None and in_place:
         after = buffer[:B, :C]

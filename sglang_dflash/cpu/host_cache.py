@@ -1,6 +1,6 @@
-"""The copies of a hierarchical cache between a device's memory and the host's, where both are the host's.
+"""Copies of a hierarchical cache between device and host memory, when both are the host's.
 
-SGLang imports them of `sgl_kernel` on a GPU alone. Pools on the host hold layers [tokens, ...], or pages with layers
+SGLang imports them from `sgl_kernel` only on a GPU. Pools on the host hold layers [tokens, ...], or pages with layers
 inside, [pages, layers, tokens of a page, ...]; a device's pools hold layers.
 """
 
@@ -16,7 +16,7 @@ Layers = Sequence[torch.Tensor]
 def transfer_kv_direct(
     src_layers: Layers, dst_layers: Layers, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
 ) -> None:
-    """Layer by layer; indices are those of tokens."""
+    """Copy layer by layer; indices are those of tokens."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices.long()] = source[src_indices.long()]
 
@@ -29,7 +29,7 @@ def transfer_kv_per_layer_direct_pf_lf(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """One layer of the host's pages to a device's."""
+    """Copy one layer from the host's pages to the device."""
     at = src_indices.long()
     for pages, layer in zip(src_ptrs, dst_ptrs, strict=True):
         layer[dst_indices.long()] = pages[at // page_size, layer_id, at % page_size]
@@ -38,15 +38,14 @@ def transfer_kv_per_layer_direct_pf_lf(
 def transfer_kv_all_layer_direct_lf_pf(
     src_ptrs: Layers, dst_ptrs: Layers, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
 ) -> None:
-    """All of a device's layers, those of the keys before those of the values, to the host's pages."""
+    """Copy all layers of a device, keys before values, to the host's pages."""
     at, n_layers = dst_indices.long(), len(src_ptrs) // len(dst_ptrs)
     for i, layer in enumerate(src_ptrs):
         dst_ptrs[i // n_layers][at // page_size, i % n_layers, at % page_size] = layer[src_indices.long()]
 
 
 def install() -> None:
-    """Where SGLang would have imported them. No memory is registered with CUDA, and none of the host's is set aside for
-    what runs beside a device."""
+    """Put the copies where SGLang would have imported them, without CUDA registration and reserved host memory."""
     copies = (transfer_kv_direct, transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf)
     for module in ("mha", "mamba"):
         _names(module).update({copy.__name__: copy for copy in copies})

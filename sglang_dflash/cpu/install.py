@@ -1,8 +1,8 @@
-"""Which GPU-only names of SGLang get a torch definition, where it is put, and the proof that it is live.
+"""Installation of torch definitions for GPU-only names of SGLang, and a check that they are active.
 
-SGLang's modules copy kernels by name while they are imported, so replacing the name in its home is not enough: every
-copy made before is replaced too. SGLang's own hook registry would do that, but it logs and goes on when it cannot;
-`verify` looks at every SGLang module once the model is loaded and stops the launch if a GPU kernel is still reachable.
+SGLang's modules copy kernels by name at import, so every existing copy must be replaced too. SGLang's own hook registry
+does that, but only logs its failures. `verify` checks every SGLang module once the model is loaded, and stops the
+launch if a GPU kernel is still reachable.
 """
 
 import importlib
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 _KERNELS = "sglang.kernels.ops."
 _SRT = "sglang.srt."
 
-# Formats whose products run here; each names the types that its GPU kernels take.
+# Formats whose products run here; each lists the dtypes of its GPU kernels.
 _COMPRESSED = "compressed_tensors.compressed_tensors.CompressedTensorsConfig"
 _FORMATS = "fp8.Fp8Config", "w8a8_int8.W8A8Int8Config", "awq.awq.AWQConfig", _COMPRESSED
 
-# By target: what we put there, and what stood there before.
+# By target: the replacement, and the original.
 _stand_ins: dict[str, Any] = {}
 _originals: dict[str, Any] = {}
 
 
 def at_import() -> dict[str, Any]:
-    """Kernels, and what their callers ask of a device."""
+    """Return replacements for kernels, and for queries of a device."""
     return {
         _KERNELS + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": (
             norm.fused_qkvzba_split_reshape_cat_contiguous
@@ -72,7 +72,7 @@ def at_import() -> dict[str, Any]:
         _KERNELS + "gemm.fp8_kernel.w8a8_block_fp8_matmul_triton": quantized.w8a8_block_fp8_matmul_triton,
         _KERNELS + "quantization.int8_kernel.per_token_quant_int8": quantized.per_token_quant_int8,
         _SRT + "mem_cache.allocation.assign_req_to_token_pool_func": kv.assign_req_to_token_pool_func,
-        # SGLang pins and stream-marks some tensors without asking whether there is a device.
+        # SGLang pins and stream-marks some tensors without checking for a device.
         "torch.Tensor.pin_memory": _pin_memory,
         "torch.Tensor.record_stream": _record_stream,
         **_of_quantization(),
@@ -80,7 +80,7 @@ def at_import() -> dict[str, Any]:
 
 
 def after_load() -> dict[str, Any]:
-    """Names whose modules import the model runner: they cannot be reached while it is being imported."""
+    """Return replacements in modules that import the model runner, so they are unreachable during its import."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     return {
@@ -96,7 +96,7 @@ def after_load() -> dict[str, Any]:
         _SRT + "layers.dp_attention.memcpy_func": ranks.memcpy,
         _SRT + "distributed.parallel_state._is_cpu": True,
         _SRT + "distributed.parallel_state.GroupCoordinator._reduce_scatter_tensor": ranks.reduce_scatter_tensor,
-        # Token counts of ranks, and LoRA: memory is pinned without asking whether there is a device.
+        # Token counts of ranks, and LoRA, pin memory without checking for a device.
         _SRT + "model_executor.forward_batch_info.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.backend.torch_backend.torch": pinned.torch_with(_pin_memory),
@@ -105,7 +105,7 @@ def after_load() -> dict[str, Any]:
 
 
 def _of_quantization() -> dict[str, Any]:
-    """Products that SGLang imports on a GPU only, and what it asks of one."""
+    """Return replacements for products that SGLang imports only on a GPU, and for its checks."""
     home = _SRT + "layers.quantization."
     schemes = home + "compressed_tensors.schemes."
     modules = home + "w8a8_int8", schemes + "compressed_tensors_w8a8_int8"
@@ -120,7 +120,7 @@ def _of_quantization() -> dict[str, Any]:
 
 
 def install(stand_ins: Mapping[str, Any]) -> None:
-    """Put every stand-in at its target and at every copy SGLang's modules hold of it; what is installed stays."""
+    """Put every stand-in at its target and at every copy of it in SGLang's modules, permanently."""
     copies: dict[int, Any] = {}
     for target, stand_in in stand_ins.items():
         if target in _stand_ins:
@@ -130,7 +130,7 @@ def install(stand_ins: Mapping[str, Any]) -> None:
         original = pkgutil.resolve_name(target)
         setattr(owner, name, stand_in)
         _stand_ins[target], _originals[target] = stand_in, original
-        if callable(original):  # None and False are everywhere and mean nothing
+        if callable(original):  # None and False occur everywhere
             copies[id(original)] = stand_in
     for module, name, value in _sglang_names():
         if id(value) in copies:
@@ -138,14 +138,14 @@ def install(stand_ins: Mapping[str, Any]) -> None:
 
 
 def put(values: Mapping[str, Any], within: str = "") -> None:
-    """Set names in their own modules alone; `within` begins each dotted name."""
+    """Set names in their own modules only; `within` is a prefix of each dotted name."""
     for target, value in values.items():
         module, name = (within + target).rsplit(".", 1)
         setattr(importlib.import_module(module), name, value)
 
 
 def verify() -> None:
-    """Raise unless every stand-in is at its target and no SGLang module still holds what it replaced."""
+    """Raise unless every stand-in is at its target and no SGLang module still has the original."""
     wrong = [target for target, ours in _stand_ins.items() if pkgutil.resolve_name(target) is not ours]
     replaced = {id(original): target for target, original in _originals.items() if callable(original)}
     for module, name, value in _sglang_names():
@@ -166,7 +166,7 @@ def _sglang_names() -> Iterator[tuple[ModuleType, str, Any]]:
 
 
 def _keeping_embedding_dtype(original: Callable[..., dict]) -> Callable[..., dict]:
-    """SGLang casts input embeddings to bf16 whatever the model's type; a draft in fp32 must get them unrounded."""
+    """Wrap `original` to give input embeddings the model's dtype; SGLang casts them to bf16."""
 
     def extend_forward_kwargs(self: "ModelRunner", forward_batch: "ForwardBatch", pp_proxy_tensors: object) -> dict:
         kwargs = original(self, forward_batch, pp_proxy_tensors)
@@ -178,9 +178,9 @@ def _keeping_embedding_dtype(original: Callable[..., dict]) -> Callable[..., dic
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """All memory is the host's."""
+    """Return the tensor: all memory is the host's."""
     return self
 
 
 def _record_stream(self: torch.Tensor, stream: object) -> None:
-    """One stream: nothing is freed early."""
+    """Do nothing: with one stream no memory is freed early."""

@@ -1,4 +1,4 @@
-"""KV-cache slot tables: where a request's tokens live, and moving cached rows.
+"""KV-cache slot tables: the slots of requests' tokens, and moving cached rows.
 
 Dimension key: B requests, N tokens per block, T new tokens of all requests, P positions of a request's row.
 """
@@ -18,7 +18,7 @@ def block_cache_locs(
     draft_token_num: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """The slots of N positions from `start_offset`, for every request: int64 [B * N]."""
+    """Return the slots of N positions from `start_offset`, for every request: int64 [B * N]."""
     positions_BN = start_offset.long()[:, None] + torch.arange(draft_token_num, device=device)
     return req_to_token[req_pool_indices.long()[:, None], positions_BN].long().flatten()
 
@@ -52,12 +52,12 @@ def copy_all_layer_kv_cache_func(
 ) -> None:
     """Copy rows `src_loc` to rows `tgt_loc` in every buffer; `strides` is the bytes of a row of each buffer.
 
-    All sources are read before any row is written: the two lists may overlap. SGLang moves rows for tree drafts only;
-    for a chain it just rehearses the call at start-up.
+    All sources are read before any row is written, since the lists may overlap. SGLang moves rows only for tree drafts;
+    for a chain it only makes the call once at start-up.
     """
     sources, targets = src_loc[:num_locs].tolist(), tgt_loc[:num_locs].tolist()
     for signed_base, n_bytes in zip(data_ptrs.tolist(), strides.tolist(), strict=True):
-        base = signed_base % 2**64  # SGLang keeps unsigned addresses in a signed tensor
+        base = signed_base % 2**64  # SGLang stores unsigned addresses in a signed tensor
         rows = [ctypes.string_at(base + source * n_bytes, n_bytes) for source in sources]
         for target, row in zip(targets, rows, strict=True):
             ctypes.memmove(base + target * n_bytes, row, n_bytes)

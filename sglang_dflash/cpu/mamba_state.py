@@ -1,7 +1,7 @@
-"""Moving recurrent and convolution states between slots: radix checkpoints, and the commit after verify.
+"""Moves of recurrent and convolution states between slots: prefix-cache checkpoints, and the commit after verify.
 
-Dimension key: B requests, L layers, S slots of the state pool, R rows of the verify scratch, N steps of a block;
-`...` is the state itself.
+Dimension key: B requests, L layers, S slots of the state pool, R rows of the verify scratch, N steps of a block; `...`
+is the state itself.
 """
 
 import numpy as np
@@ -40,7 +40,7 @@ def track_mamba_states_all_layers(
 ) -> None:
     """Copy the masked requests' states [L, S, ...] of all layers to their tracking slots, in place.
 
-    With `check_freed_slots` a negative slot, source or target, is left alone; without it there is none.
+    With `check_freed_slots`, negative slots are skipped; without it there must be none.
     """
     tracked = mamba_track_mask[:batch_size].nonzero().flatten()
     for source, target in zip(cache_indices[tracked].tolist(), mamba_track_indices[tracked].tolist(), strict=True):
@@ -57,21 +57,21 @@ def scatter_states_with_mask(
     step_indices_raw: torch.Tensor,
     src_indices_raw: torch.Tensor | None = None,
 ) -> None:
-    """Put the state after step `step_indices_raw[b]` of scratch row b into slot `dst_indices_raw[b]`, in all layers.
+    """Copy the state after step `step_indices_raw[b]` of scratch row b to slot `dst_indices_raw[b]`, in all layers.
 
-    dst [L, S, ...], src [L, R, N, ...] (possibly an overlapping view). A row whose step, slot or scratch row lies
-    outside its range is left alone: SGLang marks "nothing to do" by -1. Stands in for the kernel of recurrent states
-    and for that of convolution windows, which differ only in memory layout.
+    dst [L, S, ...], src [L, R, N, ...] (possibly an overlapping view). Rows whose step, slot or scratch row is out of
+    range are skipped; SGLang marks them by -1. Replaces the kernels of recurrent states and of convolution windows,
+    which differ only in memory layout.
     """
     rows = range(len(step_indices_raw)) if src_indices_raw is None else src_indices_raw.tolist()
-    # A state is many kilobytes: one plain copy each is faster than gathering them all and scattering them again.
+    # A state is many kilobytes, so copying one by one is faster than gather and scatter.
     for row, step, slot in zip(rows, step_indices_raw.tolist(), dst_indices_raw.tolist(), strict=True):
         if 0 <= step < src.shape[2] and 0 <= slot < dst.shape[1] and 0 <= row < src.shape[1]:
             dst[:, slot] = src[:, row, step]
 
 
 def no_fused_conv_scatter(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """SGLang asks whether one launch may move all convolution windows; without a kernel it moves them pair by pair."""
+    """Return False: without a fused kernel SGLang moves convolution windows pair by pair."""
     return False
 
 
@@ -93,7 +93,7 @@ def fused_commit_track_indices(
         seq_lens: int64 [B], tokens before the block; None: nothing is tracked.
         draft_token_num: N.
     Returns:
-        Both int64 [B], the second with -1 where no multiple is reached; None without `seq_lens`.
+        Both int64 [B], the second with -1 if no multiple is reached; None without `seq_lens`.
     """
     index_BN, n_B = accept_index.numpy(), accept_lens.numpy()
     row_B = np.arange(len(n_B))

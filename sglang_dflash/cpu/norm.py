@@ -23,7 +23,7 @@ def fused_qkvzba_split_reshape_cat_contiguous(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the projections [q | k | v | z] and [b | a] of GatedDeltaNet into qkv [T, F], z [T, H, E], b and a [T, H].
 
-    The results are views: their users here take any stride.
+    The results are views, since their users accept any stride.
     """
     n_qkv = 2 * num_heads_qk * head_qk + num_heads_v * head_v
     qkv_TF, z_TF = mixed_qkvz.split([n_qkv, num_heads_v * head_v], dim=1)
@@ -43,7 +43,7 @@ def rms_norm_gated(
     is_rms_norm: bool = False,
     activation: str = "swish",
 ) -> torch.Tensor:
-    """RMS norm of the last dimension in fp32, then times silu(z) (or sigmoid(z)), in x's type."""
+    """Compute the RMS norm of the last dimension in fp32, then multiply by silu(z) (or sigmoid(z)); in x's dtype."""
     refuse(
         "rms_norm_gated",
         {
@@ -63,7 +63,7 @@ def rms_norm_gated(
 def fused_sigmoid_mul(
     attn_output: torch.Tensor, gate: torch.Tensor, inplace: bool = False, quant: bool = False
 ) -> torch.Tensor:
-    """attn_output * sigmoid(gate), computed in fp32; `gate` may be [T, H, E] for an output [T, H * E]."""
+    """Return attn_output * sigmoid(gate), computed in fp32; `gate` may be [T, H, E] for an output [T, H * E]."""
     refuse("fused_sigmoid_mul", {"quant (fp8 output)": quant})
     gate_TF = gate.reshape(attn_output.shape).float().sigmoid()
     out = attn_output if inplace else torch.empty_like(attn_output)
@@ -76,13 +76,13 @@ def fused_gate_sigmoid_mul_add(
     shared_output: torch.Tensor,
     final_hidden_states: torch.Tensor,
 ) -> None:
-    """final += sigmoid(hidden . gate) * shared, per row in fp32: a shared expert's part; in place, all [T, F]."""
+    """Add sigmoid(hidden . gate) * shared to `final_hidden_states`, per row in fp32: a shared expert; all [T, F]."""
     gate_T1 = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
     final_hidden_states.copy_(torch.addcmul(final_hidden_states.float(), gate_T1, shared_output.float()))
 
 
 def rms_sumsq_serial(x1: torch.Tensor, x2: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of every row of x1 [T, F] and then of x2 [T, F'], fp32; zeros up to a multiple of 4."""
+    """Return the sums of squares of the rows of x1 [T, F], then of x2 [T, F'], fp32, padded to a multiple of 4."""
     sums = torch.cat([x.float().square().sum(dim=-1) for x in (x1, x2)])
     return F.pad(sums, (0, -len(sums) % 4))
 
@@ -96,7 +96,7 @@ def rms_apply_serial(
     tp_world: int = 1,
     eps: float = 1e-5,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norms of x1 [T, F] and x2 [T, F'], in their types; a row's features are those of `tp_world` ranks."""
+    """Return the RMS norms of x1 [T, F] and x2 [T, F'], in their dtypes; rows are split over `tp_world` ranks."""
     sums = sum_sq[: 2 * len(x1)].view(2, -1, 1)
     return tuple(  # type: ignore[return-value]
         (x.float() * torch.rsqrt(sum_T1 / (x.shape[-1] * tp_world) + eps) * w.float()).to(x.dtype)
@@ -107,7 +107,7 @@ def rms_apply_serial(
 def softcap_logits(
     full_logits: torch.Tensor, final_logit_softcapping: float | None, output: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """cap * tanh(logits / cap), or the logits where there is no cap; in place, or in fp32 into `output`."""
+    """Compute cap * tanh(logits / cap), or keep the logits without a cap; in place, or into `output`."""
     capped = full_logits
     if final_logit_softcapping is not None:
         capped = final_logit_softcapping * (full_logits.float() / final_logit_softcapping).tanh()
@@ -125,7 +125,7 @@ def table_qk_norm_rope_(
     head_dim: int,
     eps: float,
 ) -> None:
-    """RMS-normalise and rotate (neox halves) the q and k heads of qkv [T, (q + 2 k) E] in place; v is untouched."""
+    """RMS-normalise and rotate (neox halves) the q and k heads of qkv [T, (q + 2 k) E] in place; v is unchanged."""
     cos_T1E, sin_T1E = cos_sin_cache.index_select(0, positions.long()).float()[:, None].chunk(2, dim=-1)
     heads_THE = qkv[:, : (num_q_heads + num_k_heads) * head_dim].unflatten(1, (-1, head_dim))
     weight_HE = torch.cat([q_weight.float().expand(num_q_heads, -1), k_weight.float().expand(num_k_heads, -1)])

@@ -1,17 +1,17 @@
-"""Padded rows of a captured batch: their state slots are negative, and SGLang puts them last.
+"""Padded rows of a captured batch, which have negative state slots and come last.
 
-The GPU's kernels skip them. Where those leave a padded row's output as the memory was, a stand-in fills it with NaN, so
-that whatever reads it shows.
+The GPU's kernels skip them. Where a kernel leaves a padded row's output as the memory was, the stand-in fills it with
+NaN, so that any use of it shows.
 """
 
 import torch
 
 
 def n_real(slot_B: torch.Tensor) -> int:
-    """Rows before the padding.
+    """Return the number of rows before the padding.
 
     Raises:
-        ValueError: a padded row comes before another.
+        ValueError: a padded row precedes another row.
     """
     real_B = slot_B >= 0
     n = int(real_B.sum())
@@ -21,7 +21,7 @@ def n_real(slot_B: torch.Tensor) -> int:
 
 
 def with_padding(real: torch.Tensor, n_rows: int, fill: float = torch.nan) -> torch.Tensor:
-    """`real` with rows of `fill` behind it, `n_rows` in all; strides as `real`'s where nothing is added."""
+    """Return `real` followed by rows of `fill`, `n_rows` in all; `real` itself if nothing is added."""
     if len(real) == n_rows:
         return real
     padded = real.new_full((n_rows, *real.shape[1:]), fill)

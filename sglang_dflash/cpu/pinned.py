@@ -1,4 +1,4 @@
-"""`torch` as modules see it that pin memory without asking: tensors are made, though there is no device to pin for."""
+"""`torch` for modules that pin memory unconditionally: tensors are made although no device needs pinned memory."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +11,7 @@ MAKERS = (torch.tensor, torch.empty, torch.zeros, torch.arange)
 
 
 def torch_with(pinned: Made, **names: Any) -> ModuleType:
-    """A copy of the module whose makers of tensors hand those asked for as pinned to `pinned`; and with `names`."""
+    """Return a copy of the torch module that passes tensors requested as pinned to `pinned`, and has `names`."""
     module = ModuleType("torch")
     vars(module).update(vars(torch) | {make.__name__: _making(make, pinned) for make in MAKERS} | names)
     return module

@@ -1,7 +1,7 @@
-"""What SGLang asks a platform, answered for a CPU: no Triton, no graphs, DFLASH with torch attention.
+"""SGLang's platform interface for a CPU: no Triton, no graphs, DFLASH with torch attention.
 
-Being out of tree is what makes SGLang choose its torch forms of norms, activations and rotary embeddings; the in-tree
-CPU platform would ask for the AMX kernels of sgl_kernel instead.
+As an out-of-tree platform it makes SGLang choose torch forms of norms, activations and rotary embeddings. The in-tree
+CPU platform would require the AMX kernels of sgl_kernel.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def __init__(self) -> None:
-        """Every process, first of all: transfers are set up before a model runner is imported."""
+        """Set up transfers, in every process, before a model runner is imported."""
         super().__init__()
         transfer.install()
 
@@ -37,7 +37,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Raises HostMismatch where SGLANG_PLUGINS keeps this platform and leaves the plugin out."""
+        """Return whether it is DFLASH. Raises HostMismatch if SGLANG_PLUGINS has this platform but not the plugin."""
         if algorithm != "DFLASH":
             return False
         contract.require_live()
@@ -58,14 +58,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return block_cache_locs
 
     def init_backend(self) -> None:
-        """Worker process, while SGLang's model runner is being imported: before most users copy a kernel's name."""
+        """Install stand-ins during the import of SGLang's model runner, before most users copy a kernel's name."""
         from sglang_dflash.cpu import install
 
         register_choices()
         install.install(install.at_import())
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Worker process, once per model: every user of a kernel has been imported, so what is live can be checked."""
+        """Install and verify the remaining stand-ins, once per model, when every user of a kernel is imported."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from sglang_dflash.cpu import host_cache, install
@@ -78,16 +78,15 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def register_choices() -> None:
-    """Let a draft model use our attention backend, and DFLASH run with attention data parallelism; does nothing unless
-    our platform is the active one.
+    """Allow the torch attention backend for drafts, and DFLASH with attention data parallelism, on this platform.
 
-    The command line needs it in the first process, the draft worker in its own.
+    The first process needs it for the command line, and the draft worker's process too.
     """
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
     from sglang.srt.platforms import current_platform
 
     if isinstance(current_platform, CpuPlatform) and ATTENTION_BACKEND not in DRAFT_ATTENTION_BACKEND_CHOICES:
         add_draft_attention_backend_choices([ATTENTION_BACKEND])
-        # SGLang asks for CUDA where DFLASH meets attention data parallelism, and for what `config.py` asks for.
+        # SGLang requires CUDA for DFLASH with attention data parallelism, and flags that `config.py` checks.
         hook: Any = import_module("sglang.srt.arg_groups.speculative_hook")
         hook.attn_dp_enabled_of = lambda args: False

@@ -1,8 +1,8 @@
 """Products with quantized weights: fp8 in blocks, int8 by channel, 4-bit AWQ.
 
-Weights are dequantized in every product and the sum is fp32: definitions, not fast ones. Activations are quantized as
-the kernels do, row by row, so a token's numbers do not depend on what is beside it.
-Dimensions: T tokens, K inputs, N outputs, G groups of inputs.
+Definitions, not fast forms: weights are dequantized in every product, and sums are fp32. As in the kernels, activations
+are quantized row by row, so a token's result does not depend on the others. Dimensions: T tokens, K inputs, N outputs,
+G groups of inputs.
 """
 
 import torch
@@ -10,26 +10,26 @@ import torch
 from sglang_dflash.cpu.refuse import refuse
 
 FP8, FP8_MAX, INT8_MAX = torch.float8_e4m3fn, 448.0, 127.0
-# AWQ packs eight outputs into an int32, in this order of places.
+# order of the eight outputs that AWQ packs into an int32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AnyDtype:
-    """The types that a product takes: SGLang's lists are those of a GPU's kernels. Asked of a class or of an object."""
+    """Dtypes that a product accepts, in place of SGLang's lists for GPU kernels. Callable on a class or an object."""
 
     def __call__(self, **_: object) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]
 
 
 def any_device(self: object, min_capability: int, error: bool = True) -> bool:
-    """Torch asks for no compute capability."""
+    """Return True: torch needs no compute capability."""
     return True
 
 
 def per_token_group_quant_fp8(
     x: torch.Tensor, group_size: int, eps: float = 1e-10, **layout: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., K] in fp8 and its scales, fp32 [..., G]: the largest of a group is 448."""
+    """Quantize [..., K] to fp8 with scales, fp32 [..., G]: the largest of a group maps to 448."""
     refuse("per_token_group_quant_fp8", layout)
     groups = x.unflatten(-1, (-1, group_size)).float()
     scale = groups.abs().amax(-1).clamp(min=eps) / FP8_MAX
@@ -44,7 +44,7 @@ def w8a8_block_fp8_matmul_triton(
     block_size: list[int],
     output_dtype: torch.dtype = torch.float16,
 ) -> torch.Tensor:
-    """A [T, K] times B [N, K], fp8 both, to [T, N]: each number times its group's scale, As, or its block's, Bs."""
+    """Multiply A [T, K] by B [N, K], both fp8, to [T, N], with a scale per group in As and per block in Bs."""
     n, k = block_size
     weight_NK = B.float() * spread(spread(Bs, 0, n, B.shape[0]), 1, k, B.shape[1])
     inputs_TK = A.float() * spread(As, 1, k, A.shape[1])
@@ -52,12 +52,12 @@ def w8a8_block_fp8_matmul_triton(
 
 
 def spread(scale: torch.Tensor, dim: int, size: int, total: int) -> torch.Tensor:
-    """A scale per number from a scale per block of `size`; the last block may be shorter."""
+    """Expand a scale per block of `size` to one per number; the last block may be shorter."""
     return scale.repeat_interleave(size, dim).narrow(dim, 0, total)
 
 
 def per_token_quant_int8(x: torch.Tensor, **more: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., K] in int8 and its scales, fp32 [..., 1]: the largest of a token is 127."""
+    """Quantize [..., K] to int8 with scales, fp32 [..., 1]: the largest of a token maps to 127."""
     refuse("per_token_quant_int8", more)
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / INT8_MAX
     return (x.float() / scale).round().to(torch.int8), scale
@@ -71,19 +71,19 @@ def int8_scaled_mm(
     out_dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, N]: the product of whole numbers, exact in fp32 up to 1,040 inputs, times both scales."""
+    """Return [T, N]: the integer product, exact in fp32 up to 1,040 inputs, times both scales."""
     out_TN = (a_TK.float() @ b_KN.float()) * scale_T1 * scale_N1.view(1, -1)
     return (out_TN if bias is None else out_TN + bias).to(out_dtype)
 
 
 def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> torch.Tensor:
-    """[K, N]: four bits minus their group's zero, times its scale. `scales` [G, N], the others int32 of eight."""
+    """Return [K, N]: each 4-bit weight minus its group's zero, times its scale [G, N]; int32 packs eight."""
     weight, zeros = unpacked(qweight), unpacked(qzeros)
     size = weight.shape[0] // scales.shape[0]
     return (weight - spread(zeros, 0, size, len(weight))) * spread(scales, 0, size, len(weight))
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """int32 [..., N / 8] -> [..., N], whole numbers within 0..15."""
+    """Unpack int32 [..., N / 8] to [..., N], integers within 0..15."""
     places = torch.tensor(AWQ_ORDER, device=packed.device) * 4
     return (packed[..., None] >> places & 15).flatten(-2)

@@ -1,4 +1,4 @@
-"""What ranks of attention data parallelism do with each other's rows, where there is neither Triton nor NCCL."""
+"""Row exchange between ranks of attention data parallelism, without Triton and NCCL."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 def memcpy(
     dst: torch.Tensor, src: torch.Tensor, dim: int, offset: torch.Tensor, sz: torch.Tensor, offset_src: bool
 ) -> None:
-    """Copy `sz` rows: those of `src` from row `offset` on to the first of `dst`, or the first of `src` to those of
-    `dst` from row `offset` on. Source: SGLang's `memcpy_triton`; its form for CPUs reads the counts on the host."""
+    """Copy `sz` rows from row `offset` of `src`, or to row `offset` of `dst`, without reading counts on the host."""
     assert dim == 0, "rows are copied"
     row = torch.arange(dst.shape[0], device=dst.device)
     from_row = row + offset if offset_src else row - offset
@@ -25,7 +24,9 @@ def memcpy(
 
 
 def reduce_scatter_tensor(self: GroupCoordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of the sum of all inputs. Gloo sums all of them as well, and copies this rank's while it is
-    waited for: an operation of the host's, which no captured graph has."""
+    """Return this rank's rows of the sum of all inputs.
+
+    Gloo also sums all rows, but copies this rank's in a host operation, which a captured graph cannot contain.
+    """
     summed = self.all_reduce(input.clone())
     return output.copy_(summed.narrow(0, self.rank_in_group * len(output), len(output)))

@@ -1,10 +1,10 @@
-"""Saying no: a stand-in asked for what it does not define names the argument, and never guesses."""
+"""Refusal of unsupported arguments by a stand-in, which names them."""
 
 from collections.abc import Mapping
 
 
 def refuse(op: str, arguments: Mapping[str, object]) -> None:
-    """Raise NotImplementedError for the first argument that asks for something: is neither None nor False."""
+    """Raise NotImplementedError for the first argument that is neither None nor False."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             raise NotImplementedError(f"{op}: {name} is not defined on the CPU platform; run this model on a GPU")

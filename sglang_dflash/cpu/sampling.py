@@ -1,7 +1,7 @@
 """Sampled verification of a drafted chain for SGLang's own DFLASH worker (T > 0).
 
-Without this SGLang verifies greedily and says so in one warning, which would make its own worker look faster than an
-exact one. Our worker has its own rule and does not come here.
+Without it SGLang verifies greedily with only one warning, which would make its worker look faster than an exact one.
+This plugin's worker does not use it.
 
 Dimension key: B requests, N tokens per block (slot 0 the anchor), D = N - 1 drafts, V vocabulary.
 """
@@ -27,16 +27,16 @@ def tree_speculative_sampling_target_only(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
 ) -> None:
-    """Accept drafts while their coin allows, then draw one token from what the target has left; results in place.
+    """Accept drafts while their coins allow, then draw one token from the target's remaining weight; results in place.
 
-    Slot i's coin is uniform_samples[b, i]: its draft is accepted if coin <= p / threshold_acc or
-    p >= threshold_single, p being the target's probability of it. The closing token comes from the target's
-    distribution after the last accepted slot, less draft_probs and the rejected draft if one was rejected.
+    Slot i's coin is uniform_samples[b, i]: its draft is accepted if coin <= p / threshold_acc or p >= threshold_single,
+    p being the target's probability of it. The closing token is drawn from the target's distribution after the last
+    accepted slot, less draft_probs and the rejected draft if one was rejected.
 
     candidates int64 [B, N]; target_probs, draft_probs fp32 [B, N, V]; uniform_samples fp32 [B, N];
-    uniform_samples_for_final_sampling fp32 [B]. Written: predicts int32 [B * N] at retrive_index of every accepted
-    slot (the token after it), accept_index int32 [B, >= N] (retrive_index of the accepted slots), accept_token_num
-    int32 [B] (accepted drafts). Cells past the accepted ones keep what they held.
+    uniform_samples_for_final_sampling fp32 [B]. Written: predicts int32 [B * N] at retrive_index of every accepted slot
+    (the token after it), accept_index int32 [B, >= N] (retrive_index of the accepted slots), accept_token_num int32 [B]
+    (accepted drafts). Cells after the accepted ones are unchanged.
     """
     B, N = candidates.shape
     is_chain = (retrive_next_token == _chain(N)).all() & (retrive_next_sibling == -1).all()
@@ -64,18 +64,18 @@ def tree_speculative_sampling_target_only(
 
 
 def _chain(N: int) -> torch.Tensor:
-    """The child of every slot of a chain: the next slot, and none (-1) for the last."""
+    """Return the child of every slot of a chain: the next slot, and -1 for the last."""
     return torch.cat([torch.arange(1, N), torch.tensor([-1])])
 
 
 def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
-    """The first token whose cumulative weight exceeds coin * total; int64 [B]."""
+    """Return the first token whose cumulative weight exceeds coin * total, int64 [B]."""
     cumulative_BV = weight_BV.double().cumsum(dim=1)
     threshold_B1 = coin_B[:, None].double() * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1).clamp(max=weight_BV.shape[1] - 1)
 
 
 def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `k` largest of the last dimension and where they are, largest first; SGLang's is FlashInfer's for a GPU."""
+    """Return the `k` largest values of the last dimension and their indices, largest first; replaces FlashInfer's."""
     largest, where = torch.topk(scores, k, dim=-1)
     return largest, where

@@ -1,8 +1,8 @@
-"""K/V of a prompt from the server that read it to the one that goes on: Mooncake's engine, over loopback.
+"""Transfer of a prompt's K/V from the server that read it to the one that decodes: Mooncake's engine, over loopback.
 
-SGLang's transfer is all there, its handshake, its queues and its polling; what stands here is the last call of it, the
-write into memory of another process. Mooncake's own engine runs on a CPU too, over TCP, where its package and system
-libraries are installed; this one is used where they are not. Both servers must run on this machine.
+SGLang's transfer is complete: handshake, queues and polling. Only its last call is replaced, the write into another
+process's memory. Mooncake's own engine also runs on a CPU, over TCP, if its package and system libraries are installed;
+otherwise this one is used. Both servers must run on this machine.
 """
 
 import ctypes
@@ -13,16 +13,16 @@ import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
-HEAD, PART = struct.Struct("<I"), struct.Struct("<QQ")  # how many parts; an address and a length each
+HEAD, PART = struct.Struct("<I"), struct.Struct("<QQ")  # number of parts; address and length of each
 DONE = b"\x01"
 HOST = "127.0.0.1"
 
 
 class TransferEngine:
-    """As SGLang calls Mooncake's; a status is 0, or -1 where it failed."""
+    """Mooncake's engine as SGLang calls it; a status is 0, or -1 for failure."""
 
     def __init__(self) -> None:
-        self.regions: dict[int, int] = {}  # lengths by address: what others may write to
+        self.regions: dict[int, int] = {}  # lengths by address of the memory that others may write
 
     def initialize(self, hostname: str, handshake: str, protocol: str, device: str) -> int:
         engine = self
@@ -70,7 +70,7 @@ class TransferEngine:
         return self.batch_transfer_sync_write(peer, [source], [target], [length])
 
     def batch_transfer_sync_write(self, peer: str, sources: list[int], targets: list[int], lengths: list[int]) -> int:
-        """Write `lengths` bytes from `sources` on to `targets` on of the process that listens at `peer`."""
+        """Write `lengths` bytes from the addresses `sources` to `targets` in the process that listens at `peer`."""
         try:
             with self._connect(peer) as connection:
                 parts = b"".join(PART.pack(*part) for part in zip(targets, lengths, strict=True))
@@ -97,7 +97,7 @@ def memory(address: int, length: int) -> memoryview:
 
 
 class Event:
-    """A point that one stream has always passed."""
+    """Event of a single stream, always complete."""
 
     def record(self, stream: object = None) -> None:
         return
@@ -110,7 +110,7 @@ CUDA = SimpleNamespace(Event=Event, current_stream=lambda: None)
 
 
 def install() -> None:
-    """As `mooncake.engine`; does nothing where Mooncake is installed."""
+    """Install as `mooncake.engine`, unless Mooncake is installed."""
     try:
         import mooncake.engine  # noqa: F401
     except ImportError:

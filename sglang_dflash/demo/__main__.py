@@ -39,10 +39,10 @@ def make_server(arm: Arm, pair: Pair, port: int, logs: Path, env: dict[str, str]
 
 
 def keep_serving(server: Server, console: Console) -> None:
-    """Until Ctrl-C, or until the server ends by itself.
+    """Block until Ctrl-C.
 
     Raises:
-        ServerError: it did.
+        ServerError: the server ended by itself.
     """
     body = json.dumps({"model": "default", "messages": [{"role": "user", "content": questions()[0][1]}]})
     console.print(f"\nServing [bold]{server.url}/v1[/] until Ctrl-C; the log is {server.log}. Try:", highlight=False)
@@ -53,7 +53,7 @@ def keep_serving(server: Server, console: Console) -> None:
 
 
 def show_page(demo: Demo, port: int, console: Console) -> None:
-    """Until Ctrl-C.
+    """Serve the page until Ctrl-C.
 
     Raises:
         ServerError: the port is taken.
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     pair = Pair(options.target, options.draft)
     tokenizer = Tokenizer.from_file(str(pair.target / "tokenizer.json"))
     trace = options.logs / f"steps-{options.port}"
-    shutil.rmtree(trace, ignore_errors=True)  # of an earlier demo
+    shutil.rmtree(trace, ignore_errors=True)  # from an earlier demo
     env = {"SGLANG_DFLASH_WIDTH_TRACE": str(trace)} if options.web else {}
     on = make_server(options.arm, pair, options.port, options.logs, env)
     off = make_server(Arm.OFF, pair, free_port(options.port + 1), options.logs)
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
             if not options.once:
                 keep_serving(on, console)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave a server behind
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not leave a server running
         console.print("\n[dim]stopping[/]")
         on.stop()
         off.stop()

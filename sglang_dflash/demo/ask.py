@@ -1,4 +1,4 @@
-"""One streamed question: SGLang sends a chunk per step with the number of tokens so far, so steps can be told apart."""
+"""One streamed question. SGLang sends a chunk per step with the number of tokens so far, which separates steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Message = dict[str, str]  # role, content
 
 
 class Step(NamedTuple):
-    """What one chunk brought: one verify step, or the prefill's token."""
+    """Content of one chunk: one verify step, or the prefill's token."""
 
     text: str
     n_tokens: int
@@ -41,11 +41,11 @@ class Answer(NamedTuple):
 def ask(
     client: openai.OpenAI, messages: str | Sequence[Message], show: Callable[[Step], None], *, rid: str | None = None
 ) -> Answer:
-    """One streamed chat completion, greedy; `show` sees every step as it arrives.
+    """Request one streamed chat completion, greedy; calls `show` with every step as it arrives.
 
     Args:
         messages: a conversation, or one question.
-        rid: what the server is to call the request.
+        rid: id of the request on the server.
     Raises:
         openai.APIError: the server refuses it, or is gone.
     """
@@ -74,7 +74,7 @@ def ask(
 
 
 def questions() -> list[tuple[str, str]]:
-    """(kind, question), none of which the pair was trained on."""
+    """Return (kind, question) pairs that the pair was not trained on."""
     from sglang_dflash.tiny.corpus import draw
 
     random = Random(1)

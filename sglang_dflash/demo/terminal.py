@@ -1,4 +1,4 @@
-"""The demo in a terminal: what each verify step committed, in colours, and a table of speeds."""
+"""The demo in a terminal: the tokens of each verify step in colours, and a table of speeds."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from sglang_dflash.demo.ask import Answer, Step, ask, questions
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import Server
 
-STEP_COLOURS = ("green", "cyan")  # alternating, so that neighbouring steps can be told apart
+STEP_COLOURS = ("green", "cyan")  # alternating, to distinguish neighbouring steps
 
 
 def has_colours(console: Console) -> bool:
@@ -26,7 +26,7 @@ def legend(console: Console) -> str:
 
 
 class Painter:
-    """Prints steps: accepted drafts in the step's colour (or in brackets), the target's own token in bold."""
+    """Printer of steps: accepted drafts in the step's colour (or in brackets), the target's own token in bold."""
 
     def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
         self.console, self.tokenizer = console, tokenizer
@@ -42,10 +42,10 @@ class Painter:
         self.n_shown += bool(step.n_tokens)
 
     def _split(self, step: Step) -> tuple[str, str]:
-        """(accepted drafts, the target's own token): a step's last token is the target's, and so is the prefill's.
+        """Return (accepted drafts, the target's own token). A step's last token is the target's, as is the prefill's.
 
-        A step's text is encoded again to find where its last token begins. Where that gives another number of tokens
-        (an end token has no text; a character can be split between steps) nothing is marked as the target's.
+        A step's text is encoded again to find its last token. If that gives another number of tokens (an end token has
+        no text; a character can be split between steps), nothing is marked as the target's.
         """
         if self.n_shown == 0 or step.n_tokens == 1:
             return "", step.text
@@ -57,13 +57,13 @@ class Painter:
 
 
 def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> list[tuple[str, Answer, Answer]]:
-    """Every question to both servers: shown from the first, timed on both.
+    """Ask both servers every question, showing the first one's answers and timing both.
 
     Raises:
         ServerError: the two answers to a question differ.
     """
     with_speculation, without = on.openai(), off.openai()
-    for client in (with_speculation, without):  # the first request of a server pays for lazy set-up
+    for client in (with_speculation, without):  # a server's first request includes lazy set-up
         ask(client, "Hello.", lambda step: None)
     results = []
     for kind, question in questions():
@@ -103,7 +103,7 @@ def summary(results: Sequence[tuple[str, Answer, Answer]]) -> Table:
 
 
 def total(answers: Sequence[Answer]) -> Answer:
-    """All of them as if they were one."""
+    """Return the sum of the answers as one."""
     return Answer(
         text="".join(answer.text for answer in answers),
         n_tokens=sum(answer.n_tokens for answer in answers),

@@ -1,7 +1,7 @@
-"""The demo in a browser: one page on localhost, where answers stream side by side, with and without speculation.
+"""The demo in a browser: one page on localhost, where answers stream in two columns, with and without speculation.
 
-Safe by construction: the page puts texts into text nodes only, loads nothing, and runs nothing but its own script; the
-server listens on this machine alone and answers only those who ask for it by that name.
+Security: the page puts texts into text nodes only, loads nothing, and runs only its own script. The server listens on
+localhost only, and answers only requests that name it so.
 """
 
 import json
@@ -21,12 +21,12 @@ from sglang_dflash.demo.ask import Message, Step, ask, questions
 from sglang_dflash.servers.ports import HOST
 
 PAGE = Path(__file__).with_name("page.html")
-MOST_BYTES = 64 * 1024  # of a conversation
+MOST_BYTES = 64 * 1024  # limit of a conversation
 POLICY = "default-src 'none'; connect-src 'self'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; base-uri 'none'"
 
 
 class Verified(NamedTuple):
-    """A step of one request: how many tokens were verified, and of them drafts accepted, the copied ones last."""
+    """A step of one request: tokens verified, drafts accepted, and copied ones among these, which come last."""
 
     width: int
     n_accepted: int
@@ -34,19 +34,19 @@ class Verified(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """Of the tokens it commits."""
+        """Return the kinds of the tokens that it commits."""
         return ["block"] * (self.n_accepted - self.n_copied) + ["copy"] * self.n_copied + ["own"]
 
 
 class StepTrace:
-    """What a server's trace (`SGLANG_DFLASH_WIDTH_TRACE`) says, by request, while it is written."""
+    """Reader of a server's trace (`SGLANG_DFLASH_WIDTH_TRACE`), by request, while it is written."""
 
     def __init__(self, folder: Path) -> None:
         self.files = [path.open() for path in sorted(folder.glob("*.jsonl"))]
         self.unread: dict[str, deque[Verified]] = defaultdict(deque)
 
     def of(self, rid: str, n_tokens: int) -> list[Verified]:
-        """The next steps of the request: as many as commit `n_tokens`, of which the last may commit more."""
+        """Return the request's next steps that commit `n_tokens`; the last may commit more."""
         for file in self.files:
             for line in map(json.loads, file):
                 for one, n_accepted in line["accepted"].items():
@@ -59,7 +59,7 @@ class StepTrace:
 
 
 def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> list[tuple[str, int, str]]:
-    """(kind, place in the block, text) of each token, or of all where the text does not fall into as many tokens."""
+    """Return (kind, place in the block, text) of each token, or of all if the text has another number of tokens."""
     if not step.text:  # the end token alone
         return []
     places = [(kind, place) for one in verified for place, kind in enumerate(one.kinds, 1)]
@@ -67,31 +67,31 @@ def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> li
     offsets = tokenizer.encode(step.text, add_special_tokens=False).offsets
     if not 0 <= step.n_tokens - len(offsets) <= 1:  # an end token has no text
         return [(*places[0], step.text)]
-    cuts = [0, *(begin for begin, _ in offsets[1:]), len(step.text)]  # some tokenizers' offsets leave out spaces
+    cuts = [0, *(begin for begin, _ in offsets[1:]), len(step.text)]  # some tokenizers' offsets omit spaces
     texts = (step.text[begin:end] for begin, end in pairwise(cuts))
     return [(*place, text) for place, text in zip(places, texts, strict=False)]
 
 
 class Side(NamedTuple):
-    """A server to ask, and the steps it tells of; None: it has none to tell."""
+    """A server to query, and its traced steps; None: it has none."""
 
     client: openai.OpenAI
     steps: StepTrace | None
 
 
 class Demo:
-    """What the page asks for."""
+    """Answers to the page's requests."""
 
     def __init__(self, sides: Mapping[str, Side], tokenizer: Tokenizer) -> None:
         self.sides, self.tokenizer = sides, tokenizer
         self.n_asked = count()
 
     def page(self, nonce: str) -> str:
-        examples = json.dumps(dict(questions())).replace("<", "\\u003c")  # no end of the script inside it
+        examples = json.dumps(dict(questions())).replace("<", "\\u003c")  # the script must not contain its own end tag
         return PAGE.read_text().replace("{nonce}", nonce).replace("{examples}", examples)
 
     def answer(self, side: str, messages: Sequence[Message], show: Callable[[dict[str, Any]], None]) -> None:
-        """Ask one server; `show` sees a line of the answer for each step."""
+        """Query one server; calls `show` with a line of the answer for each step."""
         client, steps = self.sides[side]
         rid, asked_s, n_said = f"demo-{next(self.n_asked)}", time.perf_counter(), 0
 
@@ -100,7 +100,7 @@ class Demo:
             verified = steps.of(rid, step.n_tokens) if steps and n_said else []  # the first token is the prompt's
             n_said += step.n_tokens
             told = pieces(self.tokenizer, step, verified)
-            line: dict[str, Any] = {"pieces": told, "n_tokens": len(told)}  # those that have text
+            line: dict[str, Any] = {"pieces": told, "n_tokens": len(told)}  # tokens with text
             if verified:
                 line["width"] = max(one.width for one in verified)
                 line["accepted"] = sum(one.n_accepted for one in verified)
@@ -111,10 +111,7 @@ class Demo:
 
 
 def conversation(body: bytes) -> list[Message]:
-    """
-    Raises:
-        ValueError: it is none that ends with a question.
-    """
+    """Parse a conversation that ends with a question, or raise ValueError."""
     messages = json.loads(body)
     match messages:
         case [*turns, {"role": "user"}] if all(map(is_message, messages)):
@@ -128,13 +125,13 @@ def is_message(one: object) -> bool:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves the page and its answers; `web_server` says of which demo, and on which port."""
+    """Handler of the page and its answers; `web_server` sets demo and port."""
 
     demo: Demo
     port: int
 
     def is_ours(self) -> bool:
-        """Whether the browser was led here by this machine's own name, and by no other page."""
+        """Return whether the request names this machine's localhost, and comes from no other page."""
         names = {f"{name}:{self.port}" for name in (HOST, "localhost")}
         origin = self.headers.get("Origin")
         return self.headers.get("Host") in names and (origin is None or origin.removeprefix("http://") in names)
@@ -165,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
             self.demo.answer(side, messages, self.say)
         except openai.APIError as error:
             self.say({"error": f"{error}"})
-        except ConnectionError:  # the page was closed, and the request with it
+        except ConnectionError:  # the page was closed, which ends the request
             return
 
     def begin(self, kind: str, policy: str) -> None:
@@ -185,5 +182,5 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def web_server(demo: Demo, port: int) -> ThreadingHTTPServer:
-    """Listening on this machine only; `serve_forever` answers."""
+    """Return a server that listens on localhost only; `serve_forever` answers."""
     return ThreadingHTTPServer((HOST, port), type("DemoHandler", (Handler,), {"demo": demo, "port": port}))

@@ -1,1 +1,1 @@
-"""The draft: what its checkpoint says, and the model SGLang runs."""
+"""The draft: its checkpoint, and the model that SGLang runs."""

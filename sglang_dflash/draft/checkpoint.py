@@ -1,9 +1,8 @@
-"""A draft checkpoint, read without loading it: `config.json` and the headers of its safetensors files.
+"""Reader of a draft checkpoint without its weights: `config.json` and the headers of its safetensors files.
 
-The one reader of a draft: the server, plain torch and the trainer ask it what a checkpoint says. The fields are there,
-they agree with each other, the tensors are exactly those the fields imply, and nothing asks for a variant that is not
-DFlash. What `to_json` writes, `read` accepts. No code of a checkpoint is run and no weight is read. It does
-not know the flags or the engine.
+The server, plain torch and the trainer all read drafts through it. It checks that fields are present and agree with
+each other, that the tensors are exactly those implied by the fields, and that nothing requires another drafter. `read`
+accepts what `to_json` writes. No code of a checkpoint is run. This module uses neither flags nor SGLang.
 """
 
 from collections.abc import Mapping
@@ -17,10 +16,10 @@ from sglang_dflash.draft.record import FULL, SECOND, SLIDING, Checkpoint
 from sglang_dflash.draft.variants import ARCHITECTURES, DFLASH_2, refuse_variants
 from sglang_dflash.errors import STOCK, NotSupported
 
-CODEBOOK = "_codebook"  # a matrix of DFlash 2 with one row per token
+CODEBOOK = "_codebook"  # suffix of a DFlash 2 matrix with one row per token
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# A draft turns its whole heads by one position. Drafts of partly rotated or multi-modal targets carry the target's
-# fields along, unused, and say so with `rope_dim`.
+# A draft rotates whole heads by one position. Drafts of partly rotated or multi-modal targets contain the target's
+# fields unused, and mark that by `rope_dim`.
 COPIED_FROM_TARGET = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -76,7 +75,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
 
 
 def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """What the architecture says of a selector and what the fields say must be one thing."""
+    """Return the fields of DFlash 2, after checking that architecture and fields agree on the selector."""
     given = Fields(config["dflash_config"], path, "")
     sizes = {name: given.count(name, 0, least=0) for name in SECOND if name.startswith(("conv_", "selector_"))}
     architecture = config["architectures"][0]
@@ -104,7 +103,7 @@ def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
 
 
 def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[tuple[str, ...], bool]:
-    """The layers' kinds, and whether sliding ones are causal; full ones never are."""
+    """Return the kind of each layer, and whether sliding layers are causal; full ones never are."""
     if config.get("layer_types") is None and config.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window is set without layer_types; add layer_types")
     kinds = tuple(config.get("layer_types", (FULL,) * n_layers))
@@ -122,7 +121,7 @@ def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[t
 
 
 def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dict[str, Any]:
-    """`rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before), as one mapping."""
+    """Return `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before), as one mapping."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))
@@ -130,7 +129,7 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
         raise NotSupported(f"{path}: rope_type={rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}; {STOCK}")
     if rope.get("rope_dim") not in (None, head_dim):
         raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} turns a part of heads of {head_dim}; {STOCK}")
-    # Without rope_dim libraries disagree on what the target's fields mean here.
+    # Without rope_dim, libraries interpret the target's fields differently.
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
     if (partial or "mrope_section" in rope) and rope.get("rope_dim") is None:
         raise NotSupported(
@@ -146,7 +145,7 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
 
 
 def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a DFlash draft and its shape."""
+    """Return the name and shape of every tensor of a DFlash draft."""
     hidden, inner, head_dim = checkpoint.hidden_size, checkpoint.intermediate_size, checkpoint.head_dim
     q, kv = checkpoint.num_attention_heads * head_dim, checkpoint.num_key_value_heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -173,7 +172,7 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     if taps := checkpoint.conv_kernel_size:
         n_groups = hidden // checkpoint.conv_group_size
         for conv in ("attention_conv", "mlp_conv"):
-            layer[f"{conv}.base_kernel"] = (2, taps, hidden)  # before the sublayer, and after it
+            layer[f"{conv}.base_kernel"] = (2, taps, hidden)  # before and after the sublayer
             layer[f"{conv}.kernel_projection.weight"] = (2 * taps * n_groups, hidden)
     if rank := checkpoint.selector_rank:
         n_vocab = checkpoint.vocab_size or 0
@@ -185,13 +184,13 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the tensors found with those the config implies: none missing, none extra, every shape right.
+    """Compare the tensors found with those that the config implies.
 
     Args:
         found: shapes by name, see `files.tensor_shapes`.
     Raises:
         ValueError: a tensor is missing or has another shape.
-        NotSupported: there is one that DFlash does not have.
+        NotSupported: there is a tensor that DFlash does not have.
     """
     path, expected = checkpoint.path, expected_shapes(checkpoint)
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))

@@ -1,7 +1,7 @@
-"""Dialects of a draft's `config.json`, turned into the one that z-lab writes, which `checkpoint.py` reads.
+"""Dialects of a draft's `config.json`, converted to the one that z-lab writes, which `checkpoint.py` reads.
 
-speculators (vLLM's trainer) keeps the layers' fields in an object of their own and counts target layers from 1.
-DeepSpec keeps every field at the top. Both train DFlash's network, and others, which are refused by name.
+speculators (vLLM's trainer) nests the layers' fields in an object and counts target layers from 1. DeepSpec keeps every
+field at the top level. Both train DFlash's network and others, which are refused by name.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from sglang_dflash.draft.record import SLIDING
 from sglang_dflash.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH
 from sglang_dflash.errors import NotSupported
 
-SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # the second ends DeepSpec's names: Qwen3DSparkModel
+SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # architecture names; DeepSpec's ends so: Qwen3DSparkModel
 WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
 
 
 def names_draft(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json says that it is a DFlash draft's, in any dialect."""
+    """Return whether a config.json names a DFlash draft, in any dialect."""
     names = config.get("architectures") or ()
     return (
         not (ARCHITECTURES.keys() | {SPECULATORS}).isdisjoint(names)
@@ -26,10 +26,10 @@ def names_draft(config: Mapping[str, Any]) -> bool:
 
 
 def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the config as z-lab would have written it; one of no dialect known here is returned as it is.
+    """Return the config in z-lab's dialect; one in no known dialect is returned unchanged.
 
     Raises:
-        NotSupported: the dialect's draft is not DFlash, or has a part that is not supported.
+        NotSupported: the draft is not DFlash, or has a part that is not supported.
         ValueError: a field of the dialect is missing.
     """
     names = config.get("architectures") or ()
@@ -68,13 +68,13 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
         "block_size": config.get("block_size"),
         "dflash_config": {
             "mask_token_id": config.get("mask_token_id"),
-            "target_layer_ids": [id_ - 1 for id_ in ids],  # z-lab's are counted from 0
+            "target_layer_ids": [id_ - 1 for id_ in ids],  # z-lab counts from 0
         },
     }
 
 
 def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """DeepSpec trains anchor-first blocks and does not say so: only a config that denies it is DFlash's."""
+    """Convert DeepSpec's config. Its blocks are anchor-first unless the config explicitly denies it."""
     (name,) = config["architectures"]
     if config.get("markov_rank"):
         raise NotSupported(f"{path}: {name} with markov_rank {config['markov_rank']} is DSpark; give a DFlash draft")

@@ -1,7 +1,7 @@
-"""The files of a draft: `config.json`, and the names and shapes of its tensors without their data.
+"""Files of a draft: `config.json`, and the names and shapes of its tensors without their data.
 
-A draft is a directory or a Hugging Face repository id, as for SGLang; of a repository that is not in the local cache
-only `config.json` and the headers of the safetensors files are fetched. What the fields mean is `checkpoint.py`'s.
+A draft is a directory or a Hugging Face repository id, as in SGLang. For a repository outside the local cache, only
+`config.json` and the headers of the safetensors files are fetched. `checkpoint.py` interprets the fields.
 """
 
 import json
@@ -25,12 +25,12 @@ Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 MASK_EMBEDDING = "mask_embedding.pt"
 ROTARY = "rotary_emb.inv_freq"
-# Tensors of the target that some exporters save with a draft, and the vocabulary maps of speculators.
+# Tensors of the target that some exporters save with a draft, and speculators' vocabulary maps.
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
 
 
 def read_config(path: str, revision: str | None) -> dict[str, Any]:
-    """Return `config.json` as it is written, without the defaults a library would fill in.
+    """Return `config.json` as written, without a library's defaults.
 
     Raises:
         ValueError: there is no such draft, or the file is no JSON object.
@@ -43,7 +43,7 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
     """Return the JSON object in `file`.
 
     Raises:
-        ValueError: it holds none; `cure` says what to do then.
+        ValueError: it holds none; the message ends with `cure`.
     """
     try:
         found = json.loads(file.read_text())
@@ -55,26 +55,26 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
 
 
 def tensor_shapes(path: str, revision: str | None) -> Shapes:
-    """Return the shape of every tensor of the draft, by the names of `own_names`.
+    """Return the shape of every tensor of the draft, with names as from `own_names`.
 
     Raises:
         ValueError: no safetensors file, or one that is missing or damaged.
-        NotSupported: the draft has more than those.
+        NotSupported: the draft has a mask embedding of its own.
     """
     folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
     return own_names(_local_shapes(folder) if folder else _hub_shapes(path, revision))
 
 
 def own_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
-    """Drop the prefix that some exporters write, and rotary tables, which follow from the config."""
+    """Return the tensors without the prefix that some exporters write, and without rotary tables."""
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not name.endswith(ROTARY)}
 
 
 def local_folder(source: str | Path) -> Path:
-    """Return the folder itself, or the downloaded files of a repository on the hub, without its code.
+    """Return `source` if it is a folder, else download that repository's config and weights.
 
     Raises:
-        FileNotFoundError: `source` is neither.
+        FileNotFoundError: `source` is neither a folder with a config.json nor a repository.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -87,12 +87,12 @@ def local_folder(source: str | Path) -> Path:
 
 
 def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the tensors of a draft's directory by the names of `own_names`, without those of its target.
+    """Return the tensors of a draft's directory, with names as from `own_names`, without those of its target.
 
     Args:
-        read: a framework's, of a safetensors file.
+        read: a framework's reader of a safetensors file.
     Raises:
-        ValueError, NotSupported: as `weight_files`.
+        ValueError, NotSupported: see `weight_files`.
     """
     tensors: dict[str, Value] = {}
     for file in weight_files(folder):
@@ -105,7 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises:
         ValueError: there is none.
-        NotSupported: the draft has more than those.
+        NotSupported: the draft has a mask embedding of its own.
     """
     if (folder / MASK_EMBEDDING).exists():
         raise NotSupported(f"{folder} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; {STOCK}")

@@ -1,7 +1,7 @@
-"""An fp8 copy of the target's head, which scores the draft's blocks: a block then reads half the bytes.
+"""fp8 copy of the target's head that scores the draft's blocks, which then read half the bytes.
 
-Drafts need not be exact, so rounding the head can cost acceptance, and changes no answer.
-Dimensions: T rows, the drafted slots of all requests' blocks; H hidden, V rows of the head (this rank's shard).
+Drafts need not be exact: rounding the head can lower acceptance, but changes no answer. Dimensions: T rows, the drafted
+slots of all requests' blocks; H hidden, V rows of the head (this rank's shard).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-CHUNK = 4096  # rows that are rounded at a time, so that little memory is needed beside a full KV cache
+CHUNK = 4096  # rows rounded at a time, to bound memory use when the KV cache leaves little
 
 
 class Fp8Head:
-    """The rows of a head in e4m3, each with a scale, kept equal to the head through updates of its weights."""
+    """Copy of a head in e4m3 with a scale per row, refreshed whenever the head's weights are updated."""
 
     def __init__(self, head: Any) -> None:
         weight_VH = head.weight
@@ -40,7 +40,7 @@ class Fp8Head:
 
     @torch.no_grad()
     def fill(self, weight_VH: torch.Tensor) -> None:
-        """Round the rows, in place: captured graphs read the copy."""
+        """Round the rows in place, since captured graphs read the copy."""
         chunks = (tensor.split(CHUNK) for tensor in (weight_VH, self.rows_VH, self.scale_V1))
         for weights, rows, scales in zip(*chunks, strict=True):
             rounded, scale = rounded_rows(weights)
@@ -49,14 +49,14 @@ class Fp8Head:
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
         """Return the rounded rows times the rounded hidden states, [T, V]: bf16 on a GPU, fp32 elsewhere."""
-        if hidden_TH.is_cuda:  # SGLang's kernels round the hidden states too, and write bf16 or fp16 only
+        if hidden_TH.is_cuda:  # SGLang's kernels round the hidden states themselves, and write only bf16 or fp16
             return apply_fp8_linear(hidden_TH.bfloat16(), self.rows_VH.T, self.scale_V1)
         hidden_TH, scale_T1 = rounded_rows(hidden_TH)
         return (hidden_TH.float() @ self.rows_VH.float().T) * scale_T1 * self.scale_V1.T
 
 
 def rounded_rows(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows in e4m3, and the scale of each, fp32 [T, 1]: its largest value becomes e4m3's."""
+    """Return the rows in e4m3 and their scales, fp32 [T, 1]: each row's largest value maps to e4m3's maximum."""
     x_TH = x_TH.float()
     scale_T1 = (x_TH.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     return (x_TH / scale_T1).to(E4M3), scale_T1

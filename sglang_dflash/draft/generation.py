@@ -1,14 +1,14 @@
-"""One step of a generation, whatever framework computes it, and where a generation ends."""
+"""One step of a generation, independent of the framework, and the end of a generation."""
 
 from collections.abc import Container
 from typing import NamedTuple
 
 
 class DecodedStep(NamedTuple):
-    """One pass of the target. The first step is the prompt's: it has no drafts and commits one token."""
+    """One pass of the target. The first step reads the prompt: it has no drafts and commits one token."""
 
-    committed: list[int]  # accepted drafts, then the bonus; ends early at a stop token or at max_new_tokens
-    n_accepted: int  # drafts the target agreed with, before any early end
+    committed: list[int]  # accepted drafts, then the bonus; cut at a stop token or at max_new_tokens
+    n_accepted: int  # accepted drafts, before any cut
 
 
 def ended(step: DecodedStep, stop_token_ids: Container[int], n_left: int) -> DecodedStep:

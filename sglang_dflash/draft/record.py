@@ -1,4 +1,4 @@
-"""What a DFlash checkpoint says, as one record. Plain data: it knows no files, no flags and no engine."""
+"""Fields of a DFlash checkpoint as one record, independent of files, flags and SGLang."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from sglang_dflash.draft.variants import DFLASH, DFLASH_2
 from sglang_dflash.errors import STOCK, NotSupported
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Fields of `dflash_config` that DFlash 2 brought, with what stands for "none".
+# Fields of `dflash_config` that DFlash 2 added, with the value that means "none".
 SECOND = {
     "conv_kernel_size": 0,
     "conv_group_size": 0,
@@ -22,15 +22,16 @@ SECOND = {
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The fields of a DFlash checkpoint, by their names in its config.json.
+    """Fields of a DFlash checkpoint, named as in its config.json.
 
-    Sizes are counts of elements; nothing is divided by tensor parallelism. In a full layer a slot sees its whole block;
-    in a sliding one it sees `sliding_window` tokens, itself and those before it, and without `sliding_is_causal` as
-    many after it. The six from `conv_kernel_size` on are DFlash 2's, 0 where a draft has no convolution or no selector.
+    Sizes are counts of elements, not divided by tensor parallelism. In a full layer a slot attends to its whole block.
+    In a sliding layer it attends to `sliding_window` tokens, itself and those before it, and without
+    `sliding_is_causal` to equally many after it. The six fields from `conv_kernel_size` on are DFlash 2's; sizes of 0
+    mean that the part is absent.
 
     Raises:
         ValueError: the fields contradict each other.
-        NotSupported: a layer is of a kind that DFlash does not have.
+        NotSupported: a layer has an unknown kind.
     """
 
     hidden_size: int
@@ -39,28 +40,28 @@ class Checkpoint:
     num_key_value_heads: int
     head_dim: int
     intermediate_size: int
-    vocab_size: int | None  # a draft borrows the target's embedding and head, so one without a selector need not say
+    vocab_size: int | None  # optional without a selector: the draft uses the target's embedding and head
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     max_position_embeddings: int = 32768
-    rope_parameters: Mapping[str, Any]  # rope_type, rope_theta and what the type needs
+    rope_parameters: Mapping[str, Any]  # rope_type, rope_theta and the type's parameters
     layer_types: tuple[str, ...]
     sliding_window: int | None = None  # None: no sliding layer
     sliding_is_causal: bool = True
-    num_target_layers: int | None  # of the target it was trained for, where it says so
+    num_target_layers: int | None  # layers of the target that it was trained for, if given
     block_size: int
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]  # features are the outputs of these target layers, in this order
+    target_layer_ids: tuple[int, ...]  # the outputs of these target layers, in this order, are the features
     dtype: str = "bfloat16"
     conv_kernel_size: int = 0  # taps
-    conv_group_size: int = 0  # channels that share what a token changes of the taps
+    conv_group_size: int = 0  # channels that share a token-dependent change of the taps
     selector_rank: int = 0
     selector_top_k: int = 0  # candidates per slot
-    output_multiplier: float = 1.0  # of the candidates' logits,
-    final_logit_softcapping: float | None = None  # and then their soft cap
-    # Shapes of the tensors in its files that are the target's, by name: a draft uses the target's own.
+    output_multiplier: float = 1.0  # scales the candidates' logits
+    final_logit_softcapping: float | None = None  # tanh soft cap applied after scaling; None: no cap
+    # Shapes of the target's tensors in the draft's files, by name; they are not used.
     borrowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
-    path: str = field(default="the draft", compare=False)  # what it is called in messages
+    path: str = field(default="the draft", compare=False)  # name in messages
 
     def __post_init__(self) -> None:
         path, window = self.path, self.sliding_window
@@ -92,7 +93,7 @@ class Checkpoint:
         self._check_second()
 
     def _check_second(self) -> None:
-        """The fields of DFlash 2."""
+        """Check the fields of DFlash 2."""
         for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             if bool(vars(self)[one]) != bool(vars(self)[other]):
                 raise ValueError(f"{self.path}: {one} and {other} go together; fix config.json")
@@ -114,12 +115,12 @@ class Checkpoint:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return how many tokens each layer sees, a slot's own included; None for the whole context and block."""
+        """Return the number of tokens each layer sees, a slot's own included; None: whole context and block."""
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
     @property
     def window(self) -> int | None:
-        """Return how many tokens all layers look back; None if one of them sees the whole context."""
+        """Return the number of tokens that all layers look back; None if one of them sees the whole context."""
         return None if FULL in self.layer_types else self.sliding_window
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +136,7 @@ class Checkpoint:
             "model_type": "qwen3",
             "hidden_act": "silu",
             **{name: value for name, value in said.items() if name != "path" and value is not None},
-            # Transformers 4 lets this field, 10,000 unless it is given, win over rope_parameters.
+            # In Transformers 4 this field (10,000 by default) overrides rope_parameters.
             **({} if theta == 10_000 else {"rope_theta": theta}),
             "use_sliding_window": self.sliding_window is not None,
             **({} if causal else {"is_causal": False}),

@@ -1,4 +1,4 @@
-"""What DFlash 2 adds to the draft that SGLang runs; `sglang_dflash.model.second` says what it is, in plain torch.
+"""DFlash 2's parts of the draft that SGLang runs; `sglang_dflash.model.second` defines them in plain torch.
 
 Dimensions: T rows (B requests x N block tokens), D = N - 1 drafts, H hidden, S taps, J groups of channels, V
 vocabulary, K candidates, R rank of the selector.
@@ -18,7 +18,7 @@ from sglang_dflash.draft.target_ends import TargetEnds, best_candidates
 
 
 class SGLangBlockConv(nn.Module):
-    """The convolution around one sublayer. Whole on every rank, as the hidden states are."""
+    """Convolution around one sublayer, replicated on every rank, as the hidden states are."""
 
     def __init__(self, hidden_size: int, n_taps: int, group_size: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class SGLangBlockConv(nn.Module):
 
     @classmethod
     def of(cls, config: Any) -> SGLangBlockConv | None:
-        """Return the convolution that a draft's config describes; None for a draft without."""
+        """Return the convolution that a draft's config describes; None if it has none."""
         said: Mapping[str, int] = config.dflash_config
         if not said.get("conv_kernel_size"):
             return None
@@ -42,7 +42,7 @@ def convolved(
     hidden_TH: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Run the sublayer with `conv` around it, or alone: [T, H] -> [T, H]."""
+    """Run the sublayer with `conv` around it, if any: [T, H] -> [T, H]."""
     if conv is None:
         return sublayer(hidden_TH)
     before_TSJ, after_TSJ = conv.kernel_projection(hidden_TH).view(conv.shape).unbind(1)
@@ -51,7 +51,7 @@ def convolved(
 
 
 class SGLangCandidateSelector(nn.Module):
-    """One path through the candidates of a block's slots. Whole on every rank: any may need any token's row."""
+    """Selector of one path through the candidates of a block's slots, replicated, as any rank may need any row."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ class SGLangCandidateSelector(nn.Module):
 
     @classmethod
     def of(cls, config: Any) -> SGLangCandidateSelector | None:
-        """Return the selector that a draft's config describes; None for a draft without."""
+        """Return the selector that a draft's config describes; None if it has none."""
         return cls(config) if config.dflash_config.get("selector_rank") else None
 
     def path(self, hidden_TH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-        """Return the drafts after the anchors, int64 [B, D]: in each slot the candidate that follows the last one best.
+        """Return the drafts after the anchors, int64 [B, D]: in each slot the candidate that best follows the last one.
 
         Args:
             hidden_TH: the last hidden states of the drafted slots, T = B x D rows, contiguous.
@@ -86,7 +86,7 @@ class SGLangCandidateSelector(nn.Module):
             tokens_TK.unflatten(0, blocks),
             logits_TK.unflatten(0, blocks),
             self.hidden_projection(hidden_TH).unflatten(0, blocks),
-            anchor_B.contiguous(),  # a column of the blocks, and kernels index flat memory
+            anchor_B.contiguous(),  # a column of the blocks; kernels index flat memory
             predecessor_VR=self.predecessor_codebook,
             successor_VR=self.successor_codebook,
         )

@@ -1,8 +1,8 @@
-"""The configuration that SGLang builds of a draft: what the one reader says, whatever the flags say of the target.
+"""SGLang's configuration of a draft, built by this plugin's reader instead of from flags meant for the target.
 
-SGLang reads a draft's `config.json` in several places. Everywhere it lays `--json-model-override-args` over the file,
-which are meant for the target. It also compares the draft's context length with the target's. Here both are answered
-from `checkpoint.parse`, so that SGLang, `check` and a weight update read the same draft.
+SGLang reads a draft's `config.json` in several places. Each time it applies `--json-model-override-args`, which are
+meant for the target. It also compares the draft's context length with the target's. Here both use `checkpoint.parse`,
+so that SGLang, `check` and a weight update read the same draft.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def read_draft(
     model_override_args: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> PretrainedConfig:
-    """AROUND `get_config`: read a DFlash draft from its own file alone; any other model is SGLang's to read.
+    """Read a DFlash draft from its own file alone; SGLang reads any other model. AROUND `get_config`.
 
-    SGLang reads a draft that the reader refuses, too. DFLASH has refused it by then, another algorithm may serve it.
+    SGLang also reads a draft that the reader refuses: DFLASH has refused it before, but another algorithm may serve it.
     """
     try:
         found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
-    except ValueError:  # a dialect's file may name no model type
+    except ValueError:  # a dialect's file may have no model type
         ours = own_config(model, revision)
         if ours is None:
             raise
@@ -51,9 +51,9 @@ def read_draft(
 
 
 def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context_length: int | None) -> None:
-    """AROUND `ModelConfig._derive_context_length`: give a draft every position of its target.
+    """Give a draft every position of its target. AROUND `ModelConfig._derive_context_length`.
 
-    SGLang refuses a draft that was trained for fewer positions. Its answers are exact there, too.
+    SGLang refuses a draft that was trained for fewer positions, although answers are exact beyond them.
     """
     if model_config.is_draft_model and context_length is not None and is_ours(model_config.hf_config):
         text = model_config.hf_text_config
@@ -62,12 +62,12 @@ def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context
 
 
 def is_ours(config: PretrainedConfig) -> bool:
-    """Return whether the config is that of a DFlash draft which this plugin serves."""
+    """Return whether the config is that of a DFlash draft that this plugin serves."""
     return names_draft({"architectures": config.architectures}) and flags.current().worker is not Worker.STOCK
 
 
 def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
-    """Return a draft's config from the one reader; None: the file is no draft's that it reads."""
+    """Return a draft's config from this plugin's reader; None if the file is no draft that it reads."""
     with suppress(ValueError):
         config = draft_files.read_config(model, revision)
         if names_draft(config) and flags.current().worker is not Worker.STOCK:
@@ -76,7 +76,7 @@ def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
 
 
 def sglang_config(draft: Checkpoint) -> PretrainedConfig:
-    """Return the draft's fields as Transformers has them, which fills in what a scaled rope needs."""
+    """Return the draft's fields as a Transformers config, which completes the parameters of a scaled rope."""
     config = Qwen3Config.from_dict(draft.to_json())
     config._name_or_path = draft.path
     return config

@@ -1,11 +1,11 @@
-"""The DFlash draft as an SGLang model: one forward pass turns a block of mask tokens into draft tokens.
+"""DFlash draft as an SGLang model: one forward pass turns a block of mask tokens into draft tokens.
 
-The draft has no embedding and no head of its own: `attach` lends it the target's, so that one forward (one CUDA graph)
-runs from token ids to token ids. Its context is not text but features, the target's hidden states, which
-`context_kv` turns into K and V for every layer. It knows nothing about requests, steps or acceptance.
+The draft has no embedding and no head: `attach` lends it the target's, so that one forward (one CUDA graph) maps token
+ids to token ids. Its context consists of features, the target's hidden states, which `context_kv` turns into K and V
+for every layer. The model is independent of requests, steps and acceptance.
 
-Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`; what the
-second adds is in `second.py`.
+Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`; `second.py`
+has the parts that only the second has.
 Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L draft layers, Q query heads, G KV heads,
 E head width, H hidden, C features (captured layers x H), V vocabulary.
 """
@@ -46,8 +46,7 @@ from sglang_dflash.draft.weights import (
 
 
 class DraftAttention(nn.Module):
-    """Attention of one draft layer. Full layers see the whole block; sliding layers have a window, and are causal
-    unless the config says otherwise."""
+    """Attention of one draft layer. Full layers see the whole block, sliding layers a window, causally by default."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
@@ -85,22 +84,22 @@ class DraftAttention(nn.Module):
             scaling=self.head_dim**-0.5,
             num_kv_heads=self.n_kv_heads,
             layer_id=layer_id,
-            # HF counts the current token into the window, SGLang counts the tokens left of it.
+            # HF includes the current token in the window, SGLang does not.
             sliding_window_size=config.sliding_window - 1 if sliding else -1,
             attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
         )
 
     def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H]: the slots of all blocks, over the context K/V of `batch` and themselves, whose K/V are written."""
+        """Attend from the blocks' slots to the context K/V of `batch` and the blocks, whose K/V it writes: [T, H]."""
         qkv, _ = self.qkv_proj(hidden_TH)
         q, k, v = self.norm_rotate(qkv, positions_T)
         out, _ = self.o_proj(self.attn(q, k, v, batch))
         return out
 
     def norm_rotate_in_one(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return q and k normalised and rotated, and v, of qkv [T, (q + 2 kv) E]: one launch, in place.
+        """Normalise and rotate q and k in qkv, [T, (q + 2 kv) E], in place with one launch. Return views of q, k and v.
 
-        Three views, [T, q E], [T, kv E], [T, kv E]; heads are a rank's.
+        The views are [T, q E], [T, kv E], [T, kv E], with this rank's heads.
         """
         table_qk_norm_rope_(
             qkv,
@@ -116,14 +115,14 @@ class DraftAttention(nn.Module):
         return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
 
     def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the same through SGLang's layers, for dtypes that its single kernel does not take."""
+        """Return the same through SGLang's layers, for dtypes that the fused kernel does not take."""
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         return *self.rotary_emb(positions_T, q, k), v
 
 
 class DraftMLP(nn.Module):
-    """down(silu(gate x) * up x), [T, H] -> [T, H]."""
+    """Gated MLP: down(silu(gate x) * up x), [T, H] -> [T, H]."""
 
     def __init__(self, config: Any, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
@@ -133,14 +132,13 @@ class DraftMLP(nn.Module):
         self.act = SiluAndMul()
 
     def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, [T, H]."""
         gate_up, _ = self.gate_up_proj(hidden_TH)
         out, _ = self.down_proj(self.act(gate_up))
         return out
 
 
 class DraftLayer(nn.Module):
-    """A pre-norm layer. The residual travels beside the hidden states, for SGLang's norms add it themselves."""
+    """Pre-norm layer. The residual is passed separately, because SGLang's norms add it themselves."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
@@ -169,15 +167,15 @@ class DraftLayer(nn.Module):
 
 
 class DFlashDraftModel(nn.Module):
-    """Draft tokens from a block of mask tokens; context K/V from target features.
+    """Draft model: draft tokens from a block of mask tokens, and context K/V from target features.
 
-    SGLang builds it from the checkpoint's config and loads it; then the worker calls `attach` once. The config has
-    been validated before (`config.py`): fields are read here as they are.
+    SGLang builds it from the checkpoint's config and loads it; then the worker calls `attach` once. `config.py` has
+    validated the config, so fields are read here unchecked.
     """
 
     # Set by `attach`.
     ends: TargetEnds
-    # X: the rows of a layer's q, k and v projections, those of k and v from `first_k_row` on; None: they are quantized.
+    # X: rows of a layer's q, k and v projections; k and v begin at `first_k_row`. None: the projections are quantized.
     qkv_LXH: torch.Tensor | None
     bias_LX: torch.Tensor | None
     k_norm_LE: torch.Tensor
@@ -198,28 +196,28 @@ class DFlashDraftModel(nn.Module):
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the target's embedding, [T] -> [T, H].
 
-        By this name SGLang's graph runner knows that we embed token ids ourselves.
+        SGLang's graph runner recognises by this method that the model embeds token ids itself.
         """
         return self.ends.embed(input_ids)
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """Return how many tokens left of the current one sliding layers see; None without sliding layers."""
+        """Return the number of tokens before the current one that sliding layers see; None without sliding layers."""
         return self.config.sliding_window - 1 if "sliding_attention" in self.config.layer_types else None
 
     # -- after loading --------------------------------------------------------------------------------------------
 
     def attach(self, ends: TargetEnds, max_position: int) -> None:
-        """Borrow the target's embedding and head, and lay the context weights of all layers side by side.
+        """Store the target's embedding and head, and stack the context weights of all layers.
 
         Args:
-            max_position: one more than the largest position that will be asked for.
+            max_position: one more than the largest position used.
         Raises:
             ValueError: the checkpoint left a parameter unset.
         """
         missing = sorted(self.needed - self.loaded)
         if missing:
             raise ValueError(f"draft checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
-        # Around nn.Module's bookkeeping, or the target's weights would count as (and be updated as) the draft's.
+        # Bypasses nn.Module, or the target's weights would count as (and be updated as) the draft's.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions
         reach(attentions[0].rotary_emb, max_position)  # all layers share it
@@ -232,7 +230,6 @@ class DFlashDraftModel(nn.Module):
 
     @property
     def attentions(self) -> list[DraftAttention]:
-        """Return the attention of every layer."""
         return [cast(DraftLayer, layer).self_attn for layer in self.layers]
 
     # -- the two things a draft does ------------------------------------------------------------------------------
@@ -247,8 +244,8 @@ class DFlashDraftModel(nn.Module):
             input_ids: int64 [B * N], each block its anchor, then N - 1 mask tokens.
             positions: int64 [B * N].
         Returns:
-            SGLang's output type, whose `hidden_states` slot carries tokens_T, int64 [B * N]: the anchors and the
-            drafts. The slot is borrowed because it is what SGLang's graph runner hands back row by row.
+            SGLang's output type, whose `hidden_states` carries tokens_T, int64 [B * N]: the anchors and the drafts.
+            SGLang's graph runner returns that field row by row.
         """
         hidden_TH, residual_TH = self.forward_embed(input_ids), None
         for layer in self.layers:
@@ -278,14 +275,13 @@ class DFlashDraftModel(nn.Module):
         """Load a checkpoint, or update some of its tensors while serving.
 
         Raises:
-            ValueError: a tensor that this draft does not have, or of another shape than the config says; an update of a
-                quantized draft.
+            ValueError: a tensor is unknown or has a wrong shape, or a quantized draft is updated.
         """
         parameters = dict(self.named_parameters())
         if self.needed <= self.loaded:
             if self.qkv_LXH is None:
                 raise ValueError("a quantized draft takes no new weights; start the server again")
-            weights = list(weights)  # an update is refused whole or not at all
+            weights = list(weights)  # list: an update is refused whole or not at all
             require_all_known((name for name, _ in weights), parameters)
         for name, tensor in weights:
             name = name.removeprefix("model.")

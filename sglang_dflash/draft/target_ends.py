@@ -20,30 +20,29 @@ from torch import nn
 from sglang_dflash.draft.fp8_head import Fp8Head
 from sglang_dflash.errors import STOCK, NotSupported
 
-SCALE = "get_dflash_noise_embedding_scale"  # of SGLang's own worker; no model of SGLang's has it
+SCALE = "get_dflash_noise_embedding_scale"  # method that SGLang's own worker looks for; no model of SGLang's has it
 
-TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # of the last dimension, best first
+TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # top-k of the last dimension, best first
 
 
 class TargetEnds(NamedTuple):
-    """The target's two ends, lent to the draft. Modules, not weights, so an online update of the target arrives."""
+    """The target's embedding and head, as modules rather than weights, so that online updates of the target apply."""
 
     embed: nn.Module  # token ids -> hidden
-    head: Any  # a module with .weight [V or its shard, H], or with a quantized one
+    head: Any  # module with .weight [V or its shard, H], possibly quantized
     n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
     first_token: int  # the id of this shard's first row
-    tp_group: GroupCoordinator | None  # that shares the head; None: every rank has the whole
+    tp_group: GroupCoordinator | None  # ranks that share the head; None: each has all of it
     top_k: TopK = torch.topk
     quantized: bool = False
     fp8_head: Fp8Head | None = None  # scores the draft's block instead of `head`
 
 
 def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
-    """Return the ends of the base model: the draft knows no adapter, whatever the target's requests ask for.
+    """Return the embedding and head of the base model; the draft never uses LoRA adapters.
 
     Raises:
-        NotSupported: the target wants the draft's embeddings scaled, or `fp8_head` is set and its head cannot be
-            copied.
+        NotSupported: the target requires scaled draft embeddings, or `fp8_head` is set and its head cannot be copied.
     """
     if SCALE in dir(model):
         raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
@@ -54,7 +53,7 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
             f"SGLANG_DFLASH_DRAFT_HEAD=fp8 copies plain heads only, and that of {type(model).__name__} is "
             f"{'its embedding' if isinstance(head, nn.Embedding) else 'quantized'}; set it to full"
         )
-    if isinstance(head, nn.Embedding):  # Gemma's: the embedding itself, whole on every rank
+    if isinstance(head, nn.Embedding):  # Gemma: the head is the embedding itself, whole on every rank
         return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None, top_k=top_k)
     if get_parallel().attn_dp_enabled and embed.tp_size > 1 and head.tp_group is not embed.tp_group:
         raise NotSupported(
@@ -76,12 +75,12 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
 
 
 def is_quantized(head: nn.Module) -> bool:
-    """Return whether a head's rows are quantized, as SGLang decides it."""
+    """Return whether a head is quantized, by SGLang's own criterion."""
     return "weight" not in dict(head.named_parameters()) or should_apply_lm_head_quant_method(head, head.quant_method)
 
 
 def top_k_on(device: torch.device) -> TopK:
-    """Return the top-k of a device: FlashInfer's radix selection on a GPU, where torch sorts the whole vocabulary."""
+    """Return the top-k for a device: on a GPU FlashInfer's radix selection, as torch sorts the whole vocabulary."""
     if device.type != "cuda":
         return torch.topk
     import flashinfer
@@ -92,7 +91,7 @@ def top_k_on(device: torch.device) -> TopK:
 def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """Return the argmax of the target's head for every row, int64 [T].
 
-    Under tensor parallelism every rank returns the same tokens, and ties go to the lowest id.
+    With tensor parallelism every rank returns the same tokens, and ties go to the lowest id.
     """
     logits_TV = head_logits(hidden_TH, ends)
     if ends.tp_group is None:
@@ -102,12 +101,12 @@ def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
 
 
 def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
-    """Return, for every row, the token of the rank whose value is the largest, int64 [T]; the first rank on ties.
+    """Return, for every row, the token of the rank with the largest value, int64 [T]; the first rank on ties.
 
-    Ranks exchange 2 T numbers each, and not their shards.
+    Ranks exchange 2 T numbers each instead of their shards.
 
     Args:
-        best_T: the largest value of this rank's shard of the vocabulary.
+        best_T: the largest value in this rank's shard of the vocabulary.
         token_T: int64, its token id in the whole vocabulary.
     """
     best_RT = group.all_gather(best_T[None], dim=0)  # R ranks
@@ -116,9 +115,9 @@ def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordina
 
 
 def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the target head's K best tokens of every row, int64 [T, K], best first, and their logits, fp32 [T, K].
+    """Return the K best tokens of every row, int64 [T, K], best first, and their logits, fp32 [T, K].
 
-    The same on every rank. Ranks exchange K logits and ids a row each, and not their shards of the vocabulary.
+    The same on every rank. Ranks exchange K logits and ids per row instead of their shards of the vocabulary.
     """
     logits_TK, token_TK = ends.top_k(head_logits(hidden_TH, ends), k)
     logits_TK, token_TK = logits_TK.float(), token_TK.long() + ends.first_token
@@ -133,9 +132,8 @@ def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[
 def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """Return the logits of this rank's shard of the vocabulary, [T, V].
 
-    Rows are packed, so that the head is read once: a product of a strided [B, D, H] makes PyTorch expand the head and
-    read it once per request. A quantized head computes as it does for the target.
-    An fp8 copy rounds the rows and the hidden states.
+    `hidden_TH` is packed, so that the head is read once: for a strided [B, D, H] PyTorch expands the head and reads it
+    once per request. A quantized head computes as for the target. An fp8 copy rounds weights and hidden states.
     """
     if ends.fp8_head is not None:
         return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]

@@ -1,7 +1,7 @@
-"""Drafts that look like DFlash and are not: told apart by their config, and refused by name.
+"""Drafts that resemble DFlash but are not: recognised by their config, and refused by name.
 
-Other drafters share DFlash's checkpoint layout and even its architecture name, so loading them as DFlash would not
-fail; it would draft badly.
+Other drafters share DFlash's checkpoint layout and even its architecture name. Loading them as DFlash would not fail,
+but they would draft badly.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash.errors import STOCK, NotSupported
 
 DFLASH, DFLASH_2 = "DFlashDraftModel", "DFlash2DraftModel"
-# What a checkpoint calls itself -> whose arithmetic it has. Some of the names are SGLang's for single targets.
+# Architecture name -> the network that it has. Some of the names are SGLang's for single targets.
 ARCHITECTURES = {
     DFLASH: DFLASH,
     "MuseGlimmerAssistantModel": DFLASH,
@@ -19,10 +19,10 @@ ARCHITECTURES = {
     "MiniMaxDFlash2DraftModel": DFLASH_2,
 }
 
-# Fields that say that slot 0 of a block predicts the next token, instead of holding the anchor.
+# Fields meaning that slot 0 of a block predicts the next token instead of holding the anchor.
 ANCHOR_FIRST = ("sample_from_anchor", "query_zero_predicts_next")
 
-# dflash_config keys that belong to another drafter, by the prefix or name that gives it away.
+# dflash_config keys of other drafters, by prefix or name.
 VARIANT_KEYS = {
     "lilicorr_": "LiLiCorr",
     "gru_": "Domino",
@@ -36,8 +36,8 @@ VARIANT_KEYS = {
     "swa_window_size": "Nemotron",
 }
 
-# Keys of `dflash_config` that DFlash has. The output multiplier and soft cap are increasing functions of a logit: they
-# move the selector's scores of DFlash 2, and no argmax.
+# Keys of `dflash_config` that DFlash has. Output multiplier and soft cap increase with the logit, so they change DFlash
+# 2's selector scores but no argmax.
 KEYS = {
     "block_size",
     "mask_token",
@@ -55,9 +55,9 @@ KEYS = {
     "selector_top_k",
 }
 
-# Top-level switches that change the arithmetic, with the value DFlash has.
+# config.json keys that change the computation, and the only value supported here.
 TOP_LEVEL = {
-    "model_type": "qwen3",  # whose layers a DFlash draft has, whatever its target
+    "model_type": "qwen3",  # a DFlash draft has Qwen3's layers for any target
     "use_gemma_norm": False,
     "has_embed_tokens": False,
     "has_lm_head": False,
@@ -73,10 +73,10 @@ TOP_LEVEL = {
 
 
 def refuse_variants(config: Mapping[str, Any], path: str) -> None:
-    """Refuse, by name, drafts whose arithmetic is not DFlash's.
+    """Refuse, by name, drafts whose computation is not DFlash's.
 
     Raises:
-        NotSupported: `config` is another drafter's, or asks for something that DFlash does not have.
+        NotSupported: `config` is another drafter's, or requires something that DFlash does not have.
         ValueError: it is no DFlash draft's.
     """
     _refuse_anchor_first(config, path)

@@ -1,7 +1,7 @@
 """Tensors that a trainer pushes while serving: over `/update_weights_from_tensor`, a process group, or IPC.
 
-SGLang hands them to every model that the request's selector names, and to all of them if it names none. Some names are
-the target's and the draft's, so such a push would overwrite the draft. Here it goes to the target alone; tensors of
+SGLang loads them into every model that the request's selector names, or into all models without a selector. Some names
+exist in both target and draft, so such a push would overwrite the draft. Here it goes to the target alone. Tensors of
 the draft are pushed with `"selector": "draft"`.
 """
 
@@ -15,19 +15,19 @@ import msgspec
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
 Outcome = tuple[bool, str]
-# Errors of SGLang's models for a name or a shape that they do not have.
+# Errors that SGLang's models raise for an unknown name or a wrong shape.
 NOT_LOADED = (ValueError, KeyError, RuntimeError, AssertionError)
 
 
 def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any) -> Any:
-    """AROUND a push of `SchedulerWeightUpdaterManager`: without a selector it is for the target alone."""
+    """Restrict a push without a selector to the target. AROUND a push of `SchedulerWeightUpdaterManager`."""
     if request.selector == "all":
         request = msgspec.structs.replace(request, selector="target")
     return stock(manager, request)
 
 
 def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kwargs: Any) -> Outcome:
-    """AROUND `WeightUpdater.update_weights_from_tensor`: what cannot be loaded fails the push, not the server."""
+    """Fail a push that cannot be loaded, not the server. AROUND `WeightUpdater.update_weights_from_tensor`."""
     try:
         return stock(updater, *args, **kwargs)
     except NOT_LOADED as error:
@@ -40,7 +40,7 @@ def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kw
 
 
 def draft_stays(stock: Callable[..., Outcome], updater: Any, request: Any) -> Outcome:
-    """AROUND `WeightUpdater.update_weights_from_ipc`, which has no selector: what comes is for the target alone."""
+    """Keep the draft: IPC has no selector and serves the target. AROUND `WeightUpdater.update_weights_from_ipc`."""
     if isinstance(updater.get_model(), DFlashDraftModel):
         return True, "Succeeded to update the target; the draft stays: IPC carries the target's tensors."
     return stock(updater, request)

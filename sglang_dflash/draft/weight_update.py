@@ -1,12 +1,12 @@
-"""`/update_weights_from_disk` while serving: one checkpoint is named, and it goes to the model it belongs to.
+"""`/update_weights_from_disk` while serving: loads the named checkpoint into the model that it belongs to.
 
-SGLang loads it into every model it serves. A target's tensors bear names that a draft has too, and a load that fails is
-rolled back from the checkpoint that failed. So a DFlash draft's checkpoint goes to the draft alone, any other to the
-target alone; a draft that is not like the one served is refused before a tensor is touched. Text depends on the target
-only: after a new one the old draft is still exact, and accepted as often as it fits.
+SGLang loads it into every model that it serves. But tensors of a target and of a draft share names, and a failed load
+is rolled back from the checkpoint that failed. So a DFlash draft's checkpoint goes to the draft alone, any other to the
+target alone. A draft unlike the served one is refused before a tensor is changed. Answers depend only on the target:
+with a new target the old draft stays exact, though its acceptance may change.
 
-Graphs read the weights where they are, so loading new ones in place needs no new graphs. SGLang can be asked to capture
-them again all the same; it knows of one width's only.
+Graphs read weights in place, so new weights need no new graphs. SGLang's option to capture again is refused, as it
+would cover one width only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
 Update = Callable[..., tuple[bool, str]]
-# What is built when the server starts; a new draft has to fit into it.
+# Fields that are fixed when the server starts, which a new draft must match.
 BUILT = (
     "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
@@ -31,7 +31,9 @@ BUILT = (
 
 
 def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tuple[bool, str]]:
-    """AROUND `WeightUpdater.update_weights_from_disk`: return whether it went well, and a sentence.
+    """Return a hook that updates one model. AROUND `WeightUpdater.update_weights_from_disk`.
+
+    The hook returns success and a sentence.
 
     Args:
         served: the draft that the server was started with.
@@ -59,7 +61,7 @@ def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tu
 
 
 def is_draft(path: str) -> bool:
-    """Return whether the checkpoint's config names a draft; without a config it does not."""
+    """Return whether the checkpoint's config names a draft; False without a config."""
     try:
         config = draft_files.read_config(path, None)
     except ValueError:
@@ -68,11 +70,7 @@ def is_draft(path: str) -> bool:
 
 
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int) -> None:
-    """Check that the new draft fits into what was built for the served one.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that the new draft fits the parts that were built for the served one, or raise ValueError."""
     check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)
     for name in (*BUILT, *(["vocab_size"] if served.selector_rank else [])):
         ours, theirs = vars(served)[name], vars(new)[name]

@@ -1,4 +1,4 @@
-"""Maps a draft checkpoint's tensors to the draft model's fused parameters. Knows names and storage, not the model."""
+"""Mapping from a draft checkpoint's tensors to the draft model's fused parameters, by names and storage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_dflash.draft.pair import unused
 
 logger = logging.getLogger(__name__)
 
-# A checkpoint stores the parts of a fused projection one by one: part -> (fused parameter, shard).
+# A checkpoint stores the parts of a fused projection separately: part -> (fused parameter, shard).
 FUSED: dict[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -26,7 +26,7 @@ FUSED: dict[str, tuple[str, str | int]] = {
 
 
 def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
-    """Return the parameter a checkpoint tensor belongs to, and its shard: `a.q_proj.weight` -> `a.qkv_proj.weight`."""
+    """Return the parameter of a checkpoint tensor, and its shard: `a.q_proj.weight` -> `a.qkv_proj.weight`, `q`."""
     for part, (fused, shard) in FUSED.items():
         if f".{part}." in name:
             return name.replace(part, fused), (shard,)
@@ -34,10 +34,10 @@ def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
 
 
 def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str | int, ...]]:
-    """Return the parameter that a checkpoint's tensor goes to, and which shard of it.
+    """Return the parameter of a checkpoint's tensor, and its shard.
 
     Raises:
-        ValueError: the draft has none of that name.
+        ValueError: the draft has no such tensor.
     """
     fused, shard = fused_name(name.removeprefix("model."))
     if fused not in parameters and not is_unused(name):
@@ -46,10 +46,10 @@ def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str
 
 
 def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
-    """Check every name before a tensor is touched, and log those that are left out.
+    """Check every name before a tensor is changed, and log the unused ones.
 
     Raises:
-        ValueError: the draft has none of one name.
+        ValueError: the draft has no such tensor.
     """
     left_out = []
     for name in names:
@@ -60,12 +60,12 @@ def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
 
 
 def is_unused(name: str) -> bool:
-    """Return whether a checkpoint's tensor is the target's, or a buffer that follows from the config."""
+    """Return whether a checkpoint's tensor is the target's, or a buffer computed from the config."""
     return name.removeprefix("model.") in BORROWED or name.endswith(ROTARY)
 
 
 def checkpoint_names(parameters: Iterable[str]) -> set[str]:
-    """Return the tensors a checkpoint needs to set all these parameters: the inverse of `fused_name`."""
+    """Return the checkpoint tensors that set all these parameters: the inverse of `fused_name`."""
     parts: dict[str, list[str]] = {}
     for part, (fused, _) in FUSED.items():
         parts.setdefault(fused, []).append(part)
@@ -78,7 +78,7 @@ def checkpoint_names(parameters: Iterable[str]) -> set[str]:
 
 
 def loader_of(parameter: nn.Parameter) -> Callable[..., None]:
-    """Return what copies a tensor, or a shard of it, into `parameter`; SGLang keeps it in two places."""
+    """Return the function that copies a tensor, or a shard, into `parameter`; SGLang stores it in two places."""
     if isinstance(parameter, BasevLLMParameter):
         return parameter.weight_loader
     return parameter.__dict__.get("weight_loader", default_weight_loader)
@@ -87,7 +87,7 @@ def loader_of(parameter: nn.Parameter) -> Callable[..., None]:
 def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """Return one tensor [L, ...] whose rows become the parameters' own storage.
 
-    There is one copy of the weights, so an update of a parameter while serving updates the stack as well.
+    The weights exist once, so updating a parameter while serving updates the stack as well.
     """
     stack = torch.stack([p.data for p in parameters])
     for parameter, row in zip(parameters, stack, strict=True):

@@ -1,1 +1,1 @@
-"""What we know of SGLang: the names we lean on, its arguments, its scheduler's requests."""
+"""Interface to SGLang: the names that this plugin uses, SGLang's arguments, and its scheduler's requests."""

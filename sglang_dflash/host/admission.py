@@ -1,10 +1,11 @@
-"""What a request must be before it may reach a scheduler, with speculation and without.
+"""Checks of requests before they reach a scheduler, with and without speculation.
 
-SGLang 0.5.23 takes some requests that end the scheduler, and with it every other client's answer: token ids and numbers
-of log-probabilities are looked up unchecked, some numbers do not fit the tensors they are put into, and `n` answers not
-the machine. Others it answers from a distribution that is not a number. Here they are refused by name, in the process
-that tokenizes; what is raised, the server answers with status 400. The list is what
-`tests/server/test_requests_bad.py` sends; docs/troubleshooting.md says which ones SGLang alone can mend.
+SGLang 0.5.23 accepts some requests that end the scheduler, and with it every other client's answer. It looks up token
+ids and numbers of log-probabilities unchecked, and some numbers overflow their tensors. `n` is only bounded by memory:
+a request with n = 2**31 exhausts it. Other requests are answered from a distribution of NaN.
+
+The process that tokenizes refuses them here by name, and the server answers errors raised here with status 400.
+`tests/server/test_requests_bad.py` sends such requests; docs/troubleshooting.md lists those that only SGLang can fix.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from sglang_dflash.host.increments import hook_parsers
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
 MOST_TOP_K = 2**31 - 1  # SGLang keeps it as int32
-MOST = 1e30  # far from fp32's largest, 3.4e38: a biased logit stays finite, a masked one divided by it is no NaN
+MOST = 1e30  # far below fp32's maximum of 3.4e38: biased logits stay finite, and masked ones divided by it are no NaN
 LEAST_REPETITION = 1e-30  # logits are divided by it
-MOST_ANSWERS = 2**16  # to one request, which SGLang makes that many requests of before the first is served
+MOST_ANSWERS = 2**16  # per request; SGLang creates a request for each answer before it serves the first
 
 
 def hook_tokenizer() -> None:
-    """Check requests in this process, where it tokenizes them, and parse its streams in pieces."""
+    """Check requests in this process, which tokenizes them, and parse its streams in pieces."""
     hook_parsers()
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
@@ -42,10 +43,10 @@ def hook_tokenizer() -> None:
 
 
 def check_asked(_: None, request: GenerateReqInput) -> None:
-    """AFTER `GenerateReqInput._handle_parallel_sampling`: as the client sent it, before its prompts are repeated.
+    """Check a request as the client sent it. AFTER `GenerateReqInput._handle_parallel_sampling`.
 
     Raises:
-        ValueError: it asks for answers without end, or has what SGLang finds out itself.
+        ValueError: it asks for too many answers, or sets a field that only SGLang sets.
     """
     if request.lora_id is not None:
         raise ValueError("lora_id is SGLang's own and no client's; leave it out, and name an adapter in lora_path")
@@ -55,10 +56,10 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
 
 
 def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
-    """AROUND `TokenizerManager._validate_one_request`. Ids are a client's; those of a text are the tokenizer's own.
+    """Check a prompt. AROUND `TokenizerManager._validate_one_request`. Only ids sent by a client need a check.
 
     Raises:
-        ValueError: the prompt has no tokens, or one that is none of the model's; or see `check_labels`.
+        ValueError: the prompt has no tokens, or one outside the vocabulary; or see `check_labels`.
     """
     stock(manager, request, input_ids)
     if not isinstance(request, GenerateReqInput):
@@ -67,7 +68,7 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
     if input_ids is None or request.input_embeds is not None:
         return
     if not len(input_ids):
-        # A session's history may be all of a turn's prompt; the scheduler refuses one that is empty with it.
+        # In a session the history may be the whole prompt; the scheduler refuses a request if that is empty too.
         if not (request.session_params or {}).get("id"):
             raise ValueError("the prompt has no tokens; send a text or input_ids with at least one")
         return
@@ -76,10 +77,7 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
 
 
 def check_labels(request: GenerateReqInput, manager: Any) -> None:
-    """
-    Raises:
-        ValueError: it is to be counted by what the server has no metrics of.
-    """
+    """Check a request's labels for metrics, or raise ValueError."""
     if manager.enable_metrics and request.custom_labels:
         unknown = set(request.custom_labels) - set(manager.metrics_collector.labels)
         if unknown:
@@ -90,10 +88,10 @@ def check_labels(request: GenerateReqInput, manager: Any) -> None:
 
 
 def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
-    """AFTER `TokenizerManager._create_tokenized_object`, whose result is what a scheduler is sent.
+    """Check the object that is sent to a scheduler. AFTER `TokenizerManager._create_tokenized_object`.
 
     Raises:
-        ValueError: a parameter is none that a scheduler survives.
+        ValueError: a parameter would end the scheduler.
     """
     if isinstance(made, TokenizedGenerateReqInput):
         vocab_size = manager.model_config.vocab_size
@@ -103,10 +101,7 @@ def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
 
 
 def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
-    """
-    Raises:
-        ValueError: see `check_parameters`.
-    """
+    """Check sampling parameters, or raise ValueError, see `check_parameters`."""
     if asked.top_k > MOST_TOP_K:
         raise ValueError(f"top_k is {asked.top_k}; send at most {MOST_TOP_K}, or -1 for the whole vocabulary")
     if asked.temperature > MOST:
@@ -116,15 +111,12 @@ def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
     for token, bias in (asked.logit_bias or {}).items():
         if not abs(bias) <= MOST:
             raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST:g}..{MOST:g}")
-    if asked.stop_token_ids:  # looked up where any request of the batch has min_new_tokens
+    if asked.stop_token_ids:  # looked up if any request of the batch has min_new_tokens
         require_tokens("stop_token_ids", asked.stop_token_ids, vocab_size)
 
 
 def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
-    """
-    Raises:
-        ValueError: see `check_parameters`.
-    """
+    """Check the fields that are not sampling parameters, or raise ValueError, see `check_parameters`."""
     if asked.top_logprobs_num > vocab_size:
         raise ValueError(f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for fewer")
     if asked.return_logprob and asked.logprob_start_len < -1:
@@ -138,7 +130,7 @@ def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
 
 
 def require_processor(text: str) -> None:
-    """Check that `text` looks like what `CustomLogitProcessor.to_str` makes; what is in it stays unread.
+    """Check that `text` looks like the output of `CustomLogitProcessor.to_str`, without unpickling its content.
 
     Raises:
         ValueError: it does not.
@@ -152,11 +144,7 @@ def require_processor(text: str) -> None:
 
 
 def require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Check that all token ids are within the vocabulary.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Check that all token ids are within the vocabulary, or raise ValueError."""
     least, most = min(ids), max(ids)
     if least < 0 or most >= vocab_size:
         wrong = least if least < 0 else most

@@ -1,6 +1,6 @@
-"""What the plugin reads from SGLang before a worker exists: the arguments that concern the draft, and the target.
+"""Arguments about the draft and facts about the target, read from SGLang before a worker exists.
 
-Two plain records, so that `config.py` and its tests need no engine.
+They are two plain records, so that `config.py` and its tests run without SGLang.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
 
-# Arguments that have no exact meaning for a DFlash chain, and why; SGLang's names, which are the flags'.
+# SGLang's arguments without an exact meaning for a DFlash chain, by name, and why.
 UNSUPPORTED = {
     "speculative_draft_sink_size": "a DFlash draft has no attention sink",
     "speculative_adaptive": "it steers EAGLE only",
@@ -35,7 +35,7 @@ UNSUPPORTED = {
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """The target's fields that the draft must agree with."""
+    """Facts about the target that the draft must match."""
 
     path: str
     architecture: str
@@ -44,13 +44,13 @@ class TargetFacts:
     n_layers: int
     dtype: str
     recurrent: bool  # some layers keep a state instead of K and V
-    gated_delta_net: bool = False  # these are Gated DeltaNet's
+    gated_delta_net: bool = False  # the recurrent layers are Gated DeltaNet's
     context_length: int = 0  # most tokens of a request
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The server arguments that concern the draft, as SGLang resolved them so far; None is "not given"."""
+    """Server arguments about the draft, as far as SGLang has resolved them; None means "not given"."""
 
     draft_path: str | None
     draft_revision: str | None
@@ -59,7 +59,7 @@ class Arguments:
     draft_backend: str | None
     target_backend: str | None
     draft_kv_dtype: str
-    draft_quantization: str | None  # None too where SGLang fills in the target's
+    draft_quantization: str | None  # also None if SGLang fills in the target's
     device: str
     tp_size: int
     pp_size: int
@@ -70,14 +70,14 @@ class Arguments:
     num_steps: int | None
     topk: int | None
     accept_thresholds: tuple[float, float]
-    unsupported: tuple[str, ...]  # of `UNSUPPORTED`
-    sized_after_capture: bool  # an environment variable of SGLang's
+    unsupported: tuple[str, ...]  # names in `UNSUPPORTED`
+    sized_after_capture: bool  # SGLANG_ENABLE_POST_CAPTURE_KV_SIZING
     streaming_session: bool
     page_size: int | None
     load_format: str = "auto"
     draft_load_format: str | None = None
     host_cache: bool = False  # `--enable-hierarchical-cache`
-    grammar_backend: str | None = None  # None: not resolved yet, and xgrammar
+    grammar_backend: str | None = None  # None: not resolved yet, which means xgrammar
 
     def require_draft_path(self) -> str:
         """Return the draft's path.
@@ -90,11 +90,7 @@ class Arguments:
         return self.draft_path
 
     def require_rollback(self) -> None:
-        """Check that grammars can take back rejected drafts.
-
-        Raises:
-            NotSupported: they cannot.
-        """
+        """Check that grammars can roll back rejected drafts, or raise NotSupported."""
         if self.grammar_backend == "outlines":
             raise NotSupported(
                 "--grammar-backend outlines is not supported with DFLASH (its grammars cannot take back a rejected "
@@ -103,7 +99,7 @@ class Arguments:
 
 
 def arguments_of(server_args: Any) -> Arguments:
-    """Read the arguments through SGLang's own view, which knows what resolution has decided so far."""
+    """Read the arguments through SGLang's view, which includes resolved values."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import attn_dp_enabled_of
@@ -113,7 +109,7 @@ def arguments_of(server_args: Any) -> Arguments:
     return Arguments(
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
-        # The first is that of the widest verify once it is resolved, and never less than the block.
+        # `speculative_num_draft_tokens` holds the widest verify after resolution, so the block size is the smaller.
         block_size=least_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
         draft_window=args.speculative_draft_window_size,
         draft_backend=args.speculative_draft_attention_backend,
@@ -144,22 +140,21 @@ def arguments_of(server_args: Any) -> Arguments:
 
 
 def flag(name: str) -> str:
-    """Return a flag's spelling: `--enable-lora` of `enable_lora`."""
+    """Return the flag of an argument: `--enable-lora` for `enable_lora`."""
     return "--" + name.replace("_", "-")
 
 
 def is_given(value: object) -> bool:
-    """Return whether a value differs from what stands for "not given"; 0 does."""
+    """Return whether `value` is neither None, False nor an empty list; 0 counts as given."""
     return not (value is None or value is False or value == [])
 
 
 def least_given(*values: int | None) -> int | None:
-    """Return the smallest of the values that are not None."""
     return min((value for value in values if value is not None), default=None)
 
 
 def target_of(server_args: Any) -> TargetFacts:
-    """Return facts of the target's config as SGLang loads it; SGLang keeps it once built."""
+    """Return facts from the target's config, which SGLang builds once."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
@@ -170,7 +165,7 @@ def target_of(server_args: Any) -> TargetFacts:
         architecture=model_config.hf_config.architectures[0],
         hidden_size=model_config.hidden_size,
         vocab_size=model_config.vocab_size,
-        n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets number every pass
+        n_layers=text.num_hidden_layers * text.to_dict().get("num_loops", 1),  # looped targets number each pass
         dtype=str(model_config.dtype).removeprefix("torch."),
         recurrent=mambaish_config(model_config) is not None,
         gated_delta_net=hybrid_gdn_config(model_config) is not None,
@@ -181,7 +176,7 @@ def target_of(server_args: Any) -> TargetFacts:
 def device_of(device: str | None) -> str:
     """Return "cpu", or an NVIDIA GPU's generation: "sm80", "sm89", "sm90", "sm100", "sm110", "sm120".
 
-    Any other device keeps SGLang's name. Of compute capability 8.x only 8.9 has fp8, so it has a name of its own.
+    Any other device keeps SGLang's name. 8.9 is named apart, because no other compute capability 8.x has fp8.
     """
     if device is None:
         return "undecided"  # until SGLang resolves its arguments
@@ -190,13 +185,12 @@ def device_of(device: str | None) -> str:
     import torch
 
     if not torch.version.cuda:
-        return "rocm"  # which torch calls cuda
+        return "rocm"  # torch calls ROCm cuda
     capability = torch.cuda.get_device_capability()
     return "sm89" if capability == (8, 9) else f"sm{capability[0]}0"
 
 
 def asks_for_dflash(server_args: Any) -> bool:
-    """Return whether the arguments ask for DFLASH."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     return (resolving_view(server_args).speculative_algorithm or "").upper() == "DFLASH"

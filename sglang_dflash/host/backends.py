@@ -1,11 +1,11 @@
-"""Which attention backend may run the draft: pure rules over its KV cache, its pages and the device.
+"""Rules for the draft's attention backend, from its KV cache, its pages and the device.
 
-A DFlash draft needs a mask that ordinary decoding does not: in a full layer every slot of the block sees the whole
-block. A backend that cannot express it gives other drafts, and acceptance falls without an error; so only those of
-`BACKENDS`, which can, are taken. Whether a kernel is installed is SGLang's to say.
+A DFlash draft needs a mask that ordinary decoding does not: in a full layer every slot of the block attends to the
+whole block. A backend without that mask changes the drafts, and acceptance falls without an error. So only `BACKENDS`,
+which have it, are allowed. SGLang checks that a kernel is installed.
 
-One difference is allowed: flashinfer gives all slots of a block the window of the first, so that slot i of a sliding
-layer sees i tokens more than the window (at most N - 1 of thousands). What is served is the target's in any case.
+One difference is allowed: flashinfer gives all slots of a block the first one's window. So slot i of a sliding layer
+attends to i tokens more than the window (at most N - 1). The answers follow the target in any case.
 """
 
 from dataclasses import dataclass
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from sglang_dflash.errors import NotSupported
 
 FLAG = "--speculative-draft-attention-backend"
-# The draft's own dtype, or bf16 whatever the draft's.
+# KV dtypes that mean the draft's own, or bf16.
 UNQUANTIZED = ("auto", "bf16", "bfloat16")
 PAGES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention backend, and the masks and caches it computes right for a block of the draft.
+    """An attention backend, with the masks and caches that it computes correctly for a block of the draft.
 
     Attributes:
         devices: where it runs.
-        fp8_kv: where it reads a draft KV cache of fp8_e4m3; below compute capability 8.9 ours cannot be written either.
-        own_kv: SGLang keeps the draft's cache in the draft's dtype, whatever was asked for.
-        pages: tokens of a KV page that it takes; empty: any.
+        fp8_kv: where it reads a draft KV cache of fp8_e4m3. Below compute capability 8.9 that cannot be written either.
+        own_kv: SGLang keeps the draft's cache in the draft's dtype at any setting.
+        pages: tokens of a KV page that it accepts; empty: any.
         one_pass: a layer that sees its whole block reads the context once; False: once for every slot.
         slides_both_ways: a sliding layer may see its whole block.
         because: where in SGLang 0.5.23 this was read.
@@ -41,7 +41,7 @@ class Backend:
     slides_both_ways: bool = True
 
 
-# In the order of preference. Each masks full layers right, and sliding ones too but for flashinfer (above).
+# In order of preference. Masks are exact, except flashinfer's in sliding layers (above).
 BACKENDS = {
     "fa3": Backend(
         devices=("sm80", "sm89", "sm90"),
@@ -92,7 +92,7 @@ class Needs:
 
     Attributes:
         whole_blocks: some layers see their whole block: full ones, or sliding ones with is_causal=false.
-        slides_both_ways: the latter are among them.
+        slides_both_ways: some of these layers slide.
         device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
         kv_dtype: the dtype that flags give the draft's KV cache, such as "auto" or "fp8_e4m3".
         page_size: tokens of a KV page; None: not resolved yet.
@@ -106,16 +106,15 @@ class Needs:
 
 
 def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
-    """Return the draft's backend: the one asked for, else the target's, else the first that fits.
+    """Return the draft's backend: the requested one, else the target's, else the first that fits.
 
-    A target's backend that would read a layer's context once for every slot stands back for those that are
-    preferred to it and read it once.
+    If the target's backend would read a layer's context once per slot, the preferred backend that fits is used instead.
 
     Args:
         asked: the flag's value.
         target: the target's prefill backend.
     Raises:
-        NotSupported: the backend asked for, or every backend, would compute a wrong mask here.
+        NotSupported: the requested backend, or every backend, would compute a wrong mask here.
     """
     fits = [name for name in BACKENDS if not why_not(name, needs)]
     if asked is not None:
@@ -134,7 +133,7 @@ def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
 
 
 def why_not(name: str, needs: Needs) -> str:
-    """Return why `name` cannot run the draft, as half a sentence; empty when it can."""
+    """Return why `name` cannot run the draft, as half a sentence; empty if it can."""
     backend = BACKENDS.get(name)
     if backend is None:
         return f"it is not a draft backend of this plugin ({', '.join(BACKENDS)})"
@@ -153,5 +152,5 @@ def why_not(name: str, needs: Needs) -> str:
 
 
 def _reads(backend: Backend, needs: Needs) -> bool:
-    """A quantized cache. SGLang offers several; `append_context` writes fp8_e4m3 alone."""
+    """Return whether a quantized cache can be used: `append_context` writes fp8_e4m3 only."""
     return needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv

@@ -1,7 +1,7 @@
-"""The host contract: is the SGLang that is running the one this package was written for?
+"""Host contract: checks that the running SGLang is the one that this package was written for.
 
-`require` compares it with the table in `sglang-0.5.23.txt` and stops at the first difference. `source.py` compares
-the same table with SGLang's source, without importing it.
+`require` compares it with the table in `sglang-0.5.23.txt` and stops at the first difference. `source.py` compares the
+same table with SGLang's source, without importing it.
 """
 
 import importlib
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def require_seams() -> None:
-    """Check the version and the names that hooks are put on.
+    """Check the version and the names that get hooks.
 
     Raises:
-        HostMismatch: another SGLang, or one that lacks a seam.
+        HostMismatch: the version differs, or a name is missing.
     """
     version = importlib.import_module("sglang").__version__
     if version != SGLANG:
@@ -43,7 +43,7 @@ def require() -> None:
 
 
 def require_hooks(*targets: str) -> None:
-    """Check that SGLang applied our hooks; it logs and ignores a plugin or a hook that it cannot load.
+    """Check that SGLang applied these hooks; it logs and ignores a plugin or a hook that it cannot load.
 
     Raises:
         HostMismatch: a hook is not in place.
@@ -62,7 +62,7 @@ def set_hooks(hooks: "Hooks") -> None:
     """Set these hooks and check that they are in place.
 
     Raises:
-        HostMismatch: as `require_hooks`.
+        HostMismatch: see `require_hooks`.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -73,9 +73,9 @@ def set_hooks(hooks: "Hooks") -> None:
 
 
 def require_live() -> None:
-    """Check that a DFLASH launch of this process reaches our worker, or was not meant to.
+    """Check that a DFLASH launch of this process uses this plugin's worker, unless SGLang's was chosen.
 
-    The CPU platform asks as well: SGLang loads it even where `SGLANG_PLUGINS` leaves the plugin out.
+    The CPU platform calls it as well, since SGLang loads that even if `SGLANG_PLUGINS` leaves the plugin out.
 
     Raises:
         HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
@@ -88,7 +88,7 @@ def check(names: Iterable[Name]) -> None:
     """Compare names with the running SGLang.
 
     Raises:
-        HostMismatch: a module, a name or a member is not there; the first that is found.
+        HostMismatch: the first module, name or member that is missing.
     """
     for name in names:
         found = _resolve(name)
@@ -121,8 +121,8 @@ def _members(found: Any) -> set[str]:
         members |= set(vars(base)) | set(inspect.get_annotations(base))
         methods = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
         for function in filter(inspect.isfunction, methods):  # torch wraps some that are written in C
-            members |= set(function.__code__.co_names)  # attributes that a method sets
-            members |= set(function.__code__.co_varnames[: function.__code__.co_argcount])  # and what it is given
+            members |= set(function.__code__.co_names)  # attributes that the method uses
+            members |= set(function.__code__.co_varnames[: function.__code__.co_argcount])  # and its parameters
     return members
 
 

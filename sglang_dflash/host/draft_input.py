@@ -1,8 +1,8 @@
-"""What SGLang's scheduler carries for us from one step to the next, and the KV slots it reserves in between.
+"""State that SGLang's scheduler passes from one step to the next, and the KV slots reserved in between.
 
-Per request that is the anchor and the committed length. Under the overlap schedule both are relayed on the device
-(`FutureMap`), and the host only ever sees them one step late; so a step reserves room for the block it will verify and
-for the block still in flight.
+The state is the anchor and the committed length of each request. The overlap schedule relays both on the device
+(`FutureMap`), and the host sees them one step late. So a step reserves slots for the block that it will verify and for
+the block still in flight.
 
 Invariant: when `prepare_for_decode` returns, row `r` of req_to_token maps positions [0, committed + 2 N).
 """
@@ -26,11 +26,11 @@ from sglang.srt.utils import async_h2d
 
 @dataclass
 class DraftInput(SpecInput):
-    """The state between two steps. `bonus_tokens`, `new_seq_lens`, `future_indices` are SGLang's names."""
+    """State between two steps. `bonus_tokens`, `new_seq_lens`, `future_indices` are SGLang's names."""
 
     bonus_tokens: torch.Tensor  # anchor_B, int64
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
-    future_indices: torch.Tensor | None = None  # set by the overlap scheduler: where it keeps the two above
+    future_indices: torch.Tensor | None = None  # set by the overlap scheduler: indices of the two above in its relay
     allocated_B_cpu: torch.Tensor | None = None  # int32, set by prepare_for_decode: mapped positions per request
 
     # Slots of SGLang's relay that other algorithms fill.
@@ -42,12 +42,12 @@ class DraftInput(SpecInput):
 
     @classmethod
     def idle(cls, device: torch.device) -> DraftInput:
-        """Return the state of no requests."""
+        """Return the state of an empty batch."""
         empty = torch.empty(0, dtype=torch.int64, device=device)
         return cls(bonus_tokens=empty, new_seq_lens=empty)
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        """Reserve KV slots for the coming step; called by the scheduler, before it knows the last step's outcome."""
+        """Reserve KV slots for the coming step. The scheduler calls it before it has the last step's outcome."""
         if batch.batch_size() == 0:
             return
         batch.maybe_evict_swa()
@@ -72,14 +72,14 @@ class DraftInput(SpecInput):
                 batch=batch,
             )
         committed = [req.kv.kv_committed_len for req in batch.reqs]
-        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)  # replaced by the relayed ones under overlap
+        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)  # replaced by the relayed lengths under overlap
         batch.seq_lens_sum = sum(committed)
         for req in batch.reqs:
             req.decode_batch_idx += 1
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
         """Keep the requests at these places of the batch, int64."""
-        self.allocated_B_cpu = None  # prepare_for_decode comes before the next use
+        self.allocated_B_cpu = None  # prepare_for_decode sets it before the next use
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
             return
@@ -98,16 +98,16 @@ class DraftInput(SpecInput):
 
 
 def after_transfer(state: Any, *_: object) -> DraftInput:
-    """AFTER `SpeculativeAlgorithm.build_disagg_draft_input`: return the state of prompts that another server read."""
+    """Return the state of prompts that another server read. AFTER `SpeculativeAlgorithm.build_disagg_draft_input`."""
     return DraftInput(
         bonus_tokens=state.bonus_tokens, new_seq_lens=state.new_seq_lens, future_indices=state.future_indices
     )
 
 
 def row_headroom(headroom: int) -> int:
-    """Return how many entries a row of req_to_token needs past the context length, given SGLang's own `headroom`.
+    """Return the number of entries that a row of req_to_token needs past the context length; `headroom`: SGLang's.
 
-    A request may be one token short of the limit when 2 N more are reserved in whole pages. At page size 1 SGLang
-    gives N + 4, and the reservation would spill into the next request's row (sglang issue 33579).
+    A request may be one token short of the limit when 2 N more are reserved in whole pages. At page size 1 SGLang adds
+    N + 4, and the reservation would overflow into the next request's row (sglang issue 33579).
     """
     return max(headroom, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)

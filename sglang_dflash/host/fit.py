@@ -1,4 +1,4 @@
-"""A draft against the launch that serves it: its block, its window, its heads, and what a launch changes of it."""
+"""Checks of a draft against the launch that serves it: block, window, heads, and overridden settings."""
 
 from sglang_dflash.draft.pair import unused
 from sglang_dflash.draft.record import Checkpoint
@@ -6,14 +6,14 @@ from sglang_dflash.errors import NotSupported
 from sglang_dflash.host.arguments import Arguments, TargetFacts
 from sglang_dflash.memory.sizes import kept_window
 
-DUMMY = "dummy"  # SGLang's name for weights drawn at random
+DUMMY = "dummy"  # SGLang's name for random weights
 
 
 def block_size(arguments: Arguments, draft: Checkpoint) -> int:
-    """Return N. A shorter block is a prefix of the trained one, and cheaper at load; a longer one was never trained.
+    """Return the block size N: at most the trained one, of which a shorter block is a prefix.
 
     Raises:
-        ValueError: the launch asks for a longer one, or for none.
+        ValueError: the launch asks for a longer block, or for fewer than 2 tokens.
     """
     asked = draft.block_size if arguments.block_size is None else arguments.block_size
     if not 2 <= asked <= draft.block_size:
@@ -25,14 +25,14 @@ def block_size(arguments: Arguments, draft: Checkpoint) -> int:
 
 
 def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | None:
-    """Return how many context tokens the draft keeps of a request; None: all.
+    """Return the number of context tokens that the draft keeps of a request; None: all.
 
     Raises:
         ValueError: the launch asks for fewer than a block.
-        NotSupported: it asks for a window where K/V travel to another server.
+        NotSupported: the launch asks for a window, and K/V are sent to another server.
     """
     if arguments.disaggregation != "null":
-        # K/V travel by the target's slots, so the draft's must lie there. Its layers slide all the same.
+        # K/V are sent by the target's slots, so the draft must use these. Its layers still slide.
         if arguments.draft_window is not None:
             raise NotSupported(
                 f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
@@ -48,11 +48,7 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
 
 
 def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
-    """Check that the draft's heads can be split over the ranks that share requests.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Check that the draft's heads can be split over the ranks that share requests, or raise ValueError."""
     tp, over = arguments.tp_size, f"--tp-size {arguments.tp_size}"
     if arguments.attention_dp:
         tp //= arguments.dp_size
@@ -66,12 +62,12 @@ def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
 
 
 def load_format(arguments: Arguments) -> str | None:
-    """Return how the draft's weights are loaded; None: as the target's.
+    """Return the load format of the draft's weights; None: the target's.
 
-    A target without weights waits for a trainer's. Its draft has them, and nobody else would bring them.
+    A target with dummy weights waits for a trainer's. Its draft is still loaded from its files, as no trainer sends it.
 
     Raises:
-        NotSupported: the draft itself is to be without weights.
+        NotSupported: the draft itself is to have dummy weights.
     """
     if arguments.draft_load_format == DUMMY:
         raise NotSupported(
@@ -83,7 +79,7 @@ def load_format(arguments: Arguments) -> str | None:
 
 
 def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
-    """Return a sentence for each thing in which this launch differs from what the draft's files say."""
+    """Return a sentence for each difference between this launch and the draft's files."""
     said = []
     if draft.max_position_embeddings < target.context_length:
         said.append(

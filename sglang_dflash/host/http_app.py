@@ -1,7 +1,7 @@
-"""Application of the processes of `--tokenizer-worker-num`: SGLang's, with the hooks that one process has.
+"""Application for the processes of `--tokenizer-worker-num`: SGLang's, with the hooks of a single process.
 
-SGLang loads plugins where it launches and where it schedules, not where it tokenizes in processes of their own.
-`plugin.check_requests` names this module in SGLANG_HTTP_SERVER_APP_PATH, from which they import what they serve.
+SGLang does not load plugins in separate tokenizer processes. `plugin.check_requests` names this module in
+SGLANG_HTTP_SERVER_APP_PATH, from which these processes import their application.
 """
 
 from sglang.srt.entrypoints.http_server import app

@@ -1,12 +1,12 @@
-"""Streamed answers are parsed alike, however many tokens an increment has.
+"""Parsing of streamed answers, made independent of the number of tokens in an increment.
 
-A speculative step adds several tokens to a stream at once. Most of SGLang's tool-call parsers report one event for each
-increment. They lose arguments, or whole calls, when an increment holds more. One reasoning parser loses an answer. So
-each increment is cut into pieces of about a token. The pieces are parsed one by one, and the results are joined.
+A speculative step adds several tokens to a stream at once. Most of SGLang's tool-call parsers report one event per
+increment, so they lose arguments or whole calls if an increment holds more. One reasoning parser loses an answer. So
+increments are cut into pieces of about a token, the pieces are parsed one by one, and the results are joined.
 
-A special token stays whole, because some parsers do not recognise its parts. A run of punctuation stays whole, and so
-does white space with what follows: tokenizers merge them, and Llama's parser takes a piece that starts with a brace for
-a call.
+A special token stays whole, because some parsers do not recognise its parts. So does a run of punctuation, and so does
+white space with what follows: tokenizers merge them, and Llama's parser takes a piece that starts with a brace for a
+call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Parsed = tuple[str, list[ToolCallItem]]
 
 
 def hook_parsers() -> None:
-    """Parse the increments of streams in pieces, in this process."""
+    """Parse the increments of this process's streams in pieces."""
     contract.check(SECTIONS["increments"])
     contract.set_hooks(
         {
@@ -41,7 +41,7 @@ def hook_parsers() -> None:
 
 
 def parse_calls(stock: Callable[..., Parsed], parser: FunctionCallParser, text: str) -> Parsed:
-    """AROUND `FunctionCallParser.parse_stream_chunk`: return the new plain text and the new parts of calls."""
+    """Return the new plain text and the new parts of calls. AROUND `FunctionCallParser.parse_stream_chunk`."""
     pieces = PIECE.findall(text)
     if len(pieces) < 2:
         return stock(parser, text)
@@ -52,7 +52,7 @@ def parse_calls(stock: Callable[..., Parsed], parser: FunctionCallParser, text: 
 def parse_thoughts(
     stock: Callable[..., tuple[str | None, str | None]], parser: ReasoningParser, text: str
 ) -> tuple[str | None, str | None]:
-    """AROUND `ReasoningParser.parse_stream_chunk`: return the new parts of the thoughts and of what follows them."""
+    """Return the new parts of the thoughts and of the text after them. AROUND `ReasoningParser.parse_stream_chunk`."""
     pieces = PIECE.findall(text)
     if len(pieces) < 2:
         return stock(parser, text)
@@ -61,7 +61,7 @@ def parse_thoughts(
 
 
 def joined(calls: Iterable[ToolCallItem]) -> list[ToolCallItem]:
-    """Join arguments with the part of the same call before them, so that a client reads few events."""
+    """Join arguments with the preceding part of the same call, so that a client reads fewer events."""
     found: list[ToolCallItem] = []
     for call in calls:
         if found and not call.name and call.tool_index == found[-1].tool_index:

@@ -1,7 +1,7 @@
-"""The host contract's data: every SGLang name this package hooks, overrides or calls, read from a text file.
+"""Data of the host contract: every SGLang name that this package hooks, overrides or calls, read from a text file.
 
-`sglang-0.5.23.txt` says what it holds and how to add a line; `contract.py` compares it with the SGLang that is running,
-`source.py` with SGLang's source.
+`sglang-0.5.23.txt` explains its format. `contract.py` compares it with the running SGLang, `source.py` with SGLang's
+source.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ SGLANG = "0.5.23"
 
 
 class Name(NamedTuple):
-    """One name of the host.
+    """One name of SGLang.
 
     Attributes:
         module: where it is defined or re-exported.
         qualname: `function`, `Class` or `Class.method`.
         members: blank-separated; a function's parameters, or a class's fields, methods and instance attributes.
-        hook: what `plugin.py` calls the hook it puts there; empty: none.
+        hook: key in `HOOKS`; empty: it gets no hook.
     """
 
     module: str
@@ -44,7 +44,7 @@ def read(text: str) -> dict[str, tuple[Name, ...]]:
 
 
 def unwrapped(text: str) -> Iterator[str]:
-    """Return lines with their continuations, which are indented twice as far, without comments and empty lines."""
+    """Yield logical lines, without comments and empty lines. Continuations are indented by 8."""
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(" " * 8):
@@ -55,5 +55,5 @@ def unwrapped(text: str) -> Iterator[str]:
 
 
 SECTIONS = read(Path(__file__).with_name(f"sglang-{SGLANG}.txt").read_text())
-# Where hooks are put, by the hook's name: "module.Class.method".
+# Hooked names, "module.Class.method", by the hook's name.
 HOOKS = {name.hook: f"{name.module}.{name.qualname}" for names in SECTIONS.values() for name in names if name.hook}

@@ -1,4 +1,4 @@
-"""Steps as SGLang's scheduler expects them. Its `accept_lens` counts the bonus token."""
+"""Results of steps in SGLang's form, in which `accept_lens` counts the bonus token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_dflash.step import Plan, Target
 
 
 def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accepted) -> GenerationBatchResult:
-    """Return the result of a decode step, with logprobs where the batch asks for them."""
+    """Return the result of a decode step, with logprobs if the batch asks for them."""
     tokens_T = accepted.committed_BN.view(-1)
     if batch.return_logprob:
         compute_spec_logprobs(batch, target.output, tokens_T, chain_stride=plan.width)
@@ -21,7 +21,7 @@ def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accept
         logits_output=target.output,
         next_token_ids=tokens_T,
         accept_lens=accepted.n_committed_B,
-        cap_lens=torch.full((plan.n_requests,), plan.width),  # of each block, for the request's own counts
+        cap_lens=torch.full((plan.n_requests,), plan.width),  # per block, for the request's own counts
         can_run_cuda_graph=target.run.can_run_graph,
         expert_distribution_metrics=target.run.expert_distribution_metrics,
         routed_experts_output=target.run.routed_experts_output,
@@ -29,7 +29,7 @@ def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accept
         speculative_num_draft_tokens=plan.width,
         new_seq_lens=accepted.next_prefix_len_B,
         next_draft_input=DraftInput(bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B),
-        # Read by the copy to the host, on another stream, while later steps run on this one.
+        # The copy to the host reads these on another stream while later steps run.
         extra_keep_alive_refs=[accepted],
     )
 

@@ -1,7 +1,7 @@
-"""The host contract against SGLang's source as installed: parsed, never imported, so it takes two seconds and no GPU.
+"""Host contract against SGLang's installed source: parsed, not imported, so it takes two seconds and no GPU.
 
-A name is found the way Python would find it (assignments, re-exports, star imports, base classes); of a class its
-fields, methods and instance attributes are known, and what its `__init__` takes.
+Names are resolved as in Python (assignments, re-exports, star imports, base classes). For a class the known members are
+its fields, methods, instance attributes, and the parameters of `__init__`.
 """
 
 import ast
@@ -15,14 +15,14 @@ from sglang_dflash.host.names import Name
 
 
 class Source(NamedTuple):
-    """A definition and the module it was found in."""
+    """A definition and the module that contains it."""
 
     node: ast.AST
     module: str
 
 
 def problem(name: Name) -> str:
-    """Return what is wrong with one line of the table; empty if nothing."""
+    """Return the problem with one line of the table; empty if there is none."""
     if file(name.module) is None:
         return f"there is no module {name.module}"
     first, *rest = name.qualname.split(".")
@@ -39,10 +39,10 @@ def problem(name: Name) -> str:
 
 @cache
 def root() -> Path:
-    """Return the folder in which SGLang lies.
+    """Return the folder that contains SGLang's package.
 
     Raises:
-        ModuleNotFoundError: it is not installed.
+        ModuleNotFoundError: SGLang is not installed.
     """
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
@@ -51,7 +51,7 @@ def root() -> Path:
 
 
 def file(module: str) -> Path | None:
-    """Return a module's file; None: there is none."""
+    """Return a module's file; None if there is none."""
     path = root() / module.replace(".", "/")
     candidates = (path / "__init__.py", path.with_suffix(".py"))
     return next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -61,11 +61,11 @@ def file(module: str) -> Path | None:
 def tree(module: str) -> ast.Module:
     """Return a module's syntax tree; empty if there is no such module."""
     found = file(module)
-    return ast.parse(found.read_text() if found else "")  # a star import may be of another package
+    return ast.parse(found.read_text() if found else "")  # a star import may name another package
 
 
 def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a body, those under `if` and `try` included, but not those for type checkers only."""
+    """Yield the statements of a body, including those under `if` and `try`, without `TYPE_CHECKING` blocks."""
     for node in nodes:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
@@ -79,7 +79,7 @@ def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def find(module: str, name: str) -> Source | None:
-    """Return the definition of `name` as `module` sees it; None: there is none."""
+    """Return the definition of `name` in the namespace of `module`; None if there is none."""
     stars = []
     for node in statements(tree(module).body):
         match node:
@@ -100,7 +100,7 @@ def find(module: str, name: str) -> Source | None:
 
 
 def absolute(module: str, node: ast.ImportFrom) -> str:
-    """Return the module that an import names, relative or not."""
+    """Return the module of a relative or absolute import."""
     if not node.level:
         return node.module or ""
     package = module.split(".")
@@ -111,14 +111,14 @@ def absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 def instance(module: str, value: ast.expr) -> Source | None:
-    """Return the class of `name = Class()`; None for any other value."""
+    """Return the class of a `name = Class()` assignment's `value`; None for any other value."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
         return find(module, value.func.id)
     return None
 
 
 def method(source: Source | None, name: str) -> Source | None:
-    """Return a class's own method."""
+    """Return a method that a class itself defines."""
     if source is None or not isinstance(source.node, ast.ClassDef):
         return None
     own = (node for node in source.node.body if isinstance(node, ast.FunctionDef) and node.name == name)
@@ -126,7 +126,6 @@ def method(source: Source | None, name: str) -> Source | None:
 
 
 def members(source: Source) -> set[str]:
-    """Return a function's parameters or a class's members."""
     match source.node:
         case ast.FunctionDef():
             return parameters(source.node)
@@ -136,7 +135,6 @@ def members(source: Source) -> set[str]:
 
 
 def parameters(function: ast.FunctionDef) -> set[str]:
-    """Return the names of a function's parameters."""
     arguments = function.args
     return {a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
 

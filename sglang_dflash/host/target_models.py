@@ -1,7 +1,7 @@
-"""What SGLang's model of a target lacks to be DFLASH's, added to its class in the scheduler that serves it.
+"""Methods that SGLang's model of a target needs for DFLASH, added to its class in the scheduler's process.
 
-SGLang's models show their features by a method `set_dflash_layers_to_capture`, and their embedding by a method
-`get_input_embeddings()`. A model may lack the first though it captures features for EAGLE3.
+SGLang's models provide features by a method `set_dflash_layers_to_capture`, and their embedding by
+`get_input_embeddings()`. A model may lack the first although it captures features for EAGLE3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MINIMAX_M2 = "MiniMaxM2ForCausalLM"
 
 
 def complete(architecture: str) -> None:
-    """Add what a target's class lacks. Called once the target is loaded, before SGLang asks it for features."""
+    """Add missing methods to a target's class. Call it after the target is loaded, before SGLang asks for features."""
     if architecture == MINIMAX_M2:
         from sglang.srt.models.minimax_m2 import MiniMaxM2ForCausalLM
 
@@ -29,6 +29,6 @@ def set_dflash_layers_to_capture(self: Any, layer_ids: list[int]) -> None:
 
 
 def get_input_embeddings(self: Any, input_ids: torch.Tensor | None = None) -> Any:
-    """Return the embedding, or what it makes of ids, as SGLang's own do."""
+    """Return the embedding layer, or its output for `input_ids`, as SGLang's own models do."""
     embedding = self.model.embed_tokens
     return embedding if input_ids is None else embedding(input_ids)

@@ -1,1 +1,1 @@
-"""What a request takes beside the target's K and V: rings and records, and their sizes."""
+"""Memory of a request besides the target's K and V: ring buffers, records, token history, and their sizes."""

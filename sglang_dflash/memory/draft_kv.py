@@ -1,7 +1,7 @@
-"""The memory of the draft's context K/V and how SGLang counts it: one of two ways, chosen when the server starts.
+"""Memory of the draft's context K/V and how SGLang counts it: one of two ways, chosen when the server starts.
 
 Shared   the draft's pool has a slot for each of the target's, as SGLang makes and counts it
-Rings    with a window: a ring of slots per request. Its size follows from window and block, so rings are counted per
+Rings    with a sliding window: a ring buffer of slots per request, sized by window and block. Rings are counted per
          request, and the target's pool gets the rest
 """
 
@@ -25,11 +25,11 @@ from sglang_dflash.memory.slots import DraftSlots, RingSlots, SharedSlots, rings
 
 logger = logging.getLogger(__name__)
 
-READ_AGAIN = 64  # tokens at the end of a prompt that are read although they are in the prefix cache
+READ_AGAIN = 64  # tokens at the end of a prompt that are read even if they are in the prefix cache
 
-Hooks = dict[str, tuple[Callable[..., Any], HookType]]  # by the names of `host/sglang-0.5.23.txt`
+Hooks = dict[str, tuple[Callable[..., Any], HookType]]  # by hook names of `host/sglang-0.5.23.txt`
 Pools = tuple[MemoryPoolConfig | None, ReqToTokenPool | None]
-Gauges = dict[str, tuple[int, Callable[[], int]]]  # a pool's size, and how much of it requests hold
+Gauges = dict[str, tuple[int, Callable[[], int]]]  # by pool: its size, and the amount that requests hold
 
 
 class DraftKV(Protocol):
@@ -39,17 +39,17 @@ class DraftKV(Protocol):
         """Return hooks on what SGLang counts; `recurrent`: the target has recurrent layers."""
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """Return the draft's pool and request table, derived from the target's."""
+        """Return the draft's pool configuration and request table, derived from the target's."""
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> DraftSlots:
-        """Return where K/V go; pools and attention backends exist."""
+        """Return the draft's slots. Call it after pools and attention backends are made."""
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """Return pool sizes and fill levels for metrics."""
+        """Return pool sizes and functions for fill levels, for metrics."""
 
 
 def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
-    """Return the kind of memory that the draft's context K/V get.
+    """Return the kind of memory for the draft's context K/V.
 
     Args:
         window: context tokens that the draft keeps; None: all.
@@ -60,33 +60,31 @@ def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
 
 
 class Shared:
-    """A slot for each of the target's."""
+    """Storage with a slot for each of the target's."""
 
     def __init__(self, *, offloads: bool) -> None:
         """`offloads`: SGLang copies the K/V of retracted requests to the host, as a decode server does."""
         self.offloads = offloads
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return none: SGLang counts such a pool right."""
+        """Return none: SGLang already counts such a pool."""
         return {}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """Return the target's sizes and table."""
         return target, requests
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> SharedSlots:
-        """Return the target's slots, and have the draft's K/V follow the target's to the host."""
+        """Return the target's slots. If K/V are offloaded, copy the draft's along with the target's."""
         if self.offloads:
             copy_along(target.token_to_kv_pool_allocator, draft.token_to_kv_pool)
         return SharedSlots()
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """Return none."""
         return {}
 
 
 def copy_along(allocator: Any, pool: KVCache) -> None:
-    """Copy the draft's K/V in the same slots wherever SGLang copies the target's to the host and back."""
+    """Copy the draft's K/V in the same slots whenever SGLang copies the target's to the host and back."""
     back_up, restore = allocator.get_cpu_copy, allocator.load_cpu_copy
 
     def get_cpu_copy(indices: torch.Tensor, **state: Any) -> tuple[Any, Any]:
@@ -100,18 +98,18 @@ def copy_along(allocator: Any, pool: KVCache) -> None:
 
 
 class Rings:
-    """A ring buffer of slots for each request."""
+    """Storage with a ring buffer of slots for each request."""
 
     def __init__(self, window: int, widest: int) -> None:
         self.window, self.widest = window, widest
 
     @property
     def size(self) -> int:
-        """Return the slots of a request's ring, once the server's arguments are resolved."""
+        """Return the number of slots of a request's ring. Valid once the server's arguments are resolved."""
         return ring_slots(self.window, self.widest, get_schedule().page_size)
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return hooks that take rings off the target's memory and leave the end of a prompt to be read."""
+        """Return hooks that subtract rings from the target's memory and make the end of a prompt be read."""
         hooks: Hooks = {
             "kv_bytes": (self.available_bytes, HookType.AROUND),
             "kv_bytes_per_token": (target_alone, HookType.AROUND),
@@ -119,9 +117,9 @@ class Rings:
         return hooks if recurrent else hooks | {"longest_hit": (leave_the_end, HookType.AFTER)}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """Return a ring for each row of the request table, the padding row 0 included.
+        """Return a pool with a ring for each row of the request table, the padding row 0 included, and a table.
 
-        A row lists what a block sees, at most its ring, whatever the context.
+        A table row lists the slots that a block attends to: at most a ring, at any context length.
         """
         assert target is not None, "the target's pools are made first"
         assert target.max_running_requests is not None, "SGLang decides it with the target's pool"
@@ -135,20 +133,20 @@ class Rings:
         return pool, table
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> RingSlots:
-        """Return the kind of rings that the draft's attention backend can plan with."""
+        """Return the kind of ring slots that the draft's attention backend can plan with."""
         return rings_for(draft)(target, draft, size=self.size, window=self.window, widest=self.widest)
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """Return how many rings are in use."""
+        """Return the number of rings and a function that counts those in use."""
         return {"rings": (requests.size, lambda: requests.size - requests.available_size())}
 
     def available_bytes(
         self, stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float
     ) -> int:
-        """AROUND `KVCacheConfigurator._profile_available_bytes`: return the bytes left beside the rings, on this rank.
+        """Return this rank's available bytes minus the rings. AROUND `KVCacheConfigurator._profile_available_bytes`.
 
         Raises:
-            NotSupported: SGLang does not know the bytes of a slot.
+            NotSupported: SGLang cannot compute the bytes of a slot of the draft.
         """
         available = stock(configurator, pre_model_load_memory)
         slot_bytes = configurator.dflash_draft_cell_size_per_token
@@ -169,18 +167,20 @@ class Rings:
 
 
 def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, **draft: Any) -> int:
-    """AROUND `scale_kv_cell_size_per_token_for_dflash`: count the bytes of the target's pool only, per token."""
+    """Return the bytes per token of the target's pool only. AROUND `scale_kv_cell_size_per_token_for_dflash`."""
     return target_cell_size_per_token
 
 
 def leave_the_end(longest: int, request: Any, input_len: int) -> int:
-    """AFTER `Req._compute_max_prefix_len`: how long a hit may be.
+    """Return the longest allowed prefix hit, in tokens. AFTER `Req._compute_max_prefix_len`.
 
-    A hit fills nothing of the draft's ring: its window begins with the tokens that are read. After another question
-    that is context enough. Where next to nothing is new (the same prompt again, n > 1, a request that was retracted),
-    drafts fail for some thirty tokens (the log has the measurement). So the end of a prompt is always read: an
-    attention-only target takes hardly longer for 64 tokens than for one. A recurrent target resumes from checkpoints,
-    which may be far between or missing, and what lies behind the last one is read anyway: a hit is left as it is there.
+    A prefix hit fills nothing of the draft's ring, whose window begins with the tokens that are read. A new question
+    gives enough context. If almost nothing is new (a repeated prompt, n > 1, a retracted request), drafts fail for
+    about thirty tokens (measured, see the log). So the end of a prompt is always read: an attention-only target takes
+    hardly longer for 64 tokens than for one.
+
+    Recurrent targets have no such hook. They resume from checkpoints, which may be sparse or missing, and read the
+    tokens after the last one anyway.
     """
     return max(min(longest, input_len - READ_AGAIN), 0)
 
@@ -188,7 +188,7 @@ def leave_the_end(longest: int, request: Any, input_len: int) -> int:
 def fit_page_tables(draft_runner: ModelRunner) -> None:
     """Make the page tables of attention backends as wide as a row of the draft's request table.
 
-    Backends take the context length for that width. A block may end 2 N past the target's context, and a ring is far
-    shorter than it.
+    By default backends take the context length. A block may end 2 N past the target's context, and a ring is far
+    shorter.
     """
     draft_runner.model_config.context_len = draft_runner.req_to_token_pool.req_to_token.shape[1]

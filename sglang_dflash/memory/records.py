@@ -1,9 +1,8 @@
-"""The memory of recurrent states (Gated DeltaNet): what each request needs besides its persistent ones, and how it is
-counted when SGLang divides up the memory.
+"""Memory of recurrent states (Gated DeltaNet) that a request needs besides its persistent ones, and its accounting.
 
 SGLang keeps a state per drafted token and request, H V K values a layer: 2.25 GiB per request for a block of 16 at
-Qwen3.5-27B. `FoldState` needs a record per drafted token instead, H V + G K + H values (`kernels/gdn_verify.py`), and
-the inputs of the causal convolution, as SGLang keeps them too.
+Qwen3.5-27B. `FoldState` needs a record per drafted token instead, H V + G K + H values (`kernels/gdn_verify.py`). Both
+keep the inputs of the causal convolution.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ def block_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
 
 
 def snapshot_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
-    """Return the same with a state per drafted token, as SGLang counts it."""
+    """Return `block_bytes` for SGLang's layout: a state per drafted token."""
     return params.mamba_cache_per_req * n_tokens
 
 
 def record_values(params: BaseLinearStateParams) -> int:
-    """Return how many numbers a layer records per token."""
+    """Return the number of fp32 values that a layer records per token."""
     H, V, K = params.shape.temporal
     return record_width(H, V, params.shape.num_k_heads_per_tp, K)
 
 
 class RecordPool(MambaPool):
-    """SGLang's pool of recurrent states, with records in the place of the states per drafted token."""
+    """SGLang's pool of recurrent states, with records instead of the states per drafted token."""
 
     def __init__(
         self,
@@ -65,12 +64,12 @@ class RecordPool(MambaPool):
             cache_params=cache_params,
             mamba_layer_ids=mamba_layer_ids,
             device=device,
-            speculative_num_draft_tokens=None,  # the persistent states alone
+            speculative_num_draft_tokens=None,  # allocates only the persistent states
             **others,
         )
         shape = cache_params.shape
         n_layers, n_tokens = len(mamba_layer_ids), speculative_num_draft_tokens
-        # Some servers capture batches of more requests than there can be, for the ranks to share their rows.
+        # Some servers capture batches larger than the number of requests, so that ranks can share their rows.
         n_rows = max(spec_state_size + 1, get_cuda_graph_max_batch_size(spec_state_size))
         self.conv_window_axis = self._detect_conv_window_axis(shape.conv, shape.conv_kernel - 1)
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
@@ -105,15 +104,15 @@ class RecordPool(MambaPool):
 
 
 def use_records() -> None:
-    """Have SGLang make `RecordPool`s. Called before it makes its memory pools."""
+    """Make SGLang create `RecordPool`s. Call it before SGLang makes its memory pools."""
     HybridReqToTokenPool.mamba_pool_cls = RecordPool
 
 
 def count_records(stock: Callable[[Any, float], float], configurator: Any, rest_gib: float) -> float:
-    """AROUND `KVCacheConfigurator._handle_max_mamba_cache`: return what is left for KV, with states counted as records.
+    """Return the GiB left for KV with states counted as records. AROUND `KVCacheConfigurator._handle_max_mamba_cache`.
 
-    SGLang counts a block of N tokens as N states per request. As many states as the records take up make its formula
-    that of `RecordPool`.
+    SGLang counts a block of N tokens as N states per request. Setting N to the number of states that take as many bytes
+    as the records makes its formula that of `RecordPool`.
     """
     if HybridReqToTokenPool.mamba_pool_cls is not RecordPool:
         return stock(configurator, rest_gib)

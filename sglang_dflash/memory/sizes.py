@@ -1,7 +1,7 @@
-"""How many bytes the caches of a server take: arithmetic alone, without torch, SGLang or a GPU.
+"""Sizes of a server's caches in bytes: arithmetic without torch, SGLang or a GPU.
 
-`capacity` divides a card's memory with it, and the pools are made by it, so that what is computed is what is allocated.
-Letters as in the kernels: G key heads, H value heads, K key width, V value width, N tokens per block.
+`capacity` divides a card's memory with these functions, and the pools are allocated with them, so both agree. Letters
+as in the kernels: G key heads, H value heads, K key width, V value width, N tokens per block.
 """
 
 from collections.abc import Sequence
@@ -9,31 +9,31 @@ from dataclasses import dataclass, replace
 
 from sglang_dflash_kernels.record import record_width
 
-FP32 = 4  # bytes; what records are kept in, whatever the states are, and the scales of an fp8 copy
-INT32 = 4  # of a token of text
+FP32 = 4  # bytes; records use it whatever the states' dtype, and so do the scales of an fp8 copy
+INT32 = 4  # bytes per token of a history
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple of `multiple` that is not below `value`."""
+    """Return the least multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def kept_window(asked: int | None, layers: int | None) -> int | None:
-    """Context tokens a draft keeps, by its flag and by how far all its layers look back; None: no limit, all."""
+    """Return the context tokens that a draft keeps, by its flag and its layers' common window; None: all."""
     return min((window for window in (asked, layers) if window is not None), default=None)
 
 
 def ring_slots(window: int, widest: int, page_size: int) -> int:
-    """Return the KV slots of a request's ring, when its draft looks back `window` tokens.
+    """Return the KV slots of a request's ring for a draft that looks back `window` tokens.
 
-    Besides the window the ring holds what a step writes at most (the block that is being drafted, or the tokens that
-    were verified), and the start of the page in which the window begins.
+    Besides the window the ring holds the most that a step writes (the drafted block, or the verified tokens), and the
+    start of the page in which the window begins.
     """
     return round_up(window + page_size - 1 + widest, page_size)
 
 
 def text_bytes(n_requests: int, context: int) -> int:
-    """Return the bytes of the token history: a row for each request, and SGLang's row of padding."""
+    """Return the bytes of the token history: a row for each request, and one for SGLang's padding row."""
     return (n_requests + 1) * context * INT32
 
 
@@ -48,8 +48,8 @@ def block_bytes(
     """Return the bytes one request needs for a block of `n_tokens` besides its persistent states, on one rank.
 
     Args:
-        record_values: of a layer and token, see `record_width`.
-        conv_shapes: of a layer's convolutions, channels and inputs kept between steps; the windows of a block's tokens
+        record_values: per layer and token, see `record_width`.
+        conv_shapes: of a layer's convolutions, channels and inputs kept between steps. Windows of a block's tokens
             overlap, so a channel keeps `n_tokens` inputs and one less than a window.
     """
     inputs = sum(n_channels * (n_tokens + window - 1) for n_channels, window in conv_shapes)
@@ -58,7 +58,7 @@ def block_bytes(
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """The layers of a model that keep K and V. `head_dim` is the width of a key and of a value."""
+    """Sizes of the layers of a model that keep K and V. `head_dim` is the width of a key and of a value."""
 
     n_layers: int
     n_kv_heads: int
@@ -66,7 +66,7 @@ class AttentionSizes:
     itemsize: int
 
     def bytes_per_token(self, tp_size: int) -> int:
-        """Return the bytes per token on one rank; with fewer heads than ranks, each keeps one."""
+        """Return the bytes per token on one rank. With fewer heads than ranks, each rank keeps one head."""
         return self.n_layers * max(1, self.n_kv_heads // tp_size) * 2 * self.head_dim * self.itemsize
 
 
@@ -88,12 +88,12 @@ class RecurrentSizes:
     state_itemsize: int
 
     def shard(self, tp_size: int) -> "RecurrentSizes":
-        """Return the part of one of `tp_size` ranks, which divides both numbers of heads."""
+        """Return the sizes on one of `tp_size` ranks; `tp_size` divides both numbers of heads."""
         return replace(self, n_value_heads=self.n_value_heads // tp_size, n_key_heads=self.n_key_heads // tp_size)
 
     @property
     def n_channels(self) -> int:
-        """Return the channels of the convolution: queries, keys and values."""
+        """Return the number of convolution channels: queries, keys and values."""
         return 2 * self.n_key_heads * self.key_width + self.n_value_heads * self.value_width
 
     @property
@@ -103,11 +103,11 @@ class RecurrentSizes:
         return self.n_layers * (state + self.n_channels * self.conv_window * self.conv_itemsize)
 
     def snapshot_bytes(self, n_tokens: int) -> int:
-        """Return the bytes per request, with a state for each of a block's tokens, as SGLang counts it."""
+        """Return the bytes per request with a state for each of a block's tokens, as SGLang counts it."""
         return self.state_bytes * n_tokens
 
     def record_bytes(self, n_tokens: int) -> int:
-        """Return the bytes per request, with a record for each of a block's tokens, as `RecordPool` allocates it."""
+        """Return the bytes per request with a record for each of a block's tokens, as `RecordPool` allocates it."""
         return block_bytes(
             n_tokens,
             n_layers=self.n_layers,

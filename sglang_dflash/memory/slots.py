@@ -1,8 +1,8 @@
-"""Where the draft's context K/V live, and what of the context a block sees. One of two ways, chosen at start-up.
+"""Slots of the draft's context K/V, and the context that a block attends to. One of two kinds, chosen at start-up.
 
-SharedSlots   a slot for every slot of the target's pool, with the same id: a prefix found in SGLang's radix cache
+SharedSlots   a slot for every slot of the target's pool, with the same id: a prefix found in SGLang's prefix cache
               is found in the draft's pool as well
-RingSlots     with a window: a ring of slots per request, whose size follows from window and block alone
+RingSlots     with a sliding window: a ring buffer of slots per request, sized by window and block
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from sglang_dflash.step import Block, Plan
 
 
 class Seen(NamedTuple):
-    """The context of a block: the last `len_B` committed tokens of each request, and the block itself."""
+    """Context of a block: the last `len_B` committed tokens of each request, and the block itself."""
 
     len_B: torch.Tensor
-    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact where a backend needs that
+    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact if a backend needs that
     bound_sum: int
     kv: KVLocPlan  # the slots of the context and of the block
 
 
 class PromptRows(NamedTuple):
-    """The rows of a prompt whose context K/V are kept, and where."""
+    """Rows of a prompt whose context K/V are kept, with their positions and slots."""
 
-    rows_T: torch.Tensor | None  # int64, which of the prompt's; None: all
+    rows_T: torch.Tensor | None  # int64, indices of the prompt's rows; None: all
     positions_T: torch.Tensor
     slots_T: torch.Tensor
 
@@ -41,56 +41,53 @@ class DraftSlots(Protocol):
     """Slots of the draft's context K/V."""
 
     def seen(self, plan: Plan, block: Block) -> Seen:
-        """Return what the draft sees when it fills `block`."""
+        """Return the context that the draft attends to when it fills `block`."""
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
         """Return the slots of a block's tokens, int64 [B * N]."""
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
-        """Return the slots of the prompt tokens the target has just read."""
+        """Return the slots of the prompt tokens that the target has just read."""
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return whether the request in `row` lacks context that a block after `prefix_len` tokens would see.
+        """Return whether the request in `row` lacks context that a block after `prefix_len` tokens would attend to.
 
-        So where its prefix was found in the radix cache. Asked on the host, of a request that is being decoded.
+        That is so if its prefix was found in the prefix cache. Runs on the host, for a request that is being decoded.
         """
 
 
 class SharedSlots:
-    """The target's slots: every committed token is seen, through the target's own request table."""
+    """The target's slots: a block attends to every committed token, through the target's own request table."""
 
     def seen(self, plan: Plan, block: Block) -> Seen:
-        """Return all committed tokens."""
         return Seen(plan.prefix_len_B, block.bound_B_cpu, block.bound_sum, block.kv)
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
-        """Return the target's slots, int64 [B * N]."""
         return block.slots_BN.view(-1)
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
-        """Return all rows of the prompts and the target's slots."""
         prefix_B = async_h2d(batch.prefix_lens, dtype=torch.int32, device=device)
         new_B = async_h2d(batch.extend_lens, dtype=torch.int32, device=device)
-        # "triton" selects the device kernel; on the CPU SGLang has the torch form under every other name.
+        # "triton" selects the device kernel. On the CPU SGLang uses the torch form under every other name.
         form = "torch" if device.type == "cpu" else "triton"
         positions_T, _ = compute_position(form, prefix_B, new_B, sum(batch.extend_lens))
         return PromptRows(None, positions_T, batch.out_cache_loc)
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return False: a prefix of the target's is one of the draft's."""
+        """Return False: a prefix in the target's slots is also in the draft's."""
         return False
 
 
 class RingSlots:
-    """Position p of the request in row r of the request table has slot r * size + p % size of the draft's own pool.
+    """Ring buffers in the draft's own pool: position p of the request in table row r has slot r * size + p % size.
 
-    A block sees the last `window` committed tokens, as far as their K/V were written: a prefix that was found in the
-    radix cache is the target's alone, so it is left out, and the window fills up with the tokens that come after it.
-    With pages larger than one token the window starts at a page boundary (backends derive pages from positions in a
-    row) and may be up to page - 1 tokens longer.
+    A block attends to the last `window` committed tokens whose K/V were written. A prefix found in the prefix cache is
+    only in the target's pool, so it is left out. The window fills up with the tokens after it. With pages larger than
+    one token the window starts at a page boundary, because backends derive pages from positions in a row. So it may be
+    up to page - 1 tokens longer.
 
-    Invariant: of the request in row r, positions [first_R[r], committed) that are not `size - widest` or more back are
-    in their slots.
+    Invariant: for the request in row r, positions from first_R[r] up to the committed length are in their slots. This
+    holds for positions fewer than `size - widest` tokens back.
     """
 
     def __init__(
@@ -112,16 +109,16 @@ class RingSlots:
         self.columns = torch.arange(window + self.page - 1 + widest, device=device)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the slots of positions, shaped like both broadcast."""
+        """Return the slots of `positions` in the rings of `rows`, broadcast together."""
         return rows * self.size + positions % self.size
 
     def seen(self, plan: Plan, block: Block) -> Seen:
-        """Return the window, and write its slots into the draft's request table."""
+        """Return the window, after writing its slots into the draft's request table."""
         rows_B1 = plan.rows_B[:, None]
         start_B = torch.maximum(plan.prefix_len_B - self.window, self.first_R[plan.rows_B])
         if self.page > 1:
             start_B = start_B - start_B % self.page
-        # One write of fixed size, so no length leaves the device.
+        # The write has a fixed size, so that no length is needed on the host.
         self.table[rows_B1, self.columns] = self.slots(rows_B1, start_B[:, None] + self.columns).to(self.table.dtype)
         len_B = plan.prefix_len_B - start_B
         bound_B_cpu = self.host_lengths(plan, block)
@@ -136,7 +133,7 @@ class RingSlots:
 
     def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
         """Return an upper bound of len + N on the host, int64 [B]."""
-        # min(bound, longest) only grows with the bound, so it stays an upper bound of the true length.
+        # min(bound, longest) grows with the bound, so it stays an upper bound of the true length.
         return block.bound_B_cpu.clamp(max=len(self.columns))
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
@@ -148,7 +145,7 @@ class RingSlots:
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         self._begin(rows_B, prefix_B, prefix_B + new_B)
-        kept_B = np.minimum(new_B, self.size - self.widest)  # further back nothing is seen
+        kept_B = np.minimum(new_B, self.size - self.widest)  # no block attends further back
         last_B = np.cumsum(new_B)
         rows_T = np.concatenate([np.arange(last - kept, last) for last, kept in zip(last_B, kept_B, strict=True)])
         positions_T = rows_T + np.repeat(prefix_B + new_B - last_B, kept_B)
@@ -162,7 +159,7 @@ class RingSlots:
         return bool(self.first_R_cpu[row] > max(prefix_len - self.window, 0))
 
     def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:
-        """A prompt that does not go on where its row's last one ended has nothing before its own first token."""
+        """Reset the rings of prompts that do not continue their row's last one, to begin at their first read token."""
         generation_B = self.requests.req_generation[rows_B].numpy()
         new_B = (self.generation_R[rows_B] != generation_B) | (self.end_R[rows_B] != prefix_B)
         self.generation_R[rows_B], self.end_R[rows_B] = generation_B, end_B
@@ -174,14 +171,14 @@ class RingSlots:
 
 
 class ExactRingSlots(RingSlots):
-    """For backends that need exact lengths on the host, so that SGLang's scheduler brings them there.
+    """Ring slots for backends that need exact lengths on the host, which SGLang's scheduler then provides.
 
-    FlashInfer lays out its partial results by the lengths of its plan and writes them by those on the device: where
-    the two differ, rows of different requests are mixed.
+    FlashInfer lays out its partial results by the planned lengths and writes them by those on the device. If the two
+    differ, rows of different requests are mixed.
     """
 
     def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
-        """Return len + N on the host, int64 [B]: what `seen` computes on the device."""
+        """Return len + N on the host, int64 [B], equal to the value that `seen` computes on the device."""
         n_tokens = block.tokens_BN.shape[1]
         prefix_len_B = block.bound_B_cpu.numpy() - n_tokens
         start_B = np.maximum(prefix_len_B - self.window, self.first_R_cpu[plan.rows_B_cpu.numpy()])
@@ -189,5 +186,5 @@ class ExactRingSlots(RingSlots):
 
 
 def rings_for(draft_runner: ModelRunner) -> type[RingSlots]:
-    """Return the kind of rings that the draft's attention backend can plan with."""
+    """Return the class of ring slots that the draft's attention backend can plan with."""
     return ExactRingSlots if draft_runner.attn_backend.needs_cpu_seq_lens else RingSlots

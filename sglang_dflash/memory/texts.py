@@ -1,4 +1,4 @@
-"""The token history that n-gram copies are taken from: which servers keep it, and how many bytes it takes."""
+"""Token history for n-gram copies: which servers keep it, and its size in bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def why_no_copies(copy: Copy, disaggregation: str) -> str:
         copy: SGLANG_DFLASH_COPY.
         disaggregation: `--disaggregation-mode`.
     Raises:
-        NotSupported: copies are required where they are impossible.
+        NotSupported: copies are required but impossible.
     """
     if copy is Copy.OFF:
         return f"SGLANG_DFLASH_COPY={copy}"
@@ -37,9 +37,9 @@ def why_no_copies(copy: Copy, disaggregation: str) -> str:
 
 
 def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:
-    """AROUND `KVCacheConfigurator._profile_available_bytes`: return the bytes left on this rank.
+    """Return this rank's available bytes minus the token history of all requests.
 
-    The token history of all requests takes the rest.
+    AROUND `KVCacheConfigurator._profile_available_bytes`.
     """
     from sglang.srt.runtime_context import get_schedule
 

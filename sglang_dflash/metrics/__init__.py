@@ -1,1 +1,1 @@
-"""What a server tells of its steps."""
+"""Metrics, times and traces of a server's steps."""

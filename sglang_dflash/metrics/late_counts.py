@@ -1,4 +1,4 @@
-"""Counts that are kept on a device, on the host a little later: no reader waits for the device."""
+"""Counts on a device, copied to the host with a delay, so that no reader waits for the device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sglang.srt.utils import async_d2h
 
 
 class LateCounts:
-    """Invariant: `known` has been handed out; `asked` is on its way, None where nothing is."""
+    """Reader of growing counts. Invariant: `known` has been returned; `asked` is a copy in flight, or None."""
 
     def __init__(self, counts: torch.Tensor) -> None:
-        """`counts`: int32, which only grow and go round after 2^31."""
+        """`counts`: int32, which only grow and wrap around at 2^32."""
         self.counts = counts
         self.known = torch.zeros(counts.shape, dtype=torch.int64)
         self.asked: tuple[torch.Tensor, Any] | None = None
 
     def more(self) -> torch.Tensor:
-        """Return what was added since the last call, as far as it is known: int64, on the host."""
+        """Return the increase since the last call, as far as copies have arrived: int64, on the host."""
         if self.counts.is_cpu:
             return self._told(self.counts)
         if self.asked is None:

@@ -1,7 +1,7 @@
-"""DFLASH on the server's `/metrics`, beside SGLang's own and with its labels (`--enable-metrics`).
+"""DFLASH metrics on the server's `/metrics`, with SGLang's labels (`--enable-metrics`).
 
-`table.py` lists the metrics. A step adds to plain integers where SGLang has its outcome on the host; now and then they
-are handed to Prometheus.
+`table.py` lists the metrics. A step adds to plain integers once SGLang has its outcome on the host. They are passed to
+Prometheus every `WRITE_EVERY` blocks and when the scheduler is idle.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
 from sglang_dflash.stages.copier import TextCopies
 from sglang_dflash.width.tally import Tally
 
-WRITE_EVERY = 64  # blocks; a scheduler that runs out of work writes at once
-MATCHES = ("", "3", "4-7", "8-15", "16")  # tokens, by class; the first has none
+WRITE_EVERY = 64  # blocks; an idle scheduler writes at once
+MATCHES = ("", "3", "4-7", "8-15", "16")  # matched tokens, by class; the first class is no match
 SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -31,10 +31,10 @@ class Pool(NamedTuple):
 
 
 class Exports:
-    """The metrics of `METRICS` in Prometheus, under their names."""
+    """Prometheus objects of the metrics in `METRICS`."""
 
     def __init__(self, collector: Any, *, widest: int, widths: Sequence[int]) -> None:
-        """`collector`: SGLang's, whose labels they get, and whose kind of metric where it brings its own (Ray)."""
+        """`collector`: SGLang's. Metrics get its labels, and its metric classes if it has its own (Ray)."""
         kinds = {
             Kind.COUNTER: collector._counter_cls or Counter,
             Kind.GAUGE: collector._gauge_cls or Gauge,
@@ -60,7 +60,7 @@ class Exports:
             return made[name].labels(**collector.labels, **labels)
 
         positions = range(1, widest)
-        # Made at once, so that a series begins with 0 and not with its first count.
+        # Created at once, so that a series begins with 0 rather than its first count.
         self.committed = series("committed_tokens")
         self.verified = {p: series("verified_drafts_total", position=p) for p in positions}
         self.accepted = {p: series("accepted_drafts_total", position=p) for p in positions}
@@ -74,13 +74,13 @@ class Exports:
         self.series = series
 
     def write_copies(self, added_K2: Sequence[Sequence[int]]) -> None:
-        """Add what was counted, by class of matches."""
+        """Add copy counts [K, 2], by class of matches."""
         for series_2, added_2 in zip(self.copied, added_K2[1:], strict=True):
             for series, n in zip(series_2, added_2, strict=True):
                 series.inc(n)
 
     def write(self, tally: Tally, cut: Tally) -> None:
-        """Add what was counted; `cut`: of blocks drafted with less context than their window."""
+        """Add the counts of a tally; `cut`: those of blocks drafted with less context than their window."""
         verified, accepted = Count[int](), Count[int]()  # drafts by position
         for (width, n_accepted), n in tally.n_blocks.items():
             for _ in range(n):
@@ -94,19 +94,18 @@ class Exports:
         self.cut_committed.inc(cut.n_committed())
 
     def write_pools(self, pools: Mapping[str, Pool]) -> None:
-        """Set the gauges of these pools."""
         for name, pool in pools.items():
             self.series("pool_size", pool=name).set(pool.size)
             self.series("pool_in_use", pool=name).set(pool.in_use())
 
 
 class Meter:
-    """Counts what a scheduler's decode steps come to, for the requests that the scheduler counts in their `meta_info`.
+    """Counts of a scheduler's decode steps, for the requests that the scheduler counts in their `meta_info`.
 
-    Under the overlap schedule a step may still verify a block of a request that has ended or was retracted; that block
+    With the overlap schedule a step may still verify a block of a request that has ended or was retracted. That block
     is not counted.
 
-    Invariant: `tally` is what has not been written; `is_written` says that this is nothing, and the pools as they are.
+    Invariant: `tally` has not been written; `is_written` means that it is empty and the pool gauges are current.
     """
 
     def __init__(
@@ -117,9 +116,9 @@ class Meter:
         pools: Mapping[str, Pool],
         copies: LateCounts | None = None,
     ) -> None:
-        """`is_cut`: of a request's row and prefix length, see `RingSlots.is_cut`."""
+        """`is_cut`: takes a request's row and prefix length, see `RingSlots.is_cut`."""
         self.exports, self.times, self.is_cut, self.pools, self.copies = exports, times, is_cut, pools, copies
-        self.tally, self.cut = Tally(), Tally()  # of all blocks; of blocks drafted with less context than their window
+        self.tally, self.cut = Tally(), Tally()  # all blocks; blocks drafted with less context than their window
         self.is_written = False
 
     @classmethod
@@ -132,7 +131,7 @@ class Meter:
         rows = scheduler.req_to_token_pool
         pools = {name: Pool(*gauge) for name, gauge in worker.config.draft_kv.gauges(rows).items()}
         if scheduler.is_hybrid_ssm:
-            # Asked for later: the scheduler makes its observer after this.
+            # Read lazily: the scheduler makes its observer after this.
             pools["states"] = Pool(
                 rows.mamba_pool.size, lambda: scheduler.pool_stats_observer.get_pool_stats().mamba_num_used
             )
@@ -149,7 +148,7 @@ class Meter:
         )
 
     def add(self, tokens_B: list[list[int]], processor: Any, result: Any, batch: Any) -> list[list[int]]:
-        """AFTER `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`: count a step whose outcome is on the host."""
+        """Count a step whose outcome is on the host. AFTER `SchedulerBatchResultProcessor._resolve_spec_v2_tokens`."""
         counted = [
             (n_accepted, self.is_cut(req.kv.req_pool_idx, req.kv.kv_committed_len - len(tokens)))
             for req, n_accepted, tokens in zip(batch.reqs, result.num_correct_drafts_per_req_cpu, tokens_B, strict=True)
@@ -163,12 +162,12 @@ class Meter:
         return tokens_B
 
     def idle(self, result: None, reporter: Any) -> None:
-        """AFTER `SchedulerMetricsReporter._maybe_log_idle_metrics`: write what is pending, since nothing runs."""
+        """Write pending counts while nothing runs. AFTER `SchedulerMetricsReporter._maybe_log_idle_metrics`."""
         if not self.is_written:
             self.write()
 
     def write(self) -> None:
-        """Hand all counts to Prometheus."""
+        """Pass all counts to Prometheus."""
         self.exports.write(self.tally, self.cut)
         for stage, seconds in self.times.read():
             self.exports.seconds[stage].observe(seconds)

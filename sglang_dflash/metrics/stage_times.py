@@ -1,7 +1,7 @@
-"""How long the stages of a step take: measured in one step of `SAMPLE_EVERY`, and never by waiting.
+"""Times of a step's stages, measured in one step of `SAMPLE_EVERY`, without waiting.
 
-On a device two events are recorded around a stage, and read some steps later, when the device has passed them: the time
-between them is the device's, gaps in which it waited for the host included. On the CPU it is the host's.
+On a GPU two events are recorded around a stage and read some steps later, once the GPU has passed them. The time
+between them is the GPU's, including gaps in which it waited for the host. On the CPU it is the host's time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from sglang_dflash.stages.stages import Stages, with_methods
 
 SAMPLE_EVERY = 32  # steps
-# In this order; planning and accepting take next to nothing.
+# In the order of a step. Planning and accepting are omitted, as they take almost no time.
 STAGES = ("draft", "copy", "verify", "choose", "commit", "append", "weigh")
 
 P = ParamSpec("P")
@@ -25,19 +25,17 @@ R = TypeVar("R")
 
 class Clock(Protocol):
     def mark(self) -> Any:
-        """Return this moment of the work that is being given to the device."""
+        """Return the current point in the work submitted to the device."""
 
     def seconds(self, began: Any, ended: Any) -> float | None:
-        """Return the time between two moments; None while the device has not reached the second."""
+        """Return the seconds between two points; None if the device has not reached the second."""
 
 
 class HostClock:
     def mark(self) -> float:
-        """Return the host's time, in seconds."""
         return time.perf_counter()
 
     def seconds(self, began: float, ended: float) -> float:
-        """Return the difference."""
         return ended - began
 
 
@@ -46,13 +44,13 @@ class DeviceClock:
         self.event = torch.get_device_module(device).Event
 
     def mark(self) -> torch.Event:
-        """Return an event that is recorded on the current stream."""
+        """Return an event recorded on the current stream."""
         event = self.event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, began: torch.Event, ended: torch.Event) -> float | None:
-        """Return the time between two events; None while the second has not been reached."""
+        """Return the seconds between two events; None if the second has not been reached."""
         return began.elapsed_time(ended) / 1e3 if ended.query() else None
 
 
@@ -63,7 +61,7 @@ class Interval(NamedTuple):
 
 
 class StageTimes:
-    """Invariant: `intervals` are those not read yet, oldest first."""
+    """Times of stages. Invariant: `intervals` are those not read yet, oldest first."""
 
     def __init__(self, clock: Clock, every: int = SAMPLE_EVERY) -> None:
         self.clock, self.every = clock, every
@@ -71,7 +69,7 @@ class StageTimes:
         self.intervals = deque[Interval]()
 
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
-        """Return `run`, measured in the steps that are sampled. A step begins with the first stage."""
+        """Return `run`, measured in sampled steps. A step begins with the first stage."""
 
         def run_timed(*args: P.args, **kwargs: P.kwargs) -> R:
             self.n_steps += stage == STAGES[0]
@@ -85,7 +83,7 @@ class StageTimes:
         return run_timed
 
     def read(self) -> Iterator[tuple[str, float]]:
-        """Yield stages and their seconds, as far as they are known by now; each once."""
+        """Yield stages and their seconds, each once, as far as the device has finished them."""
         while self.intervals:
             stage, began, ended = self.intervals[0]
             seconds = self.clock.seconds(began, ended)
@@ -115,6 +113,6 @@ def measured(stages: Stages, times: Timer) -> Stages:
 
 
 def time_stages(stages: Stages, device: str) -> tuple[Stages, StageTimes]:
-    """Return the stages, measured from now on, and what their times are read from."""
+    """Return the stages, measured from now on, and their times."""
     times = StageTimes(HostClock() if device == "cpu" else DeviceClock(device))
     return measured(stages, times), times

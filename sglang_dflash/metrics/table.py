@@ -1,6 +1,6 @@
-"""The metrics there are, as data: name, type, unit, labels, what each tells, and what to do when it is bad.
+"""Table of all metrics: name, type, unit, labels, meaning, and the remedy for bad values.
 
-`meter.py` exports them, `docs/metrics.md` shows the table, `assets/dashboard.json` plots all of them.
+`meter.py` exports them, `docs/metrics.md` shows the table, and `assets/dashboard.json` plots all of them.
 """
 
 from enum import StrEnum
@@ -18,14 +18,14 @@ class Kind(StrEnum):
 
 
 class Metric(NamedTuple):
-    """One metric, beside SGLang's.
+    """One metric of this plugin.
 
     Attributes:
-        name: after `PREFIX`, a counter's with the `_total` that Prometheus gives it.
-        unit: of its value.
-        labels: beside SGLang's.
-        tells: what it says.
-        cure: when it is bad, and what to do then.
+        name: without `PREFIX`; a counter's includes the `_total` that Prometheus adds.
+        unit: of the value.
+        labels: in addition to SGLang's.
+        tells: its meaning.
+        cure: signs of a bad value, and the remedy.
     """
 
     name: str

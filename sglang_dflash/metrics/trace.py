@@ -17,7 +17,7 @@ from sglang_dflash.width.chooser import Trace as Outcome
 
 
 def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]:
-    """Return the stages and what writes down every step's outcome. Without a folder nothing is traced."""
+    """Return the stages and a function that writes every step's outcome. Without a folder nothing is traced."""
     if folder is None:
         return stages, None
     copier = stages.copier if isinstance(stages.copier, TextCopies) else None
@@ -28,20 +28,20 @@ def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]
 
 
 class Trace:
-    """Writes every step's outcome, a line of JSON each, into a file of this process: ranks do not share one.
+    """Writer of one JSON line per step, into a file per process, as ranks must not share one.
 
-    Invariant, where copies are made: `places` has the steps without an outcome, oldest first.
+    Invariant, if copies are made: `places` belongs to the steps without an outcome, oldest first.
     """
 
     def __init__(self, folder: Path, copier: TextCopies | None) -> None:
-        """`copier`: None where nothing is copied."""
+        """`copier`: None if nothing is copied."""
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
         self.copier = copier
         self.places = deque[torch.Tensor]()
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Copy, and send the places where copies begin to the host ahead of the step's outcome."""
+        """Copy, and start transferring the slots at which copies begin to the host."""
         assert self.copier is not None
         step = self.copier.copy(plan, drafts_BN)
         assert step.made is not None
@@ -49,7 +49,7 @@ class Trace:
         return step
 
     def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """Write a step. `copied` counts the accepted drafts that were copied; they are the last of a block's."""
+        """Write a step. `copied`: the number of accepted drafts that were copied, the last of a block's."""
         accepted = dict(zip(rids, n_accepted_B, strict=True))
         line = {"s": round(now_s, 6), "width": width, "accepted": accepted}
         if self.copier:

@@ -1,8 +1,8 @@
-"""DFlash on MLX: a target that mlx-lm loads, one of our drafts, one text at a time.
+"""DFlash on MLX: a target that mlx-lm loads, one DFlash draft, one text at a time.
 
     sglang-dflash mlx --model Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Why is the sky blue?"
 
-Nothing of mlx-lm is copied or edited: its models run as they are, and are watched while they read (`target.py`). Needs
+mlx-lm is neither copied nor edited: its models run unchanged, and their layers' calls are recorded (`target.py`). Needs
 `pip install "sglang-dflash[mlx]"`, neither torch nor SGLang.
 """
 

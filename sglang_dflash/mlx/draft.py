@@ -1,7 +1,7 @@
-"""The DFlash draft, 1 or 2, in MLX: the arithmetic of `sglang_dflash.model.draft`, for one block over one text.
+"""The DFlash draft, 1 or 2, in MLX: the computation of `sglang_dflash.model.draft`, for one block over one text.
 
-Shapes: S features or slots, N slots of a block, D = N - 1 drafts, T context tokens that are seen, H hidden, C features,
-E head width, V vocabulary, K candidates; 1 is the batch.
+Shapes: S features or slots, N slots of a block, D = N - 1 drafts, T visible context tokens, H hidden, C features, E
+head width, V vocabulary, K candidates; 1 is the batch.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 class Attention(nn.Module):
-    """`context` holds K and V of committed tokens' features; a block's own are never put there."""
+    """Attention over `context`, which holds K and V of committed tokens' features, and over the block itself."""
 
     def __init__(self, config: Checkpoint, window: int | None) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Attention(nn.Module):
         self.rope = initialize_rope(self.head_dim, rope["rope_theta"], False, rope, config.max_position_embeddings)
 
     def heads(self, flat: mx.array, n_heads: int) -> mx.array:
-        """[1, S, n_heads * E] -> [1, n_heads, S, E]"""
+        """Split heads: [1, S, n_heads * E] -> [1, n_heads, S, E]."""
         return flat.reshape(1, -1, n_heads, self.head_dim).swapaxes(1, 2)
 
     def key_value(self, hidden_1SH: mx.array, first_position: int) -> tuple[mx.array, mx.array]:
@@ -43,7 +43,7 @@ class Attention(nn.Module):
     def __call__(self, hidden_1NH: mx.array, context: KVCache, draft_window: int | None) -> mx.array:
         N, prefix_len = hidden_1NH.shape[1], context.offset
         queries = self.rope(self.q_norm(self.heads(self.q_proj(hidden_1NH), self.n_heads)), offset=prefix_len)
-        limits = draft_window, self.window and self.window - 1  # its own slot is in a layer's window
+        limits = draft_window, self.window and self.window - 1  # a layer's window includes the slot itself
         T = min([prefix_len, *(limit for limit in limits if limit is not None)])
         seen = (past[..., prefix_len - T : prefix_len, :] for past in context.keys_and_values())
         own = self.key_value(hidden_1NH, prefix_len)
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         return self.o_proj(out.swapaxes(1, 2).reshape(1, N, -1))
 
     def mask(self, N: int, T: int) -> mx.array | None:
-        """Which of T + N keys each slot sees, bool [N, T + N]; None for all."""
+        """Return the mask of T + N keys for each slot, bool [N, T + N]; None for all."""
         if self.window is None:
             return None
         distance = mx.arange(N)[:, None] - mx.arange(-T, N)
@@ -90,7 +90,7 @@ class BlockConv(nn.Module):
 
 
 def convolve(hidden_1NH: mx.array, kernel_1NSH: mx.array) -> mx.array:
-    """out[n] = sum over taps s of kernel[n, s] * hidden[n - s]; before the block there is nothing."""
+    """Return out[n] = sum over taps s of kernel[n, s] * hidden[n - s], zero-padded before the block."""
     N, n_taps = kernel_1NSH.shape[1:3]
     padded = mx.pad(hidden_1NH, ((0, 0), (n_taps - 1, 0), (0, 0)))
     return sum(kernel_1NSH[:, :, s] * padded[:, n_taps - 1 - s : n_taps - 1 - s + N] for s in range(n_taps))
@@ -166,11 +166,11 @@ class MLXDraft(nn.Module):
             kv.update_and_fetch(*layer.self_attn.key_value(hidden_1SH, kv.offset))
 
     def __call__(self, embeddings_NH: mx.array, context: list[KVCache], draft_window: int | None = None) -> mx.array:
-        """Hidden states of the block's slots behind its anchor, [D, H].
+        """Return the hidden states of the block's slots after its anchor, [D, H].
 
         Args:
             embeddings_NH: the target's, of anchor, mask, mask, ...
-            draft_window: how many context tokens are seen at most; None for all.
+            draft_window: most context tokens that the block attends to; None: all.
         """
         hidden_1NH = embeddings_NH[None].astype(self.fc.weight.dtype)
         for layer, kv in zip(self.layers, context, strict=True):
@@ -178,7 +178,7 @@ class MLXDraft(nn.Module):
         return self.norm(hidden_1NH)[0, 1:]
 
     def guesses(self, hidden_DH: mx.array, logits_DV: mx.array, anchor_1: mx.array) -> mx.array:
-        """Each slot's likeliest token, or the path that the selector walks: [D]."""
+        """Return each slot's argmax token, or the selector's path: [D]."""
         if not self.config.selector_rank:
             return mx.argmax(logits_DV, axis=-1)
         return self.candidate_selector(hidden_DH, logits_DV, anchor_1)

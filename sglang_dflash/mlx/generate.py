@@ -1,7 +1,7 @@
 """Speculative generation on MLX, one step at a time, by the rule of `sglang_dflash.model.generate`.
 
-The target chooses a token at every slot, and drafts are kept while they are what it chose. So the law is the target's,
-whatever the sampler.
+The target chooses a token at every slot, and drafts are kept while they equal it. So the sampling distribution is the
+target's, with any sampler.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_dflash.draft.generation import DecodedStep, ended
 from sglang_dflash.mlx.pair import Pair
 from sglang_dflash.mlx.target import PREFILL_CHUNK, MLXTarget
 
-Sampler = Callable[[mx.array], mx.array]  # log-probabilities [N, V] to tokens [N], each row by itself
+Sampler = Callable[[mx.array], mx.array]  # log-probabilities [N, V] to tokens [N], row by row
 
 
 def likeliest(logprobs_NV: mx.array) -> mx.array:
@@ -24,11 +24,11 @@ def likeliest(logprobs_NV: mx.array) -> mx.array:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to generate.
+    """Options of a generation.
 
-    sampler: one of mlx-lm's (`mlx_lm.sample_utils.make_sampler`); greedy unless given.
-    width: slots that are drafted and verified per step; None takes the checkpoint's block.
-    draft_window: context tokens the draft sees; None for all.
+    sampler: one of mlx-lm's (`mlx_lm.sample_utils.make_sampler`); greedy by default.
+    width: slots that are drafted and verified per step; None: the checkpoint's block.
+    draft_window: context tokens that the draft attends to; None: all.
     """
 
     max_new_tokens: int
@@ -39,10 +39,10 @@ class Options:
 
 
 def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[DecodedStep]:
-    """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
+    """Yield the steps of one generation; their `committed` tokens concatenated are the continuation.
 
     Raises:
-        NotSupported, ValueError: target, prompt and options do not fit.
+        NotSupported, ValueError: target, prompt and options do not match.
     """
     width = checked_width(pair, prompt, options)
     target = MLXTarget(pair.target, pair.draft.config.target_layer_ids)
@@ -60,7 +60,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
         target_N = choose(logits_NV, options.sampler).astype(anchor_1.dtype)
         n_accepted = int(mx.cumprod(drafts_D == target_N[:-1]).sum().item())
         n_committed = n_accepted + 1
-        # The step emits accepted drafts and bonus and keeps the rows of anchor and accepted drafts: as many.
+        # The step emits accepted drafts and bonus, and keeps equally many rows: anchor and accepted drafts.
         target.keep(n_committed)
         pair.draft.remember(features_NC[:n_committed], context)
         anchor_1 = target_N[n_accepted:n_committed]
@@ -69,8 +69,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
 
 
 def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, DecodedStep]]:
-    """Every step of `spec_steps` and the text it adds; at last a step without tokens, whose text was held back as part
-    of a character."""
+    """Yield every step of `spec_steps` with its text, and a last one for text held back as part of a character."""
     writer = pair.tokenizer.detokenizer
     for step in spec_steps(pair, prompt, options):
         for token in step.committed:
@@ -82,9 +81,9 @@ def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iter
 
 
 def read_prompt(pair: Pair, target: MLXTarget, prompt_S: mx.array, context: list) -> mx.array:
-    """Read it in chunks, for target and draft; what the target says after the last one's tokens, [S, V].
+    """Read the prompt in chunks, for target and draft, and return the logits after the last token, [1, V].
 
-    The last token is read by itself: of other chunks the logits are not asked for, and MLX does not compute them.
+    The last token is read by itself: logits of other chunks are not used, so MLX does not compute them.
     """
     n_before = len(prompt_S) - 1
     for start in range(0, n_before, PREFILL_CHUNK):
@@ -97,7 +96,7 @@ def read_prompt(pair: Pair, target: MLXTarget, prompt_S: mx.array, context: list
 
 
 def choose(logits_NV: mx.array, sampler: Sampler) -> mx.array:
-    """The target's token after each slot, [N]."""
+    """Return the target's token after each slot, [N]."""
     logits_NV = logits_NV.astype(mx.float32)
     return sampler(logits_NV - mx.logsumexp(logits_NV, axis=-1, keepdims=True))
 

@@ -17,13 +17,13 @@ from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx.draft import MLXDraft
 
-# By mlx-lm's name: families whose embedding has no factor, which the draft would have to know of.
+# Families, by mlx-lm's name, whose embedding is not scaled, as the draft does not scale it.
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # read by the same class
 
 
 class Pair(NamedTuple):
-    """`embed` and `head` are the target's, which the draft borrows: tokens to [..., H], and [..., H] to [..., V]."""
+    """A target with its draft, which uses the target's `embed` (tokens to [..., H]) and `head` (to [..., V])."""
 
     target: nn.Module
     tokenizer: TokenizerWrapper
@@ -36,8 +36,8 @@ def load(model: str, draft: str) -> Pair:
     """Load a target as mlx-lm does, quantized or not, and its draft: from folders or from the Hugging Face hub.
 
     Raises:
-        NotSupported: the target's family, or the draft, is of a kind that does not run here.
-        ValueError: draft and target do not belong together.
+        NotSupported: the target's family, or the kind of draft, is not supported here.
+        ValueError: draft and target do not match.
         FileNotFoundError: there is no such folder.
     """
     config = target_config(model)
@@ -63,7 +63,7 @@ def target_config(model: str) -> dict[str, Any]:
 
 
 def load_draft(source: str) -> MLXDraft:
-    """The draft alone; errors as those of `sglang_dflash.model.DraftModel.from_pretrained`."""
+    """Load the draft alone; errors as those of `sglang_dflash.model.DraftModel.from_pretrained`."""
     folder = files.local_folder(source)
     draft = MLXDraft(checkpoint.read(str(folder)))
     draft.load_weights(list(files.read_tensors(folder, lambda file: mx.load(str(file))).items()))

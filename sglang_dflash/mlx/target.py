@@ -1,9 +1,8 @@
-"""A model of mlx-lm as DFlash uses it: it reads tokens, shows features, and can unread what was rejected.
+"""A model of mlx-lm as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
-While it reads, the calls of its layers are recorded. What a layer returned is a feature. What a recurrent layer was
-called with is how it forgets: its state cannot be cut like K and V, so it is put back to before the block, and the
-layer is called once more with the first rows. MLX computes what is asked for, of that call the state and not the
-output: it costs the layer's projections into the state. No code of a layer is copied.
+The calls of its layers are recorded while it reads. A layer's output is a feature. A recurrent layer's state cannot be
+cut like K and V. So the state before the block is restored, and the layer is called again with the first rows of its
+recorded input. MLX then computes only the state, not the output, at the cost of the layer's projections into the state.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ PREFILL_CHUNK = 2048  # tokens of a prompt that are read at once, as in mlx-lm
 
 
 class Call(NamedTuple):
-    """A layer's call: the rows it got, [1, S, H], its other arguments, and what it returned."""
+    """A layer's call: its rows, [1, S, H], its other arguments, and its output."""
 
     rows: mx.array
     args: tuple[Any, ...]
@@ -32,7 +31,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, Call]]:
-    """The calls of these layers, by place. Python looks `__call__` up in the class: classes are patched meanwhile."""
+    """Record the calls of these layers, by place, by patching their classes, where Python looks up `__call__`."""
     calls: dict[int, Call] = {}
     places = {id(layer): i for i, layer in layers.items()}
     plain: dict[Any, Any] = {kind: kind.__call__ for kind in map(type, layers.values())}
@@ -61,12 +60,12 @@ class MLXTarget:
     Args:
         layer_ids: the layers whose outputs are features.
     Raises:
-        NotSupported: a layer keeps its past in what cannot be unread.
+        NotSupported: a layer has a cache that cannot be undone.
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         self.model, self.layer_ids = model, layer_ids
-        # A rotating cache overwrites what slid out of the window; the window itself is in the mask.
+        # A rotating cache overwrites rows that left the window, so it is replaced; the mask has the window itself.
         made = make_prompt_cache(model)
         self.caches = [KVCache() if isinstance(cache, RotatingKVCache) else cache for cache in made]
         unknown = {type(cache).__name__ for cache in self.caches} - {KVCache.__name__, ArraysCache.__name__}
@@ -76,14 +75,14 @@ class MLXTarget:
                 "only K and V, and arrays of recurrent layers, can be unread"
             )
         self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
-        # Of others nothing is held: the rows of a prompt's chunk are large.
+        # Only these layers are recorded, as the rows of a prompt's chunk are large.
         self.watched = {i: model.layers[i] for i in {*layer_ids, *self.recurrent}}
-        self.n_rows = 0  # of the block that was read last
-        self.before: dict[int, list[Any]] = {}  # it, the recurrent layers' arrays
+        self.n_rows = 0  # in the block that was read last
+        self.before: dict[int, list[Any]] = {}  # the recurrent layers' arrays before it
         self.calls: dict[int, Call] = {}
 
     def read(self, tokens_S: mx.array) -> tuple[mx.array, mx.array]:
-        """Read S more tokens: what the target says after each, [S, V], and their features, [S, C]."""
+        """Read S more tokens; return the logits after each, [S, V], and their features, [S, C]."""
         self.n_rows = tokens_S.shape[0]
         self.before = {i: list(self.caches[i].cache) for i in self.recurrent}
         with recorded(self.watched) as self.calls:
@@ -92,7 +91,7 @@ class MLXTarget:
         return logits_1SV[0], features_1SC[0]
 
     def keep(self, n: int) -> None:
-        """Unread all but the first `n` tokens of what was read last."""
+        """Undo all but the first `n` tokens of the last read."""
         if n == self.n_rows:
             return
         for cache in self.caches:

@@ -5,9 +5,9 @@
     draft = DraftModel.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", dtype=target.dtype, device=target.device)
     output_ids = draft.spec_generate(input_ids, target, max_new_tokens=2048, stop_token_ids=[tokenizer.eos_token_id])
 
-Imports torch, transformers and safetensors, never sglang: it runs where no engine is, it is what the trainer trains,
-and its forward is the independent oracle that the engine's steps are compared with. What a checkpoint says is read as
-for the engine, by `sglang_dflash.draft.checkpoint`. Nothing of a checkpoint is executed.
+It imports torch, transformers and safetensors, never sglang. The trainer trains this draft, and its forward is the
+independent reference for the steps served by SGLang. `sglang_dflash.draft.checkpoint` reads checkpoints, as for SGLang.
+Nothing of a checkpoint is executed.
 """
 
 from sglang_dflash.draft.record import Checkpoint as DraftConfig

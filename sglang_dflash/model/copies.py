@@ -1,4 +1,4 @@
-"""Copies from one text, by the definitions: what a server's `stages/copier.py` must do for each request."""
+"""n-gram copies from one token history: the reference for each request in a server's `stages/copier.py`."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from sglang_dflash.draft.generation import DecodedStep
 
 
 class Copies:
-    """The text so far, and what copies in it were worth."""
+    """One token history, with counts of the value of copies from it."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.text = list(prompt)
@@ -18,7 +18,7 @@ class Copies:
         self.totals_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
 
     def copy(self, tokens_N: torch.Tensor) -> torch.Tensor:
-        """What is verified of a block, int64 [N]: its guesses up to a place, then a copy."""
+        """Return the tokens to verify for a block, int64 [N]: its guesses up to a slot, then a copy."""
         self.block_1N, N = tokens_N.cpu()[None], len(tokens_N)
         self.texts = Texts(
             torch.tensor([len(self.text)]),
@@ -30,7 +30,7 @@ class Copies:
         return self.copied.tokens_BN[0].to(tokens_N.device)
 
     def weigh(self, step: DecodedStep) -> None:
-        """`step`, not ended early: what the target made of the last copy."""
+        """Count the outcome of the last copy; `step` is not cut at an end."""
         committed_1N = torch.zeros_like(self.block_1N)
         committed_1N[0, : len(step.committed)] = torch.tensor(step.committed)
         n_committed_1 = torch.tensor([len(step.committed)], dtype=torch.int32)

@@ -1,14 +1,13 @@
 """The DFlash draft, 1 or 2: a few transformer layers that guess a whole block of tokens in one pass.
 
-A block is the anchor (the last committed token) followed by mask tokens. Every slot sees the features of all committed
-tokens before the anchor, projected to keys and values in each layer (the context KV), and the other slots of its own
-block. The draft has no embedding and no head: it borrows the target's.
+A block is the anchor (the last committed token) followed by mask tokens. Every slot attends to the context KV, which is
+projected in each layer from the features of all committed tokens before the anchor. It also attends to the other slots
+of its block. The draft uses the target's embedding and head.
 
-Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, H hidden, C features, L layers,
-G key/value heads, E head width. Generation uses one block per sequence; training many blocks over one context, so
-training and inference run the very same forward.
+Shapes: R sequences, A blocks per sequence, N slots per block, T context tokens, H hidden, C features, L layers, G
+key/value heads, E head width. Generation uses one block per sequence, training many blocks over one context.
 
-Knows nothing of targets, sampling or losses.
+Independent of targets, sampling and losses.
 """
 
 from typing import NamedTuple, cast
@@ -23,7 +22,7 @@ from sglang_dflash.model.second import BlockConv, CandidateSelector, convolved
 
 
 class ContextKV(NamedTuple):
-    """What the draft remembers of the committed tokens: token t is at position t."""
+    """Draft keys and values of the committed tokens; token t is at position t."""
 
     keys_LRGTE: torch.Tensor  # normalised and rotated
     values_LRGTE: torch.Tensor
@@ -49,11 +48,11 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def heads(self, flat: torch.Tensor) -> torch.Tensor:
-        """[..., S, heads * E] -> [..., heads, S, E]"""
+        """Split heads: [..., S, heads * E] -> [..., heads, S, E]."""
         return flat.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
 
     def key_value(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., S, H] -> keys and values [..., G, S, E], the same for context features and for slots of a block."""
+        """Project [..., S, H] to keys and values [..., G, S, E], alike for context features and slots of a block."""
         return rotate(self.k_norm(self.heads(self.k_proj(hidden))), rotation), self.heads(self.v_proj(hidden))
 
     def forward(
@@ -63,9 +62,10 @@ class Attention(nn.Module):
         context_RGTE: tuple[torch.Tensor, torch.Tensor],
         visible_RANK: torch.Tensor,
     ) -> torch.Tensor:
-        """[R, A, N, H]; visible_RANK: which of the K = T + N keys each slot sees, first the context, then the block.
+        """Attend from the slots, [R, A, N, H], to context and block.
 
-        Blocks of a row share its context: their queries are rows of one product with its keys, and nothing is copied.
+        `visible_RANK` marks the keys that each slot sees, K = T + N: first the context, then the block. Blocks of a row
+        share its context: their queries are rows of one product with its keys, and nothing is copied.
         """
         R, A, N, _ = hidden_RANH.shape
         query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation) * self.head_dim**-0.5
@@ -84,7 +84,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """down(silu(gate x) * up x), [..., H] -> [..., H]."""
+    """Gated MLP: down(silu(gate x) * up x), [..., H] -> [..., H]."""
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Mlp(nn.Module):
 
 
 class Layer(nn.Module):
-    """A pre-norm layer, [R, A, N, H] -> [R, A, N, H]; arguments as for `Attention`."""
+    """Pre-norm layer, [R, A, N, H] -> [R, A, N, H]; arguments as for `Attention`."""
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Draft(nn.Module):
         return self.fc.weight.dtype
 
     def context_kv(self, features_RTC: torch.Tensor, first_position: int = 0) -> ContextKV:
-        """Features of T consecutive committed tokens, the first at `first_position` -> their keys and values."""
+        """Return keys and values for the features of T consecutive tokens, the first at `first_position`."""
         hidden_RTH = self.hidden_norm(self.fc(features_RTC))
         positions_T = torch.arange(first_position, first_position + features_RTC.shape[1], device=self.device)
         rotation = self._rotation(positions_T)
@@ -158,11 +158,12 @@ class Draft(nn.Module):
         prefix_len_RA: torch.Tensor,
         draft_window: int | None = None,
     ) -> torch.Tensor:
-        """Hidden states of every slot, after the final norm: [R, A, N, H].
+        """Return the hidden states of every slot, after the final norm: [R, A, N, H].
 
-        embeddings_RANH: the target's embeddings of anchor, mask, mask, ...
-        prefix_len_RA: int64, tokens before each block's anchor; the anchor's position. Later context is not seen.
-        draft_window: the block sees this many context tokens at most (None: all).
+        Args:
+            embeddings_RANH: the target's embeddings of anchor, mask, mask, ...
+            prefix_len_RA: int64, tokens before each block's anchor; the anchor's position. Later context is masked.
+            draft_window: most context tokens that the block attends to; None: all.
         """
         N = embeddings_RANH.shape[2]
         positions_RAN = prefix_len_RA[..., None] + torch.arange(N, device=self.device)
@@ -175,9 +176,9 @@ class Draft(nn.Module):
         return self.norm(hidden_RANH)
 
     def guesses(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
-        """The drafts of X blocks, int64 [X, D]: each slot's likeliest token, or the path that the selector walks.
+        """Return the drafts of X blocks, int64 [X, D]: each slot's argmax, or the selector's path.
 
-        hidden_XDH: of the slots behind the anchors, int64 [X]; logits_XDV: what the target's head makes of them.
+        `hidden_XDH`: of the slots after the anchors, int64 [X]; `logits_XDV`: the target head's output for them.
         """
         if self.candidate_selector is None:
             return logits_XDV.argmax(-1)
@@ -188,7 +189,7 @@ class Draft(nn.Module):
         return rotation_at(positions, frequencies.to(self.device), scale, self.dtype)
 
     def _visible(self, layer: int, positions_RAN: torch.Tensor, T: int, draft_window: int | None) -> torch.Tensor:
-        """The mask of a layer, [R, A, N, T + N]: which context tokens and which slots each slot sees."""
+        """Return the mask of a layer, [R, A, N, T + N]: the context tokens and slots that each slot attends to."""
         prefix_len_RA1 = positions_RAN[..., :1]
         token_T = torch.arange(T, device=self.device)
         in_context_RAT = token_T < prefix_len_RA1

@@ -1,9 +1,9 @@
-"""Speculative generation, one step at a time: draft a block, let the target read it, keep what both agree on.
+"""Speculative generation, one step at a time: draft a block, verify it with the target, keep the agreed prefix.
 
-The rule of acceptance: take the target's own token at every slot (its argmax, or a sample at temperature > 0) and keep
-drafts while they equal it. What is committed is therefore what the target alone would have said, at any temperature.
+Acceptance: take the target's own token at every slot (its argmax, or a sample at temperature > 0), and keep drafts
+while they equal it. So the committed tokens are exactly the target's own, at any temperature.
 
-Knows the draft by its forward and the target by `Target`; nothing of batches or engines.
+Independent of batches and engines: it uses the draft's forward and `Target`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from sglang_dflash.model.target import TargetReader, check_pair
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to generate.
+    """Options of a generation.
 
-    block_size: slots drafted per step; None takes the checkpoint's.
-    width: slots verified per step, a prefix of the block, or with `copies` more than it; None verifies the block.
-    draft_window: context tokens the draft sees, as `--speculative-draft-window-size`; None for all.
-    page_size: the window begins where a page does, as SGLang's paged backends need it, and may be longer by page - 1.
-    n_unseen: tokens at the start that the draft never sees, as those of a cached prefix when it keeps a window's ring.
-    copies: continue the block's guesses by copies of the text, see `kernels/copy_draft.py`.
-    generator: of the samples at temperature > 0, on the target's device; None takes torch's own.
+    block_size: slots drafted per step; None: the checkpoint's.
+    width: slots verified per step, a prefix of the block, or more than the block with `copies`; None: the block.
+    draft_window: context tokens that the draft attends to, as `--speculative-draft-window-size`; None: all.
+    page_size: the window begins at a page boundary, as for SGLang's paged backends, so it may be longer by page - 1.
+    n_unseen: tokens at the start that the draft never attends to, as those of a cached prefix with a ring buffer.
+    copies: continue the block's guesses by n-gram copies, see `kernels/copy_draft.py`.
+    generator: for samples at temperature > 0, on the target's device; None: torch's own.
     """
 
     max_new_tokens: int
@@ -54,7 +54,7 @@ class Options:
             )
 
     def window(self, prefix_len: int) -> int:
-        """Context tokens the draft sees after `prefix_len`."""
+        """Return the number of context tokens that the draft attends to after `prefix_len`."""
         if self.draft_window is None:
             return prefix_len - self.n_unseen
         first = max(prefix_len - self.draft_window, self.n_unseen)
@@ -65,10 +65,9 @@ class Options:
 def spec_steps(
     draft: Draft, target: PreTrainedModel, input_ids: torch.Tensor, options: Options
 ) -> Iterator[DecodedStep]:
-    """Yield the steps of one generation; their `committed` tokens, laid end to end, are the continuation.
+    """Yield the steps of one generation; their `committed` tokens concatenated are the continuation.
 
-    input_ids: int64 [1, prompt].
-    Raises ValueError when draft, target, prompt and options do not fit.
+    `input_ids`: int64 [1, prompt]. Raises ValueError if draft, target, prompt and options do not match.
     """
     check_pair(draft.config, target)
     N, width = _checked_sizes(draft, input_ids, options)
@@ -87,7 +86,7 @@ def spec_steps(
         target_N = choose(reading.logits_1SV[0], options)
         n_accepted = int((tokens_N[1:] == target_N[:-1]).long().cumprod(0).sum())
         n_committed = n_accepted + 1  # the bonus is the target's own token after the accepted drafts
-        # The step emits accepted drafts and bonus and keeps the rows of anchor and accepted drafts: as many.
+        # The step emits accepted drafts and bonus, and keeps equally many rows: anchor and accepted drafts.
         reader.keep(n_committed, undo)
         kept_1SC = reading.features_1SC[:, :n_committed].to(draft.dtype)
         context = context.append(draft.context_kv(kept_1SC, first_position=context.n_tokens))
@@ -100,7 +99,7 @@ def spec_steps(
 def draft_block(
     draft: Draft, target: PreTrainedModel, anchor: torch.Tensor, context: ContextKV, sizes: tuple[int, int | None]
 ) -> torch.Tensor:
-    """The anchor (int64 [1]) and the draft's guesses after it: int64 [N]; `sizes` = (N, window, None for all)."""
+    """Return the anchor (int64 [1]) and the draft's guesses after it: int64 [N]. `sizes`: N, and the window or None."""
     N, draft_window = sizes
     masks = anchor.new_full((N - 1,), draft.config.mask_token_id)
     embeddings_NH = target.get_input_embeddings()(torch.cat([anchor, masks])).to(draft.dtype)
@@ -121,9 +120,9 @@ def accepted_at(
     block_size: int | None = None,
     draft_window: int | None = None,
 ) -> list[int]:
-    """How many drafts a step with this token as its anchor accepts, for every token of the target's own answer.
+    """Return the number of drafts accepted with each token of the target's own answer as the anchor.
 
-    Of the last block's tokens it is how many are known to be accepted.
+    Near the end of the answer only the tokens that follow can be compared.
     """
     text = torch.tensor([*prompt, *answer])
     at_A = torch.arange(len(prompt), len(text))
@@ -139,9 +138,9 @@ def accepted_at(
 def hidden_of_blocks(
     draft: Draft, target: PreTrainedModel, text: torch.Tensor, at_A: torch.Tensor, sizes: tuple[int, int | None]
 ) -> torch.Tensor:
-    """Return what the draft makes of blocks whose anchors are the tokens of `text` at these places, [A, N, H].
+    """Return the draft's output for blocks whose anchors are the tokens of `text` at these places, [A, N, H].
 
-    Each sees the text before its anchor. `sizes` = (N, window, None for all).
+    Each attends to the text before its anchor. `sizes`: N, and the window or None.
     """
     N, draft_window = sizes
     features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC
@@ -152,13 +151,13 @@ def hidden_of_blocks(
 
 
 def draft_logits(hidden: torch.Tensor, target: PreTrainedModel) -> torch.Tensor:
-    """The target's head on the draft's hidden states, [..., H] -> [..., V]."""
+    """Apply the target's head to the draft's hidden states, [..., H] -> [..., V]."""
     head = target.get_output_embeddings()
     return head(hidden.to(head.weight.dtype))
 
 
 def choose(logits_NV: torch.Tensor, options: Options) -> torch.Tensor:
-    """The target's token after each slot, int64 [N]."""
+    """Return the target's token after each slot, int64 [N]."""
     if options.temperature == 0:
         return logits_NV.argmax(-1)
     probabilities_NV = F.softmax(logits_NV.float() / options.temperature, dim=-1)

@@ -1,4 +1,4 @@
-"""A target and its draft in plain torch, and the target alone: what speculation is compared with."""
+"""Target and draft in plain torch, and the target alone, as the baseline for speculation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ def load(target: str, draft: str) -> Models:
 
     Raises:
         OSError: a checkpoint cannot be read.
-        ValueError: target and draft do not fit together.
+        ValueError: target and draft do not match.
     """
     on_gpu = torch.cuda.is_available()
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype="auto" if on_gpu else torch.float32)
@@ -40,7 +40,7 @@ def load(target: str, draft: str) -> Models:
 
 @torch.inference_mode()
 def plain_steps(target: PreTrainedModel, input_ids: torch.Tensor, options: Options) -> Iterator[DecodedStep]:
-    """One token a step: what `spec_steps` is compared with."""
+    """Yield one token per step: the baseline for `spec_steps`."""
     cache, unread = DynamicCache(config=target.config), input_ids
     for _ in range(options.max_new_tokens):
         logits_1SV = target(input_ids=unread, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

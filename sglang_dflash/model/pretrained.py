@@ -1,4 +1,4 @@
-"""The draft as a user has it: read from a checkpoint, generating with a target, written to a checkpoint."""
+"""The draft for users: loading from a checkpoint, generating with a target, writing a checkpoint."""
 
 import json
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ class DraftModel(Draft):
         stop_token_ids: Sequence[int] = (),
         **options: Any,
     ) -> torch.Tensor:
-        """Prompt and continuation, [1, prompt + new tokens]: exactly what `target` would say by itself.
+        """Return prompt and continuation, [1, prompt + new tokens]: exactly the target's own output.
 
-        input_ids: int64 [1, prompt]. The result ends with the first of `stop_token_ids`, or after `max_new_tokens`.
-        options: the rest of `sglang_dflash.model.generate.Options`.
-        Raises ValueError when draft and target do not belong together.
+        `input_ids`: int64 [1, prompt]. The result ends with the first of `stop_token_ids`, or after `max_new_tokens`.
+        `options`: further fields of `sglang_dflash.model.generate.Options`. Raises ValueError if draft and target do
+        not match.
         """
         chosen = Options(
             max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **options
@@ -43,9 +43,8 @@ class DraftModel(Draft):
     ) -> Self:
         """Load a DFlash checkpoint from a folder or from the Hugging Face hub; nothing of it is executed.
 
-        dtype: None keeps the checkpoint's.
-        Raises ValueError for a config or tensors that are not those of a DFlash draft, and FileNotFoundError where
-        `source` is neither a checkpoint's folder nor a repository.
+        `dtype`: None keeps the checkpoint's. Raises ValueError if config or tensors are not a DFlash draft's, and
+        FileNotFoundError if `source` is neither a checkpoint's folder nor a repository.
         """
         folder = files.local_folder(source)
         draft = cls(checkpoint.read(str(folder)))
@@ -54,7 +53,7 @@ class DraftModel(Draft):
         return draft.to(device=device, dtype=dtype).eval()
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors, in the dtype the parameters have; the folder is made."""
+        """Write config.json and model.safetensors, in the parameters' dtype, creating the folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = replace(self.config, dtype=str(self.dtype).removeprefix("torch."))

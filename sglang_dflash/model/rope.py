@@ -18,7 +18,7 @@ class Rotation(NamedTuple):
 
 
 def rope_frequencies(config: Checkpoint) -> tuple[torch.Tensor, float]:
-    """Angle per position of each of the E/2 pairs (fp32), and the factor on cosine and sine (1 but for yarn)."""
+    """Return the angle per position of each of the E/2 pairs (fp32), and the scale of cosine and sine (yarn only)."""
     rope = tuple(sorted(config.rope_parameters.items()))
     return _rope_frequencies(config.head_dim, config.max_position_embeddings, rope)
 
@@ -31,19 +31,19 @@ def _rope_frequencies(
     if parameters["rope_type"] == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return parameters["rope_theta"] ** -exponents, 1.0
-    # Transformers defines the scaled types on one of its own configs.
+    # Transformers defines the scaled types for its own configs.
     config = Qwen3Config(head_dim=head_dim, max_position_embeddings=max_position_embeddings, rope_parameters=parameters)
     return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
 
 
 def rotation_at(positions: torch.Tensor, frequencies: torch.Tensor, scale: float, dtype: torch.dtype) -> Rotation:
-    """positions: int64 [..., S]. The result is [..., S, E] in `dtype`."""
+    """Return the rotation at `positions`, int64 [..., S], as [..., S, E] in `dtype`."""
     angles = positions[..., None].float() * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return Rotation((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """heads: [..., S, E]"""
+    """Rotate `heads`, [..., S, E]."""
     left, right = heads.chunk(2, dim=-1)
     return heads * rotation.cos + torch.cat([-right, left], dim=-1) * rotation.sin

@@ -1,14 +1,14 @@
-"""What DFlash 2 adds to a draft: a convolution around every sublayer, and a selector of one path through candidates.
+"""DFlash 2's additions to a draft: a convolution around every sublayer, and a selector of one path of candidates.
 
-Both bring back what slots that are filled at once do not know of each other. The convolution mixes each slot with those
-before it in its block; the selector keeps the best tokens of every slot and scores each against the token chosen before
-it. Without them a slot's argmax may belong to another continuation than its neighbour's.
+Both restore dependence between slots that are filled at once. The convolution mixes each slot with those before it in
+its block. The selector keeps the best tokens of every slot and scores each against the token chosen before it. Without
+them a slot's argmax may belong to another continuation than its neighbour's.
 
-Published by z-lab and Inco AI (August 2026); SGLang 0.5.23 has the same arithmetic in `models/dflash.py`, and reads
+Published by z-lab and Inco AI (August 2026). SGLang 0.5.23 has the same computation in `models/dflash.py`, and reads
 these parameter names.
 
 Shapes: N slots of a block, D = N - 1 drafts, H hidden, S taps, J groups of channels, V vocabulary, K candidates, R
-rank; X blocks, and `...` whatever stands before.
+rank; X blocks, and `...` for any leading dimensions.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,23 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 class BlockConv(nn.Module):
-    """A depthwise convolution over the slots of a block, before a sublayer and after it. Both kernels come from the
-    sublayer's input: a fixed one per channel, and what the slot itself adds to it per group of channels."""
+    """Depthwise convolution over the slots of a block, before and after a sublayer.
+
+    Both kernels depend on the sublayer's input: a fixed kernel per channel, plus the slot's own term per group of
+    channels.
+    """
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
         self.n_taps, self.group_size = config.conv_kernel_size, config.conv_group_size
         n_groups = config.hidden_size // config.conv_group_size
         base = torch.zeros(2, self.n_taps, config.hidden_size)  # before, after
-        base[:, 0] = 1  # a slot is itself until training says more
+        base[:, 0] = 1  # identity until trained
         self.base_kernel = nn.Parameter(base)
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.n_taps * n_groups, bias=False)
 
     def kernels(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[..., N, H] -> the kernels before and after the sublayer, [..., N, S, H] each."""
+        """Return the kernels before and after the sublayer, [..., N, S, H] each, for `hidden` [..., N, H]."""
         change = self.kernel_projection(hidden).unflatten(-1, (2, self.n_taps, -1))
         before, after = (self.base_kernel + change.repeat_interleave(self.group_size, dim=-1)).unbind(-3)
         return before, after
@@ -43,7 +46,7 @@ class BlockConv(nn.Module):
 def convolved(
     conv: BlockConv | None, sublayer: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
 ) -> torch.Tensor:
-    """The sublayer with `conv` around it, or alone: [..., N, H] -> [..., N, H]."""
+    """Apply the sublayer with `conv` around it, if any: [..., N, H] -> [..., N, H]."""
     if conv is None:
         return sublayer(hidden)
     before, after = conv.kernels(hidden)
@@ -51,9 +54,9 @@ def convolved(
 
 
 def convolve(hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-    """out[n] = sum over taps s of kernel[n, s] * hidden[n - s], channel by channel; before the block there is nothing.
+    """Return out[n] = sum over taps s of kernel[n, s] * hidden[n - s] per channel, zero-padded before the block.
 
-    hidden [..., N, H], kernel [..., N, S, H].
+    `hidden` [..., N, H], `kernel` [..., N, S, H].
     """
     N, n_taps = kernel.shape[-3:-1]
     slots_before = (F.pad(hidden[..., : max(0, N - s), :], (0, 0, min(s, N), 0)) for s in range(n_taps))
@@ -62,7 +65,7 @@ def convolve(hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
 
 
 class CandidateSelector(nn.Module):
-    """Scores what may follow a token: the head's logit, and how well the candidate goes with the token before it."""
+    """Scorer of the tokens that may follow a token: the head's logit plus a pairwise score."""
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
@@ -74,25 +77,26 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
     def candidates(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The K best tokens, int64 [..., K], and their logits after multiplier and soft cap, fp32 [..., K]."""
+        """Return the K best tokens, int64 [..., K], and their logits after multiplier and soft cap, fp32 [..., K]."""
         best, tokens = logits.float().topk(self.n_candidates, dim=-1)
         return tokens, self.unary(best)
 
     def unary(self, logits: torch.Tensor) -> torch.Tensor:
-        """A token's own score. The map is increasing, so the best tokens are the logits' own."""
+        """Return a token's own score. It increases with the logit, so the best tokens are those of the logits."""
         scaled = logits.float() * self.multiplier
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
     def edges(self, previous: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What is added to the own scores of `tokens`, int64 [..., K], behind `previous`, int64 [...]: [..., K].
+        """Return the pairwise score of each candidate in `tokens`, int64 [..., K], after `previous`, int64 [...]: [...,
+        K].
 
-        hidden: [..., H], of the slot that is to be filled.
+        `hidden`: [..., H], of the slot to fill.
         """
         wanted = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
         return (wanted[..., None, :] * self.successor_codebook[tokens]).sum(-1)
 
     def walk(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
-        """From the anchor on, always the best candidate behind the one before: int64 [X, D]."""
+        """Return the path from the anchor that takes the best candidate after the one before: int64 [X, D]."""
         tokens_XDK, unary_XDK = self.candidates(logits_XDV)
         path = [anchor_X]
         for d in range(hidden_XDH.shape[1]):

@@ -1,10 +1,10 @@
-"""A Transformers causal LM as DFlash uses it: it reads tokens, shows features, and can unread what was rejected.
+"""Transformers causal LM as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
-Attention layers forget by cutting keys and values. Recurrent layers (Gated DeltaNet) cannot: a state that has seen a
-rejected token has no way back, and `Cache.crop` leaves it as it is. So their state is copied before a block is read;
-when something is rejected it is put back, and the kept tokens are read again.
+Attention layers undo by cutting keys and values. Recurrent layers (Gated DeltaNet) cannot: a state cannot be reset to
+before a rejected token, and `Cache.crop` leaves it unchanged. So their state is copied before a block is read. After a
+rejection the copy is restored, and the kept tokens are read again.
 
-Knows nothing of drafts beyond the layers whose outputs they want.
+Independent of drafts, except for the layers whose outputs they use.
 """
 
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 class Reading(NamedTuple):
-    """The features of S tokens, and what the target says after the last of them or after each."""
+    """Features of S tokens, and the target's logits after the last of them or after each."""
 
     logits_1SV: torch.Tensor
     features_1SC: torch.Tensor
 
 
 class Undo(NamedTuple):
-    """What it takes to unread a block: its tokens, and the recurrent states before it."""
+    """State needed to undo a block: its tokens, and the recurrent states before it."""
 
     ids_1N: torch.Tensor
     states: list[torch.Tensor]
 
 
 def target_features(hidden_states: Sequence[torch.Tensor], layer_ids: Sequence[int]) -> torch.Tensor:
-    """Outputs of the given layers side by side, [..., C]; `hidden_states` starts with the embeddings."""
+    """Concatenate the outputs of the given layers, [..., C]; `hidden_states` starts with the embeddings."""
     return torch.cat([hidden_states[layer + 1] for layer in layer_ids], dim=-1)
 
 
 def check_pair(draft: Checkpoint, target: PreTrainedModel) -> None:
-    """Raise ValueError when the draft cannot belong to the target."""
+    """Raise ValueError if the draft does not match the target."""
     text = target.config.get_text_config()
     pair.check_pair(
         draft,
@@ -50,10 +50,10 @@ def check_pair(draft: Checkpoint, target: PreTrainedModel) -> None:
 
 
 class TargetReader:
-    """One sequence in a target's cache: read tokens, then keep the first of them."""
+    """One sequence in a target's cache: reads tokens, then keeps the first of them."""
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
-        """Raises ValueError for a target whose cache holds layers that cannot be unread."""
+        """Raise ValueError for a target whose cache has layers that cannot be undone."""
         self.model = model
         self.layer_ids = layer_ids
         self.cache = DynamicCache(config=model.config)
@@ -68,10 +68,10 @@ class TargetReader:
         self.attending = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]
         for layer in self.attending:
             if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.activate_past_recording()  # without it, what slid out of the window could not come back
+                layer.activate_past_recording()  # needed to restore entries that slid out of the window
 
     def read(self, ids_1S: torch.Tensor) -> Reading:
-        """Read S more tokens, for good; the logits are those after the last one only."""
+        """Read S more tokens for good; return the logits after the last one only."""
         reading = self._forward(ids_1S, n_logits=1)
         self._cut(0)
         return reading
@@ -82,7 +82,7 @@ class TargetReader:
         return self._forward(ids_1N, n_logits=ids_1N.shape[1]), undo
 
     def keep(self, n: int, undo: Undo) -> None:
-        """Unread all but the first `n` tokens of the block that was read last."""
+        """Undo all but the first `n` tokens of the block that was read last."""
         N = undo.ids_1N.shape[1]
         if n == N or not self.recurrent:
             return self._cut(N - n)
@@ -92,7 +92,7 @@ class TargetReader:
         self.read(undo.ids_1N[:, :n])
 
     def _states(self) -> list[torch.Tensor]:
-        """What the recurrent layers hold, in a fixed order: convolution windows and states."""
+        """Return the states of the recurrent layers in a fixed order: convolution windows, then states."""
         kinds = (kind for layer in self.recurrent for kind in (layer.conv_states, layer.recurrent_states))
         return [state for kind in kinds for state in kind.values() if state is not None]
 
@@ -107,13 +107,13 @@ class TargetReader:
         return Reading(out.logits, target_features(out.hidden_states, self.layer_ids))
 
     def _cut(self, n: int) -> None:
-        """Drop the last `n` keys and values; zero still lets sliding layers drop what they no longer see."""
+        """Drop the last `n` keys and values; with 0, sliding layers still drop those out of their window."""
         for layer in self.attending:
             layer.crop(-n)
 
 
 def stop_token_ids(target: PreTrainedModel) -> tuple[int, ...]:
-    """Where the target's answers end, as its generation config says."""
+    """Return the end tokens in the target's generation config."""
     config = target.generation_config
     ids = config.eos_token_id if config is not None else None
     if ids is None:

@@ -1,7 +1,7 @@
 """Prove on this machine what the documents say: `sglang-dflash prove --help`.
 
-A line is printed for every check when it has ended, then the table, and the path of the JSON document. Exit status: 0
-if nothing failed, 1 if something did, 2 if nothing could be tried.
+A line is printed after each check, then the table, and the path of the JSON document. Exit status: 0 if nothing failed,
+1 if something did, 2 if nothing could be tried.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NEEDED = ("pytest", "pytest_timeout", "xdist")
 HERE = Path(__file__).parent
 FILES = [HERE / f"{name}.py" for name in ("environment", "inside", "ops", "draft_graph", "outside")]  # in this order
 MINUTES, MINUTES_SHORT = 60.0, 12.0
-# Nothing that lies around decides how pytest runs: no configuration file, no conftest.py, no other plugin.
+# Isolates pytest: no configuration file, no conftest.py, no other plugin.
 PYTEST = [
     *("-c", os.devnull, "--rootdir", str(HERE), "--noconftest", "--import-mode=append", "--max-worker-restart=99"),
     *("-p", "sglang_dflash.prove.plugin", "-p", "pytest_timeout", "-p", "xdist.plugin", "-p", "no:faulthandler"),
@@ -33,7 +33,7 @@ PYTEST = [
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options; those that are pytest's in `more`."""
+    """Return the options; pytest's are in `more`."""
     parser = argparse.ArgumentParser(
         prog="sglang-dflash prove",
         description=(__doc__ or "").split("\n")[0],

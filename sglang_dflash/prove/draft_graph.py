@@ -1,7 +1,7 @@
-"""A captured draft forward at the shapes of Qwen3.5-27B's draft: is the target's head read once for all requests?
+"""A captured draft forward at the shapes of Qwen3.5-27B's draft, to check that the target's head is read only once.
 
-The forward reads every weight of the draft's layers and ends in `draft/fill.py`, as in serving. Attention is left out:
-over a short context it reads next to nothing. Weights are random.
+The forward reads every weight of the draft's layers and ends in `draft/fill.py`, as in serving. Attention is omitted,
+since over a short context it reads almost nothing. Weights are random.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from torch.nn.functional import linear, rms_norm, silu
 from sglang_dflash.prove.plugin import Finding, Found, check
 
 BATCHES, N_ROUNDS = (1, 8, 32), 20
-MOST_OF_ONE = 2.0  # bound of 8 requests' time over one's; a head of 2.5 GB read once per request makes it four
+MOST_OF_ONE = 2.0  # bound of 8 requests' time over one's; reading a head of 2.5 GB once per request makes it four
 
 
 class Shapes(NamedTuple):
@@ -31,7 +31,7 @@ class Shapes(NamedTuple):
 
     @property
     def weights(self) -> list[tuple[int, int]]:
-        """Outputs and inputs of the weights: of each layer qkv, o, gate and up, down; then the head's."""
+        """Return outputs and inputs of the weights: qkv, o, gate and up, down of each layer, then the head's."""
         H, wide, inner = self.hidden, self.heads * self.head_dim, self.intermediate
         layer = [(wide + 2 * self.kv_heads * self.head_dim, H), (H, wide), (2 * inner, H), (H, inner)]
         return [*layer * self.n_layers, (self.n_vocab, H)]

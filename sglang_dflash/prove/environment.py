@@ -1,4 +1,4 @@
-"""The installation: versions, entry points, hooks, SGLang's names, and whether the GPU computes at all."""
+"""Check of the installation: versions, entry points, hooks, SGLang's names, and a product on the GPU."""
 
 import importlib
 import importlib.util
@@ -10,7 +10,7 @@ from sglang_dflash.check import findings, launch
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.plugin import Finding, Found, check
 
-# Modules without which no server starts or answers.
+# Modules that every server needs.
 MODULES = ("sglang", "torch", "triton", "transformers", "httpx", "psutil", "rich", "huggingface_hub", "fastapi", "zmq")
 VERSIONED = ("sglang", "torch", "triton", "transformers", "sglang_dflash")
 
@@ -19,7 +19,7 @@ VERSIONED = ("sglang", "torch", "triton", "transformers", "sglang_dflash")
 def check_environment(place: Place, found: Found) -> None:
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
     assert not missing, f"not importable: {', '.join(missing)}; put them on PYTHONPATH"
-    # From the modules: where they were unpacked, metadata is missing or another version's.
+    # Read from the modules: metadata of unpacked packages may be missing or another version's.
     versions = {name: importlib.import_module(name).__version__ for name in VERSIONED}
     if place.gpu is not None:
         a = torch.randint(-8, 8, (64, 64), device="cuda").float()

@@ -1,4 +1,4 @@
-"""Checks of the probe's records, made in the scheduler of a server with the plugin, against plain torch's answers."""
+"""Checks of the probe's records, from the scheduler of a server with the plugin, against plain torch's answers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,15 +17,15 @@ from sglang_dflash.prove.plugin import Finding, Found, check
 from sglang_dflash.prove.served import Draw, Reference, Watched
 from sglang_dflash.tiny.workloads import answered_conversations, held_out
 
-STEPS_WITHIN = 0.1  # of the acceptance length, where rounding differs
-BYTES_WITHIN = 0.02  # a page of padding, alignment
+STEPS_WITHIN = 0.1  # relative, of the acceptance length; rounding differs
+BYTES_WITHIN = 0.02  # relative; a page of padding, alignment
 FP32 = 4  # bytes
 SIZE = ("requests", "width")
 STAGES = {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit", "append"}
 
 
 class Setting(NamedTuple):
-    """Flags of a watched server, which decide how it drafts and verifies, and its prompts."""
+    """Environment of a watched server, which decides how it drafts and verifies, and its prompts."""
 
     title: str
     where: str
@@ -33,7 +33,7 @@ class Setting(NamedTuple):
     draw: Draw = held_out
 
 
-WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}  # as plain torch drafts and verifies
+WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}  # the way plain torch drafts and verifies
 WITH_COPIES = WHOLE_BLOCKS | {"SGLANG_DFLASH_COPY": "on"}
 SETTINGS = {
     "whole_blocks": Setting("", "", WHOLE_BLOCKS),
@@ -60,7 +60,7 @@ def watched(place: Place, request: pytest.FixtureRequest) -> Watched:
 
 @pytest.fixture(scope="module")
 def reference(place: Place, watched: Watched) -> Reference:
-    """Plain torch's answers. The watched server has ended by now."""
+    """Return plain torch's answers. The watched server has ended before."""
     return served.by_plain_torch(place, watched.prompts, copies=watched.copies)
 
 
@@ -167,7 +167,7 @@ def count(place: Place, watched: Watched) -> dict[str, int]:
 
 
 def counted_tokens(gpu: Gpu, place: Place, watched: Watched) -> int:
-    """Return the tokens of K and V that the capacity report expects on an empty card."""
+    """Return the tokens of K and V that the capacity report computes for an empty card."""
     info, dflash = watched.info, watched.dflash
     target, draft = geometry.read_target(str(place.pair.target)), geometry.read_draft(str(place.pair.draft))
     context = info.get("context_length") or target.context_length

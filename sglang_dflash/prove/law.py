@@ -1,11 +1,11 @@
 """Comparison of two sampling distributions by counting, with a bound fixed beforehand.
 
-A draw is the first tokens of one answer. Two sets of draws are compared over views of a draw: the token at each
-position, and the first two tokens together. In each view the shares of every outcome must agree within `BOUND` standard
-errors. Outcomes seen fewer than `RARE` times in both sets together share one cell: their standard error says little.
+A draw is the first tokens of one answer. Two sets of draws are compared in several views: the token at each position,
+and the first two tokens together. In each view the shares of every outcome must agree within `BOUND` standard errors.
+Outcomes seen fewer than `RARE` times in both sets share one cell, as their standard error is unreliable.
 
-With n draws in each set, an outcome of probability p that moves by `detectable(p, n)` is caught five times in six. Two
-equal samplers are called different less than once in a million comparisons of a cell.
+With n draws in each set, a shift of `detectable(p, n)` in an outcome of probability p is found five times in six. Two
+equal samplers are reported as different less than once in a million comparisons of a cell.
 """
 
 import math
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
-Draw = tuple[int, ...]  # token ids; shorter where the answer ended
+Draw = tuple[int, ...]  # token ids; shorter if the answer ended
 Outcome = tuple[int, ...]
 
 BOUND = 5.0  # standard errors
-RARE = 20  # of both sets together
+RARE = 20  # draws, in both sets together
 N_POSITIONS = 4
 ENDED = -1  # the token of a position after the answer's end
 REST: Outcome = (-2,)  # the cell of all rare outcomes
@@ -29,14 +29,14 @@ class Cell(NamedTuple):
 
     view: str
     outcome: Outcome
-    n_a: int  # seen among `of_a` draws
+    n_a: int  # number among `of_a` draws
     of_a: int
     n_b: int
     of_b: int
 
     @property
     def n_errors(self) -> float:
-        """Standard errors between the two shares; 0 where both are 0 or both are 1."""
+        """Return the difference of the two shares in standard errors; 0 if both are 0 or both are 1."""
         pooled = (self.n_a + self.n_b) / (self.of_a + self.of_b)
         error = standard_error(pooled, self.of_a, self.of_b)
         return abs(self.n_a / self.of_a - self.n_b / self.of_b) / error if error else 0.0
@@ -49,12 +49,12 @@ class Cell(NamedTuple):
 
 
 def standard_error(p: float, of_a: int, of_b: int) -> float:
-    """Return that of the difference between two shares, when both have probability `p`."""
+    """Return the standard error of the difference between two shares that both have probability `p`."""
     return math.sqrt(p * (1 - p) * (1 / of_a + 1 / of_b))
 
 
 def detectable(p: float, n: int) -> float:
-    """Return the shift of an outcome of probability `p` that `n` draws on each side show with probability 0.84."""
+    """Return the shift of an outcome of probability `p` that `n` draws on each side detect with probability 0.84."""
     return (BOUND + 1) * standard_error(p, n, n)
 
 
@@ -69,7 +69,7 @@ def views() -> Iterator[tuple[str, Callable[[Draw], Outcome]]]:
 
 
 def cells(a: Sequence[Draw], b: Sequence[Draw]) -> list[Cell]:
-    """Return every cell of every view; within a view each draw falls into exactly one."""
+    """Return every cell of every view; within a view each draw is in exactly one."""
     found = []
     for view, outcome_of in views():
         counts_a, counts_b = Counter(map(outcome_of, a)), Counter(map(outcome_of, b))

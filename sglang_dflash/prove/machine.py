@@ -1,4 +1,4 @@
-"""The machine that checks run on, and the flags with which a pair is served there."""
+"""The machine that runs the checks, and the flags that serve a pair there."""
 
 import argparse
 import json
@@ -14,18 +14,18 @@ from sglang_dflash.host.backends import BACKENDS
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Pair
 
-# Run in a process of its own: a process that names the device holds half a GiB of its memory until it ends.
+# Runs in a separate process, because using the device occupies half a GiB of its memory until the process ends.
 ASK = """import json, torch
 gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""
-MAX_REQUESTS = "32"  # of a tiny pair's server on a GPU
+MAX_REQUESTS = "32"  # for a tiny pair's server on a GPU
 GPU_FLAGS = (
     *("--mem-fraction-static", "0.3", "--sampling-backend", "pytorch"),
-    *("--max-total-tokens", "131072"),  # a card holds millions of a tiny model, whose bookkeeping takes minutes
+    *("--max-total-tokens", "131072"),  # the default for a tiny model is millions, with minutes of bookkeeping
     *("--max-running-requests", MAX_REQUESTS, "--cuda-graph-max-bs-decode", MAX_REQUESTS),
     *("--mamba-radix-cache-strategy", "extra_buffer", "--max-mamba-cache-size", "256"),
 )
-# Attention backends of target and draft: first SGLang's own choice, then others that run on the GPU.
+# Attention backends of target and draft: SGLang's default first, then others that run on the GPU.
 ATTENTION = {
     "sm80": ("flashinfer", "triton"),
     "sm89": ("flashinfer", "triton"),
@@ -36,7 +36,7 @@ ATTENTION = {
 ALIASES = {"sm86": "sm80", "sm87": "sm80", "sm103": "sm100", "sm121": "sm120"}
 PAGE_SIZES = (1, 16)
 FP32_ATTENTION = ("triton",)  # backends that compute in fp32 on a GPU; an emulated backend always does
-# SGLang captures no sizes on a CPU unless told; emulating the graphs of prompts takes a minute and proves nothing here.
+# SGLang captures no sizes on a CPU by default. Emulating prefill graphs takes a minute, so they are disabled.
 EMULATION_FLAGS = ("--cuda-graph-bs-decode", "1", "2", "4", "8", "--cuda-graph-backend-prefill", "disabled")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
@@ -49,7 +49,7 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """The machine of one run, and what is served on it."""
+    """The machine of one run, and the pair served on it."""
 
     gpu: Gpu | None  # None: one is emulated
     device: str  # architecture of the real or emulated GPU, such as "sm90"
@@ -70,17 +70,17 @@ class Place:
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """Attention backends of this device, the preferred one first."""
+        """Return the attention backends of this device, the preferred one first."""
         return ATTENTION.get(self.device, ("triton",))
 
     def page_sizes(self, attention: str) -> list[int]:
-        """Return the tried page sizes that the backend takes."""
+        """Return the page sizes to test that the backend supports."""
         pages = BACKENDS[attention].pages
         return [size for size in PAGE_SIZES if not pages or size in pages]
 
     @property
     def side_by_side(self) -> bool:
-        """Return whether servers may run at the same time. On a GPU each one takes all the memory that is free."""
+        """Return whether servers may run at the same time. On a GPU each one takes all free memory."""
         return self.gpu is None and not self.is_own
 
     def exact(self, attention: str) -> bool:
@@ -89,7 +89,7 @@ class Place:
 
     @property
     def env_of_checks(self) -> dict[str, str]:
-        """Environment of processes that check. Triton reads its variable when it is imported."""
+        """Return the environment of checking processes. Triton reads its variable at import."""
         return OFFLINE if self.gpu else OFFLINE | {"TRITON_INTERPRET": "1"}
 
     def flags(self, attention: str, page_size: int | None = None) -> list[str]:
@@ -110,10 +110,10 @@ class Place:
 
 
 def place_of(options: argparse.Namespace) -> Place:
-    """Return the place of a command line. Nothing is started on the GPU of this process.
+    """Return the place of a command line. This process does not use the GPU.
 
     Raises:
-        ValueError: there is neither a GPU nor the emulation of one; half a pair.
+        ValueError: there is neither a GPU nor its emulation, or only half a pair is given.
     """
     emulated = flags.read(os.environ).rehearse.gpu
     gpu = None if emulated else find_gpu()

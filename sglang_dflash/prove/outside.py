@@ -17,7 +17,7 @@ from sglang_dflash.prove.served import Reference
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import ARMS, Arm
 
-TEMPERATURE = 2.0  # at 1 the tiny pair is sure of nearly every token
+TEMPERATURE = 2.0  # at 1 the tiny pair is nearly certain of most tokens
 N_DRAWS, N_DRAWS_EMULATED, DRAWN_AT_ONCE = 1200, 400, 8
 N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5
 ONE_TOKEN_WITHIN = 1.1
@@ -39,7 +39,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def check_parity(place: Place, attention: str, page_size: int, found: Found) -> None:
     asked, said = served.prompts(place), dict[Arm, Said]()
-    # The reference comes last: it is asked about differences.
+    # The reference comes last, as it is queried about differences.
     for arms in [ARMS[::-1]] if place.side_by_side else [[arm] for arm in ARMS[::-1]]:
         with served.serving(place, arms, attention, page_size) as servers:
             for arm, server in servers.items():
@@ -71,7 +71,7 @@ def check_one_token(place: Place, found: Found) -> None:
     """Time one request with a width of 1, and without speculation: medians of rounds."""
     asked, ms = served.prompts(place)[:1], dict[Arm, float]()
     env = {"SGLANG_DFLASH_WIDTHS": "1", "SGLANG_DFLASH_COPY": "off"}
-    for arm in (Arm.OFF, Arm.PLUGIN):  # on a GPU each takes all the memory that is free
+    for arm in (Arm.OFF, Arm.PLUGIN):  # on a GPU each takes all free memory
         with served.serving(place, [arm], place.backends[0], env=env) as servers:
             ms[arm] = median(token_ms(servers[arm], asked) for _ in range(1 + N_ONE_TOKEN_ROUNDS))
     found(judge_one_token(ms[Arm.OFF], ms[Arm.PLUGIN]))
@@ -104,7 +104,7 @@ def check_law(place: Place, found: Found) -> None:
 
 
 def draws(server: Server, prompt: Sequence[int], n: int) -> list[law.Draw]:
-    """Return the first tokens of `n` answers, each a request of its own."""
+    """Return the first tokens of `n` answers to separate requests."""
     answers = server.generate_many(
         [prompt] * n, concurrency=DRAWN_AT_ONCE, temperature=TEMPERATURE, max_new_tokens=law.N_POSITIONS
     )

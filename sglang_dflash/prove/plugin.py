@@ -1,4 +1,4 @@
-"""Pytest hooks of a process that checks: facts of a check, its time limit, and what it found."""
+"""Pytest hooks of a process that checks: facts of a check, its time limit, and its finding."""
 
 import faulthandler
 import json
@@ -13,23 +13,23 @@ import pytest
 
 from sglang_dflash.prove.machine import Place
 
-LEAST_S = 20.0  # no check starts with less time left
-GRACE_S = 5.0  # for pytest-timeout, which needs the interpreter; native code may hold it
+LEAST_S = 20.0  # seconds; no check starts with less time left
+GRACE_S = 5.0  # seconds for pytest-timeout, which needs the interpreter while native code may hold it
 
 
 class Check(NamedTuple):
-    """The facts of a check, in the table's words."""
+    """Facts of a check, as in the table."""
 
     name: str
     proves: str  # a sentence without its full stop
-    minutes: float  # limit, with the start of a server that no check before it started
+    minutes: float  # limit, including the start of a server
     short: bool = False  # part of the short form
     gpu: bool = False  # needs a GPU
-    expected: str = ""  # values to compare the measured ones with
+    expected: str = ""  # values for comparison with the measured ones
 
 
 class Finding(NamedTuple):
-    """A measurement and its verdict: a sentence, and the numbers it was made of."""
+    """A measurement and its verdict: a sentence, and its numbers."""
 
     text: str
     numbers: dict[Any, Any]
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One call of `sglang-dflash prove`, as each of its processes knows it."""
+    """One call of `sglang-dflash prove`, passed to each of its processes."""
 
     place: Place
     only: tuple[str, ...]  # names; empty: all
@@ -61,7 +61,7 @@ def facts_of(item: pytest.Item) -> Check:
 
 
 def server_of(nodeid: str) -> str:
-    """Return what identifies the server that a parametrized check shares with others; "" for other checks."""
+    """Return an id of the server that a parametrized check shares with others; "" for other checks."""
     file, _, function = nodeid.partition("::")
     return file + function[function.index("[") :] if "[" in function else ""
 
@@ -73,10 +73,10 @@ def place(pytestconfig: pytest.Config) -> Place:
 
 @pytest.fixture
 def found(record_property: Callable[[str, object], None]) -> Found:
-    """A function that reports a check's finding, and fails the check if the finding does not hold."""
+    """Return a function that reports a check's finding, and fails the check if the finding does not hold."""
 
     def report(finding: Finding) -> None:
-        record_property("finding", json.dumps(finding[:2]))  # workers send nothing but Python's own types
+        record_property("finding", json.dumps(finding[:2]))  # xdist sends only Python's own types
         if not finding.holds:
             pytest.fail(finding.text, pytrace=False)
 
@@ -96,7 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the checks of the short form first, and leave out those that were not asked for."""
+    """Put the checks of the short form first, and remove those that were not selected."""
     run = config.stash[RUN]
     kept = [item for item in items if facts_of(item).short or not run.place.short]
     if unknown := set(run.only) - {facts_of(item).name for item in kept}:
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Give a check its time limit, and each file a process: a GPU's memory and errors end with their process."""
+    """Give a check its time limit, and each file a process, which frees a GPU's memory and confines its errors."""
     config, facts = item.config, facts_of(item)
     if "workerinput" in vars(config) and config.stash.setdefault(FILE, item.path) != item.path:
         os._exit(0)  # a new worker takes over

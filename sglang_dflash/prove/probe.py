@@ -1,9 +1,9 @@
-"""The worker, watched from inside the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
+"""The worker, recorded from inside the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
 
-At launch it takes dummy steps at every width, at every captured batch size and at one less, which is padded. Then it
-watches every step that is served. `GET /server_info` returns the record under `dflash.probe`:
+At launch it runs dummy steps at every width, at every captured batch size and at one less, which is padded. Then it
+records every served step. `GET /server_info` returns the record under `dflash.probe`:
 
-    steps     drafts that changed while the target ran, and values that are not finite in its logits and features
+    steps     drafts that changed while the target ran, and non-finite values in its logits and features
     stages    host seconds of each stage, and the device's between two events
     bytes     sizes of the pools
 """
@@ -31,7 +31,7 @@ from sglang_dflash.stages.stages import Stages, with_methods
 from sglang_dflash.step import Plan, Target
 from sglang_dflash.worker import DFlashWorker, Publish
 
-KEPT = 512  # times of a stage and size
+KEPT = 512  # most times kept per stage and size
 PADDING_SLOT = 0
 
 Size = tuple[int, int]  # requests, width
@@ -39,12 +39,12 @@ Size = tuple[int, int]  # requests, width
 
 @dataclass
 class Seen:
-    """The steps at one size."""
+    """Record of the steps at one size."""
 
     steps: int = 0
-    served: int = 0  # of `steps`, those of real requests
+    served: int = 0  # steps of real requests, among `steps`
     padded: int = 0  # rows of no request, in all steps
-    # Counted on the device: drafts that the target's replay changed; values that are not finite in padded rows, and in
+    # Counted on the device: drafts that the target's replay changed, and non-finite values in padded rows and in
     # requests' rows.
     counts: Any = 0
 
@@ -72,7 +72,7 @@ class ProbedWorker(DFlashWorker):
 
 
 class Probe:
-    """Invariant: nothing is read back from the device but by `describe`."""
+    """Recorder of a worker's steps. Invariant: only `describe` reads values back from the device."""
 
     def __init__(self, worker: DFlashWorker) -> None:
         self.worker = worker
@@ -80,7 +80,7 @@ class Probe:
         self.device = torch.device(worker.device)
         self.has_gpu = self.device.type != "cpu"
         self.seen = defaultdict[Size, Seen](Seen)
-        self.raw: Any = None  # the last replay's output, padded rows included
+        self.raw: Any = None  # output of the last replay, including padded rows
         self.times = StageClock(worker.device if self.has_gpu else None)
         self.size: Size = (0, 0)
         self.tokens = self.copy = torch.empty(0)
@@ -114,7 +114,7 @@ class Probe:
     # -- steps that are served -------------------------------------------------------------------------------------
 
     def watch(self) -> Stages:
-        """Return the worker's stages, watched and measured."""
+        """Return the worker's stages, recorded and measured."""
         stages, timed = measured(self.worker.stages, self.times), self.times.timed
         planner, copier, verifier = stages.planner, stages.copier, stages.verifier
 
@@ -147,7 +147,7 @@ class Probe:
         self.tokens, self.copy = tokens_BN, tokens_BN.clone()
 
     def end(self) -> None:
-        """Compare the drafts with their copy, and look at the output, after the target has run."""
+        """Compare the drafts with their copy, and count non-finite outputs, after the target has run."""
         seen, n_rows = self.seen[self.size], self.size[0] * self.size[1]
         raw = (self.raw.next_token_logits, self.raw.hidden_states) if self.raw is not None else ()
         outputs = [x for x in raw if isinstance(x, torch.Tensor)]
@@ -183,7 +183,7 @@ class Probe:
         }
 
     def bytes(self) -> dict[str, Any]:
-        """Return the pools' sizes on this rank, and what is free."""
+        """Return the pools' sizes and the free memory on this rank."""
         sizes = {
             "target_tokens": int(self.target.max_total_num_tokens),
             "target_kv": kv_bytes(self.target),
@@ -217,14 +217,14 @@ def kv_bytes(runner: ModelRunner) -> int:
 
 
 def padding_slot(runner: ModelRunner) -> int:
-    """Return how many values of K and V there are not finite, over all layers."""
+    """Return the number of non-finite values of K and V in the padding slot, over all layers."""
     pool = runner.token_to_kv_pool
     pool = vars(pool).get("full_kv_pool", pool)
     return sum(int(not_finite(layer[PADDING_SLOT].float())) for layer in (*pool.k_buffer, *pool.v_buffer))
 
 
 class StageClock:
-    """Host and device times of stages, by stage and size; no `device`: host times alone."""
+    """Host and device times of stages, by stage and size. Without a `device` only the host's."""
 
     def __init__(self, device: str | None) -> None:
         self.events = DeviceClock(device) if device else None
@@ -247,7 +247,7 @@ class StageClock:
         return run_timed
 
     def medians(self) -> Iterator[dict[str, Any]]:
-        """Yield milliseconds by stage and size; the device's are None without one."""
+        """Yield milliseconds by stage and size; the device's are None without a device."""
         order = ["step", "plan", *STAGES, "accept"]
         for stage, size in sorted(self.host_s, key=lambda key: (key[1], order.index(key[0]))):
             host_s, marks = self.host_s[stage, size], self.marks[stage, size]

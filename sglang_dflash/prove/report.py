@@ -17,13 +17,13 @@ from sglang_dflash.prove.plugin import RUN, Check, Run, facts_of, server_of
 from sglang_dflash.servers.document import head, inherited, portable
 
 PR_SET_CHILD_SUBREAPER = 36
-KILL_S = 25.0  # for processes to disappear
+KILL_S = 25.0  # seconds for processes to disappear
 SHOWN = {"passed": "yes", "failed": "**no**", "timed out": "**no**: timed out", "skipped": "–"}
-CRASHED = "???"  # xdist's word for when it happened
+CRASHED = "???"  # xdist's value of `when`
 
 
 def adopt_orphans() -> None:
-    """Make this process (Linux) the parent of all that its children leave behind."""
+    """Make this process (Linux) the parent of all processes that its children leave running."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -35,7 +35,7 @@ def end_children() -> None:
 
 
 class InOrder(LoadScheduling):
-    """Runs checks one after the other, in their order. A worker that ended between two checks takes none with it."""
+    """Scheduler that runs checks in order. A worker that ended between two checks fails none."""
 
     started: Mapping[str, float] = {}
 
@@ -47,7 +47,7 @@ class InOrder(LoadScheduling):
 
 
 class Collector:
-    """Collects results as pytest reports them.
+    """Collector of results as pytest reports them.
 
     Attributes:
         checks, rows: by pytest's node id, in the order of the run.
@@ -112,7 +112,7 @@ class Collector:
         return report.outcome if report.when == "call" or not report.passed else "", "", ""
 
     def document(self, command: str, *, ok: bool) -> dict[str, Any]:
-        """Return the JSON document: every check that was asked for, with its result."""
+        """Return the JSON document: every selected check, with its result."""
         place = self.run.place
         return head("prove", command) | {
             "level": f"{place.level}: {'seen on ' if place.gpu else ''}{place.where}",

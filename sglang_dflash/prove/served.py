@@ -23,14 +23,14 @@ from sglang_dflash.tiny.workloads import held_out
 N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
 CONCURRENCIES = (1, 3, 8)  # 3: a captured batch of four is padded
-START_S = 900.0  # a model of 27B from disk, and its graphs
-TOP = 50  # log-probabilities to look at
+START_S = 900.0  # seconds; a model of 27B from disk, and its graphs
+TOP = 50  # log-probabilities to request
 
 Draw = Callable[[int], Sequence[Any]]  # conversations
 
 
 def prompts(place: Place, draw: Draw = held_out) -> list[list[int]]:
-    """Return the token ids of conversations, held-out questions unless `draw` says otherwise."""
+    """Return the token ids of conversations: held-out questions, or those of `draw`."""
     tokenizer: Any = AutoTokenizer.from_pretrained(place.pair.target)
     return [
         tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
@@ -50,7 +50,7 @@ def serving(
     page_size: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[dict[Arm, Server]]:
-    """Run servers of these arms side by side; `env` is the plugin's.
+    """Run servers of these arms at the same time; `env` applies to the plugin's.
 
     Raises:
         ServerError: a server does not start, or runs another worker than its arm's.
@@ -90,8 +90,8 @@ class Watched(NamedTuple):
 
     prompts: list[list[int]]
     answers: dict[int, list[Generation]]  # by concurrency
-    dflash: dict[str, Any]  # the worker's account of itself
-    info: dict[str, Any]  # SGLang's
+    dflash: dict[str, Any]  # the worker's report
+    info: dict[str, Any]  # SGLang's server info
     copies: bool = False  # n-gram copies follow every block
 
 
@@ -104,15 +104,15 @@ def watch(place: Place, env: Mapping[str, str], draw: Draw = held_out) -> Watche
 
 
 class Reference(NamedTuple):
-    """Greedy answers, and the log-probabilities they were chosen by."""
+    """Greedy answers, and the log-probabilities that they were chosen by."""
 
     answers: list[list[int]]
     likeliest: Likeliest
-    histograms: Sequence[Mapping[int, int]] = ()  # of each answer, decode steps that accepted 0, 1, 2, ... drafts
+    histograms: Sequence[Mapping[int, int]] = ()  # by answer: decode steps that accepted 0, 1, 2, ... drafts
 
 
 def by_plain_torch(place: Place, prompts: Sequence[Sequence[int]], *, copies: bool) -> Reference:
-    """Return what the pair answers in plain torch, on the GPU where there is one."""
+    """Return the pair's answers in plain torch, on the GPU if there is one."""
     models = plain.load(str(place.pair.target), str(place.pair.draft))
     options = Options(max_new_tokens=n_new(place), stop_token_ids=models.stop_token_ids, copies=copies)
 
@@ -142,12 +142,12 @@ def likeliest_of(server: Server) -> Likeliest:
 
 
 def histogram(answer: Generation) -> dict[int, int]:
-    """Return how many decode steps of a server's answer accepted 0, 1, 2, ... drafts."""
+    """Return the numbers of decode steps of a server's answer that accepted 0, 1, 2, ... drafts."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 
 def acceptance_length(histograms: Sequence[Mapping[int, int]]) -> float:
-    """Return tokens per step, the bonus included."""
+    """Return tokens per step, including the bonus."""
     total = sum((Counter(one) for one in histograms), Counter())
     return Steps(total.total(), sum(n * count for n, count in total.items())).committed_per_step
 
@@ -163,7 +163,7 @@ class Agreement(NamedTuple):
     equal: int
     of: int
     apart: list[str]  # first differences
-    beyond_a_tie: list[str]  # those of `apart` that rounding does not explain
+    beyond_a_tie: list[str]  # differences in `apart` that rounding does not explain
 
 
 def compare(

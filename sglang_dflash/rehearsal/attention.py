@@ -1,7 +1,8 @@
-"""What the GPU's paged attention kernels compute, in plain torch: one request at a time, nothing shared, nothing fast.
+"""Reference for the GPU's paged attention kernels in plain torch, one request at a time.
 
-`attend` is the definition. Around it stand FlashAttention's two entry points as SGLang calls them; `flashinfer.py` and
-`trtllm.py` have theirs. They check what the kernels demand of their metadata, and fill rows of no request with NaN.
+`attend` is the definition. This module wraps it in FlashAttention's two entry points as SGLang calls them;
+`flashinfer.py` and `trtllm.py` have theirs. They check the kernels' requirements on metadata, and fill rows of no
+request with NaN.
 
 Dimension key: B requests, T packed queries, A query heads, G KV heads, E head width of q and k, F of v, N queries and L
 keys of a request, P pages of a request's row.
@@ -15,14 +16,14 @@ import torch
 
 
 class Mask(NamedTuple):
-    """Which keys a query sees; a request's queries are the last of its keys."""
+    """Keys that each query attends to; a request's queries are the last of its keys."""
 
     causal: bool
-    left: int = -1  # keys at most so far behind; -1: any
-    right: int = -1  # and ahead
+    left: int = -1  # most keys to the left of the query; -1: all
+    right: int = -1  # most keys to its right
 
     def allowed(self, n_queries: int, n_keys: int) -> torch.Tensor:
-        """Bool [N, L]."""
+        """Return the mask, bool [N, L]."""
         behind = torch.arange(n_keys - n_queries, n_keys)[:, None] - torch.arange(n_keys)
         allowed = behind >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)
         if self.left >= 0:
@@ -33,20 +34,20 @@ class Mask(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How a query and a key make a weight."""
+    """Parameters of the weight of a key for a query."""
 
     scale: float
     softcap: float = 0.0  # 0: none
-    sinks_A: torch.Tensor | None = None  # a logit per head that takes weight and gives nothing
+    sinks_A: torch.Tensor | None = None  # a logit per head that takes weight and adds nothing
 
 
 def attend(
     q_NAE: torch.Tensor, k_LGE: torch.Tensor, v_LGF: torch.Tensor, allowed_NL: torch.Tensor, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one request, computed in fp32 or wider.
+    """Compute the attention of one request, in fp32 or wider.
 
     Returns:
-        [N, A, F] in q's type, zeros where nothing is seen; the log-sum-exp of the scores, fp32 [N, A].
+        [N, A, F] in q's dtype, zeros for queries that see no key; the log-sum-exp of the scores, fp32 [N, A].
     """
     wide = torch.promote_types(q_NAE.dtype, torch.float32)
     n_share = q_NAE.shape[1] // k_LGE.shape[1]
@@ -68,7 +69,7 @@ def require_int32(**metadata: torch.Tensor) -> None:
 
 
 def pages_of(row_P: torch.Tensor, n_keys: int, page_size: int, n_pages: int) -> torch.Tensor:
-    """The pages that hold a request's keys, int64."""
+    """Return the pages that hold a request's keys, int64."""
     needed = -(-n_keys // page_size)
     assert needed <= row_P.shape[0], f"a page table of {row_P.shape[0]} columns for {n_keys} keys, {page_size} a page"
     pages = row_P[:needed].long()
@@ -77,17 +78,17 @@ def pages_of(row_P: torch.Tensor, n_keys: int, page_size: int, n_pages: int) -> 
 
 
 class Paged(NamedTuple):
-    """Requests and their keys: the arguments all paged kernels share."""
+    """Requests and their keys: the arguments that all paged kernels share."""
 
     page_table_BP: torch.Tensor
     n_keys_B: torch.Tensor
-    first_query_B1: torch.Tensor  # and the end of the last, [B + 1]
+    first_query_B1: torch.Tensor  # with the end of the last, [B + 1]
     max_queries: int
 
     def run(
         self, q_TAE: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, mask: Mask, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Caches are [pages, page size, G, E or F]. Returns [T, A, F] and [T, A]; rows of no request are NaN."""
+        """Return [T, A, F] and [T, A] for caches [pages, page size, G, E or F]; rows of no request are NaN."""
         B = self.n_keys_B.shape[0]
         assert self.first_query_B1.shape == (B + 1,), f"{self.first_query_B1.shape} starts of {B} requests"
         assert self.page_table_BP.shape[0] >= B, f"{self.page_table_BP.shape[0]} rows of pages for {B} requests"
@@ -108,7 +109,7 @@ class Paged(NamedTuple):
 
 
 def refuse(op: str, others: dict[str, Any]) -> None:
-    """Raise where a caller asks for what a definition does not define."""
+    """Raise if a caller passes options that a definition does not support."""
     asked = {name: value for name, value in others.items() if value is not None and value is not False}
     if asked:
         raise NotImplementedError(f"{op} with {', '.join(asked)} is not defined in the rehearsal; run this on a GPU")
@@ -137,9 +138,9 @@ def flash_attn_with_kvcache(
     ver: int = 3,
     **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention 3 and 4 over a paged cache: q [T, A, E], caches [pages, page size, G, E or F]; [T, A, F].
+    """Emulate FlashAttention 3 and 4 over a paged cache: q [T, A, E], caches [pages, page size, G, E or F]; [T, A, F].
 
-    `qv` [T, A, F] (latent attention): also multiplied with the values, and added to the scores.
+    `qv` [T, A, F] (latent attention) is multiplied by the values, and added to the scores.
     """
     refuse("flash_attn_with_kvcache", others)
     require_int32(page_table=page_table, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q)
@@ -171,7 +172,7 @@ def flash_attn_varlen_func(
     ver: int = 3,
     **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention over packed keys: q [T, A, E], k [keys, G, E], v [keys, G, F]; [T, A, F]."""
+    """Emulate FlashAttention over packed keys: q [T, A, E], k [keys, G, E], v [keys, G, F]; returns [T, A, F]."""
     refuse("flash_attn_varlen_func", others)
     require_int32(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     mask, score = Mask(causal, *window_size), Score(softmax_scale, softcap)

@@ -1,11 +1,11 @@
-"""Streams inside of a captured forward, by the rules of CUDA's capture (`,streams`).
+"""Streams inside a captured forward, by the rules of CUDA's capture (`,streams`).
 
-A capture begins on one stream. Another stream takes part from its first wait for a stream that does, and the first one
-must wait for it again before the capture ends. Launches of two streams that touch the same memory must be ordered by
-such waits, since a replay keeps no other order. The graphs' pool keeps the blocks of each stream apart, so a block that
-is free again is given to launches of its own stream only, and they must come after every other stream's last use.
+A capture begins on one stream. Another stream takes part from its first wait for one that does, and the first stream
+must wait for it again before the capture ends. Launches of two streams on the same memory must be ordered by such
+waits, since a replay keeps no other order. The graphs' pool keeps the blocks of streams apart. So a freed block is
+given only to launches of its own stream, which must come after every other stream's last use.
 
-Replays are one launch on one stream: what is inside of a graph is checked here, once.
+A replay is one launch on one stream, so the inside of a graph is checked here, once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from sglang_dflash.rehearsal.tape import tensors as leaves
 
 logger = logging.getLogger(__name__)
 
-Span = tuple[int, int]  # addresses of a tensor's memory, from and up to
+Span = tuple[int, int]  # first address of a tensor's memory, and the one after its last
 
-_used: set[str] = set()  # streams that a captured forward has used beside its own
+_used: set[str] = set()  # streams besides its own that a captured forward has used
 
 
 class BranchedTape(Tape):
-    """A tape that knows which stream each launch is on."""
+    """Tape that records the stream of each launch."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self.origin = current_stream()
         self.began = self.origin.act()
-        self.last: dict[streams.Actor, Access] = {}  # launches
+        self.last: dict[streams.Actor, Access] = {}  # last launch by stream
         self.outside_memory: dict[int, Memory] = {}
         self.pool_memory: dict[Span, Memory] = {}
         self.touched = Touched()
@@ -76,7 +76,7 @@ class BranchedTape(Tape):
 
     def record(self, run: Callable[..., Any], args: tuple, kwargs: dict, out: Any, *, mutates: bool) -> Any:
         n_nodes, touched = len(self.nodes), self.touched
-        self.touched = Touched()  # which keeps no tensor longer than the forward does
+        self.touched = Touched()  # releases the tensors with the forward
         placed = super().record(run, args, kwargs, out, mutates=mutates)
         if len(self.nodes) == n_nodes:
             return placed  # a view
@@ -94,10 +94,10 @@ class BranchedTape(Tape):
         return placed
 
     def launch(self, what: str) -> Access:
-        """Something on the current stream, now.
+        """Record a launch on the current stream, now.
 
         Raises:
-            CaptureError: that stream takes no part in the capture.
+            CaptureError: the stream takes no part in the capture.
         """
         stream = current_stream()
         if stream is not self.origin:
@@ -123,17 +123,14 @@ class BranchedTape(Tape):
         return [self.pool_memory[other] for other in overlapping(self.pool_memory, where)]
 
     def end(self) -> None:
-        """
-        Raises:
-            CaptureError: launches of another stream have not been waited for.
-        """
+        """Check that the captured stream has waited for all others, or raise CaptureError."""
         for stream, last in self.last.items():
             if not last.before(self.origin):
                 raise capture_error(f"the end of the capture before it has waited for {stream.name} ({last})")
 
 
 class Touched(TorchDispatchMode):
-    """Inside of one launch: what it reads and writes of the memory there was before it."""
+    """Reads and writes of one launch, in memory that existed before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,24 +149,24 @@ class Touched(TorchDispatchMode):
         made = {storage_of(tensor) for tensor in tensors((out,))} - given
         if any(part in name for part in watch.READS_NOTHING):
             read = []
-        if written or made or not any(True for _ in tensors((out,))):  # else a view
+        if written or made or not any(True for _ in tensors((out,))):  # otherwise a view
             self.by_stream(name, read, written, False)
         self.made |= made
         return out
 
     def by_stream(self, what: str, read: Tensors, written: Tensors, asynchronous: bool) -> None:
-        """Record the accesses of a kernel in Triton's interpreter, which is seen by what it changes."""
+        """Record the accesses of a kernel in Triton's interpreter."""
         self.read += [tensor for tensor in read if storage_of(tensor) not in self.made]
         self.written += [tensor for tensor in written if storage_of(tensor) not in self.made]
 
 
 def operands_of(run: Callable[..., Any], args: tuple, kwargs: dict, touched: Touched) -> tuple[str, Tensors, Tensors]:
-    """Return a launch's name, what it reads and what it writes."""
+    """Return a launch's name, the tensors that it reads and those that it writes."""
     if isinstance(run, torch._ops.OpOverload):
         name = run._schema.name
         written, read = operands(run, args, kwargs)
         return name, [] if any(part in name for part in watch.READS_NOTHING) else read, written
-    if isinstance(run, functools.partial):  # between ranks: its schema does not say what it writes
+    if isinstance(run, functools.partial):  # between ranks: its schema omits what it writes
         return "a collective operation", [], [tensor for tensor in leaves((args, kwargs)) if tensor.numel()]
     return run.__qualname__, touched.read, touched.written
 

@@ -1,7 +1,7 @@
-"""The GPU that is rehearsed, where SGLang's attention asks which one it runs on; everything else is told the truth.
+"""Emulated GPU properties wherever SGLang's attention code queries the GPU; other code sees the real device.
 
-SGLang asks in three places: while arguments are resolved (`at_launch`), while an attention backend is made
-(`answering`), and FlashInfer asks for itself (`flashinfer.install`).
+SGLang queries them while arguments are resolved (`at_launch`) and while an attention backend is made (`answering`).
+FlashInfer has queries of its own (`flashinfer.install`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Gpu(NamedTuple):
-    """One of each capability, the largest."""
+    """Largest GPU of each compute capability."""
 
     capability: tuple[int, int]
     n_processors: int
@@ -36,7 +36,7 @@ def rehearsed() -> Gpu:
 
 
 def facts() -> dict[str, Any]:
-    """What SGLang's platform facts are on this GPU, as far as attention asks."""
+    """Return SGLang's platform flags for the emulated GPU, limited to those that attention code reads."""
     gpu = rehearsed()
     major, minor = gpu.capability
     return {
@@ -53,7 +53,7 @@ def facts() -> dict[str, Any]:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """While an attention backend is made: the facts, and the questions that are not asked through them."""
+    """Apply the flags, and replace functions that query the GPU otherwise, while an attention backend is made."""
     from sglang.srt.runtime_context import override_platform
 
     answers = facts()
@@ -72,7 +72,7 @@ def answering() -> Iterator[None]:
 
 
 def asks(fn: Function) -> Function:
-    """A function of SGLang that asks, answered."""
+    """Wrap `fn` so that capability queries inside it see the emulated GPU."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def asks(fn: Function) -> Function:
 
 
 def at_launch() -> None:
-    """The rules that arguments of attention are resolved by: which backends there are, and their page sizes."""
+    """Apply the emulated GPU to the rules that resolve attention arguments: backends and page sizes."""
     from sglang.srt.runtime_context import PlatformContext, override_platform
 
     platform = PlatformContext()

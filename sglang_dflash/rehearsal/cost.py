@@ -1,8 +1,7 @@
-"""Cost rules of captured forwards, which values cannot show: no weight is read twice, no launch is too many.
+"""Cost rules of captured forwards, which values cannot show: no weight is read twice, launches keep to a budget.
 
 Bytes are logical: an expanded dimension counts as often as it is expanded, since a GPU's batched product reads a weight
-again for every batch. Operations that look rows up read these rows alone, so an embedding that is also the head counts
-as the head.
+again for every batch. Look-ups read only their rows, so an embedding that is also the head counts as the head.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _models: list[weakref.ref[nn.Module]] = []
 
 
 class Span(NamedTuple):
-    """Bytes of a storage that a parameter takes."""
+    """Bytes of a parameter in its storage."""
 
     name: str
     begin: int
@@ -35,17 +34,17 @@ class Span(NamedTuple):
 
 
 def watch_parameters(model: nn.Module) -> None:
-    """Hold captured forwards to the rule for this model's parameters."""
+    """Apply the rules to this model's parameters in captured forwards."""
     _models.append(weakref.ref(model))
 
 
 def watched() -> Iterator[nn.Module]:
-    """Yield the models under the rules that still exist."""
+    """Yield the models to check that still exist."""
     yield from filter(None, (reference() for reference in _models))
 
 
 def require_cheap(nodes: list[Node]) -> None:
-    """Hold a captured forward to the rules.
+    """Check a captured forward against the rules.
 
     Raises:
         CaptureError: it breaks one.
@@ -55,12 +54,12 @@ def require_cheap(nodes: list[Node]) -> None:
 
 
 def require_launches(nodes: list[Node]) -> None:
-    """Raise for a captured draft forward that launches more than its budget; the target's forwards are SGLang's own.
+    """Check a captured draft forward's launches against its budget. The target's forwards are SGLang's own.
 
     Raises:
-        CaptureError: with both numbers.
+        CaptureError: it exceeds the budget.
     """
-    # Not above: these import SGLang's layers, whose kernels are replaced first.
+    # Imported here: they import SGLang's layers, whose kernels must be replaced first.
     from sglang.srt.runtime_context import get_parallel
 
     from sglang_dflash.draft.sglang_model import DFlashDraftModel
@@ -69,7 +68,7 @@ def require_launches(nodes: list[Node]) -> None:
     for model in watched():
         if not isinstance(model, DFlashDraftModel) or not any(storage_of(p) in read for p in model.parameters()):
             continue
-        if model.qkv_LXH is None:  # quantized: its products are several operations of a CPU
+        if model.qkv_LXH is None:  # quantized: its products are several operations on a CPU
             continue
         most = budget.draft_forward(
             len(model.layers),
@@ -85,11 +84,7 @@ def require_launches(nodes: list[Node]) -> None:
 
 
 def require_one_read(nodes: Iterable[Node]) -> None:
-    """Raise for a captured forward that reads a parameter more than once.
-
-    Raises:
-        CaptureError: with the parameters and how often each is read.
-    """
+    """Check that a captured forward reads no parameter more than once, or raise CaptureError."""
     by_storage = spans()
     read: defaultdict[str, float] = defaultdict(float)
     for node in nodes:
@@ -104,7 +99,7 @@ def require_one_read(nodes: Iterable[Node]) -> None:
 
 
 def spans() -> dict[int, list[Span]]:
-    """Parameters of the watched models by storage, as they lie now: a draft stacks its layers' after loading."""
+    """Return the parameters of the checked models by storage. Not cached: a draft stacks its layers' after loading."""
     found: dict[int, list[Span]] = {}
     for model in watched():
         for name, parameter in model.named_parameters():
@@ -113,7 +108,7 @@ def spans() -> dict[int, list[Span]]:
 
 
 def reads_of(operand: torch.Tensor, candidates: Iterable[Span]) -> Iterator[tuple[str, float]]:
-    """Yield each parameter that `operand` overlaps, and how often reading `operand` once reads it."""
+    """Yield each parameter that `operand` overlaps, and the number of times that reading `operand` reads it."""
     begin, end = ends(operand)
     for span in candidates:
         common = min(end, span.end) - max(begin, span.begin)
@@ -122,7 +117,7 @@ def reads_of(operand: torch.Tensor, candidates: Iterable[Span]) -> Iterator[tupl
 
 
 def ends(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor in its storage, and the byte after its last."""
+    """Return the first byte of a tensor in its storage, and the byte after its last."""
     size = tensor.element_size()
     begin = int(tensor.storage_offset()) * size
     return begin, begin + (extent(tensor) * size if tensor.numel() else 0)

@@ -1,6 +1,6 @@
-"""Counts what ranks exchange: the elements of each collective operation, eager ones and those of replayed graphs.
+"""Counter of what ranks exchange: the elements of each collective operation, eager or in replayed graphs.
 
-A replay runs its operations again (`graph.py`), so one dispatch mode sees both. The CPU's server can be watched too.
+A replay runs its operations again (`graph.py`), so one dispatch mode counts both. It works on the CPU's server too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SAID = "a step exchanged "
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """While it is entered: the elements that collective operations had on this rank, by the operation's name.
+    """Counter of the elements of collective operations on this rank, by name, while it is entered.
 
-    A call counts as its largest tensor: what is gathered from all ranks, or what is sent to all.
+    A call counts as its largest tensor: the gathered one, or the one sent to all.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the worker's `decode`: each rank prints a line about each step, which `steps_in` reads."""
+    """Wrap the worker's `decode` so that each rank prints a line about each step, which `steps_in` reads."""
 
     @functools.wraps(decode)
     def counted(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""FlashInfer's compiled modules, defined. Its Python runs as it is: wrappers, plan and run apart, workspaces, dtypes.
+"""Definitions of FlashInfer's compiled modules. Its Python runs unchanged: wrappers, plan, run, workspaces, dtypes.
 
-A sliding window is compiled in or not, as the plan says; SGLang's verify plans without, whatever the layer asks.
+A sliding window is compiled in or not, as planned; SGLang's verify plans without one for any layer.
 
 Dimension key: as in `attention.py`.
 """
@@ -21,7 +21,7 @@ LOG2_E = math.log2(math.e)  # its log-sum-exp has base 2
 
 
 class Module:
-    """`get_batch_prefill_module`'s, which also decodes, and `get_batch_decode_module`'s."""
+    """Emulation of `get_batch_prefill_module`'s module, which also decodes."""
 
     def __init__(self, *, window: bool, softcap: bool) -> None:
         self.window, self.softcap = window, softcap
@@ -52,7 +52,7 @@ class Module:
         planned = Planned(first_query_B1.tolist(), first_page_B1.diff().tolist())
         assert len(planned.n_pages_B) == n_requests, f"{len(planned.n_pages_B)} lengths of {n_requests} requests"
         assert planned.first_query_B1[-1] <= n_rows, f"{planned.first_query_B1[-1]} queries of {n_rows}"
-        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # FlashInfer says 1 key of a request without
+        n_pages = (n_keys_B.clamp(min=1) + page_size - 1) // page_size  # FlashInfer counts 1 key for none
         assert torch.equal(n_pages.long(), first_page_B1.diff().clamp(min=1).long()), "pages by length and by start"
         return planned.write(int_workspace)
 
@@ -129,7 +129,7 @@ class Module:
 
 
 class DecodeModule(Module):
-    """One query a request, without tensor cores."""
+    """Emulation of `get_batch_decode_module`'s module: one query a request, without tensor cores."""
 
     def plan(  # type: ignore[override]
         self,
@@ -183,7 +183,7 @@ def _write(result: tuple[torch.Tensor, torch.Tensor], rows: slice, out: torch.Te
 
 
 def batch_prefill_module(backend: str, *args: Any) -> Module:
-    """Of q, kv, o and index types, head widths of qk and v, position encoding, window, softcap, fp16 scores."""
+    """Return the module for FlashInfer's arguments; `args[7]`: window, `args[8]`: soft cap."""
     return Module(window=args[7], softcap=args[8])
 
 
@@ -192,7 +192,7 @@ def batch_decode_module(*args: Any) -> DecodeModule:
 
 
 def fmha_varlen_plan(*args: Any) -> tuple[None, ...]:
-    """Of the Blackwell kernel for packed keys, which plans on the device."""
+    """Return a plan of the Blackwell kernel for packed keys, which plans on the device."""
     return None, None, None, None
 
 
@@ -206,7 +206,7 @@ def fmha_varlen_run(
     first_key_B1: torch.Tensor,
     *plan_and_out: Any,
 ) -> None:
-    """That kernel: of `plan_and_out` the last are out, lse, mask mode, the five scales and the most queries."""
+    """Emulate FlashInfer's Blackwell kernel; `plan_and_out` ends: out, lse, mask mode, five scales, most queries."""
     *_, out, lse, mask_mode, scale, q_scale, k_scale, v_scale, o_scale, max_queries = plan_and_out
     assert q_scale == k_scale == v_scale == o_scale == 1.0, "fp8 scales are not defined in the rehearsal"
     mask, score = Mask(mask_mode == CAUSAL), Score(scale)
@@ -227,7 +227,7 @@ def merge_state(
     v: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Two attentions over different keys as one over both; log-sum-exps of base 2."""
+    """Merge two attentions over different keys into one over both; log-sum-exps have base 2."""
     lse.copy_(torch.logaddexp2(lse_a, lse_b))
     weight_a, weight_b = ((part - lse).exp2()[..., None].to(v.dtype) for part in (lse_a, lse_b))
     v.copy_(v_a * weight_a + v_b * weight_b)

@@ -1,9 +1,9 @@
-"""What FlashInfer's host plans and its kernels read: where each request's queries and keys are.
+"""Data that FlashInfer's host plans and its kernels read: the queries and keys of each request.
 
-A plan goes where the kernel reads it, into the wrapper's integer workspace, so a replay runs the plan of its own step
-and not the captured one. The kernel splits a request's keys by the planned length and merges by it, but counts what
-it has computed by the length on the device: where the two differ, partial results of different rows are mixed
-(scheduler.cuh, prefill.cuh). So both are compared in every launch.
+A plan is written into the wrapper's integer workspace, from which the kernel reads it. So a replay uses the plan of its
+own step, not the captured one. The kernel splits a request's keys and merges by the planned length, but counts its
+results by the length on the device. If the two differ, partial results of different rows are mixed (scheduler.cuh,
+prefill.cuh). So both are compared in every launch.
 
 Dimension key: as in `attention.py`.
 """
@@ -20,17 +20,17 @@ from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.attention import require_int32
 
 NHD = 0  # FlashInfer's layouts; 1 is HND
-CHUNK = 128  # the fewest keys that a request is split by
+CHUNK = 128  # fewest keys into which a request is split
 
 
 class Planned(NamedTuple):
-    """What the host knew when it planned."""
+    """Lengths that the host has when it plans."""
 
     first_query_B1: list[int]
-    n_pages_B: list[int]  # or keys, where they have no pages
+    n_pages_B: list[int]  # or numbers of keys, without pages
 
     def write(self, int_workspace: torch.Tensor) -> list[int]:
-        """Into device memory. Returns what the host keeps, which a graph keeps as it was when captured."""
+        """Write the plan into device memory. Returns the host's part, which a graph keeps as captured."""
         assert not graph.is_capturing(), "a plan reads lengths back, which waits for the device"
         numbers = torch.tensor([*self.first_query_B1, *self.n_pages_B], dtype=torch.int32)
         int_workspace.view(torch.int32)[: len(numbers)] = numbers
@@ -43,17 +43,17 @@ class Planned(NamedTuple):
         return cls(numbers[: B + 1], numbers[B + 1 :])
 
     def requests(self, first_query_B1: torch.Tensor, first_page_B1: torch.Tensor) -> Iterator[tuple[int, slice]]:
-        """Each request that has queries, and their rows.
+        """Yield each request that has queries, and its rows.
 
         Raises:
-            AssertionError: the device's lengths are not the planned ones.
+            AssertionError: the device's lengths differ from the planned ones.
         """
         starts, n_pages_B = first_query_B1.tolist(), first_page_B1.diff().tolist()
         assert starts == self.first_query_B1, f"queries start at {starts}, planned {self.first_query_B1}"
         assert len(n_pages_B) == len(self.n_pages_B), f"{len(n_pages_B)} requests, planned {len(self.n_pages_B)}"
         for b, (n_pages, planned) in enumerate(zip(n_pages_B, self.n_pages_B, strict=True)):
             n_queries = starts[b + 1] - starts[b]
-            # A row that pads a graph is planned with a length that is none; it and its queries are in the first chunk.
+            # A row that pads a graph is planned with an invalid length; it and its queries are in the first chunk.
             is_padding = planned <= n_queries and n_pages <= CHUNK
             assert n_pages == planned or is_padding, (
                 f"request {b} has {n_pages} pages of keys on the device and was planned with {planned} on the host: "
@@ -64,7 +64,7 @@ class Planned(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """Keys by page numbers in rows of no fixed width."""
+    """Paged keys in rows of no fixed width."""
 
     k_cache: torch.Tensor  # [pages, page size, G, E]
     v_cache: torch.Tensor

@@ -1,4 +1,4 @@
-"""FlashInfer without CUDA: its compiled modules are the definitions, and what it asks of a GPU is answered."""
+"""FlashInfer without CUDA: its compiled modules are replaced by definitions, and its GPU queries are answered."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BACKENDS = "sglang.srt.layers.attention."
 
 @functools.cache
 def install() -> None:
-    """Once a process, when the first backend over FlashInfer is made: importing it takes seconds."""
+    """Install the definitions, once a process and lazily, because importing FlashInfer takes seconds."""
     sglang.check(SECTIONS["flashinfer"])
     define(capability.rehearsed())
-    # SGLang imported them with its models, and without FlashInfer, which to it is a part of CUDA.
+    # SGLang imported these modules without FlashInfer, which it treats as a part of CUDA.
     available = pkgutil.resolve_name("sglang.srt.utils.is_flashinfer_available")
     cpu.put({"sglang.srt.utils.is_flashinfer_available": lambda: True})
     for name in ("flashinfer_backend", "trtllm_mla_backend", "trtllm_mha_backend"):
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def define(gpu: capability.Gpu) -> None:
-    """FlashInfer over the definitions, on such a GPU."""
+    """Replace FlashInfer's modules by definitions, and its GPU queries by answers for `gpu`."""
     asked: dict[str, Any] = {
         "get_compute_capability": lambda device: gpu.capability,
         "get_device_sm_count": lambda device: gpu.n_processors,
@@ -59,7 +59,7 @@ def define(gpu: capability.Gpu) -> None:
 
 
 def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """SGLang's factory of a backend."""
+    """Wrap SGLang's factory of a backend to install the definitions first."""
 
     def make(runner: Any) -> Any:
         install()
@@ -69,7 +69,7 @@ def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _Torch(ModuleType):
-    """torch, to modules that name CUDA, or ask for pinned memory, which needs a GPU's driver."""
+    """torch for modules that name CUDA or allocate pinned memory, which needs a GPU's driver."""
 
     def __getattr__(self, name: str) -> Any:
         return vars(torch)[name] if name in vars(torch) else torch.__getattr__(name)

@@ -1,15 +1,14 @@
-"""CUDA graphs without CUDA: what a forward launches is taken down once, and launched again without its Python.
+"""CUDA graphs without CUDA: the launches of a forward are recorded once, and replayed without its Python.
 
 Capture runs the forward under a dispatch mode. Every operation that writes is a node: the operation, its arguments by
-address, its host values as they were. Views are no nodes, they alias; allocations are none either. What stands in for
-a GPU kernel (`launch`) is one node whatever it does inside: it is one launch, and a launch may read device memory.
-Whatever a device cannot do while its stream is captured raises `CaptureError`: handing a value to the host, a shape
-that only the device knows, a tensor made of host data.
+address, and its host values at capture. Views and allocations are no nodes. The stand-in of a GPU kernel (`launch`) is
+one node, as it is one launch and may read device memory. Operations that CUDA forbids during capture raise
+`CaptureError`: handing a value to the host, a shape that depends on device data, a tensor made of host data.
 
-Replay runs the nodes in order into the cells of their outputs, which lie in `pool.py`'s memory.
+Replay runs the nodes in order into the cells of their outputs, in `pool.py`'s memory.
 
-Unlike a GPU's, a capture here also computes: what the forward writes to memory of its own (K/V of the padding slots,
-buffers) is written once more than on a GPU.
+Unlike on a GPU, a capture also computes: memory that the forward writes (K/V of the padding slots, buffers) is written
+once more.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ Function = TypeVar("Function", bound=Callable)
 _pool = Pool(stream=streams.current_stream)
 _tape: Tape | None = None
 _last_replay: streams.Access | None = None
-tape_of: Callable[[Pool], Tape] = Tape  # what takes a capture down
+tape_of: Callable[[Pool], Tape] = Tape  # class that records a capture
 
 
 class Graph:
-    """What stands for `torch.cuda.CUDAGraph`."""
+    """Stand-in for `torch.cuda.CUDAGraph`."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.nodes: list[Node] = []
@@ -68,7 +67,7 @@ class Graph:
         logger.debug("captured %d launches in %.2f s, pool %d MiB", len(self.nodes), seconds, _pool.n_bytes // MIB)
 
     def instantiate(self) -> None:
-        """Nothing: a tape runs as it is."""
+        """Do nothing: a tape needs no instantiation."""
 
     def replay(self) -> None:
         _in_order()
@@ -83,7 +82,7 @@ class Graph:
 
 
 def _in_order() -> None:
-    """All graphs share memory, so one replay must come after the other, whatever streams they run on.
+    """Check that this replay comes after the last one, as all graphs share memory.
 
     Raises:
         UnorderedAccess: it runs on another stream than the last one, and no event orders the two.
@@ -97,7 +96,7 @@ def _in_order() -> None:
 
 @contextlib.contextmanager
 def graph(cuda_graph: Graph, pool: object = None, stream: object = None) -> Iterator[None]:
-    """What stands for `torch.cuda.graph`."""
+    """Capture a graph, in place of `torch.cuda.graph`."""
     with streams.StreamContext(stream) if isinstance(stream, streams.Stream) else contextlib.nullcontext():
         cuda_graph.capture_begin(pool)
         with contextlib.ExitStack() as on_failure:
@@ -108,7 +107,7 @@ def graph(cuda_graph: Graph, pool: object = None, stream: object = None) -> Iter
 
 
 def abandon() -> None:
-    """End a capture that has failed."""
+    """End a capture after a failure."""
     global _tape
     assert _tape is not None
     _tape.__exit__(None, None, None)
@@ -125,7 +124,7 @@ def is_capturing() -> bool:
 
 
 def launch(fn: Function) -> Function:
-    """Make a function one launch: the stand-in of a kernel, or what starts one."""
+    """Make a function count as one launch: the stand-in of a kernel, or a function that launches one."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -147,18 +146,18 @@ def launch(fn: Function) -> Function:
 
 
 class EventInGraph(streams.Event):
-    """Recorded while a graph is captured, it is recorded at that point of every replay (CUDA's external events)."""
+    """Event that is recorded again at its point of every replay, if captured (CUDA's external events)."""
 
     record = launch(streams.Event.record)
 
 
 def takes_part(stream: object) -> bool:
-    """Return whether launches on `stream` are captured now."""
+    """Return whether launches on `stream` are being captured."""
     return _tape is not None and _tape.takes_part(stream)
 
 
 def record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
-    """The allocator does not give this memory away before `stream` is done with it; while it captures, not at all."""
+    """Keep a tensor's memory until `stream` is done with it; while capturing, until the capture ends."""
     streams.record_stream(tensor, stream)
     if _tape is not None:
         _tape.kept.append(tensor)
@@ -169,7 +168,7 @@ def pool() -> Pool:
 
 
 def addresses(tree: Any) -> Any:
-    """The tree with tensors in the pool as a captured launch knows them, which does not keep their cells theirs."""
+    """Return the tree with tensors in the pool replaced by tensors by address, which do not own their cells."""
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: _pool.address(tensor) if tensor.numel() and _pool.owns(tensor) else tensor, tree
     )

@@ -1,9 +1,9 @@
-"""Which tensors are the host's. On a GPU their device says it; here all memory is one, so they are marked.
+"""Marks of host tensors, in place of the device attribute on a GPU; here all memory is the CPU's.
 
-Marked are results of `.cpu()`, `.pin_memory()` and of allocations that ask for pinned memory, SGLang's `*_cpu` fields
-(by `seams.py`), and what the host computes of marked tensors while it captures. Everything else is the device's.
-In a captured region the host may read what is its own, and nothing else; and a device operation may read a host tensor
-only as a scalar: anything larger would be copied once, at capture, on a GPU an error or a value that never changes.
+Marked are results of `.cpu()`, `.pin_memory()` and pinned allocations, SGLang's `*_cpu` fields (by `seams.py`), and
+results that the host computes from marked tensors while it captures. All others are the device's. During capture the
+host may read only its own tensors. A device operation may read a host tensor only as a scalar: anything larger would be
+copied once, at capture, which on a GPU is an error or a value that never changes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-READS = ("tolist", "numpy", "cpu", "__array__", "pin_memory")  # methods of a tensor that hand its values to the host
+READS = ("tolist", "numpy", "cpu", "__array__", "pin_memory")  # tensor methods that copy values to the host
 
 Refusal = Callable[[str], Exception]
 
-_marked: dict[int, Any] = {}  # by storage; kept as long as the storage
+_marked: dict[int, Any] = {}  # by storage; removed with the storage
 _originals: dict[str, Callable[..., Any]] = {}
 _refusal: Refusal | None = None
 
 
 def mark(tensor: torch.Tensor) -> torch.Tensor:
-    """The host's from now on."""
+    """Mark a tensor as the host's, and return it."""
     storage = tensor.untyped_storage()
     key = storage._cdata
     if key not in _marked and storage.nbytes():
@@ -40,29 +40,25 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 
 def only(args: tuple, kwargs: dict) -> bool:
-    """Whether an operation reads host tensors and no others."""
+    """Return whether an operation reads only host tensors, and at least one."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     return bool(leaves) and all(map(is_marked, leaves))
 
 
 def keep(out: Any) -> Any:
-    """What the host computed of its own is its own."""
+    """Mark all tensors in `out`, computed by the host, as the host's."""
     return pytree.tree_map_only(torch.Tensor, mark, out)
 
 
 def require_device(name: str, args: tuple, kwargs: dict, refusal: Refusal) -> None:
-    """No device operation reads a host tensor, but for a scalar.
-
-    Raises:
-        refusal's: one does.
-    """
+    """Check that a device operation reads no host tensor other than scalars, or raise the refusal."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() and is_marked(leaf):
             raise refusal(f"{name} of a host tensor {tuple(leaf.shape)}, whose values would be those of the capture")
 
 
 def watch(refusal: Refusal) -> None:
-    """From now on a host read of a device tensor raises."""
+    """Make host reads of device tensors raise from now on."""
     global _refusal
     _refusal = refusal
     for name in READS:
@@ -80,7 +76,7 @@ def unwatch() -> None:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside a launch: there is no host in it."""
+    """Allow reads inside a launch, which runs on the device."""
     global _refusal
     before, _refusal = _refusal, None
     try:

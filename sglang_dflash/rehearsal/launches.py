@@ -1,7 +1,7 @@
-"""Launches of a decode step outside captured graphs, by stage, held to the budget of `stages/budget.py`.
+"""Launches of a decode step outside captured graphs, by stage, checked against the budget of `stages/budget.py`.
 
-Counted with `,streams`, which tells the host's operations from the device's. Held to it are steps that replay graphs
-and whose requests ask for greedy tokens alone: sampling, penalties and grammars launch more, and are SGLang's.
+They are counted with `,streams`, which separates the host's operations from the device's. Only steps that replay graphs
+with purely greedy requests are checked: sampling, penalties and grammars launch more, in SGLang's code.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from sglang_dflash.rehearsal import watch
 from sglang_dflash.stages import budget
 
-_step: Counter[str] = Counter()  # launches of the step that runs, by stage
-most: Counter[str] = Counter()  # of every step that was held to the budget
+_step: Counter[str] = Counter()  # launches of the current step, by stage
+most: Counter[str] = Counter()  # largest counts of any checked step
 
 
 class OverBudget(RuntimeError):
-    """A decode step launches more than its budget."""
+    """Error for a decode step that launches more than its budget."""
 
 
 def install() -> None:
-    """Count the stages' launches from now on. Called before stages are made."""
+    """Count the stages' launches from now on. Call it before stages are made."""
     from sglang_dflash.stages.choice import Choice
     from sglang_dflash.stages.context_kv import ContextKV
     from sglang_dflash.stages.copier import TextCopies
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def hold(worker: Any) -> None:
-    """Hold the steps of this DFLASH worker to the budget."""
+    """Check the steps of this DFLASH worker against the budget."""
     worker.step_result = counted("result", worker.step_result)
     worker.decode = held(worker, worker.decode)
     worker.describe = telling(worker.describe)
@@ -69,10 +69,9 @@ def counted(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def held(worker: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a worker's `decode` so that a step over its budget is an error.
+    """Wrap a worker's `decode` to check each step's launches.
 
-    Raises:
-        OverBudget: with the stages, what they launched and what they may.
+    The wrapper raises OverBudget, naming the stages with their launches and limits.
     """
 
     @functools.wraps(decode)
@@ -117,7 +116,7 @@ def allowed(*, ring: bool, planned: Collection[str] = ()) -> dict[str, int]:
 
 
 def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
-    """Raise for a step that launches more than it may."""
+    """Raise OverBudget for a step that launches more than `allowed`."""
     for stage, n in step.items():
         most[stage] = max(most[stage], n)
     if over := [f"{stage} {n} (at most {allowed[stage]})" for stage, n in step.items() if n > allowed[stage]]:
@@ -125,7 +124,7 @@ def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
 
 
 def telling(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Wrap a worker's `describe` so that `GET /server_info` has the most launches of each stage."""
+    """Wrap a worker's `describe` so that `GET /server_info` has the largest launch count of each stage."""
 
     @functools.wraps(describe)
     def describe_with_launches() -> dict[str, Any]:

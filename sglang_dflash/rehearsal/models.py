@@ -1,6 +1,6 @@
-"""What families of targets need to be rehearsed: layers that SGLang computes with kernels of GPUs only, or on the host.
+"""Target families under emulation: replacements for layers that SGLang computes by GPU-only kernels, or on the host.
 
-Put in place once the target is loaded: by then all of SGLang's models are imported.
+They are set after the target is loaded, when all of SGLang's models are imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
 def before_loading() -> None:
-    """Qwen3-Next makes its norms on the device of the default device module: that of PyTorch's build, not of here."""
+    """Redirect the default device module, on which Qwen3-Next makes its norms, from PyTorch's build to the CPU."""
     get_device_module = torch.get_device_module
 
     def default_here(device: torch.device | str | None = None) -> ModuleType:
@@ -33,12 +33,12 @@ def layers(model: torch.nn.Module) -> None:
     install.install(
         {
             _EXPERTS: experts(),
-            # Latent attention's K/V: SGLang's own torch form, which picks the rows to write by a mask.
+            # K/V of latent attention: SGLang's own torch form, which selects rows by a mask.
             f"{set_mla_kv_buffer_naive.__module__}.set_mla_kv_buffer_naive": graph.launch(set_mla_kv_buffer_naive),
-            # MiniMax-M2's norms of q and k: Triton kernels behind an assertion that there is CUDA.
+            # MiniMax-M2's norms of q and k: Triton kernels after an assertion that CUDA exists.
             f"{_MINIMAX}.rms_sumsq_serial": graph.launch(norm.rms_sumsq_serial),
             f"{_MINIMAX}.rms_apply_serial": graph.launch(norm.rms_apply_serial),
-            # Gemma's: libdevice's tanh is not among what Triton interprets.
+            # Gemma: Triton's interpreter lacks libdevice's tanh.
             "sglang.kernels.ops.activation.softcap._softcap_logits": graph.launch(norm.softcap_logits),
         }
     )
@@ -46,7 +46,7 @@ def layers(model: torch.nn.Module) -> None:
 
 
 def _weigh_norms(model: torch.nn.Module) -> None:
-    """Gemma-4 folds its router's scale into the weight of a norm "without scale": its kernel applies it, as here."""
+    """Apply the weight of Gemma-4's norms "without scale", into which it folds its router's scale."""
     from sglang.srt.layers.layernorm import Gemma4RMSNorm
 
     for module in model.modules():
@@ -55,9 +55,9 @@ def _weigh_norms(model: torch.nn.Module) -> None:
 
 
 def experts() -> Any:
-    """SGLang's experts in plain torch, which count on the host who goes where, as the one launch they are on a GPU.
+    """Return SGLang's experts in plain torch, which route on the host, as the one launch that they are on a GPU.
 
-    Weights that were laid out for `triton_kernels` (gpt-oss) have their last two dimensions exchanged.
+    Weights laid out for `triton_kernels` (gpt-oss) have their last two dimensions exchanged.
     """
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 

@@ -1,4 +1,4 @@
-"""Which tensors an operation of PyTorch reads, and which it writes, by its schema."""
+"""Tensors that an operation of PyTorch reads and writes, by its schema."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensors = list[torch.Tensor]
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """An operation's arguments or results nest no deeper than lists."""
+    """Yield the tensors among an operation's arguments or results, which nest no deeper than lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -30,7 +30,7 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def is_hosts(name: str, args: tuple, touched: tuple[torch.Tensor, ...]) -> bool:
-    """Whether an operation runs on the host: all it touches is the host's, but for lists it is indexed with."""
+    """Return whether an operation runs on the host: all its tensors, except index lists, are the host's."""
     return all(map(host.is_marked, touched if name not in INDEXES else args[:1]))
 
 

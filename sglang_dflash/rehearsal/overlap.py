@@ -1,7 +1,7 @@
-"""Where SGLang 0.5.23 orders streams on CUDA alone: each place, so that the overlapped loop is the one beside a GPU.
+"""Places where SGLang 0.5.23 orders streams only on CUDA, changed so that the overlapped loop runs as on a GPU.
 
-Not reached: what asks a tensor whether it is on "cpu" before `record_stream` (the relay's indices, which the scheduler
-keeps for two steps anyway, and mixed batches); the unified memory pool, HiCache, pipeline parallelism, disaggregation.
+Not covered: code that skips `record_stream` for "cpu" tensors (the relay's indices, which the scheduler keeps for two
+steps anyway, and mixed batches); the unified memory pool, HiCache, pipeline parallelism, disaggregation.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _SRT = "sglang.srt."
 
 
 def device() -> dict[str, Any]:
-    """Streams and events of the device module, pinned memory; SGLang's names that take part in it. Before kernels are
-    made launches."""
+    """Set the device module's streams and events, and return replacements; call it before kernels become launches."""
     for name, value in streams.names().items():
         setattr(torch.cpu, name, value)
     watch.install()
@@ -36,19 +35,19 @@ def device() -> dict[str, Any]:
     }
 
 
-@functools.cache  # a process loads two models, and has one scheduler
+@functools.cache  # a process loads two models but has one scheduler
 def scheduler() -> None:
     from sglang.srt.environ import envs
     from sglang.srt.managers.scheduler import Scheduler
 
     envs.SGLANG_ENABLE_WAR_BARRIER.set(True)  # CUDA's default
-    # Its lengths come to the host over a stream and pinned memory of their own; on any other device by `.cpu()`.
+    # On CUDA lengths reach the host over a separate stream and pinned memory, on other devices by `.cpu()`.
     install.put({"managers.overlap_utils._is_cuda": True}, _SRT)
-    # The end of a replay's reads of the scheduler's tables is marked by an event inside of the graph.
+    # An event inside the graph marks the end of a replay's reads of the scheduler's tables.
     event = "model_executor.runner.decode_cuda_graph_runner.make_external_event"
     install.put({event: lambda device_module: graph.EventInGraph()}, _SRT)
 
-    # PyTorch's forms of kernels that SGLang has for other devices: they read device memory.
+    # Torch forms of SGLang's kernels for other devices, which read device memory.
     _launch("model_executor.forward_batch_info.compute_position_torch")
     _launch("mem_cache.allocation.write_cache_indices")
     _mark_host_buffers()
@@ -58,8 +57,8 @@ def scheduler() -> None:
 
     @functools.wraps(run)
     def run_event_loop(self: Scheduler) -> None:
-        """What came before, weights, pools, captures, is done."""
-        if self.draft_worker is not None:  # ours: the built-in one is refused with streams
+        """Run the loop under a watch; weights, pools and captures are finished before it."""
+        if self.draft_worker is not None:  # this plugin's: SGLang's worker is refused with streams
             launches.hold(self.draft_worker)
         with watch.Watch(graph.pool()):
             run(self)
@@ -68,7 +67,7 @@ def scheduler() -> None:
 
 
 def _mark_host_buffers() -> None:
-    """Static buffers that SGLang asks for on "cpu", which is the device here, are told by their names."""
+    """Mark SGLang's static host buffers by their names, as it allocates them on "cpu", the device here."""
     from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry as Registry
 
     fill = Registry.fill_from

@@ -1,5 +1,4 @@
-"""What SGLang asks of the rehearsal's platform: the CPU platform's answers, but graphs are captured, and a GPU's
-attention backends are its own."""
+"""Platform of the emulation: the CPU platform, but graphs are captured and attention backends are a GPU's."""
 
 from typing import Any
 
@@ -30,7 +29,7 @@ class RehearsalPlatform(CpuPlatform):
         return DecodeCudaGraphRunner
 
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
-        """As on a GPU, where copies from pinned memory do not wait; without streams there is nothing to wait for."""
+        """Return True with streams, as on a GPU, where copies from pinned memory do not wait."""
         return flags.current().rehearse.streams
 
     def init_backend(self) -> None:
@@ -60,4 +59,4 @@ class RehearsalPlatform(CpuPlatform):
         if flags.current().rehearse.streams:
             host.check(SECTIONS["streams"])
             overlap.scheduler()
-        host.check(SECTIONS["rehearsal"])  # the attention modules load now, and not before
+        host.check(SECTIONS["rehearsal"])  # the attention modules load only now

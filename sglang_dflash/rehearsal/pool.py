@@ -1,12 +1,12 @@
-"""The memory of captured graphs: one private pool for all graphs of a process, as SGLang shares one.
+"""Memory of captured graphs: one private pool for all graphs of a process, as SGLang shares one.
 
-The rules are CUDACachingAllocator's, as far as they decide who gets whose bytes: sizes are rounded up to 512 bytes; up
-to 1 MiB comes from segments of 2 MiB, more from segments of 20 MiB or of what is asked; the smallest block that fits
-is taken, the lowest address of equals; what is left over is split off; neighbours join when they are free.
+Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to 512 bytes. Up to 1 MiB comes from segments
+of 2 MiB, more from segments of 20 MiB or of the requested size. The smallest block that fits is taken, among equals the
+lowest address. The remainder is split off, and free neighbours join.
 
-A block is free as soon as the last tensor over it is gone, and the next tensor of its stream may have it, in this graph
-or in a later one: a segment belongs to the stream that asked for it. Captured launches know addresses only and keep
-nothing alive. So what is read too late is read overwritten, as on a GPU.
+A block is free as soon as its last tensor is gone. The next tensor of its stream may reuse it, in this graph or a later
+one, as a segment belongs to the stream that requested it. Captured launches hold only addresses and keep nothing alive.
+So memory that is read too late has been overwritten, as on a GPU.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from torch import from_numpy  # before `watch.py` replaces it: this memory is th
 
 MIB = 1 << 20
 ROUND = 512
-SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # the largest small block; the segment it comes from
-LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB  # the segment of what is smaller than `LARGE`; what is larger has its own
-CAPACITY = 4096 * MIB  # of addresses: a page takes no memory before it is written to
+SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # largest small block; its segment
+LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB  # segment of blocks smaller than `LARGE`; larger ones have their own
+CAPACITY = 4096 * MIB  # address space; a page uses no memory before it is written
 
 
 class Pool:
-    """Invariant: `_free[segment]` are a segment's free (offset, size), ascending, no two of them adjacent."""
+    """Pool of blocks. Invariant: `_free[segment]` are its free (offset, size), ascending, no two adjacent."""
 
     def __init__(self, capacity: int = CAPACITY, stream: Callable[[], object] = lambda: None) -> None:
-        """`stream`: returns the current one."""
+        """`stream`: returns the current stream."""
         self.stream = stream
         self._memory = np.empty(capacity, np.uint8)
         self._whole = from_numpy(self._memory).untyped_storage()
         self._base = self._memory.ctypes.data
-        self._starts: list[int] = []  # of the segments, ascending
-        self._kind: dict[int, tuple[bool, object]] = {}  # of a segment: whether its blocks are small; its stream
+        self._starts: list[int] = []  # first addresses of the segments, ascending
+        self._kind: dict[int, tuple[bool, object]] = {}  # by segment: whether its blocks are small; its stream
         self._free: dict[int, list[tuple[int, int]]] = {}
-        self.n_bytes = 0  # of all segments
+        self.n_bytes = 0  # sum over segments
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._base <= tensor.data_ptr() < self._base + self._memory.nbytes
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An uninitialised tensor of the same type, shape and strides, in a block of its own while it lives."""
+        """Return an uninitialised tensor of the same dtype, shape and strides, in its own block while it lives."""
         if not tensor.numel():
             return torch.empty_like(tensor)
         n_bytes = extent(tensor) * tensor.element_size()
@@ -56,7 +56,7 @@ class Pool:
     def span(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Return the first address of a tensor's block and the one after its last.
 
-        A tensor by address (`address`) has no block: the addresses of its cells.
+        A tensor by address (`address`) has no block, so its own cells are used.
         """
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self._base or storage.nbytes() != self._memory.nbytes:
@@ -64,7 +64,7 @@ class Pool:
         return tensor.data_ptr(), tensor.data_ptr() + extent(tensor) * tensor.element_size()
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The cells of a tensor in the pool, without its ownership of them: what a captured launch knows of it."""
+        """Return a tensor over the same cells in the pool that does not own them, as captured launches hold it."""
         offset = (tensor.data_ptr() - self._base) // tensor.element_size()
         return torch.empty(0, dtype=tensor.dtype).set_(self._whole, offset, tensor.shape, tensor.stride())
 
@@ -114,5 +114,5 @@ class Pool:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last, those that strides leave out included."""
+    """Return the number of elements from the first to the last, including those that strides skip."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,11 +1,11 @@
-"""Qwen3.5 and Qwen3-Next as they run on CUDA: what SGLang 0.5.23 asks `_is_cuda` for in these two models.
+"""Qwen3.5 and Qwen3-Next as on CUDA: the places where SGLang 0.5.23 reads `_is_cuda` in these two models.
 
-The emulated GPU has all that CUDA has by default:
+The emulated GPU has CUDA's defaults:
 
     alternative stream      in captured forwards, the projections of Gated DeltaNet's gates, the norm of K (Qwen3-Next;
-                            Qwen3.5 only where attention has no output gate) and experts run beside the main stream
-    fused projection        decoding unpacks and convolves Gated DeltaNet's projections in one kernel of Triton's, which
-                            runs in Triton's interpreter; so does a verify of one token, and no wider one
+                            Qwen3.5 only if attention has no output gate) and experts run parallel to the main stream
+    fused projection        decoding unpacks and convolves Gated DeltaNet's projections in one Triton kernel, run by
+                            Triton's interpreter; so does a verify of one token, and no wider one
     strided prompts         Gated DeltaNet reads a prompt's projections in place
     fused Q/K preparation   norms, rotation and output gate in one kernel, defined here: the kernel rounds to 16 bits
 """
@@ -34,11 +34,11 @@ _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_grap
 _FUSE = "fused_qkvzba_causal_conv1d_update_contiguous"
 _CAN_USE, _SPLIT = f"can_use_{_FUSE}", "fused_qkvzba_split_reshape_cat_contiguous"
 
-_fused_widths: set[int] = set()  # that have captured the fused projection
+_fused_widths: set[int] = set()  # widths that have captured the fused projection
 
 
 def device() -> None:
-    """These models name `torch.cuda`'s streams; the device module may still be given others."""
+    """Redirect `torch.cuda`'s streams, which these models name, to the device module's current ones."""
     torch.cpu.Stream.stream_id = property(id)  # type: ignore[attr-defined]
     cuda: Any = torch.cuda
     cuda.current_stream = lambda device=None: torch.cpu.current_stream(device)
@@ -46,7 +46,7 @@ def device() -> None:
 
 
 def before_models() -> None:
-    """Make the two modules CUDA's before a model is made of them: by then all of SGLang can be imported."""
+    """Apply CUDA's settings to the two modules before the first model is made; SGLang can be imported fully by then."""
     loader: Any = importlib.import_module(_LOADER)
     loader._initialize_model = _first(models, loader._initialize_model)
 
@@ -77,19 +77,19 @@ def models() -> None:
             "_GDN_FUSED_QKVZBA_RATIOS": (1, 2, 3, 4),
             "fused_qk_gemma_rmsnorm_rope_gate": graph.launch(qk_norm_rope_gate),
         },
-        # It asks the CUDA runtime, where a segment of a prefill graph ends, which streams it must wait for.
+        # At the end of a prefill graph's segment it asks the CUDA runtime which streams to wait for.
         breakable: {"_is_stream_capturing": graph.takes_part},
         fused: {_CAN_USE: on_cuda(vars(fused)[_CAN_USE])},
     }
     for module, values in put.items():
         vars(module).update(values)
-    # This module imports them on a GPU only.
+    # This module imports them only on a GPU.
     vars(backend).update({name: vars(fused)[name] for name in (_CAN_USE, _SPLIT)})
     vars(backend)[_FUSE] = reported(vars(fused)[_FUSE])
 
 
 def on_cuda(can_use: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[bool, str]]:
-    """Answer SGLang's conditions for the fused projection as if the projection were on CUDA."""
+    """Wrap SGLang's conditions for the fused projection to treat the projection as on CUDA."""
 
     @functools.wraps(can_use)
     def asked(mixed_qkvz: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -100,7 +100,7 @@ def on_cuda(can_use: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[boo
 
 
 def reported(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """The fused projection; the log names each width that captures it, once."""
+    """Wrap the fused projection to log each width that captures it, once."""
     from sglang.srt.runtime_context import get_spec
 
     @functools.wraps(fused)
@@ -132,7 +132,7 @@ def qk_norm_rope_gate(
     """Normalise the heads of Q and K (Gemma's norm: 1 + weight) and rotate their first dimensions, neox halves.
 
     Args:
-        q_gate: [T, q E], or [T, 2 q E] where each head's gate lies after it.
+        q_gate: [T, q E], or [T, 2 q E] with each head's gate after it.
         k: [T, k E].
         cos_sin_cache: [positions, rotary_dim], cosines first.
         positions: int [T], or [3, T] with `mrope_axis_map`, int [rotary_dim / 2]: each lane's axis.

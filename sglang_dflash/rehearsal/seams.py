@@ -1,6 +1,6 @@
-"""Where SGLang 0.5.23 names CUDA although an out-of-tree platform runs: each place, and why it is mended.
+"""Places where SGLang 0.5.23 names CUDA although an out-of-tree platform runs, and their replacements.
 
-Four groups, in the order SGLang reaches them: the device module, kernels, graphs, attention.
+Four groups, in the order in which SGLang reaches them: the device module, kernels, graphs, attention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_grap
 
 
 def device() -> None:
-    """`torch.get_device_module("cpu")`, as graph runners and backends use a device module."""
+    """Complete `torch.get_device_module("cpu")` as graph runners and backends use a device module."""
     torch.cpu.graph = graph.graph  # type: ignore[attr-defined]
     torch.cpu.graph_pool_handle = graph.graph_pool_handle  # type: ignore[attr-defined]
     torch.cpu.is_current_stream_capturing = graph.is_capturing  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def device() -> None:
 
 
 def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """The CPU platform's stand-ins for kernels, each one launch; methods of tensors stay what they are."""
+    """Return the CPU platform's stand-ins for kernels, each as one launch; methods of tensors are unchanged."""
     launches = {
         name: graph.launch(stand_in) if isfunction(stand_in) and not name.startswith("torch.") else stand_in
         for name, stand_in in stand_ins.items()
@@ -47,13 +47,12 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _our_kernels(*, interpreted: bool) -> None:
-    """An op of ours is one launch as well: a CPU's form, or the kernel, whose launches the interpreter makes."""
+    """Make each of this package's ops one launch: a CPU's form, or the kernel in the interpreter."""
     override(lambda forms: forms.on_gpu if interpreted else graph.launch(forms.on_cpu))
 
 
 def lora() -> None:
-    """What LoRA asks for in pinned memory is the host's; before the CPU platform's own stand-ins. csgmv looks for tuned
-    launches by the device's name, and has some for any."""
+    """Mark LoRA's pinned allocations as the host's, before the CPU platform's stand-ins; csgmv gets a device name."""
     marking = pinned.torch_with(host.mark)
     modules = ("layers", "backend.torch_backend", "backend.triton_backend", "backend.chunked_backend")
     install.install({f"sglang.srt.lora.{module}.torch": marking for module in modules})
@@ -65,7 +64,7 @@ def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch
 
 
 def _cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-    """A copy, as from any device: where it is an alias, the device's next write would change it."""
+    """Return a copy, as from any device: an alias would change with the device's next write."""
     return self if host.is_marked(self) else host.mark(self.clone())
 
 
@@ -74,16 +73,17 @@ def graphs() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.runtime_context import get_exec
 
-    # It asks the default device module, which is torch.cuda in a CUDA build of PyTorch.
+    # SGLang uses the default device module, which is torch.cuda in a CUDA build of PyTorch.
     install.put({"sglang.srt.distributed.parallel_state.get_current_device_stream_fast": torch.cpu.current_stream})
     ForwardBatch.__init__ = _marking_lengths(ForwardBatch.__init__)  # type: ignore[method-assign]
-    # A "cpu" runner asks `is_cpu_graph`, which means torch.compile's decode alone.
+    # A "cpu" runner reads `is_cpu_graph`, which means only torch.compile's decode.
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
 
-    # Between two segments of a prefill graph SGLang keeps addresses of device tensors, and takes ours for the host's.
+    # Between segments of a prefill graph SGLang stores device tensors by address, but treats "cpu" tensors as the
+    # host's.
     install.put({f"{_BREAKABLE}._weak_ref_if_tensor": graph.addresses})
 
-    # A "cpu" runner captures nothing without torch.compile; nothing else in the module asks for flags.
+    # A "cpu" runner captures nothing without torch.compile; nothing else in the module reads flags.
     def flags() -> SimpleNamespace:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
@@ -92,7 +92,7 @@ def graphs() -> None:
 
 
 def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
-    """Lengths for planning on the host are its own: it may read them while it captures, and they stand still then."""
+    """Wrap `init` to mark `seq_lens_cpu`, unless it aliases the device tensor, so that capture may read it."""
 
     @functools.wraps(init)
     def init_and_mark(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -105,7 +105,7 @@ def _marking_lengths(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def attention() -> None:
-    """Attention backends over definitions of their kernels."""
+    """Replace the kernels of attention backends by definitions."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     launches = {
@@ -126,7 +126,7 @@ def attention() -> None:
 
 
 def _without_scheduler(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """fa3, whose kernel takes a schedule made by another, or none."""
+    """Wrap fa3's factory to drop its scheduler metadata, which are optional."""
 
     def make(runner: Any) -> Any:
         backend = factory(runner)
@@ -137,7 +137,7 @@ def _without_scheduler(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _stub_sgl_kernel() -> None:
-    """What `flashattention_backend` imports of it, which needs libcuda; nothing calls these here."""
+    """Stub the names of sgl_kernel, which needs libcuda, that `flashattention_backend` imports but does not call."""
     package, module = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.flash_attn")
     package.flash_attn = module  # type: ignore[attr-defined]
     package.merge_state_v2 = None  # type: ignore[attr-defined]

@@ -1,15 +1,15 @@
-"""Streams without a device: everything runs at once, and is remembered as if it might still be running.
+"""Streams without a device: operations run at once, and are recorded as if they might still be running.
 
-Streams and the host are actors. Each has a vector clock: how far of every other actor it is known to be past. A launch
-comes after what the host did before it; `wait_stream`, `wait_event` and the waits of the host join clocks; nothing else
-orders two actors. Memory remembers who wrote it last and who has read it since. Whoever touches it must be past that,
-or `UnorderedAccess` names both places.
+Streams and the host are actors, each with a vector clock: how much of every other actor is known to be finished. A
+launch comes after the host's earlier actions. `wait_stream`, `wait_event` and waits of the host join clocks; nothing
+else orders two actors. Memory stores its last write and the reads since. Each access must be ordered after those that
+it conflicts with, or `UnorderedAccess` names both places.
 
-Memory is a storage, views share it, and the pool of captured graphs is one memory. Freed memory goes back to the stream
-it was made on, by the rule of CUDA's caching allocator: that stream's next tensor may have it, so whoever used it on
-another stream must be done (`record_stream` says that the allocator sees to it).
+Memory is a storage, shared by views, and the pool of captured graphs is one memory. By the rule of CUDA's caching
+allocator, freed memory returns to its stream, whose next tensor may reuse it. So uses on other streams must have
+finished, unless `record_stream` leaves that to the allocator.
 
-`watch.py` says what touches which memory.
+`watch.py` determines which operations touch which memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ N_SHOWN = 3
 
 
 class UnorderedAccess(RuntimeError):
-    """Two actors touch the same memory, one of them writes, and nothing says who comes first. On a GPU a race."""
+    """Error for two unordered accesses to the same memory, one of them a write: a race on a GPU."""
 
 
 class Actor:
-    """The host, or a stream. Invariant: `clock[other]` is how much of `other` is done before whatever comes next."""
+    """The host, or a stream. Invariant: `clock[other]` is how much of `other` is finished before the next action."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Clock = {}
-        self.freed: list[Memory] = []  # what was made here and is free again, while others may still use it
+        self.freed: list[Memory] = []  # memory made here and free again that others may still use
 
     def join(self, clock: Clock) -> None:
         for actor, done in clock.items():
@@ -49,7 +49,7 @@ class Actor:
                 self.clock[actor] = done
 
     def act(self) -> int:
-        """The time of something new."""
+        """Advance this actor's clock and return the new tick."""
         if self is not HOST:
             self.join(HOST.clock)
         self.clock[self] = self.clock.get(self, 0) + 1
@@ -74,7 +74,7 @@ class Access(NamedTuple):
 
 
 def access(actor: Actor, what: str) -> Access:
-    """What `actor` does now, for the code that is running outside of torch and of the rehearsal."""
+    """Record an access by `actor` now, at the innermost code outside torch and the emulation."""
     return Access(actor, actor.act(), what, tuple(here()))
 
 
@@ -89,10 +89,10 @@ def here() -> Iterator[tuple[str, int]]:
 
 
 class Memory:
-    """Who has touched it."""
+    """Accesses to one memory."""
 
     def __init__(self, owner: Actor | None = None, n_bytes: int = 0) -> None:
-        """`owner`: the stream it was made on; None: not known."""
+        """`owner`: the stream on which it was made; None: unknown."""
         self.owner, self.n_bytes = owner, n_bytes
         self.written: Access | None = None
         self.reads: dict[Actor, Access] = {}
@@ -109,14 +109,14 @@ class Memory:
         self.written, self.reads = by, {}
 
     def uses(self) -> list[Access]:
-        """The accesses that a write must come after."""
+        """Return the accesses that a write must come after."""
         return [*self.reads.values(), *filter(None, [self.written])]
 
     def used_elsewhere(self) -> bool:
         return any(use.actor is not self.owner for use in self.uses())
 
     def hand_over(self, by: Access) -> None:
-        """`by` may get this memory from the allocator."""
+        """Check that `by` may get this memory from the allocator."""
         for earlier in self.uses():
             if not earlier.before(by.actor):
                 raise unordered(by, "may be given the memory of a tensor that is gone but still in use", earlier)
@@ -129,7 +129,7 @@ def unordered(by: Access, does: str, earlier: Access) -> UnorderedAccess:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Kept by the storage itself, so it is gone with it."""
+    """Return the memory of a tensor, stored in its storage."""
     storage = tensor.untyped_storage()
     memory = storage.__dict__.get("memory")
     if memory is None:
@@ -138,15 +138,15 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 def allocated(tensor: torch.Tensor, by: Access) -> Memory:
-    """A new tensor on a device.
+    """Record a new tensor on a device, and return its memory.
 
     Raises:
-        UnorderedAccess: its memory may be that of another, which is gone, but which a stream may still be at.
+        UnorderedAccess: it may reuse the memory of a freed tensor that a stream still uses.
     """
     storage = tensor.untyped_storage()
     n_bytes, owner = storage.nbytes(), by.actor
     owner.freed = [memory for memory in owner.freed if not all(use.before(owner) for use in memory.uses())]
-    for memory in owner.freed:  # the allocator keeps two kinds of blocks apart
+    for memory in owner.freed:  # the allocator separates two kinds of blocks
         if memory.n_bytes >= n_bytes and (memory.n_bytes > MIB) == (n_bytes > MIB):
             memory.hand_over(by)
     memory = storage.__dict__["memory"] = Memory(owner, n_bytes)
@@ -160,12 +160,12 @@ def _free(memory: Memory) -> None:
 
 
 def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    """The allocator does not give this memory away before `stream` is done with it."""
+    """Leave the end of the memory's use by `stream` to the allocator."""
     memory_of(tensor).owner = None
 
 
 class Stream(Actor):
-    """What stands for `torch.cuda.Stream`."""
+    """Stand-in for `torch.cuda.Stream`."""
 
     def __init__(self, device: object = None, priority: int = 0) -> None:
         file, line = next(here(), ("", 0))
@@ -189,7 +189,7 @@ class Stream(Actor):
         return event
 
     def query(self) -> bool:
-        """Done: what is not done yet is not rehearsed."""
+        """Return True after synchronising: unfinished work is not emulated."""
         self.synchronize()
         return True
 
@@ -200,7 +200,7 @@ class Stream(Actor):
 
 
 class Event:
-    """What stands for `torch.cuda.Event`. Until it is recorded, waiting for it is waiting for nothing, as on a GPU."""
+    """Stand-in for `torch.cuda.Event`. As on a GPU, waiting for an unrecorded event returns at once."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -221,12 +221,12 @@ class Event:
         HOST.join(self.clock)
 
     def query(self) -> bool:
-        """Done: what is not done yet is not rehearsed."""
+        """Return True after synchronising: unfinished work is not emulated."""
         self.synchronize()
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds of the host's."""
+        """Return milliseconds of the host's time."""
         return (end.recorded_at - self.recorded_at) * 1e3
 
 
@@ -234,16 +234,13 @@ _refusal: Callable[[str], Exception] | None = None
 
 
 def refuse_waits(refusal: Callable[[str], Exception] | None) -> None:
-    """From now on the host may not wait for a device; None: it may again."""
+    """Make waits of the host for a device raise from now on; None: allow them."""
     global _refusal
     _refusal = refusal
 
 
 def require_waiting(what: str) -> None:
-    """
-    Raises:
-        refusal's: the host may not wait.
-    """
+    """Check that the host may wait, or raise the refusal."""
     if _refusal is not None:
         raise _refusal(what)
 
@@ -254,7 +251,7 @@ _current[0].name = "the default stream"
 
 
 class StreamContext:
-    """Makes a stream the current one; None changes nothing. Can be entered again."""
+    """Context that makes a stream the current one, unless it is None. Reusable."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -279,13 +276,13 @@ def set_stream(stream: Stream) -> None:
 
 
 def synchronize(device: object = None) -> None:
-    """The host waits for every stream."""
+    """Make the host wait for every stream."""
     for stream in _streams:
         stream.synchronize()
 
 
 def names() -> dict[str, Any]:
-    """What of `torch.cpu` these are."""
+    """Return the attributes of `torch.cpu` that this module replaces, by name."""
     return {
         "Stream": Stream,
         "Event": Event,

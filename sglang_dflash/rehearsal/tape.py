@@ -1,4 +1,4 @@
-"""What a captured forward launches, taken down: see `graph.py`."""
+"""Recorder of a captured forward's launches, see `graph.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_dflash.rehearsal import host
 from sglang_dflash.rehearsal.pool import Pool
 
-# What waits for the device, or has a shape that only the device knows.
+# Operations that wait for the device, or whose result's shape depends on device data.
 WAITS = {
     f"aten::{name}"
     for name in (
@@ -30,11 +30,11 @@ INDEXES = {"aten::index", "aten::index_put", "aten::index_put_"}
 
 
 class CaptureError(RuntimeError):
-    """An operation that CUDA does not permit while a stream is captured."""
+    """Error for an operation that CUDA does not permit while a stream is captured."""
 
 
 class Node(NamedTuple):
-    """One launch. `outs`: cells its results are copied to; None where it writes them itself, or they are views."""
+    """One launch. `outs`: cells to copy its results to; None if it writes them itself, or for views."""
 
     run: Callable[..., Any]
     args: tuple
@@ -43,20 +43,20 @@ class Node(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """Takes down what runs while it is entered."""
+    """Recorder of the operations that run while it is entered."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
         self.pool = pool
         self.nodes: list[Node] = []
-        # Storages that the forward neither made nor was given by the pool: on a GPU, memory a replay reads by address.
+        # Storages from neither the forward nor the pool: on a GPU, memory that a replay reads by address.
         self.outside: dict[int, torch.Tensor] = {}
         self.n_uses: dict[int, int] = {}
-        self.kept: list[torch.Tensor] = []  # `record_stream`: their blocks are free again when the capture ends
+        self.kept: list[torch.Tensor] = []  # from `record_stream`: their blocks are freed when the capture ends
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if host.only(args, kwargs):  # the host computes while it captures, as it does beside a GPU
+        if host.only(args, kwargs):  # host computation during capture is allowed
             return host.keep(func(*args, **kwargs))
         name = func._schema.name
         require_capturable(func, name, args, kwargs)
@@ -66,17 +66,17 @@ class Tape(TorchDispatchMode):
         out = func(*args, **kwargs)
         if name in ALLOCATES:
             return self.new(out)
-        if name.startswith("c10d::"):  # writes to its arguments, which its schema does not say
+        if name.startswith("c10d::"):  # writes to its arguments, unlike its schema
             return self.record(functools.partial(run_collective, func), args, kwargs, out, mutates=True)
         return self.record(func, args, kwargs, out, mutates=func._schema.is_mutable)
 
     def record(self, run: Callable[..., Any], args: tuple, kwargs: dict, out: Any, *, mutates: bool) -> Any:
-        """Take a launch down that has just run, and give its new outputs cells in the pool.
+        """Record a launch that has just run, and place its new outputs in the pool.
 
         Args:
             mutates: whether it may have written to its arguments.
         Returns:
-            `out`, in those cells.
+            `out`, with new tensors in the pool.
         """
         given = {storage_of(tensor) for tensor in tensors((args, kwargs))}
         flat, spec = pytree.tree_flatten(out)
@@ -96,7 +96,7 @@ class Tape(TorchDispatchMode):
         return pytree.tree_unflatten(placed, spec)
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a launch knows of an argument: where it lies, not whose it is."""
+        """Return an argument as a launch holds it: by address, without ownership."""
         if not tensor.numel():
             return tensor
         if self.pool.owns(tensor):
@@ -110,27 +110,27 @@ class Tape(TorchDispatchMode):
         return bare
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in the pool."""
+        """Copy a tensor into the pool."""
         return self.new(tensor).copy_(tensor)
 
     def new(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Uninitialised cells like it."""
+        """Return uninitialised cells in the pool like `tensor`."""
         return self.pool.like(tensor)
 
     def launching(self) -> AbstractContextManager[None]:
-        """While a launch runs."""
+        """Return a context for running a launch."""
         return nullcontext()
 
     def takes_part(self, stream: object) -> bool:
-        """Return whether launches on `stream` come here. All do where streams are not watched."""
+        """Return whether launches on `stream` are captured: always, if streams are not watched."""
         return True
 
     def end(self) -> None:
-        """Check what a capture must have done before it ends."""
+        """Check the conditions for the end of a capture."""
 
     def dangling(self) -> list[str]:
-        """Outside memory that this tape alone keeps: on a GPU it is free, and replays read whatever comes there."""
-        held = torch._C._storage_Use_Count  # counts the question as well
+        """Return outside memory that only this tape keeps: on a GPU it is freed, and replays read other data."""
+        held = torch._C._storage_Use_Count  # its argument counts as one more use
         return [
             f"{tensor.dtype} {tuple(tensor.shape)}"
             for storage, tensor in self.outside.items()
@@ -139,11 +139,11 @@ class Tape(TorchDispatchMode):
 
 
 def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a composite operation part by part, each seen by `mode`; NotImplemented where it is none.
+    """Run a composite operation part by part, each seen by `mode`; NotImplemented if it is not composite.
 
-    In inference mode PyTorch hands composites to modes whole: `matmul` would hide whether it launches `mm` or `bmm`.
+    In inference mode PyTorch passes composites to modes whole, which hides whether `matmul` launches `mm` or `bmm`.
     """
-    TorchDispatchMode.__enter__(mode)  # a watch's own waits for its streams
+    TorchDispatchMode.__enter__(mode)  # skips a watch's own __enter__, which waits for its streams
     try:
         return func.decompose(*args, **kwargs)
     finally:
@@ -151,16 +151,13 @@ def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) ->
 
 
 def run_collective(func: Any, *args: Any, **kwargs: Any) -> None:
-    """An operation between ranks, until it is done: on a GPU the stream waits for it."""
+    """Run an operation between ranks to its end, since on a GPU the stream waits for it."""
     out = func(*args, **kwargs)
     (out[-1] if isinstance(out, tuple) else out).wait()
 
 
 def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
-    """
-    Raises:
-        CaptureError: CUDA would not permit it.
-    """
+    """Check that CUDA permits an operation during capture, or raise CaptureError."""
     if name in OF_HOST_DATA:
         raise capture_error(name)
     if reason := waits(func, name, args, kwargs):
@@ -169,7 +166,7 @@ def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
 
 
 def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
-    """Why the host waits for the device in this operation; empty where it does not."""
+    """Return why the host waits for the device in this operation; empty if it does not."""
     if name in WAITS:
         return name
     if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
@@ -180,7 +177,7 @@ def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
 
 
 def capture_error(what: str) -> CaptureError:
-    """With where it came from: the innermost lines outside of torch and of the rehearsal."""
+    """Return the error, with the innermost lines outside torch and the emulation."""
     stack, ours = traceback.extract_stack(), ("/torch/", "/sglang_dflash/rehearsal/")
     frames = [frame for frame in stack if not any(part in frame.filename for part in ours)]
     where = " < ".join(f"{'/'.join(frame.filename.rsplit('/', 2)[-2:])}:{frame.lineno}" for frame in frames[-4:][::-1])
@@ -192,7 +189,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def keep(result: Any, outs: tuple[torch.Tensor | None, ...]) -> None:
-    """Copy what a launch has returned to the cells it is read from."""
+    """Copy a launch's results to the cells from which they are read."""
     for cells, value in zip(outs, pytree.tree_leaves(result), strict=True):
         if cells is not None:
             cells.copy_(value)
@@ -204,7 +201,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def out_overload(func: Any) -> Any:
-    """The overload of an operation that writes into a given tensor and has otherwise the same arguments; or None."""
+    """Return the overload of an operation that writes into `out` and otherwise has the same arguments; or None."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
@@ -218,14 +215,14 @@ def out_overload(func: Any) -> Any:
 
 
 def writes_into(func: Any, args: tuple, kwargs: dict, cells: torch.Tensor) -> Any:
-    """The overload of `func` that leaves in `cells` what is there already; None where there is none that does."""
+    """Return the overload of `func` that leaves the content of `cells` unchanged; None if there is none."""
     overload = out_overload(func)
     if overload is None:
         return None
     expected = cells.clone()
     try:
         overload(*args, **kwargs, out=cells)
-    except (RuntimeError, NotImplementedError):  # it does not take these strides, or this type
+    except (RuntimeError, NotImplementedError):  # it does not support these strides or dtypes
         cells.copy_(expected)
         return None
     if same_bytes(cells, expected):
@@ -235,5 +232,5 @@ def writes_into(func: Any, args: tuple, kwargs: dict, cells: torch.Tensor) -> An
 
 
 def same_bytes(*two: torch.Tensor) -> bool:
-    """Equal, and NaN where the other is NaN."""
+    """Return whether two tensors have equal bytes, so that NaN equals NaN."""
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in two))

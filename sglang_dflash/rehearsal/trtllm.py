@@ -1,6 +1,6 @@
-"""The compiled kernels behind FlashInfer's TensorRT-LLM entry points, defined. FlashInfer's Python runs as it is.
+"""Definitions of the kernels of FlashInfer's TensorRT-LLM entry points. FlashInfer's Python runs unchanged.
 
-XQA decodes and verifies on sm90, with a mask of bits in the block; fmha v2 reads prompts there. trtllm-gen does both on
+XQA decodes and verifies on sm90, with a bit mask in the block; fmha v2 reads prompts there. trtllm-gen does both on
 sm100. All of them take a page table's row length from its width and ignore its strides.
 
 Dimension key: as in `attention.py`.
@@ -15,8 +15,8 @@ import torch
 from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.attention import Mask, Paged, Score, attend, pages_of, refuse, require_int32
 
-PAGE_SIZES = (16, 32, 64, 128)  # XQA's and trtllm-gen's; the last with grouped queries alone
-USED = 4096  # bytes of a workspace that are looked at, and written as scratch
+PAGE_SIZES = (16, 32, 64, 128)  # XQA's and trtllm-gen's; 128 only with grouped queries
+USED = 4096  # bytes of a workspace that are checked, and overwritten as scratch
 
 
 def require_zeros(what: str, buffer: torch.Tensor) -> None:
@@ -24,7 +24,7 @@ def require_zeros(what: str, buffer: torch.Tensor) -> None:
 
 
 def scribble(workspace: torch.Tensor) -> None:
-    """A kernel's scratch is anything after it."""
+    """Overwrite a workspace: a kernel's scratch has no defined content afterwards."""
     workspace.view(-1).view(torch.uint8)[:USED] = 0xFF
 
 
@@ -40,12 +40,12 @@ def require_window(window_left: int) -> None:
 
 
 class DraftMask(NamedTuple):
-    """Which of the last N keys each of N queries sees: bits, in words of 16."""
+    """Bit mask, in words of 16: the last N keys that each of N queries attends to."""
 
     bits_BNW: torch.Tensor
 
     def allowed(self, b: int, n_keys: int) -> torch.Tensor:
-        """Bool [N, L]: everything before the block, and what the bits say of it."""
+        """Return the mask, bool [N, L]: all keys before the block, and the marked ones in it."""
         N = self.bits_BNW.shape[1]
         bits_NW16 = self.bits_BNW[b].to(torch.int32)[..., None] >> torch.arange(16)
         allowed_NL = torch.ones(N, n_keys, dtype=torch.bool)
@@ -80,7 +80,9 @@ def xqa(
     first_query_B1: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> None:
-    """q and out: [B, 1, A, E], or [B, 1, N, A, E] with a mask; caches [pages, page size, G, E]; window 0: none."""
+    """Emulate XQA: q, out [B, 1, A, E], or with a mask [B, 1, N, A, E]; caches [pages, page size, G, E]; window 0:
+    none.
+    """
     assert not fp8, "fp8 keys and values are not defined in the rehearsal"
     assert first_query_B1 is None, "as many queries for each request"
     require_zeros("XQA's semaphores", semaphores)
@@ -110,7 +112,7 @@ def xqa(
 
 
 class TrtllmGen:
-    """`get_trtllm_gen_fmha_module`'s. Caches are [pages, G, page size, E]."""
+    """Emulation of `get_trtllm_gen_fmha_module`'s module. Caches are [pages, G, page size, E]."""
 
     @graph.launch
     def trtllm_paged_attention_decode(
@@ -141,7 +143,7 @@ class TrtllmGen:
         first_query_B1: torch.Tensor | None,
         *others: Any,
     ) -> None:
-        """Causal in the block. Each request has `max_queries` queries where their starts are not given."""
+        """Attend causally. Without `first_query_B1` each request has `max_queries` queries."""
         require_zeros("trtllm-gen's counters", counters)
         if first_query_B1 is None:
             assert len(q) == n_requests * max_queries, f"{len(q)} queries: {max_queries} for each of {n_requests}"
@@ -243,8 +245,11 @@ def fmha_v2(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Prompts over pages. Values lie at block addresses counted from the keys' first: page by page behind the keys', or
-    where the second half of a [B, 2, P] table says."""
+    """Emulate fmha v2: prompts over pages.
+
+    Values follow their keys page by page, or as in the second half of a [B, 2, P] table of blocks after the first
+    key's.
+    """
     assert layout in ("q_paged_kv_nhd", "q_paged_kv_hnd"), f"layout {layout} is not defined in the rehearsal"
     assert mask_mode in ("causal", "padding"), f"mask mode {mask_mode} is not defined in the rehearsal"
     refuse("fmha_v2", {"alibi": alibi, "chunked": chunked or None, "lse": lse, "skipping": skip_threshold or None})

@@ -1,15 +1,14 @@
-"""What touches which memory, for `streams.py`: every operation of PyTorch while a `Watch` is entered.
+"""Accesses of each operation to memory, for `streams.py`: every operation of PyTorch while a `Watch` is entered.
 
-An operation runs on the current stream, or on the host where all its tensors are the host's. A kernel's stand-in and a
-replay run operation by operation on one stream (`launch`), and the host has no part in them.
+An operation runs on the current stream, or on the host if all its tensors are the host's. A kernel's stand-in and a
+replay run operation by operation on one stream (`launch`), without the host.
 
-Whose a tensor is follows from how it was made (`install`): without a device argument, by `from_numpy`, `.cpu()` or as
-pinned memory it is the host's, and so is what the host computes of its own; whatever else there is, is the device's.
-`.to(device)` of a host tensor is a copy, at once (the host waits for its stream) or, from pinned memory and not
-blocking, when the stream comes to it.
+A tensor's owner follows from how it was made (`install`). The host's are tensors made without a device argument, by
+`from_numpy` or `.cpu()`, in pinned memory, or by the host from its own. All others are the device's. `.to(device)` of a
+host tensor is a copy: immediate (the host waits for its stream), or asynchronous from pinned memory if not blocking.
 
-Not seen: other threads; memory written through numpy; what an interpreted Triton kernel writes without changing it;
-rows: who writes one row of a table is in the way of who reads another.
+Not covered: other threads; memory written through numpy; writes of interpreted Triton kernels that change nothing;
+single rows, as an access to one row of a table counts for the whole table.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ logger = logging.getLogger(__name__)
 
 FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "from_numpy", "randint")
 NO_ACCESS = {f"aten::{name}" for name in ("detach_", "set_", "lift_fresh", "record_stream", "is_pinned")}
-READS_NOTHING = ("aten::new_", "_like")  # of the tensor whose shape and type they take
+READS_NOTHING = ("aten::new_", "_like")  # operations that use only shape and dtype of their argument
 
 _watch: Watch | None = None
-_n_launches = 0  # that this is inside of
-kernels_seen_by: list[Any] = []  # the last one, in a watch's place
-_n_launched = 0  # since the start, by a watched thread
+_n_launches = 0  # nesting depth of launches
+kernels_seen_by: list[Any] = []  # the last one replaces a watch
+_n_launched = 0  # launches since the start, by a watched thread
 
 
 class Watch(TorchDispatchMode):
-    """Invariant: entered once, by the thread that launches."""
+    """Dispatch mode that records accesses to memory. Invariant: entered once, by the thread that launches."""
 
     def __init__(self, pool: Pool | None = None) -> None:
         super().__init__()
         self.pool, self.pool_memory = pool, Memory()
         self.in_factory = 0
-        self.waits: set[tuple[str, str]] = set()  # where the host has waited, and for which stream
+        self.waits: set[tuple[str, str]] = set()  # places where the host has waited, and the stream
 
     def __enter__(self) -> Watch:
         global _watch
@@ -107,7 +106,7 @@ class Watch(TorchDispatchMode):
 
     def by_stream(self, what: str, read: Tensors, written: Tensors, asynchronous: bool) -> Access:
         at_once = [tensor for tensor in read if host.is_marked(tensor) and not (asynchronous and is_pinned(tensor))]
-        if at_once:  # a scalar, a small copy: the value goes with the launch
+        if at_once:  # scalars and small copies: the value is passed with the launch
             self.by_host(what, at_once, [])
         by = access(current_stream(), what)
         for tensor in read:
@@ -125,7 +124,7 @@ class Watch(TorchDispatchMode):
             memory.write(by)
 
     def wait(self) -> None:
-        """The host waits for the current stream."""
+        """Make the host wait for the current stream."""
         if _n_launches:
             return
         by = access(HOST, "")
@@ -147,7 +146,7 @@ class Watch(TorchDispatchMode):
 
 
 def n_launched() -> int:
-    """Launches and copies that streams were given since the start, those of a replayed graph counted as one."""
+    """Return the launches and copies given to streams since the start; a replayed graph counts once."""
     return _n_launched
 
 
@@ -159,7 +158,7 @@ def _launched() -> None:
 
 @contextlib.contextmanager
 def launch() -> Iterator[None]:
-    """Count what runs inside as one launch of the device."""
+    """Count the operations inside as one launch of the device."""
     global _n_launches
     _launched()
     _n_launches += 1
@@ -170,7 +169,7 @@ def launch() -> Iterator[None]:
 
 
 def interpreted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton's interpreter launching a kernel. It copies all arguments back: written are those that have changed."""
+    """Wrap a kernel's launch in Triton's interpreter, which copies all arguments back: changed ones are written."""
 
     @functools.wraps(call)
     def launch_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +197,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def install() -> None:
-    """From now on, also before anything is watched, tensors are the host's or the device's by how they are made."""
+    """Assign each new tensor to the host or the device by how it is made, from now on."""
     for name in FACTORIES:
         setattr(torch, name, _factory(attrgetter(name)(torch)))
     for name in ("tolist", "numpy"):
@@ -207,17 +206,17 @@ def install() -> None:
 
 
 def pin(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """The host's, and a copy from it need not wait."""
+    """Mark a tensor as the host's and pinned, so that copies from it need not wait."""
     host.mark(tensor).untyped_storage().__dict__["pinned"] = True
     return tensor
 
 
 def to_host(tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-    """A copy of a device tensor, for which the host waits."""
+    """Return a copy of a device tensor on the host, after the host has waited."""
     if host.is_marked(tensor):
         return tensor
     copy = tensor.clone()
-    if _n_launches:  # which have no host in them
+    if _n_launches:  # launches run without the host
         return copy
     if _watch is not None:
         _watch.wait()
@@ -225,7 +224,7 @@ def to_host(tensor: torch.Tensor, memory_format: torch.memory_format = torch.pre
 
 
 def async_d2h(tensor: torch.Tensor) -> torch.Tensor:
-    """SGLang's, which returns a "cpu" tensor as it is: a copy in pinned memory, when the current stream comes to it."""
+    """Copy to pinned memory on the current stream; SGLang's own returns a "cpu" tensor unchanged."""
     if host.is_marked(tensor):
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -1,1 +1,1 @@
-"""Server processes: command lines of the arms, ports, start and stop, and documents of what was measured on them."""
+"""Server processes: command lines of the arms, ports, start and stop, and documents of measurements."""

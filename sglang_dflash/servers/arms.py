@@ -1,8 +1,7 @@
-"""The arms that are launched: one set of server flags, decoded without speculation, by SGLang's worker, and by ours.
+"""Launched arms: one set of server flags, decoded without speculation, by SGLang's worker, and by this plugin's.
 
-An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE`: the same with an environment of its own. Flags are those of
-`python -m sglang.launch_server` as a model card gives them. Flags that do not begin with `--speculative-` go to all
-arms.
+An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE`: the same with additional environment variables. Flags are those
+of `python -m sglang.launch_server`, as in a model card. Those that do not begin with `--speculative-` go to all arms.
 """
 
 import re
@@ -20,26 +19,26 @@ from sglang_dflash.servers.document import portable
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import Server
 
-# In the log of every server whose DFLASH worker is ours, and of no other.
+# In the log of every server with this plugin's DFLASH worker, and of no other.
 ANNOUNCEMENT = " serves DFLASH: "
 OFF, MTP, STOCK, OURS = ARMS = ("off", "mtp", "stock", "ours")
 SERVE = (sys.executable, "-m", "sglang.launch_server")
 SPECULATIVE = "--speculative-"
-# What a target's own drafter is called in config.json.
+# Fields of config.json with the layers of a target's own drafter.
 MTP_FIELDS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 class ServerCommand(NamedTuple):
     name: str
     command: tuple[str, ...]  # without host and port
-    env: Mapping[str, str]  # on top of this process's own
-    ours: bool  # our worker has to serve it
+    env: Mapping[str, str]  # added to this process's environment
+    ours: bool  # requires this plugin's worker
 
 
 def launches(
     names: Sequence[str], flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}
 ) -> list[ServerCommand]:
-    """The arms, in the order they are compared in; without names all the model has.
+    """Return the arms in the order of comparison; without names, all that the model supports.
 
     Args:
         env: that of all arms.
@@ -79,11 +78,7 @@ def launch(name: str, flags: Sequence[str], *, mtp_steps: int, env: Mapping[str,
 
 
 def kind_of(arm: str) -> str:
-    """Which of `ARMS`.
-
-    Raises:
-        ValueError: none.
-    """
+    """Return the kind of an arm, one of `ARMS`, or raise ValueError."""
     kind = arm.partition(":")[0]
     if kind not in ARMS:
         raise ValueError(f"--arms {arm}: no arm is called {kind!r}; write {', '.join(ARMS)}, or NAME:VAR=VALUE")
@@ -91,7 +86,7 @@ def kind_of(arm: str) -> str:
 
 
 def environment_of(arm: str) -> dict[str, str]:
-    """What follows the name; a comma parts variables where the name of one and `=` follow it.
+    """Return the environment after an arm's name. A comma separates variables if a name and `=` follow it.
 
     Raises:
         ValueError: it is no environment.
@@ -107,7 +102,7 @@ def environment_of(arm: str) -> dict[str, str]:
 
 
 def mtp_flags(n_steps: int) -> tuple[str, ...]:
-    """A chain of `n_steps` drafts, and the bonus."""
+    """Return the flags for a chain of `n_steps` drafts, and the bonus."""
     return (
         *("--speculative-algorithm", "NEXTN"),
         *("--speculative-num-steps", str(n_steps)),
@@ -127,7 +122,7 @@ def without_speculation(flags: Sequence[str]) -> list[str]:
 
 
 def value_of(flag: str, flags: Sequence[str]) -> str | None:
-    """Of `--flag value` or `--flag=value`; the last one counts."""
+    """Return the value in `--flag value` or `--flag=value`; the last one counts."""
     found = None
     for i, word in enumerate(flags):
         if word == flag and i + 1 < len(flags):
@@ -138,10 +133,10 @@ def value_of(flag: str, flags: Sequence[str]) -> str | None:
 
 
 def mtp_layers(model: str) -> int:
-    """Of a directory or a repository id.
+    """Return the number of MTP layers of a directory or a repository id.
 
     Raises:
-        ValueError: its config.json cannot be had.
+        ValueError: its config.json is not available.
     """
     file = Path(model) / "config.json"
     try:
@@ -158,11 +153,7 @@ def mtp_layers(model: str) -> int:
 
 
 def require_worker(server: Server, *, ours: bool) -> None:
-    """The arm measures what its name says: our worker announces itself in the log, and only ours does.
-
-    Raises:
-        ServerError: it does not.
-    """
+    """Check by the log's announcement that the server's worker is that of its arm, or raise ServerError."""
     serves = ANNOUNCEMENT in server.log_text()
     if serves != ours:
         raise ServerError(

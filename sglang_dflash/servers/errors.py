@@ -1,5 +1,5 @@
-"""The error that ends a program which started servers."""
+"""Error that ends a program which started servers."""
 
 
 class ServerError(RuntimeError):
-    """The server could not be started, died, or answered with an error."""
+    """Error for a server that could not be started, died, or answered with an error."""

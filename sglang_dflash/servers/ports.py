@@ -1,4 +1,4 @@
-"""Free ports, of which no two processes of this package choose the same."""
+"""Free ports, chosen so that no two processes of this package use the same."""
 
 import socket
 
@@ -9,7 +9,7 @@ HOST = "127.0.0.1"
 
 def port_is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # Connections of an earlier server in TIME_WAIT do not block a new one, and must not here.
+        # Connections of an earlier server in TIME_WAIT must not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -18,13 +18,13 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-# A server listens only seconds after its port was chosen. Meanwhile the UDP port of the same number, which nothing here
-# uses, shows that it is taken. It is given back when the process ends, however it ends.
+# A server listens only seconds after its port was chosen. Until then the UDP port of the same number, otherwise unused,
+# marks the port as taken. It is released when the process ends in any way.
 CLAIMS: dict[int, socket.socket] = {}
 
 
 def claim(port: int) -> bool:
-    """Whether this process, and no other, may start a server on `port`."""
+    """Return whether this process, and no other, may start a server on `port`."""
     if port not in CLAIMS:
         udp = socket.socket(type=socket.SOCK_DGRAM)
         try:
@@ -37,7 +37,7 @@ def claim(port: int) -> bool:
 
 
 def free_port(start: int) -> int:
-    """The first free port from `start` on, claimed: while this process lives, no other one gets it here.
+    """Return the first free port from `start` on, claimed by this process until it ends.
 
     Raises:
         ServerError: none of the next hundred is free.

@@ -1,4 +1,4 @@
-"""Servers that start, side by side: what each is doing, shown while people wait."""
+"""Display of the progress of servers that start at the same time."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,9 @@ from sglang_dflash.servers.server import START_TIMEOUT_S, Server
 
 
 def wait_ready(servers: Sequence[Server], console: Console, timeout_s: float = START_TIMEOUT_S) -> float:
-    """Wait for started servers side by side, showing each one's stage.
+    """Wait for started servers, showing each one's stage.
 
-    On a terminal one live line per server; elsewhere one line per change of stage.
+    A terminal gets one live line per server, other outputs one line per change of stage.
 
     Returns:
         Seconds waited.
@@ -49,7 +49,7 @@ def wait_ready(servers: Sequence[Server], console: Console, timeout_s: float = S
 def _print_changes(
     stages: Mapping["Server", str], shown: dict["Server", str], elapsed_s: float, console: Console
 ) -> None:
-    """A line for each stage that is not the one `shown` last."""
+    """Print a line for each stage that differs from the one `shown` last."""
     for server, stage in stages.items():
         if stage != shown[server]:
             console.print(f"  {elapsed_s:4.0f} s  {server.name}: {stage}")

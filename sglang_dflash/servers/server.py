@@ -1,6 +1,6 @@
-"""One SGLang server as a child process: start it, wait until it answers, talk to it, stop it without leftovers.
+"""One SGLang server as a child process: start it, wait until it answers, send requests, stop it without leftovers.
 
-Shared by benchmarks, demo and tests. Knows processes, ports and HTTP; what is served is in the command it is given.
+Shared by benchmarks, demo and tests. It handles processes, ports and HTTP; the command decides what is served.
 """
 
 import os
@@ -23,19 +23,19 @@ from sglang_dflash.servers.ports import HOST, port_is_free
 if TYPE_CHECKING:
     from openai import OpenAI
 
-# SGLang ends by itself within about five seconds of SIGTERM.
+# seconds; SGLang ends by itself within about five seconds of SIGTERM
 GRACE_S = 20.0
-# A step of a tiny model takes milliseconds; minutes mean that the server hangs.
+# seconds; a step of a tiny model takes milliseconds, so minutes mean that the server hangs
 REQUEST_TIMEOUT_S = 300.0
-# The server closes a connection that has been idle for 5 s; one that is taken up at that moment is reset.
+# The server closes connections idle for 5 s; one reused at that moment is reset.
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
-# Against hangs only: a start is a minute of CPU, and a process that ends is noticed at once.
+# seconds, against hangs only: a start is a minute of CPU, and the end of a process is noticed at once
 START_TIMEOUT_S = 1200.0
 
 
-# What a starting server is doing, read off its log: (what it says, how many times, what it means), in order of
-# appearance. A line that a later release words differently leaves the display one stage behind and nothing else.
+# Stages of a starting server in its log: (text, number of occurrences, stage), in order of appearance. If a later
+# release changes a line, the display lags by one stage.
 _MARKS = (
     ("server_args=", 1, "starting scheduler and detokenizer"),
     ("Init parallel begin", 1, "setting up the device"),
@@ -49,13 +49,13 @@ _MARKS = (
 
 
 def stage_of(log: str) -> str:
-    """The last stage whose mark is in `log`."""
+    """Return the last stage whose mark is in `log`."""
     reached = [stage for mark, count, stage in _MARKS if log.count(mark) >= count]
     return reached[-1] if reached else "importing SGLang"
 
 
 class Generation(NamedTuple):
-    """What one request came back with."""
+    """Answer to one request."""
 
     token_ids: list[int]
     text: str
@@ -63,12 +63,12 @@ class Generation(NamedTuple):
 
 
 def end_on_sigterm() -> None:
-    """Let SIGTERM end this program like Ctrl-C does, so that `with Server(...)` stops what it started."""
+    """Make SIGTERM end this program as Ctrl-C does, so that `with Server(...)` stops its process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class Process(Protocol):
-    """The part of `subprocess.Popen` that managing a server takes."""
+    """Part of `subprocess.Popen` that `Server` uses."""
 
     returncode: Any
 
@@ -81,19 +81,20 @@ class Process(Protocol):
 class Server:
     """A server process, its port and its log.
 
-    The process leads its own group, so that everything it spawned is stopped with it. Use it as a context manager, or
-    call `start`, `wait_ready` and `stop`.
+    The process leads its own group, so that all processes it started are stopped with it. Use it as a context manager,
+    or call `start`, `wait_ready` and `stop`.
     """
 
     ENDED_BY = (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL)
 
     def __init__(self, command: Sequence[str], *, port: int, log: Path, env: Mapping[str, str], name: str) -> None:
-        """
+        """Store the command; `start` runs it.
+
         Args:
             command: the whole command line except `--host` and `--port`.
             log: receives stdout and stderr; overwritten.
-            env: variables on top of this process's own.
-            name: what people call it ("speculation off").
+            env: variables added to this process's own.
+            name: shown in messages ("speculation off").
         """
         self.name, self.port, self.log, self.env = name, port, log, dict(env)
         self.command = [*command, "--host", HOST, "--port", str(port)]
@@ -138,7 +139,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the group's leader, which is also the group's id."""
+        """Return the process id of the group's leader, which is also the group's id."""
         assert self._process is not None, f"{self.name}: not started"
         return self._process.pid
 
@@ -147,7 +148,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process of the group; zombies do not count."""
+        """Return the live processes of the group, without zombies."""
         found = []
         for process in psutil.process_iter(["status"]):
             try:
@@ -159,11 +160,11 @@ class Server:
         return found
 
     def stage(self) -> str:
-        """How far the start has come, read off the log."""
+        """Return the stage of the start, from the log."""
         return stage_of(self.log_text())
 
     def is_ready(self) -> bool:
-        """Whether the server answers.
+        """Return whether the server answers.
 
         Raises:
             ServerError: the process has ended.
@@ -177,7 +178,7 @@ class Server:
             return False
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Block until the server answers; `progress.wait_ready` does the same for people, with a display.
+        """Block until the server answers; `progress.wait_ready` does the same with a display.
 
         Raises:
             ServerError: the process ended, or the time is over.
@@ -189,14 +190,14 @@ class Server:
             time.sleep(0.5)
 
     def pause(self) -> None:
-        """Take the whole group off the CPU, so that it cannot disturb a measurement."""
+        """Stop the whole group's execution, so that it cannot disturb a measurement."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         os.killpg(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End the whole group: SIGTERM, time to leave, SIGKILL. Does nothing when it was never started.
+        """End the whole group: SIGTERM, a grace period, SIGKILL. Does nothing if it was never started.
 
         Raises:
             ServerError: the port is still taken afterwards.
@@ -239,7 +240,7 @@ class Server:
     def generate(
         self, prompt: Sequence[int] | str, *, fields: Mapping[str, Any] | None = None, **sampling: Any
     ) -> Generation:
-        """One completion through `/generate`; greedy unless `sampling` says otherwise.
+        """Return one completion through `/generate`, greedy by default.
 
         Args:
             prompt: token ids, or text that the server tokenizes.
@@ -257,25 +258,25 @@ class Server:
     def generate_many(
         self, prompts: Sequence[Sequence[int] | str], *, concurrency: int, **options: Any
     ) -> list[Generation]:
-        """`generate` for every prompt, at most `concurrency` in flight, results in the order of `prompts`."""
+        """Return completions of all prompts in their order, with at most `concurrency` in flight."""
         with ThreadPoolExecutor(max_workers=concurrency) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache; waits for the last request to leave the scheduler."""
+        """Empty the prefix cache, after waiting for the last request to leave the scheduler."""
         self._post("/flush_cache?timeout=30", {})
 
     def server_info(self) -> dict[str, Any]:
-        """The resolved server arguments and, under `internal_states`, the scheduler's state."""
+        """Return the resolved server arguments and, under `internal_states`, the scheduler's state."""
         return self._get("/server_info")
 
     def load(self) -> dict[str, Any]:
-        """The scheduler's own account: running and waiting requests, KV slots in use."""
+        """Return the scheduler's load: running and waiting requests, KV slots in use."""
         return self._get("/v1/loads")["loads"][0]
 
     def openai(self) -> "OpenAI":
-        """A client of the OpenAI API; it needs no key."""
-        import openai  # a second that only its users wait for
+        """Return a client of the OpenAI API; it needs no key."""
+        import openai  # takes a second to import
 
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S)
 

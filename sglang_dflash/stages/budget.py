@@ -1,11 +1,11 @@
 """Launches of a decode step, by stage: the budget that the emulation holds every step to.
 
 A launch is a kernel, a copy or a replayed graph. Columns: on a GPU (P, from SGLang's CUDA branches), and the most that
-the emulation may count. The emulation counts more where SGLang has one CUDA kernel and its CPU form is several
-operations: filling a graph's inputs, norms, the windows of a convolution.
+the emulation may count. The emulation counts more where one CUDA kernel of SGLang has several operations in its CPU
+form: filling a graph's inputs, norms, the windows of a convolution.
 
     stage      GPU  what is launched on a GPU
-    plan         2  the block's tokens, positions and slots; again for the verified width where that is another
+    plan         2  the block's tokens, positions and slots; again for the verified width if that differs
     catch_up     4  as append, after steps that drafted nothing; else nothing
     draft        4  the graph's inputs, attention metadata, the graph, the copy of its drafts
     copy         2  the search for matches, and the n-gram copy itself
@@ -43,19 +43,19 @@ LAUNCHES = {
     "others": Budget(2, 2),
     "result": Budget(0, 0),
 }
-# A windowed draft finds its ring buffer's slots by small operations. The emulation's most, beside the above.
+# A windowed draft computes its ring buffer's slots by small operations: launches that the emulation may add.
 RING = {"catch_up": 20, "draft": 20, "append": 8}
-# FlashInfer plans every forward by small operations, on a GPU as well.
+# FlashInfer plans every forward by small operations, on a GPU as well: launches per forward.
 FLASHINFER_PLAN = 19
 
 
 def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -> int:
-    """Return the most launches of a captured draft forward that the emulation may count; the draft is not quantized.
+    """Return the most launches of a captured draft forward that the emulation may count, for an unquantized draft.
 
     On a GPU (P) a layer is 10 launches and the rest 7: embedding, norm, packed rows, head, argmax (2) and the tokens.
     The emulation counts 7 for a norm, and 2 for an activation and for a write of K and V. A DFlash 2 draft (`second`)
     has two convolutions and their projection around each of two sublayers, and a selector. Ranks add all-reduces and
-    the exchange of their best tokens. An fp8 head rounds hidden states: one launch on a GPU, ten operations here.
+    the exchange of their best tokens. An fp8 head rounds hidden states: one launch on a GPU, ten when emulated.
     """
     per_layer = 28 + (8 if second else 0) + (4 if ranks else 0)
     return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0)

@@ -1,4 +1,4 @@
-"""The stages of this server, made once: pools and backends exist then, and SGLang's own graphs."""
+"""Construction of a server's stages, once, when pools, attention backends and SGLang's own graphs exist."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def build_stages(
 
     Args:
         worker: the target's.
-        states: the widest's recurrent state, which is attached already, and what makes another width's.
-        logits: what the target's verifies end with.
-        slots_are_ours: nothing fills KV slots but prompts and blocks that this worker reads and verifies.
-        on_host: the target runs on the host's processor.
+        states: the state of the widest verify (already attached), and a function that makes another width's.
+        logits: the kind of logits that the target's verifies end with.
+        slots_are_ours: only prompts and blocks that this worker reads and verifies fill KV slots.
+        on_host: the target runs on the CPU.
     """
     target = worker.model_runner
     most = widest(block_size, widths)

@@ -1,11 +1,11 @@
-"""Choose: the token the target says after every slot, under each request's own sampling parameters.
+"""Choose: draw the target's token after every slot, under each request's own sampling parameters.
 
-One rule for greedy and sampled requests: draw the target's token at every slot as SGLang would draw it there without
-speculation, given the drafted prefix; acceptance then keeps drafts while they are equal. That is exact for a draft
-that proposes one token with certainty, and no exact rule accepts more (Leviathan et al. 2023, arXiv:2211.17192).
+One rule serves greedy and sampled requests: at every slot, draw the target's token as SGLang would without speculation,
+given the drafted prefix. Acceptance keeps drafts while they equal the drawn tokens. That is exact for a draft that
+proposes one token with certainty, and no exact rule accepts more (Leviathan et al. 2023, arXiv:2211.17192).
 
-The logits of a slot go through what they go through without speculation, in that order: penalties, grammar, bias,
-custom processors. The drawing is SGLang's own sampler, run over B x N rows instead of B.
+The logits of a slot pass the same steps as without speculation, in the same order: penalties, grammar, bias, custom
+processors. SGLang's own sampler draws, over B x N rows instead of B.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_dflash.step import Plan, Target
 
 class Choice:
     def __init__(self, runner: ModelRunner, logits: Whole) -> None:
-        """`logits`: what the target's verifies end with."""
+        """`logits`: the kind of logits that the target's verifies end with."""
         self.sampler = runner.sampler
         self.device = runner.device
         self.vocab_size = runner.model_config.vocab_size
@@ -54,7 +54,7 @@ class Choice:
         self.processors.remember(batch, anchor_B[:, None], torch.ones_like(anchor_B))
         return anchor_B
 
-    # -- decode: we draw ----------------------------------------------------------------------------------------------
+    # -- decode: this worker draws ------------------------------------------------------------------------------------
 
     def choose(
         self,
@@ -66,7 +66,7 @@ class Choice:
     ) -> torch.Tensor:
         """Return target_BN, int64: the target's token after each slot. Edits the logits in place.
 
-        The output is left without logits where only the largest of each row was read.
+        If only the largest logit of each row was read, the output's logits are set to None.
         """
         output = target.output
         if self._reads_only_the_largest(batch):
@@ -80,7 +80,7 @@ class Choice:
         return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
 
     def _reads_only_the_largest(self, batch: ScheduleBatch) -> bool:
-        """Return whether all requests are greedy, and none edits its logits or needs more of them."""
+        """Return whether all requests are greedy, none edits its logits, and none needs more than the largest."""
         info = batch.sampling_info
         return (
             info.is_all_greedy
@@ -100,7 +100,7 @@ class Choice:
         target: Target,
         grammar_barrier: Callable[[], None] | None,
     ) -> torch.Tensor:
-        """The target's token at every slot, [T], from its edited logits."""
+        """Draw the target's token at every slot, [T], from its edited logits."""
         info = batch.sampling_info
         logits_TV = target.output.next_token_logits
         self.penalties.apply(batch, plan, tokens_BN, logits_TV)
@@ -125,10 +125,7 @@ class Choice:
         self.processors.remember(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
-        """Draw at every slot of the largest possible step, with every filter.
-
-        Nothing else of `choose` takes as much memory, and only requests that sample take it.
-        """
+        """Draw at every slot of the largest possible step, with every filter: the peak memory of `choose`."""
         ones_B = torch.ones(n_requests, device=self.device)
         info = SamplingBatchInfo(
             temperatures=ones_B[:, None],
@@ -150,7 +147,7 @@ class Choice:
     def _sample(
         self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor
     ) -> tuple[torch.Tensor, SamplingMaskOutput | None]:
-        """Tokens [B * N], and at every slot of the requests that ask for it what they were drawn from."""
+        """Return tokens [B * N] and, for requests that ask for sampling masks, the support of each slot's draw."""
         output = LogitsProcessorOutput(next_token_logits=logits_TV)
         target_T = self.sampler(
             output,

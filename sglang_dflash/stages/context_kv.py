@@ -1,11 +1,11 @@
-"""Remember: the target's features become the draft's context K/V.
+"""Append: turn the target's features into the draft's context K/V.
 
-The draft never runs over the prompt: its context K/V depend on the target's features only. Which slots they go to is
-for `memory/slots.py` to say.
+The draft never runs over the prompt: its context K/V depend only on the target's features. `memory/slots.py` decides
+which slots they are written to.
 
-They are not read before the next block is drafted. So steps that draft nothing only keep their features, and one
-projection serves many steps: it reads the draft's weights once, and such a step is little more than decoding. A
-hierarchical cache reads earlier: it copies a request's slots to the host when the request ends, so nothing waits there.
+Context K/V are not read before the next block is drafted. So steps that draft nothing only keep their features, and one
+projection later serves many steps, reading the draft's weights once. With a hierarchical cache nothing waits: it copies
+a request's slots to the host when the request ends.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.step import Plan
 
-LATE_ROWS = 64  # so many rows wait at most; a small matrix product costs about the same whatever its number of rows
+LATE_ROWS = 64  # most rows that wait; a matrix product of up to this many rows takes about the same time
 
 
 class LateRows:
     """Rows to be written later: one per request and step, of consecutive steps of the same requests.
 
-    Invariant: no two rows share a slot, and no slot has been written to since its row came. A slot passes to another
-    request when its own has left the batch. So rows are taken before those of other requests come and before a prompt
-    is read, which write to it after them.
+    Invariant: no two rows share a slot, and no slot has been written since its row was added. A slot may pass to
+    another request once its owner has left the batch. So waiting rows are written before rows of other requests are
+    added and before a prompt is read.
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
-        """Make room for `n_rows` rows, and for `n_steps` of one request.
-
-        Features have the width, dtype and device of `like_TC`.
-        """
+        """Make room for `n_rows` rows and `n_steps` of a request, with the width, dtype and device of `like_TC`."""
         self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
         self.n_steps = n_steps
         self.rids: Sequence[str] = ()
@@ -45,7 +42,6 @@ class LateRows:
 
     @property
     def n_rows(self) -> int:
-        """Return the number of rows that wait."""
         return len(self.rids) * len(self.slots)
 
     def fits(self, rids: Sequence[str]) -> bool:
@@ -72,12 +68,12 @@ class LateRows:
         return rows
 
     def forget(self) -> None:
-        """Drop the rows unwritten: their slots will not be read."""
+        """Drop the rows unwritten, because their slots will not be read."""
         self.positions, self.slots = [], []
 
 
 class ContextKV:
-    """Invariant: every committed token has its context K/V in the draft's pool, or its features among the late rows."""
+    """Writer of context K/V. Invariant: a committed token's K/V are in the pool, or its features in `late`."""
 
     def __init__(
         self,
@@ -89,7 +85,7 @@ class ContextKV:
         block_size: int,
         may_wait: bool = True,
     ) -> None:
-        """`n_requests` run at most. `may_wait`: rows may be written when the next block is drafted."""
+        """`n_requests`: the most that run. `may_wait`: rows may be written as late as the next draft."""
         attention = model.attentions[0]
         pool = runner.token_to_kv_pool
         layers = range(len(model.layers))
@@ -104,14 +100,14 @@ class ContextKV:
             eps=attention.k_norm.variance_epsilon,
             cos_sin_PR=attention.rotary_emb.cos_sin_cache,
         )
-        # A ring has room for a block beside the window, so as many steps' rows never meet in one of its slots.
+        # A ring holds a block more than the window, so the rows of `block_size` steps never share one of its slots.
         self.late = LateRows(max(LATE_ROWS, n_requests), block_size, like_TC=model.fc.weight)
 
     @torch.inference_mode()
     def append(self, rids: Sequence[str], plan: Plan, features_TC: torch.Tensor, n_kept_B: torch.Tensor) -> None:
         """Write the context K/V of the first `n_kept` rows of every block: the anchor and the accepted drafts.
 
-        Where only anchors were verified, the rows wait until the next draft reads them.
+        If only anchors were verified, the rows wait until the next draft.
 
         Args:
             features_TC: the target's, of all B * N rows.

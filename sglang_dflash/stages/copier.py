@@ -1,12 +1,12 @@
-"""Copy: continue the block's guesses by what stood behind the same tokens earlier in the request's own text.
+"""Copy: n-gram copy (prompt lookup) after the block's guesses, from the request's own token history.
 
-Texts are kept where they are searched, on the device: a row of the request table has a row of text. A prompt is written
-when it has been read, whatever of it was found in a cache; a step writes what it verifies, of which the next step's
-prefix says how much was kept.
+A copy proposes the tokens that followed an earlier occurrence of the same n-gram. Histories are kept on the device, one
+row per row of the request table. A prompt is written after it has been read, cached parts included. A step writes the
+tokens that it verifies; the next step's prefix length determines how many of them count.
 
-Whether a copy is taken, and from which place of the block on, each request decides by what copies were worth in its
-own steps (`kernels/copy_draft.py`, `kernels/weigh_copies.py`). The target verifies one chain as before, so nothing else
-of a step knows of copies.
+Each request decides whether a copy is taken, and from which slot on, by the value of copies in its own steps
+(`kernels/copy_draft.py`, `kernels/weigh_copies.py`). The target still verifies one chain, so no other stage handles
+copies.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from sglang_dflash_kernels.weigh_copies import WEIGH_COPIES
 from sglang_dflash.flags import Copy
 from sglang_dflash.step import Plan
 
-NO_TEXT = -1  # where a picture stands SGLang has a number that is no token
+NO_TEXT = -1  # marks history entries outside the vocabulary, such as SGLang's placeholder ids of images
 
 
 class Copier(Protocol):
     def read(self, batch: ScheduleBatch) -> None:
-        """Write the token history of requests of which a prompt, or a part of one, has been read."""
+        """Write the token history of requests for which a prompt, or a chunk of one, has been read."""
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Replace the end of each block by a copy where that is expected to be accepted more often.
+        """Replace the end of each block by a copy if the copy is expected to have more tokens accepted.
 
         Args:
             drafts_BN: int64 [B, width], slot 0 the anchor, then drafts, and mask tokens after the block.
         """
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count what became of the copies that `copy` returned."""
+        """Count how many copied tokens of `step` would have been accepted."""
 
     def totals(self) -> list[list[int]]:
         """Return two counts for each class of matches since the start: blocks with a copy, copied drafts accepted.
 
-        Empty where nothing is copied. Waits for the device.
+        Empty if this server copies nothing. Waits for the device.
         """
 
     def forget(self) -> None:
@@ -52,7 +52,7 @@ class Copier(Protocol):
 
 
 class CopyStep(NamedTuple):
-    """The tokens that a step verifies, and how they were made."""
+    """Tokens that a step verifies, and the copies among them."""
 
     tokens_BN: torch.Tensor  # int64 [B, width], to be verified
     drafts_BN: torch.Tensor  # int64 [B, width], the block's own guesses
@@ -82,9 +82,9 @@ class NoCopies:
 
 
 class TextCopies:
-    """Copies from the history of the request itself.
+    """Copies from each request's own history.
 
-    Invariant when a step begins: of the request in row r, text_QM[r, :prefix_len] is the history.
+    Invariant when a step begins: text_QM[r, :prefix_len] is the history of the request in row r.
     """
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
@@ -92,11 +92,11 @@ class TextCopies:
         self.vocab_size, self.device = vocab_size, req_to_token.device
         self.text_QM = torch.zeros_like(req_to_token, dtype=torch.int32)
         self.counts_QK2 = torch.zeros(len(req_to_token), N_CLASSES, 2, dtype=torch.int32, device=self.device)
-        self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # of all requests
+        self.totals_K2 = torch.zeros_like(self.counts_QK2[0])  # sums over all requests
         self.copy_draft, self.weigh_copies = COPY_DRAFT.form_for(req_to_token), WEIGH_COPIES.form_for(req_to_token)
 
     def read(self, batch: ScheduleBatch) -> None:
-        """Write the whole history of each request, whatever of it was found in a cache, and reset its counts."""
+        """Write the whole history of each request, cached parts included, and reset its counts."""
         rows = [req.kv.req_pool_idx for req in batch.reqs]
         texts = [np.asarray(req.get_fill_ids()) for req in batch.reqs]
         text_T = async_h2d(
@@ -109,19 +109,18 @@ class TextCopies:
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Search each request's history, copy where that is trusted, and write the result behind the history."""
+        """Search each request's history, copy where that is trusted, and write the result after the history."""
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(drafts_BN, texts)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count for each request what copies from every place would have been worth."""
+        """Count for each request how many tokens a copy from every slot would have had accepted."""
         if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
             (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
             self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)
 
     def totals(self) -> list[list[int]]:
-        """Return `totals_K2` as lists."""
         return self.totals_K2.tolist()
 
     def forget(self) -> None:
@@ -131,14 +130,14 @@ class TextCopies:
 
 
 class RandomCopies(TextCopies):
-    """Trusts any class of matches, chosen anew at each step and alike on all ranks. For tests."""
+    """Copies that trust random classes of matches, drawn at each step and equal on all ranks. For tests."""
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
         super().__init__(req_to_token, vocab_size)
         self.generator = torch.Generator(self.device).manual_seed(0)
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Copy, after drawing which matches are trusted."""
+        """Copy after drawing which matches are trusted."""
         self.counts_QK2.random_(-8, 9, generator=self.generator)
         return super().copy(plan, drafts_BN)
 

@@ -1,8 +1,8 @@
 """Draft: one forward of the draft model over the planned blocks.
 
-The block runs as SGLang's TARGET_VERIFY mode on the draft's own runner: that gives it N queries per request over the
-context K/V, attention metadata of every backend, and CUDA graphs. Where the context K/V are, and what of them a block
-sees, is for `memory/slots.py` to say.
+The block runs as SGLang's TARGET_VERIFY mode on the draft's own runner, which provides N queries per request over the
+context K/V, attention metadata for every backend, and CUDA graphs. `memory/slots.py` decides where the context K/V are
+and which of them a block attends to.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Drafter:
         self.forward = within(scope, through_runner(runner) if captured else directly(runner))
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
-        """Draft one block per request; returns int64 [B, width]: anchor, drafts, then mask tokens past the block.
+        """Draft one block per request. Returns int64 [B, width]: anchor, drafts, then mask tokens past the block.
 
-        The draft always fills the whole block, as it was trained to. When only the anchor is verified it does not run.
-        The result is a copy: a captured forward's output lies in the memory that all graphs share, and the target's
-        replay writes there before the drafts are compared.
+        The draft always fills the whole block, as in training. It does not run when only the anchor is verified. The
+        result is a copy: a captured forward's output lies in the memory that all graphs share, and the target's replay
+        writes there before the drafts are compared.
         """
         block = plan.drafted
         if block is None:
@@ -52,7 +52,7 @@ class Drafter:
 
 
 def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) -> DFlashVerifyInput:
-    """Return what SGLang needs to know of all blocks of `n_tokens`; tokens and positions are the batch's."""
+    """Return SGLang's verify input for blocks of `n_tokens`; tokens and positions come from the batch."""
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     return DFlashVerifyInput(
         draft_token=nothing, positions=nothing, draft_token_num=n_tokens, capture_hidden_mode=capture
@@ -60,7 +60,7 @@ def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) 
 
 
 def block_forward(plan: Plan, block: Block, seen: Seen, info: DFlashVerifyInput, *, graphs: bool) -> ForwardBatch:
-    """Return SGLang's forward over `block` with `seen` before it; the slots it writes are still to be bound."""
+    """Return SGLang's forward over `block` with `seen` before it. The caller binds the slots that it writes."""
     n_tokens = block.tokens_BN.numel()
     device = block.tokens_BN.device
     return ForwardBatch(

@@ -1,7 +1,8 @@
-"""Steps of dummy requests, run when the server starts: they compile what a step compiles, and time a step.
+"""Steps of dummy requests at server start, which compile kernels and measure step times.
 
-Their rows of the request table are empty, so they read and write the padding slots of the pools, or rings that no
-request has yet. Each has a recurrent state of its own (`own_states`): one state for all would be read from a cache.
+Rows of dummy requests in the request table are empty, so steps read and write the pools' padding slots, or ring buffers
+that no request holds yet. Each has its own recurrent state (`own_states`), since one state for all would be read from a
+cache.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from sglang_dflash.step import Plan
 from sglang_dflash.width.chooser import make_policy
 from sglang_dflash.width.policy import Policy
 
-CONTEXT = 256  # tokens before the block
+CONTEXT = 256
 ROUNDS = 5
-IN_A_ROW = 3  # steps that are timed together on a device: while one runs, the host launches the next, as when serving
-DUMMY = [""]  # a request's name
+IN_A_ROW = 3  # steps timed together on a GPU: the host launches the next while one runs, as when serving
+DUMMY = [""]  # request ids
 
 
 class DryRun:
     def __init__(self, stages: Stages, *, on_host: bool) -> None:
-        """`on_host`: the target runs on the host's processor."""
+        """`on_host`: the target runs on the CPU."""
         self.stages, self.on_host = stages, on_host
         self.runner = stages.verifier.worker.model_runner
-        self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # every batch says where tracked states go, or none
+        self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # all batches have track slots, or none has
 
     def run(self, kind: WidthPolicy) -> Policy:
-        """Warm up every width and return the policy that chooses among them by what their steps took."""
+        """Warm up every width and return the policy that chooses among them by their measured step times."""
         n_requests, widths = self.runner.max_running_requests, sorted(self.stages.verifier.engines)
         with own_states(self.runner.req_to_token_pool, n_requests):
             self.warm_up(widths, n_requests)
@@ -53,10 +54,7 @@ class DryRun:
         return policy
 
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
-        """Run a step of every kind that serving will meet.
-
-        On the CPU one batch size is enough: nothing is compiled per size.
-        """
+        """Run a step of every kind that serving will meet; on the CPU, nothing is compiled per batch size."""
         if not widths:  # prompts only: nothing is drafted
             return
         stages = self.stages
@@ -67,7 +65,7 @@ class DryRun:
                 logits_TV, features_TC = self.after_draft(size, width)()
                 whole_TV = stages.choice.logits.whole(logits_TV)
                 stages.choice.penalties.dry_run(self.plan(size, width).verified.tokens_BN, whole_TV)
-            # As a prompt's rows are written, and those of steps that draft nothing: all of them.
+            # Late rows and a prompt's rows are written without `n_kept_B`, which compiles another form.
             n_kept_B = torch.ones_like(anchors.rows_B, dtype=torch.int32)
             stages.context_kv.append(DUMMY * size, anchors, features_TC[:size], n_kept_B)
             stages.context_kv.before_draft(whole)
@@ -75,8 +73,8 @@ class DryRun:
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
         """Return the seconds of a step of `n_requests` at each width, without sampling parameters.
 
-        All widths run in turn, round after round. Whatever slows the machine down for a while slows whole rounds, so a
-        width's share of its round stays its own.
+        All widths run in turn, round after round. A passing slowdown affects whole rounds, and each time is taken
+        relative to its round's mean.
         """
         whole = self.plan(n_requests, self.stages.planner.block_size)
         runs = [
@@ -89,11 +87,11 @@ class DryRun:
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
     def end(self) -> None:
-        """Undo what serving would take for its own."""
+        """Undo the traces that the dummy steps leave in the stages."""
         self.stages.context_kv.late.forget()
         self.stages.copier.forget()
         self.stages.verifier.restore()
-        # With it the scheduler would not wait until the first prompt has read the tables.
+        # With this event set, the scheduler would not wait until the first prompt has read the tables.
         self.runner.shared_read_done_event = None
 
     def plan(self, n_requests: int, width: int) -> Plan:
@@ -154,10 +152,10 @@ class DryRun:
 
 
 def batch_sizes(n_requests: int) -> list[int]:
-    """Return the batch sizes that together meet every specialisation of a kernel.
+    """Return batch sizes that together cover every specialisation of a kernel.
 
-    Kernels are compiled for one request, for multiples of 16 and for all else. Some are compiled for each power of two
-    that the batch fits into.
+    Kernels are compiled for one request, for multiples of 16, and for other sizes. Some are compiled for each power of
+    two that the batch fits into.
     """
     powers = [2**i for i in range(n_requests.bit_length() + 1)]
     sizes = {size for power in powers for size in (power - 1, power)}
@@ -167,7 +165,7 @@ def batch_sizes(n_requests: int) -> list[int]:
 
 @contextmanager
 def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
-    """Give each of the first rows of the request table a recurrent state of its own; before serving none is in use."""
+    """Give each of the first rows of the request table its own recurrent state; before serving none is in use."""
     if not isinstance(pool, HybridReqToTokenPool):
         yield
         return
@@ -194,8 +192,8 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
 def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, widths: Sequence[int]) -> int:
     """Return the bytes that steps and prompts need of the memory that is free now.
 
-    They are for sampling, which runs dry here, and for a prompt's features: layers hand them out one by one, and then
-    they are joined. A server that only reads prompts (no widths) samples one slot per request.
+    Covers sampling, measured by a dry run, and a prompt's features, which exist twice while the layers' outputs are
+    joined. A server without widths only reads prompts and samples one slot per request.
 
     Raises:
         RuntimeError: sampling does not fit.

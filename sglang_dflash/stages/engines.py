@@ -1,8 +1,8 @@
 """The parts of the target that each width has of its own: attention backend, state, captured graphs, LoRA routing.
 
-SGLang's backends and graph runners read the number of tokens per request from its configuration when they are made.
-So each further width gets its own, made under that width; weights and memory pools are shared, and so is the scratch
-memory of attention kernels: no two forwards run at once, and none reads what another left there.
+SGLang's backends and graph runners read the number of tokens per request from its configuration when they are made. So
+each further width gets its own, made under that width. Weights and memory pools are shared, and so is the scratch
+memory of attention kernels, since no two forwards run at once and none reads another's scratch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_dflash.stages.verifier import WidthEngine
 
 logger = logging.getLogger(__name__)
 
-KEPT_FREE = 0.5  # of the memory that is free before further widths' graphs are captured
+KEPT_FREE = 0.5  # fraction of the memory free before further widths' graphs are captured
 
 
 def build_engines(
@@ -39,10 +39,10 @@ def build_engines(
     widest: int,
     reserve_bytes: int,
 ) -> dict[int, WidthEngine]:
-    """Return an engine for each width; the widest's is what SGLang has made, with `state` attached.
+    """Return an engine for each width that fits; the widest's is SGLang's own, with `state` attached.
 
-    Captured graphs take memory that SGLang has not counted. Half of what it left free stays free, for the activations
-    of prompts, and at least `reserve_bytes`. Widths whose graphs do not fit beside that are left out.
+    Captured graphs take memory that SGLang has not counted. `KEPT_FREE` of the free memory stays free for the
+    activations of prompts, and at least `reserve_bytes`. Widths whose graphs do not fit are left out.
     """
     runner, tp_group = worker.model_runner, get_parallel().tp_group
     own = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state, routing_of(runner))
@@ -54,7 +54,7 @@ def build_engines(
     def free_gib() -> float:
         if own.graphs is None:
             return math.inf
-        return get_available_gpu_memory(  # the least of all ranks, so that they leave out the same widths
+        return get_available_gpu_memory(  # the minimum over all ranks, so that they leave out the same widths
             runner.device, runner.gpu_id, distributed=tp_group.world_size > 1, cpu_group=tp_group.cpu_group
         )
 
@@ -73,7 +73,7 @@ def build_engines(
 def build_while_they_fit(
     widths: Sequence[int], build: Callable[[int], WidthEngine], free_gib: Callable[[], float], reserve_gib: float
 ) -> dict[int, WidthEngine]:
-    """Build the widest first, then always the width farthest from those built, so that few of them lose little.
+    """Build the widest first, then always the width farthest (in log) from those built, until memory runs short.
 
     The next engine is assumed to need as much as the largest so far. `KEPT_FREE` of the free memory stays free, and at
     least `reserve_gib`.
@@ -99,7 +99,7 @@ def build_while_they_fit(
 def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> WidthEngine:
     with get_spec().override(speculative_num_draft_tokens=width):
         backend = runner._get_attention_backend(init_new_workspace=False)
-        # As SGLang does with its own.
+        # SGLang sets these on its own backend in the same way.
         backend.prefill_attention_backend_str = runner.prefill_attention_backend_str
         backend.decode_attention_backend_str = runner.decode_attention_backend_str
         runner.kv_index_translator.bind_and_verify_backends([backend])
@@ -112,16 +112,16 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
 
 
 def fewer(sizes: Sequence[int]) -> list[int]:
-    """Return powers of two and the largest of the batch sizes that SGLang has captured.
+    """Return the powers of two and the largest among SGLang's captured batch sizes.
 
-    A batch in between is padded, which costs little where it verifies few tokens.
+    A batch in between is padded, which costs little at few verified tokens per request.
     """
     return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
 
 
 @contextmanager
 def capturing(sizes: list[int]) -> Iterator[None]:
-    """Have graph runners that are made inside capture batches of these sizes."""
+    """Make graph runners built inside the context capture batches of these sizes."""
     config = get_exec().graph.cuda_graph_config
     decode = dataclasses.replace(config.decode, bs=sizes)
     with get_exec().graph.override(cuda_graph_config=dataclasses.replace(config, decode=decode)):

@@ -1,4 +1,4 @@
-"""One forward of a model that SGLang runs: through SGLang's runner, or directly. Decided when the server starts."""
+"""One forward of a model that SGLang runs, through SGLang's runner or directly. Decided when the server starts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Forward = Callable[[ForwardBatch], ModelRunnerOutput]
 
 
 def through_runner(runner: ModelRunner) -> Forward:
-    """Return SGLang's own forward, which replays a graph where one fits the batch."""
+    """Return SGLang's own forward, which replays a graph if one fits the batch."""
     return runner.forward
 
 
 def directly(runner: ModelRunner) -> Forward:
     """Return a forward that calls the model, for models without experts and graphs.
 
-    SGLang's runner prepares for those and for data parallelism, which is a few percent of a step where models are tiny.
-    Runs on the attention backend that the runner has at the time.
+    It skips SGLang's preparation for experts, graphs and data parallelism: a few percent of a step of tiny models. The
+    attention backend is the one that the runner has at the time of the call.
     """
 
     def forward(batch: ForwardBatch) -> ModelRunnerOutput:

@@ -1,7 +1,7 @@
-"""The tokens that grammars allow at every slot of a step.
+"""Grammars: the tokens that they allow at every slot of a step.
 
-SGLang walks each request's grammar along its drafts. An error of one of them would end the scheduler, and every other
-request with it. Without speculation the same error ends its own request with status 500, and so it does here.
+SGLang walks each request's grammar along its drafts. An error of one grammar there would end the scheduler, and every
+other request with it. Without speculation the same error ends only its own request, with status 500; so it does here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang.srt.speculative.spec_utils import (
 
 logger = logging.getLogger(__name__)
 
-BROKEN = (ValueError, RuntimeError)  # what grammars raise once they have failed
+BROKEN = (ValueError, RuntimeError)  # raised by grammars that have failed
 
 
 def allowed(
@@ -32,9 +32,9 @@ def allowed(
 
     Args:
         tree: the drafts of every request, one chain each.
-        barrier: lets the grammars take the tokens of the step before; None: they have.
+        barrier: lets the grammars accept the tokens of the previous step. None: they have done so.
     Returns:
-        The mask of logits [B * N, V]; None where no request has a grammar.
+        The mask of logits [B * N, V]; None if no request has a grammar.
     """
     build = partial(
         build_grammar_vocab_mask, reqs=batch.reqs, tree=tree, sampling_info=batch.sampling_info, device=device
@@ -47,7 +47,7 @@ def allowed(
 
 
 def end_broken(reqs: Sequence[Req], tree: GrammarTree, vocab_size: int) -> None:
-    """Let the requests end whose grammars fail. They have none from now on."""
+    """End the requests whose grammars fail, with status 500, and remove those grammars."""
     chains = tree.resolve()
     for i, req in enumerate(reqs):
         if req.grammar is None:

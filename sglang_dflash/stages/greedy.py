@@ -1,10 +1,11 @@
-"""The logits of a verify where ranks share the head: each keeps its shard, and a greedy batch gathers none.
+"""Logits of a verify where tensor-parallel ranks share the head: each keeps its shard.
 
-SGLang's forward ends with every rank's shard of the vocabulary gathered, cast and stored by every rank. A greedy batch
-reads only the largest logit of each row. So a verify, captured or not, ends with the shards. Then the batch decides:
-ranks exchange their best values and token ids, or SGLang gathers the logits as its forward would have.
+SGLang's forward ends by gathering, casting and storing every rank's shard of the vocabulary on every rank. A greedy
+batch reads only the largest logit of each row. So a verify, captured or not, ends with the shards. Then, if the batch
+is greedy, ranks exchange their best values and token ids. Otherwise SGLang gathers the logits as its forward would
+have.
 
-Which kind a target is of is decided once, before its graphs are captured.
+The target's kind, `Whole` or `Shards`, is decided once, before its graphs are captured.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from sglang_dflash.stages.ranks import OneGroup
 
 logger = logging.getLogger(__name__)
 
-CHECKED = "DFLASH verify logits"  # what SGLang's check for NaN calls them
+CHECKED = "DFLASH verify logits"  # label in SGLang's check for NaN
 
 
 def argmax(logits_TV: torch.Tensor) -> torch.Tensor:
-    """Return the largest token id of every row, int64 [T], after SGLang's check for NaN. `logits_TV`: any float."""
+    """Return the id of the largest logit of every row, int64 [T], after SGLang's check for NaN; any float dtype."""
     sanitize_nan_logits(logits_TV, CHECKED)
     return logits_TV.argmax(dim=-1)
 
 
 class Whole:
-    """A verify ends with the logits of the whole vocabulary, on every rank."""
+    """Kind of verify that ends with the logits of the whole vocabulary, on every rank."""
 
     def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
         """Return the argmax of every row, int64 [T]; the lowest id on ties."""
@@ -44,9 +45,9 @@ class Whole:
 
 
 class Shards(Whole):
-    """A verify ends with this rank's shard of the logits, in the type that the head computes.
+    """Kind of verify that ends with this rank's shard of the logits, in the dtype that the head computes.
 
-    A cast to fp32 keeps order and ties, so the shard's own type has the same largest value.
+    A cast to fp32 keeps order and ties, so the shard's own dtype has the same largest value.
     """
 
     def __init__(self, runner: ModelRunner, processor: LogitsProcessor, ends: TargetEnds) -> None:
@@ -63,13 +64,13 @@ class Shards(Whole):
         return first_best(best_T, token_T + ends.first_token, ends.tp_group)
 
     def whole(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """Gather and cast as SGLang's forward does, into the same buffer; the shards are gathered by then."""
+        """Gather and cast the shards as SGLang's forward does, into the same buffer, which the shards may share."""
         gathered = self.processor._logits_gatherer(logits_TV)
         metadata = SimpleNamespace(next_token_logits_buffer=self._buffer(len(logits_TV)))
         return self.processor._copy_logits_to_buffer(gathered, metadata)  # type: ignore[arg-type]
 
     def _buffer(self, n_rows: int) -> torch.Tensor | None:
-        """SGLang's, for the logits of all captured forwards; None where it is too small, or nothing is captured."""
+        """Return SGLang's buffer for logits of captured forwards; None if it is too small or nothing is captured."""
         shared = self.runner.graph_shared_output
         if shared is None or n_rows > shared.max_rows:
             return None
@@ -77,17 +78,17 @@ class Shards(Whole):
 
 
 def keep_shards(processor: LogitsProcessor) -> None:
-    """Have `processor` end a verify with the shard. To be called before graphs are captured.
+    """Make `processor` end a verify with the shard. Call it before graphs are captured.
 
-    SGLang finishes the logits of some soft-capped heads by functions of their own. `why_whole` refuses such heads, so
-    these functions are free to finish a verify's.
+    SGLang has functions that finish the logits of some soft-capped heads. `why_whole` refuses such heads, so these
+    functions are free to finish a verify's logits instead.
     """
 
     def is_verify(logits: object, hidden_states: object, head: object, metadata: LogitsMetadata) -> bool:
         return metadata.forward_mode.is_target_verify()
 
     def finish(shard_TV: torch.Tensor, metadata: LogitsMetadata, use_buffer: bool) -> torch.Tensor:
-        """Every captured graph keeps its output: so that all share memory, it lies where SGLang's logits would."""
+        """Write the shard into SGLang's logits buffer: all graphs keep their outputs and so share this memory."""
         buffer = metadata.next_token_logits_buffer
         if buffer is None:
             return shard_TV
@@ -98,7 +99,7 @@ def keep_shards(processor: LogitsProcessor) -> None:
 
 
 def verified_logits(runner: ModelRunner, ends: TargetEnds, ranks: OneGroup) -> Whole:
-    """Decide what the target's verifies end with: whole logits, or this rank's shard."""
+    """Choose the kind of logits that the target's verifies end with: whole, or this rank's shard."""
     if ends.tp_group is None:
         return Whole()
     processors = [module for module in runner.model.modules() if isinstance(module, LogitsProcessor)]

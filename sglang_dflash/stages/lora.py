@@ -1,7 +1,7 @@
-"""The target's LoRA adapters: which rows of a forward use which one. The draft has none.
+"""The target's LoRA adapters: which rows of a forward use which adapter. The draft has none.
 
-SGLang says so for every forward that it builds of a batch, a verified block's too. Captured graphs read it from tensors
-that SGLang makes anew with each graph runner, and of which it knows the last ones only; so every width keeps its own.
+SGLang sets this for every forward that it builds from a batch, verifies included. Captured graphs read it from tensors
+that SGLang makes anew with each graph runner, keeping a reference only to the latest. So every width keeps its own.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 # Attributes of SGLang's LoRA backends: csgmv and triton have the first, triton the second, triton_v2 the third.
 STATIC = ("cuda_graph_batch_info", "cuda_graph_sgemm_batch_info", "decode_cuda_graph_batch_info")
 
-Routing = Mapping[str, Any]  # by the attribute's name; empty without LoRA
+Routing = Mapping[str, Any]  # by attribute name; empty without LoRA
 
 
 def routing_of(runner: ModelRunner) -> Routing:
-    """Return the tensors that the graphs captured last read."""
+    """Return the tensors that the most recently captured graphs read."""
     if runner.lora_manager is None:
         return {}
     held = vars(runner.lora_manager.lora_backend)
@@ -27,7 +27,7 @@ def routing_of(runner: ModelRunner) -> Routing:
 
 
 def use(runner: ModelRunner, routing: Routing) -> None:
-    """Have SGLang write where the graphs that captured `routing` read."""
+    """Make SGLang write its routing into the tensors that the graphs captured with `routing` read."""
     if routing:
         vars(runner.lora_manager.lora_backend).update(routing)
 
@@ -35,7 +35,7 @@ def use(runner: ModelRunner, routing: Routing) -> None:
 def keep_buffers(runner: ModelRunner) -> None:
     """Keep the buffers in which experts' adapters are sorted.
 
-    For a graph runner of fewer tokens SGLang would free them and make smaller ones; graphs of wider blocks read them.
+    For a graph runner of fewer tokens SGLang would replace them by smaller ones, but graphs of wider blocks read them.
     """
     if runner.lora_manager is not None:
         runner.lora_manager.lora_backend._moe_cg_buffer_max_bs = None

@@ -1,7 +1,7 @@
-"""What requests ask for beside their tokens: of every token the target's last hidden state, and the sampler's support.
+"""Outputs per token that requests may ask for: the target's last hidden state, and the sampler's support.
 
-As without speculation, the row of a token is the one that it was chosen from. SGLang's scheduler finds a step's rows by
-request and slot, and reads those of the committed tokens. A batch in which no request asks copies nothing.
+As without speculation, a token's row is the one that it was drawn from. SGLang's scheduler finds a step's rows by
+request and slot, and reads those of the committed tokens. Nothing is copied if no request of the batch asks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sglang_dflash.errors import NotSupported
 
 
 def keep_hidden_states(model: nn.Module) -> None:
-    """Have the target return its last hidden states beside the features, if the server returns hidden states.
+    """Make the target return its last hidden states as well as the features, if the server returns hidden states.
 
-    Called before graphs are captured.
+    Call it before graphs are captured.
 
     Raises:
-        NotSupported: the target has no place to keep them.
+        NotSupported: the target has no LogitsProcessor to keep them.
     """
     if not get_server_return_hidden_states_mode().need_capture():
         return
@@ -39,15 +39,15 @@ def keep_hidden_states(model: nn.Module) -> None:
 
 
 def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """Return the last hidden states of every row, [T, hidden size]; None where no request asks.
+    """Return the last hidden states of every row, [T, hidden size]; None if no request asks.
 
-    A copy: a graph's next replay overwrites its own, while the host still reads.
+    They are copied, because a graph's next replay overwrites its own while the host still reads.
     """
     return output.last_hidden_states.clone() if batch.return_hidden_states else None
 
 
 def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """Return the hidden states of every prompt row, or of each prompt's last where the server returns no others."""
+    """Return the hidden states of every prompt row, or of each prompt's last row, depending on the server's mode."""
     if not batch.return_hidden_states or get_server_return_hidden_states_mode().is_full():
         return hidden_states(batch, output)
     last = [end - 1 for end in accumulate(batch.extend_lens)]
@@ -59,7 +59,7 @@ def sampling_masks_by_block(
 ) -> None:
     """Split the sampler's output for R requests' slots by request: [R * N, ...] becomes [R, N, ...], in place.
 
-    Adds how many slots of each block are read. Does nothing where no request asks.
+    Adds the number of slots of each block that are read. Does nothing if no request asks for the output.
     """
     masks = output.sampling_mask_output
     if masks is None:

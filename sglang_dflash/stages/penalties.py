@@ -1,11 +1,11 @@
-"""Penalties and min_new_tokens: what each request has output so far, kept where the tokens are, on the device.
+"""Penalties and min_new_tokens, from counts of each request's output tokens, kept on the device.
 
-SGLang's penalizers count one token per step, read from the host; with several tokens per step, the newest still on the
-device, they cannot. So we count ourselves. Invariant after every step: `counts_RV[row]` says how often each token is
-in the output of the request that holds the row, the anchor included. Rows are handed out when a request that asks for
-a penalty is prefilled; other requests do not pay, and a server that never meets one allocates nothing.
+SGLang's penalizers count one token per step, read from the host. That does not work with several tokens per step, the
+newest still on the device. Invariant after every step: `counts_RV[row]` is how often each token is in the output of the
+request that holds the row, the anchor included. A request gets a row in its prefill if it asks for a penalty. Other
+requests cost nothing, and a server without such requests allocates nothing.
 
-A retracted request is prefilled again with what it had output, and counts that too.
+A retracted request is prefilled again with its output, which is counted again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FEWEST_ROWS = 8
 
 
 class Asking(NamedTuple):
-    """The P requests of a batch that ask for a penalty."""
+    """Requests of a batch that ask for a penalty (P of them)."""
 
     asked: Asked
     prompt_len_P: torch.Tensor  # int64
@@ -40,15 +40,15 @@ class Penalties:
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # a request that is gone gives its row back
+        self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # weak: a request that is gone returns its row
         self.last: tuple[list[Req], Asking | None] = [], None  # see `_asking`
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Count what was output before, and have SGLang draw the prompts' own tokens accordingly.
+        """Count earlier output, and set the penalties with which SGLang draws the prompts' own tokens.
 
-        SGLang's penalizers know nothing of a history. `batch.sampling_info` is this step's own copy.
+        SGLang's penalizers do not count output from before a retraction. `batch.sampling_info` is this step's own copy.
         """
         reqs = [req for req in batch.reqs if asks(req)]
         for req in reqs:
@@ -67,10 +67,7 @@ class Penalties:
             info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
 
     def count_anchors(self, reqs: list[Req], anchor_B: torch.Tensor) -> None:
-        """Count the prompts' own tokens, the first that are output. A chunk's is drawn again by the next chunk.
-
-        `anchor_B`: int64.
-        """
+        """Count the prompts' own tokens, int64 [B], the first of the output; the next chunk draws a chunk's again."""
         if (asking := self._asking(reqs)) is not None:
             anchor_P1 = anchor_B[asking.asked.index_P, None].to(torch.int64)
             self._count(asking.asked, anchor_P1, torch.ones_like(anchor_P1))
@@ -88,7 +85,7 @@ class Penalties:
         """
         if (asking := self._asking(batch.reqs)) is None:
             return
-        # The anchor is output, and not in the prefix.
+        # The anchor is part of the output, but not of the prefix.
         n_output_P = plan.prefix_len_B[asking.asked.index_P] + 1 - asking.prompt_len_P
         logits_BNV = logits_TV.view(*tokens_BN.shape, -1)
         penalise_(logits_BNV, tokens_BN, n_output_P, self.counts_RV, asking.asked)
@@ -102,7 +99,7 @@ class Penalties:
             self._count(asking.asked, committed_PN, slot_N < accepted.n_committed_B[index_P, None])
 
     def dry_run(self, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
-        """Run what a penalty runs: the first request of the batch asks for one of nothing."""
+        """Run a penalty's kernel with neutral parameters on the first request of the batch."""
         zero_1 = torch.zeros(1, dtype=torch.int64, device=logits_TV.device)
         none_1 = torch.zeros(1, device=logits_TV.device)
         asked = Asked(
@@ -124,7 +121,7 @@ class Penalties:
         self.counts_RV.view(-1).scatter_add_(0, cell_PN.view(-1), is_output_PN.view(-1).to(torch.int32))
 
     def _seed(self, req: Req) -> None:
-        """Start the request's row. A step that still counts for the row's last holder was enqueued before."""
+        """Clear the request's row and count its output. Steps of the row's last holder were enqueued earlier."""
         row = self.row_of.get(req)
         if row is None:
             row = self._free_row()
@@ -151,7 +148,7 @@ class Penalties:
     # -- the parameters -----------------------------------------------------------------------------------------------
 
     def _asking(self, reqs: list[Req]) -> Asking | None:
-        """Return what these requests ask for; None: none asks. Cached, for most batches are the ones before them."""
+        """Return what these requests ask for, or None. Cached, because most batches equal the previous one."""
         if reqs != self.last[0]:
             self.last = list(reqs), self._read(reqs)
         return self.last[1]
@@ -180,7 +177,7 @@ def asks(req: Req) -> bool:
 
 
 def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.device) -> Asked:
-    """Return the parameters of requests, on the device; `index`: places in the batch, `rows`: in the counts."""
+    """Return the parameters of requests, on the device. `index`: places in the batch; `rows`: rows of the counts."""
     params = [req.sampling_params for req in reqs]
     stops = [sorted(stop_tokens(req)) for req in reqs]
     longest = max(1, *map(len, stops)) if stops else 1
@@ -200,7 +197,7 @@ def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.d
 
 
 def stop_tokens(req: Req) -> set[int]:
-    """Return the tokens that min_new_tokens holds back: those that would end the request, stop strings aside."""
+    """Return the tokens that min_new_tokens forbids: those that would end the request, stop strings aside."""
     if req.sampling_params.min_new_tokens == 0:
         return set()
     stops = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())

@@ -1,4 +1,4 @@
-"""Plan: where the block of every request goes. Knows the request table; knows no model."""
+"""Plan: the slots of every request's block. Reads the request table and uses no model."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from sglang_dflash.step import Block, Plan
 
 
 class Planner:
-    """Places blocks in the request table and the KV pool."""
+    """Placement of blocks in the request table and the KV pool."""
 
     def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
-        """`block_size`: tokens drafted per request; `widest`: the most that are verified."""
+        """`block_size`: tokens drafted per request; `widest`: the most tokens verified."""
         self.req_to_token = target_runner.req_to_token_pool.req_to_token
         self.translator = target_runner.kv_index_translator
         self.block_size, self.widest = block_size, widest
         self.mask_token_id = mask_token_id
-        # The form is chosen here, and tensors that are always of the same kind are not checked at every step.
+        # The kernel's form is chosen here: tensors that are always of one kind need no check at every step.
         self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
-        """Plan the step of a batch. `width` tokens of each block are verified; with 1 nothing is drafted."""
+        """Plan the step of a batch: `width` tokens of each block are verified. With width 1 nothing is drafted."""
         state = batch.spec_info
         anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices, batch.req_pool_indices_cpu
         if batch.seq_lens_cpu is None:  # no backend asked for exact lengths on the host
@@ -45,7 +45,7 @@ class Planner:
 
         Args:
             anchor_B, prefix_len_B, rows_B, rows_B_cpu: int64.
-            bound_B_cpu: upper bound of prefix_len + `n_bounded`; exact where `n_bounded` is 0.
+            bound_B_cpu: upper bound of prefix_len + `n_bounded`; exact if `n_bounded` is 0.
         """
 
         def block(n_tokens: int) -> Block:

@@ -1,12 +1,11 @@
 """Custom logit processors at every slot of the block.
 
-A processor gets the logits of the requests that named it, and their parameters; among those may be the request itself,
-for its text so far. A slot's row must see the text at that slot: what is committed, and the drafts up to it. The host
-does not know that text (the last step's tokens may still be on their way, the drafts are only on the device), so it is
-fetched when a processor reads it, and only then: that read waits for the device.
+A processor gets the logits of the requests that named it and their parameters, which may include the request itself and
+so its output. A slot's row must see the output at that slot: the committed tokens, and the drafts up to the slot. These
+may be only on the device, so they are fetched when a processor reads them. Only that read waits for the device.
 
-Exact for what is a function of logits, parameters and text. A processor that keeps a state of its own from call to call
-also sees the slots that are not kept; SGLang's contract does not promise it more than calls.
+This is exact for functions of logits, parameters and output. A processor that keeps state from call to call also sees
+the slots that are rejected; SGLang's contract does not exclude such calls.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang_dflash.stages.sampling import over_slots
 from sglang_dflash.step import Plan
 
-REQUEST = "__req__"  # where SGLang puts the request among its parameters
+REQUEST = "__req__"  # key of the request among a processor's parameters in SGLang
 
 
 class Processors:
     """Custom logit processors of a server's requests."""
 
     def __init__(self) -> None:
-        # What the last step emitted; the scheduler may not have handed it to the requests yet.
+        # Tokens of the last step, which the scheduler may not have added to the requests yet.
         self.last_reqs: list[Req] = []
         self.last_committed_BN = self.last_n_committed_B = torch.empty(0)
 
     def remember(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
-        """Keep the tokens of a step, int64 [B, N] of which int [B] are committed, until the scheduler has them."""
+        """Keep a step's tokens, int64 [B, N], the first int [B] committed, until the scheduler has them."""
         if batch.sampling_info.has_custom_logit_processor:
             self.last_reqs = list(batch.reqs)
             self.last_committed_BN, self.last_n_committed_B = committed_BN, n_committed_B
 
     def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
-        """Run every request's processor over its slots; in place."""
+        """Run every request's processor over its slots, in place."""
         info = over_slots(batch.sampling_info, plan.width)
         read_texts = cache(partial(self._texts, batch, plan, tokens_BN))
         info.custom_params = [
@@ -55,7 +54,7 @@ class Processors:
         return params | {REQUEST: ReqAtSlot.of(req, lambda: read_texts()[row])}
 
     def _texts(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> list[array]:
-        """The output at every slot of every request. Waits for the device."""
+        """Return the output at every slot of every request. Waits for the device."""
         last = dict(zip(self.last_reqs, committed(self.last_committed_BN, self.last_n_committed_B), strict=True))
         texts = []
         for req, prefix_len, tokens in zip(batch.reqs, plan.prefix_len_B.tolist(), tokens_BN.tolist(), strict=True):
@@ -77,7 +76,7 @@ def committed(committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> list[l
 
 
 class ReqAtSlot(Req):
-    """A request as it would be if the block had been kept up to a slot: a copy of it that says another output."""
+    """Copy of a request with the output that it would have if the block were kept up to a slot."""
 
     _read_text: Callable[[], array]
 

@@ -1,8 +1,8 @@
-"""Attention data parallelism: groups of ranks that serve requests of their own and meet in the target's other layers.
+"""Attention data parallelism: groups of ranks with requests of their own, which meet in the target's other layers.
 
-A forward of the target is then of all ranks at once, whatever each has to do. A rank without requests runs an empty
-forward. Every rank learns how many rows each has, which SGLang takes to be requests times the width, so all verify the
-same width: the block. The draft is each group's own.
+A forward of the target then involves all ranks. A rank without requests runs an empty forward. SGLang computes every
+rank's number of rows as requests times the width, so all ranks verify the same width: the block. The draft runs within
+each group.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ KeepUp = Callable[[ScheduleBatch], None]
 
 
 class OneGroup:
-    """All ranks serve the same requests."""
+    """Arrangement in which all ranks serve the same requests."""
 
     meet = False
 
     def draft_scope(self, target: ModelRunner) -> Scope:
-        """Return the context in which the draft is made, planned, captured and run."""
+        """Return the context in which the draft is built, planned, captured and run."""
         return nullcontext
 
     @contextmanager
     def making_draft(self, target: ModelRunner, block_size: int) -> Iterator[None]:
-        """Enter the draft's scope while SGLang makes what runs the draft, for its own block whatever is verified."""
+        """Enter the draft's scope, with the draft's block size, while SGLang builds the draft's runner."""
         with self.draft_scope(target)(), get_spec().override(speculative_num_draft_tokens=block_size):
             yield
 
     def beside_idle_ones(self, forward: Forward) -> Forward:
-        """Return the target's `forward` for ranks of which some may have no requests."""
+        """Return the target's `forward` for ranks some of which may have no requests."""
         return forward
 
     def tell_all(self, batch: ForwardBatch) -> None:
-        """Prepare a forward that no scheduler has prepared; all ranks run one of as many requests."""
+        """Prepare a forward that no scheduler has prepared, assuming equally many requests on all ranks."""
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
-        """Return what a rank without requests runs while others read prompts or verify blocks."""
+        """Return the forward that a rank without requests runs while others read prompts or verify blocks."""
         return lambda batch: None
 
 
 class Groups(OneGroup):
-    """Attention data parallelism."""
+    """Arrangement in which groups of ranks serve different requests: attention data parallelism."""
 
     meet = True
 
@@ -72,7 +72,7 @@ class Groups(OneGroup):
 
         @contextmanager
         def scope() -> Iterator[None]:
-            # The draft's graphs would ask for other ranks' batches.
+            # The draft's graphs would otherwise wait for the batches of other groups.
             with draft_tp_context(layout), get_parallel().override(attn_dp_enabled=False):
                 yield
 
@@ -81,7 +81,7 @@ class Groups(OneGroup):
     def beside_idle_ones(self, forward: Forward) -> Forward:
         """Wrap `forward` to run eagerly on all ranks whenever any rank has no requests.
 
-        Such a rank runs eagerly, with as many rows as it has. A graph replays with as many as it was captured for.
+        Such a rank runs eagerly, with no rows, while a graph replays with as many rows as it was captured for.
         """
 
         def together(batch: ForwardBatch) -> ModelRunnerOutput:
@@ -92,7 +92,7 @@ class Groups(OneGroup):
         return together
 
     def tell_all(self, batch: ForwardBatch) -> None:
-        """Tell SGLang that every group's forward has as many requests as this one."""
+        """Set SGLang's metadata as if every group's forward had as many requests as this one."""
         requests = [batch.batch_size] * get_parallel().num_dp_ranks
         batch.init_mlp_sync_metadata(
             SimpleNamespace(
@@ -127,9 +127,9 @@ class Groups(OneGroup):
 
 
 def from_first_rank(group: GroupCoordinator) -> Agree:
-    """Return a function that overwrites an array with the first rank's; all ranks of `group` call it alike.
+    """Return a function that overwrites an array with the first rank's, over the host network.
 
-    The array travels over the host network.
+    All ranks of `group` must call it with arrays of equal shape and dtype.
     """
 
     def agree(values: np.ndarray) -> None:
@@ -140,7 +140,7 @@ def from_first_rank(group: GroupCoordinator) -> Agree:
 
 
 def from_first_of_ours() -> Agree:
-    """Return the same among the ranks that share requests."""
+    """Return `from_first_rank` for the ranks that share requests."""
     return from_first_rank(get_dp_tp_group())
 
 

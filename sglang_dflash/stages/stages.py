@@ -35,8 +35,8 @@ class Stages(NamedTuple):
 def with_methods(stage: Stage, **methods: Callable[..., Any]) -> Stage:
     """Return a copy of `stage` with these methods in place of its own; the two share their parts.
 
-    For measuring: a server that is not measured has no wrappers. A stage's attributes are not set again after
-    start-up, so the copy stays as good as the original.
+    For measurements: a server without them has no wrappers. A stage's attributes are not set again after start-up, so
+    the copy stays equal to the original.
     """
     twin = copy.copy(stage)
     vars(twin).update(methods)

@@ -1,9 +1,9 @@
-"""Commit: the recurrent state of hybrid targets (Gated DeltaNet) after a partly accepted block.
+"""Commit: advance the recurrent state of hybrid targets (Gated DeltaNet) after a partly accepted block.
 
-Attention needs no commit: rows past the accepted prefix are simply not read again. A recurrent state cannot be cut
-back, so the target's verify leaves the persistent state alone and keeps what is needed to advance it afterwards:
-either the state after every token, or what every token adds to it. A second copy goes to the request's tracking slot
-when the accepted prefix crosses a multiple of the track interval: that state is what the radix cache can resume from.
+Attention needs no commit: rows past the accepted prefix are not read again. A recurrent state cannot be cut back. So a
+verify leaves the persistent state unchanged and stores what is needed to advance it afterwards: either the state after
+every token, or each token's contribution to it. When the accepted prefix crosses a multiple of the track interval, a
+second copy goes to the request's tracking slot, from which the prefix cache can resume.
 
 A block of one token has nothing to reject: the target decodes it as without speculation, updating its state in place.
 """
@@ -39,17 +39,17 @@ from sglang_dflash.step import Plan
 
 
 class State(Protocol):
-    """Advances the target's recurrent states after blocks of one width."""
+    """Interface that advances the target's recurrent states after blocks of one width."""
 
     def attach(self, backend: AttentionBackend) -> None:
-        """Prepare `backend` before it first verifies; each of the target's attention backends is attached once."""
+        """Prepare `backend` before its first verify. Called once for each of the target's attention backends."""
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance the states by the committed tokens, int32 [B]; the backend that verified the step is in place."""
+        """Advance the states by the committed tokens, int32 [B]. The runner has the backend that verified the step."""
 
 
 class NoState:
-    """Attention-only targets, and servers that never verify."""
+    """State of attention-only targets, and of servers that never verify."""
 
     def attach(self, backend: AttentionBackend) -> None:
         """Do nothing."""
@@ -61,7 +61,7 @@ class NoState:
 
 
 class SnapshotState:
-    """Verify stores the state after every token; commit copies the right one back."""
+    """State whose verify stores it after every token; commit copies the right one back."""
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
         self.worker = worker
@@ -84,14 +84,14 @@ class SnapshotState:
 
 
 class FoldState:
-    """Verify records what each token adds to the state; commit sums the accepted records into it, all layers at once.
+    """State whose verify records each token's contribution; commit adds the accepted ones to it, all layers at once.
 
-    The records take the place of the states per token in SGLang's pool (`memory/records.py`), and our verify that of
-    SGLang's in the attention backend, so the backend hands one to the other, eagerly and in captured graphs alike. The
-    windows of the causal convolution are small and stay SGLang's.
+    The records replace the per-token states in SGLang's pool (`memory/records.py`), and `RecordingVerify` replaces
+    SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs alike.
+    The windows of the causal convolution are small and stay SGLang's.
 
-    Launches of a commit on a GPU, whatever the number of layers: one of SGLang's finds the slots whose states are kept,
-    one folds, tracked states included, and one of SGLang's copies the windows (one per copy where they are not bf16).
+    A commit is three launches on a GPU at any number of layers: SGLang's search for the slots to keep, the fold
+    (tracked states included), and SGLang's copy of the windows (one launch per copy if they are not bf16).
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
@@ -107,7 +107,7 @@ class FoldState:
         self.states_LSHVK, self.record_LRNX = cache.temporal, cache.intermediate_ssm
         self.n_key_heads = pool.n_key_heads
         self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
-        # The form is chosen here, and shapes that never change are not checked at every step.
+        # The kernel's form is chosen here: shapes that never change need no check at every step.
         self.fold = GDN_FOLD.form_for(self.states_LSHVK)
 
     def attach(self, backend: AttentionBackend) -> None:
@@ -115,7 +115,7 @@ class FoldState:
         gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Sum the records of the committed tokens into the states of all layers."""
+        """Add the records of the committed tokens to the states of all layers."""
         backend = self.runner.attn_backend.linear_attn_backend
         slot_B = backend.forward_metadata.mamba_cache_indices[: plan.n_requests]
         last_B, tracked_B = self.slots.last_and_tracked(batch, plan, n_committed_B)
@@ -128,9 +128,9 @@ class FoldState:
 
 
 class InPlaceState:
-    """For blocks of one token: the target's verify decodes, which advances the states; commit copies the tracked ones.
+    """State for blocks of one token: the verify decodes, which advances it; commit copies the tracked ones.
 
-    To fold them would read all states once more, and write records.
+    Folding would read all states once more, and write records.
     """
 
     def __init__(self, worker: TpModelWorker) -> None:
@@ -139,10 +139,10 @@ class InPlaceState:
         self.pools = cache.conv[0], cache.temporal
 
     def attach(self, backend: AttentionBackend) -> None:
-        """Have the backend decode where it is asked to verify."""
+        """Make the backend decode instead of verify."""
         linear = gdn_backend(backend)
         linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
-        # Qwen3.5 then hands a verify's projections over as they are: decoding unpacks and convolves them in one launch.
+        # Qwen3.5 then passes a verify's packed projections, which decoding unpacks and convolves in one launch.
         linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
@@ -160,9 +160,9 @@ class InPlaceState:
 
 
 def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
-    """Return a `forward_extend` that decodes where it is asked to verify; prompts go where they went.
+    """Return a `forward_extend` that decodes instead of verifying; prompts run as before.
 
-    It returns what `forward_decode` returns: the outputs, with the gates z beside them where projections came packed.
+    It returns the same as `forward_decode`: the outputs, together with the gates z if projections came packed.
     """
     extend, decode = backend.forward_extend, backend.forward_decode
 
@@ -174,7 +174,7 @@ def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
 
 
 class RecordingVerify:
-    """SGLang's GDN backend calls it for a block of drafts; `intermediate_states_buffer` is a layer's record.
+    """Verify kernel that records, for SGLang's GDN backend; `intermediate_states_buffer` is a layer's record.
 
     States [S, H, V, K] at `cache_indices`, int [B], are read and not written.
     """
@@ -182,7 +182,7 @@ class RecordingVerify:
     supports_strided_target_verify_qkv = True
 
     def __init__(self, record_LRNX: torch.Tensor) -> None:
-        # Chosen and checked as for the fold.
+        # The form is chosen once.
         self.verify = GDN_VERIFY.form_for(record_LRNX)
 
     def target_verify(
@@ -199,7 +199,7 @@ class RecordingVerify:
         cache_indices: torch.Tensor,
         query_start_loc: torch.Tensor,
         intermediate_states_buffer: torch.Tensor,
-        **others: object,  # steps and rows, which are the block's and the batch's
+        **others: object,  # numbers of steps and rows, known from the block and the batch
     ) -> torch.Tensor:
         """Verify a layer's blocks: q, k [1, T, G, K], v [1, T, H, V], a and b [T, H]. Returns outputs [1, T, H, V]."""
         slot_B = cache_indices[: len(query_start_loc) - 1]
@@ -209,11 +209,7 @@ class RecordingVerify:
 
 
 def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
-    """Return the Gated DeltaNet part of `backend`.
-
-    Raises:
-        NotSupported: it has none.
-    """
+    """Return the Gated DeltaNet part of `backend`, or raise NotSupported."""
     if isinstance(backend, HybridLinearAttnBackend) and isinstance(backend.linear_attn_backend, GDNAttnBackend):
         return backend.linear_attn_backend
     raise NotSupported(
@@ -223,10 +219,10 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
 
 
 class BlockSlots:
-    """Finds the slots of a block of `width` tokens whose recurrent states a commit keeps, in one launch.
+    """Finder of the slots whose recurrent states a commit keeps, in blocks of `width` tokens: one launch.
 
-    SGLang's kernel also serves trees, so it asks for the row of every accepted token. In a chain slot i of request b is
-    row b * width + i, whatever is accepted: the table is made once.
+    SGLang's kernel also serves trees, so it takes the row of every accepted token. In a chain slot i of request b is
+    row b * width + i, whatever is accepted, so this table is made once.
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
@@ -237,10 +233,9 @@ class BlockSlots:
     def last_and_tracked(
         self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return two slots per request, int64 [B]: the last one kept, and the one that the radix cache can resume from.
-
+        """Return the last kept slot of each request, int64 [B], and the one that the prefix cache can resume from.
         The second is the slot after which the committed length is a multiple of the track interval, or -1. It is None
-        for all where nothing is tracked.
+        if nothing is tracked.
         """
         tracks = batch.mamba_track_indices is not None
         return fused_commit_track_indices(
@@ -254,20 +249,20 @@ class BlockSlots:
 
 @cache
 def track_interval(page_size: int) -> int:
-    """Return the interval of committed lengths at which states are tracked; a server's never changes."""
+    """Return the interval of committed lengths at which states are tracked, in tokens."""
     return mamba_track_grid(page_size)
 
 
 def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> State:
-    """Make what advances the target's recurrent states after blocks of `width` tokens.
+    """Return the `State` that advances the target's recurrent states after blocks of `width` tokens.
 
-    The target's memory pools and attention backends exist, its graphs do not.
+    Call it after the target's memory pools and attention backends are made, and before its graphs.
 
     Args:
         worker: the target's.
         kind: None: the target has no such states, or nothing is verified.
     Raises:
-        NotSupported: the target has further states that folding leaves behind.
+        NotSupported: the target has further states that folding does not advance.
     """
     if kind is None:
         return NoState()

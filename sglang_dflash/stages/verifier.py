@@ -28,20 +28,21 @@ class WidthEngine(NamedTuple):
     backend: AttentionBackend
     graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
     state: State  # attached to the backend
-    routing: lora.Routing  # what the graphs read
+    routing: lora.Routing  # tensors that the graphs read
 
 
 class Verifier:
-    """Runs the target over blocks, each width with its own attention backend and graphs."""
+    """Stage that runs the target over blocks, each width with its own attention backend and graphs."""
 
     def __init__(
         self, worker: TpModelWorker, engines: Mapping[int, WidthEngine], ranks: OneGroup, *, on_host: bool
     ) -> None:
-        """
+        """Store the worker and choose the target's forward.
+
         Args:
             worker: the target's.
             engines: one for each width that will be verified.
-            on_host: the target runs on the host's processor.
+            on_host: the target runs on the CPU.
         """
         self.worker = worker
         self.engines = engines
@@ -49,31 +50,31 @@ class Verifier:
         runner = worker.model_runner
         self.own = runner.attn_backend, runner.decode_cuda_graph_runner
         eager = all(engine.graphs is None for engine in engines.values())
-        # Beside a device the host's time is hidden.
+        # On a GPU the host's time is hidden, so only a CPU gains from calling the model directly.
         direct = eager and on_host and not has_experts(runner.model) and not ranks.meet
         self.forward = directly(runner) if direct else ranks.beside_idle_ones(through_runner(runner))
         self.keep_up = ranks.keep_up(worker, max(engines, default=0))
 
     def use(self, width: int) -> None:
-        """Put the engine of `width` into the target's runner."""
+        """Set the engine of `width` in the target's runner."""
         engine, runner = self.engines[width], self.worker.model_runner
         runner.attn_backend = engine.backend
         runner.decode_cuda_graph_runner = engine.graphs
         lora.use(runner, engine.routing)
 
     def restore(self) -> None:
-        """Put SGLang's own engine back: prefill graphs read the metadata of that backend only."""
+        """Restore SGLang's own engine, because prefill graphs read the metadata of that backend only."""
         runner = self.worker.model_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self.own
 
     def verify(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> Target:
-        """Return logits and features of every slot; the target's K/V of the block are written.
+        """Return logits and features of every slot, and write the target's K/V of the block.
 
         Args:
-            tokens_BN: int64, to be verified: N is the plan's width, slot 0 the anchor.
+            tokens_BN: int64, the tokens to verify: N is the plan's width, slot 0 the anchor.
         """
         self.use(plan.width)
-        # The copy of the drafts to the host must be on its way before the target runs, to hide behind it.
+        # The copy of the drafts to the host starts before the target's forward, to overlap with it.
         tree = GrammarTree.from_linear_chain(tokens_BN) if batch.has_grammar else None
         verified = plan.verified
         # SGLang builds its forward from the batch; the scheduler restores these fields after the step.
@@ -87,7 +88,7 @@ class Verifier:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=verified.kv,
         )
-        # Attention is planned by the forward, once: an eager one of SGLang's plans whether or not that was done before.
+        # The forward plans attention itself: an eager one of SGLang's plans even if that was done before.
         forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         run = self.forward(forward_batch)
         output = run.logits_output
@@ -95,5 +96,5 @@ class Verifier:
         return Target(run, features_TC, tree)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance the recurrent states by the tokens that are kept, int32 [B], of the block verified last."""
+        """Advance the recurrent states by the committed tokens, int32 [B], of the block verified last."""
         self.engines[plan.width].state.commit(batch, plan, n_committed_B)

@@ -1,1 +1,1 @@
-"""The tiny trained pairs of the package: their files, their command line, their corpus and texts made of it."""
+"""The package's tiny trained pairs: their files, their command line, their corpus and workloads."""

@@ -1,9 +1,9 @@
 """An endless, seeded chat corpus for the tiny pair: twelve kinds of question, each answered in a fixed form.
 
-Every text is generated from the word lists below, so nothing is stored and no licence applies. The answers follow
-from their questions, except in `story`, where several continuations are right: that one gives sampling something to do.
+Every text is generated from the word lists below, so nothing is stored and no licence applies. Answers follow from
+their questions, except in `story`, where several continuations are right, so that sampling has a choice.
 
-Knows nothing of tokens or models.
+Independent of tokens and models.
 """
 
 import hashlib
@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
 
 
 def in_words(items: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join items as `a`, `a and b`, or `a, b and c`."""
     return " and ".join([", ".join(items[:-1]), items[-1]] if len(items) > 1 else items)
 
 
@@ -242,12 +242,12 @@ TASKS: dict[str, Task] = {
 
 
 def is_held_out(prompt: str) -> bool:
-    """One prompt in sixteen is never trained on; which one depends on its text alone."""
+    """Return whether a prompt is excluded from training: one in sixteen, by its text alone."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 16 == 0
 
 
 def draw(random: Random, *, held_out: bool = False, task: str | None = None) -> Exchange:
-    """One exchange of the training part, or of the held-out part; of any task unless one is named."""
+    """Return an exchange of the training part or the held-out part, of a random task by default."""
     while True:
         name = task or random.choice(list(TASKS))
         prompt, answer = TASKS[name](random)

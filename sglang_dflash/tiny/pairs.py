@@ -1,6 +1,6 @@
-"""The tiny trained pairs, which the package brings, and the command line that serves them without an accelerator.
+"""The package's tiny trained pairs, and the command line that serves them without an accelerator.
 
-One place for the flags that the demo, the benchmarks and the tests share, and for telling whose worker serves.
+The demo, the benchmarks and the tests share these flags, and the check of a server's worker.
 """
 
 from enum import StrEnum
@@ -30,18 +30,18 @@ DENSE_2 = DENSE._replace(draft=ASSETS / "tiny_dense" / "draft2")
 
 
 class Arm(StrEnum):
-    """Who decodes."""
+    """Decoder of a server."""
 
     OFF = "off"  # one token a step
     STOCK = "stock"  # SGLang's built-in DFLASH worker
-    PLUGIN = "plugin"  # ours
+    PLUGIN = "plugin"  # this plugin's worker
 
 
-ARMS = (Arm.OFF, Arm.STOCK, Arm.PLUGIN)  # what is compared unless said otherwise
+ARMS = (Arm.OFF, Arm.STOCK, Arm.PLUGIN)  # the default comparison
 
 
-# Exactness is only decidable in fp32: in bf16 a tiny model has near-ties. The pools are sized by hand because SGLang
-# would take gigabytes of host memory for them. An idle server must not spin while another one is measured.
+# fp32 is needed for exact comparison: in bf16 a tiny model has near ties. Pools have explicit sizes, because SGLang
+# would take gigabytes of host memory for them. An idle server must not use CPU while another one is measured.
 FLAGS = (
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
@@ -63,26 +63,22 @@ ENV = {
 
 
 def launch_flags(pair: Pair) -> list[str]:
-    """A target with its draft."""
+    """Return the flags of a target with its draft."""
     speculation = ("--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(pair.draft))
     return ["--model-path", str(pair.target), *speculation]
 
 
 def command(arm: Arm, pair: Pair, *flags: str) -> list[str]:
-    """`python -m sglang.launch_server` for `arm`, without host and port."""
+    """Return the `python -m sglang.launch_server` command for `arm`, without host and port."""
     whole = [*launch_flags(pair), *flags]
     return [*arms.SERVE, *(arms.without_speculation(whole) if arm is Arm.OFF else whole)]
 
 
 def environment(arm: Arm) -> dict[str, str]:
-    """What selects the worker of `arm`; the same for any model."""
+    """Return the environment that selects the worker of `arm`, for any model."""
     return {} if arm is Arm.OFF else {"SGLANG_DFLASH_WORKER": str(arm)}
 
 
 def require_worker(arm: Arm, server: Server) -> None:
-    """The arm measures what its name says.
-
-    Raises:
-        ServerError: it does not.
-    """
+    """Check that the server's worker is that of its arm, or raise ServerError."""
     arms.require_worker(server, ours=arm is Arm.PLUGIN)

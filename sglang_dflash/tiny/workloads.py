@@ -1,5 +1,7 @@
-"""Texts by how often drafts of the tiny pair are accepted: `hard`, less often than of its own questions; `hopeless`,
-hardly ever; and `repeating`, whose answers are in their own context. Widths and copies are measured with them."""
+"""Workloads by how often drafts of the tiny pair are accepted, for measuring widths and copies.
+
+`hard`: less often than for its own questions. `hopeless`: hardly ever. `repeating`: answers occur in their own context.
+"""
 
 from random import Random
 
@@ -19,9 +21,9 @@ ABOUT = (
     *("tax law", "jazz", "photosynthesis", "bicycle repair", "black holes", "learning to swim"),
 )
 HOPELESS = "random tokens, no chat template; answers of 48 tokens, past their end"
-HOPELESS_TOKENS = 32  # of a prompt
+HOPELESS_TOKENS = 32  # tokens of a prompt
 HOPELESS_ANSWER = 48  # tokens
-WORDS = range(300, 1000)  # token ids that are text, none of them special
+WORDS = range(300, 1000)  # token ids of text, without special tokens
 REPEATING = "conversations that ask a question of the tiny corpus four times over"
 N_TIMES = 4
 
@@ -43,14 +45,14 @@ def hard_questions(n: int) -> list[str]:
 
 
 def repeating_conversations(n: int) -> list[list[Message]]:
-    """As many as make about `n` prompts. What was answered before is the model's own, so it is missing here."""
+    """Return enough conversations for about `n` prompts. The model's own answers are to be inserted."""
     random = Random(SEED)
     questions = [draw(random, held_out=True)[1] for _ in range(max(n // N_TIMES, 1))]
     return [asked(*[question] * N_TIMES) for question in questions]
 
 
 def answered_conversations(n: int) -> list[list[Message]]:
-    """Questions asked again after the corpus's own answer."""
+    """Return questions that are asked again after the corpus's own answer."""
     random, roles = Random(SEED), ("user", "assistant", "user")
     drawn = [draw(random, held_out=True) for _ in range(n)]
     return [

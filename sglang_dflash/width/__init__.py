@@ -1,1 +1,1 @@
-"""How many tokens of a drafted block are verified. Knows no engine and no tensor."""
+"""Width: the number of tokens of a drafted block that are verified. Independent of SGLang and torch."""

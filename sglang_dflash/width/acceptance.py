@@ -1,19 +1,19 @@
-"""Acceptance of drafts: what each request of a batch is believed to accept, from the steps so far."""
+"""Acceptance of drafts: estimates for each request of a batch, from the steps so far."""
 
 import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 DECAY = math.exp(-1 / 32)  # per step: how fast an observation fades
-HEAVY = 1e100  # weight at which all weights are scaled down
-ALL_DECAY = math.exp(-1 / 512)  # the same of what all requests showed
+HEAVY = 1e100  # weight above which all weights are scaled down
+ALL_DECAY = math.exp(-1 / 512)  # per step: how fast an observation fades in the counts of all requests
 PRIOR = 4.0  # weight of the prior, in observations
 LEVEL_DECAY = math.exp(-1 / 8)  # per block: how fast evidence about a request's level fades
-FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0  # weights of the usual level in a request's own, in drafts: first ones, others
-CERTAIN = 0.02  # a probability this near to 0 or 1 counts as no nearer
-WARM_UP = 8  # tokens that a server asks itself for at its start; requests that end so early teach nothing
+FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0  # weights of the usual level in a request's own, in drafts: first, others
+CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
+WARM_UP = 8  # tokens; requests that end within them, as a server's warm-up requests do, are not counted for all
 
-Counts = list[tuple[float, float]]  # by position: how often it was reached, and accepted, by the weight of each time
+Counts = list[tuple[float, float]]  # by position: weighted number of times it was reached, and of times it was accepted
 
 
 class Level:
@@ -24,7 +24,7 @@ class Level:
         self.prior, self.n_reached, self.n_accepted, self.n_usual = prior, 0.0, 0.0, 0.0
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
-        """Learn that of drafts accepted at `usual_D` with all requests the first n were accepted here."""
+        """Count a block with its first `n_accepted` drafts accepted; `usual_D`: probabilities over all requests."""
         if usual_D:
             self.n_reached = LEVEL_DECAY * self.n_reached + len(usual_D)
             self.n_accepted = LEVEL_DECAY * self.n_accepted + n_accepted
@@ -39,38 +39,38 @@ class Level:
 
 
 class Own:
-    """Outcomes of one request, and those of them that still count for it alone."""
+    """Outcomes of one request."""
 
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0
-        # A block that fails at once says nothing of how one goes on that does not.
+        # Separate, because a first draft's failure does not inform about the drafts of blocks that go on.
         self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
-        # (width, accepted) of the first tokens, which all requests do not count yet; None: they count every step.
+        # (width, accepted) of the first steps, not counted for all requests yet; None: steps count at once
         self.kept: list[tuple[int, int]] | None = []
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
-        """Learn that of drafts accepted at `usual_D` with all requests the first n were accepted here."""
         self.first.observe(usual_D[:1], min(n_accepted, 1))
         self.further.observe(usual_D[1:], max(n_accepted - 1, 0))
 
 
 class Acceptance:
-    """The probability that a draft is accepted when those before it are, by request and position.
+    """Estimator of the probability that a draft is accepted if those before it are, by request and position.
 
-    A request's own counts are drawn towards those of all requests, moved by how much better or worse its last blocks
-    were; those towards the last belief about the position, or, if it was never reached, about the position before.
-    Observations fade by weighing less every step than later ones: a request's own within `DECAY`, those of all requests
-    within `ALL_DECAY`, so that one request does not decide what is believed of the next.
+    A request's counts are shrunk towards the estimate over all requests, shifted in odds by the level of the request's
+    last blocks. The estimate over all requests is shrunk towards its last value at the position. For a position never
+    reached, it is shrunk towards the estimate at the position before. Older steps weigh less: a request's own fade by
+    `DECAY`, those of all requests by the slower `ALL_DECAY`, so that one request does not dominate the estimate for the
+    next.
     """
 
     def __init__(self, n_drafts: int) -> None:
-        self.weight, self.all_weight = 1.0, 1.0  # of an observation now
+        self.weight, self.all_weight = 1.0, 1.0  # weight of an observation in this step
         self.nothing = [(0.0, 0.0)] * n_drafts
         self.batch, self.of_request = self.nothing[:], dict[str, Own]()
-        self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # at first every width is tried
+        self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # 1.0 at first, so that every width is tried
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
-        """Learn that a step at `width` accepted the first n of its width - 1 drafts, by request."""
+        """Count a step at `width`; `n_accepted_B`: the accepted drafts of each request, of width - 1."""
         self._fade()
         all_D = self._of_all() if width > 1 else []
         for rid, n_accepted in zip(rids, n_accepted_B, strict=True):
@@ -94,7 +94,7 @@ class Acceptance:
             self.batch, self.all_weight = scaled(self.batch, 1 / self.all_weight), 1.0
 
     def _share(self, own: Own, width: int, n_accepted: int, n_requests: int) -> None:
-        """Add a step to the counts of all requests, once this one is longer than what a server asks itself."""
+        """Add a step to the counts of all requests, once the request is longer than a warm-up request."""
         steps = [*(own.kept or ()), (width, n_accepted)]
         if own.kept is not None and own.n_tokens <= WARM_UP:
             own.kept = steps
@@ -104,7 +104,7 @@ class Acceptance:
             if width == 1:
                 continue
             count(self.batch, width, n_accepted, self.all_weight)
-            # The most that a batch of this size reaches: counts of a larger one must not linger.
+            # Cap the counts at the most that a batch of this size reaches, so that a larger batch's do not linger.
             most = n_requests * self.all_weight / (1 - ALL_DECAY)
             if self.batch[0][0] > most:
                 self.batch = scaled(self.batch, most / self.batch[0][0])
@@ -112,7 +112,7 @@ class Acceptance:
             self.last_D[:n_reached] = self._of_all(n_reached)
 
     def expected(self, rids: Sequence[str]) -> list[float]:
-        """Return E(0) = 0, E(1), .. E(N), the mean over the requests."""
+        """Return E(0) = 0, E(1), .. E(N): expected committed tokens at each width, the mean over the requests."""
         all_D = self._of_all()
         total_D = [0.0] * len(all_D)
         for own in (self.of_request.get(rid) for rid in rids):
@@ -123,7 +123,7 @@ class Acceptance:
         return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]
 
     def _of_one(self, own: Own, all_D: Sequence[float]) -> list[float]:
-        """Return a request's probabilities: those of all requests at this one's level, and its own counts."""
+        """Return a request's probabilities, [D]: those of all requests at its level, combined with its own counts."""
         first, further, prior = own.first.odds(), own.further.odds(), PRIOR * self.weight
         odds_D = [(further if i else first) * odds(p) for i, p in enumerate(all_D)]
         return [
@@ -132,7 +132,7 @@ class Acceptance:
         ]
 
     def _of_all(self, n: int | None = None) -> list[float]:
-        """Return the probabilities of all requests at the first `n` positions; None: at every one."""
+        """Return the probabilities of all requests at the first `n` positions; None: at all positions."""
         believed, prior, batch_D = 1.0, PRIOR * self.all_weight, []
         for (reached, accepted), last in zip(self.batch[:n], self.last_D[:n], strict=True):
             believed = (accepted + prior * (believed if last is None else last)) / (reached + prior)
@@ -147,11 +147,10 @@ def count(counts: Counts, width: int, n_accepted: int, weight: float) -> None:
 
 
 def odds(p: float) -> float:
-    """Return p / (1 - p), of a probability that counts as neither 0 nor 1."""
+    """Return p / (1 - p), with p clamped to [CERTAIN, 1 - CERTAIN]."""
     p = min(max(p, CERTAIN), 1 - CERTAIN)
     return p / (1 - p)
 
 
 def scaled(counts: Counts, factor: float) -> Counts:
-    """Return the counts times `factor`."""
     return [(factor * reached, factor * accepted) for reached, accepted in counts]

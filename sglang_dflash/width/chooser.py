@@ -1,4 +1,4 @@
-"""Which width each step verifies, and what became of it."""
+"""Choice of each step's width, and records of its outcome."""
 
 import logging
 from collections import deque
@@ -13,32 +13,32 @@ from sglang_dflash.width.tally import Tally
 
 logger = logging.getLogger(__name__)
 
-REPORT = 1000  # steps between two lines in the log
-SUSPECT_BLOCKS, SUSPECT_SHARE = 500, 0.02  # so many drafted blocks, and fewer of them with an accepted draft: a warning
-DEFAULT = (1, 4, 8, 12)  # widths, beside the whole block
-WIDEST = 32  # the most tokens of a block with its n-gram copy
+REPORT = 1000  # steps between two log lines
+SUSPECT_BLOCKS, SUSPECT_SHARE = 500, 0.02  # drafted blocks, and share with an accepted draft, for a warning
+DEFAULT = (1, 4, 8, 12)  # verify widths, besides the whole block
+WIDEST = 32  # most tokens of a block with its n-gram copy
 
-Measure = Callable[[int, Sequence[int]], Sequence[float]]  # seconds of a step of so many requests, at each width
-Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # of a step: requests, width, accepted, when
-Kind = tuple[int, int, int]  # of a step: requests, width, how often something else was launched before it
+Measure = Callable[[int, Sequence[int]], Sequence[float]]  # seconds of a step of this many requests, at each width
+Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # a step's requests, width, accepted drafts, time
+Kind = tuple[int, int, int]  # a step's number of requests, width, and number of interruptions before it
 
 
 class Chooser:
-    """Asks a policy for each step's width, and reports outcomes to it. They arrive in order, one or two steps late.
+    """Choice of each step's width by a policy, which gets the outcomes. They arrive in order, one or two steps late.
 
     Step time is measured between two consecutive outcomes. On a GPU that interval belongs to the step that just
-    finished; on a CPU, to one launched later. So it counts only where both are alike: the step, the one before it and
-    those in flight have as many requests, the same width and no prompt in between, and as many are in flight as at the
-    outcome before.
+    finished; on a CPU, to one launched later. So it counts only if both are alike: the step, the one before it and
+    those in flight have equal numbers of requests and equal widths, with no prompt in between. Equally many steps must
+    be in flight as at the outcome before.
     """
 
     def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
         self.policy, self.trace = policy, trace
         self.in_flight = deque[tuple[list[str], Decision, Kind]]()  # no outcome yet, oldest first
-        self.before: tuple[Kind | None, int, float] = None, 0, 0.0  # the last outcome: its step, in flight then, when
-        self.tally, self.recent = Tally(), Tally()  # since the start, since the last line in the log
+        self.before: tuple[Kind | None, int, float] = None, 0, 0.0  # last outcome: step, steps in flight, time
+        self.tally, self.recent = Tally(), Tally()  # since the start, and since the last log line
         self.n_interruptions, self.expected_tokens = 0, 0.0  # since the start
-        self.is_suspected = False  # the draft; said once
+        self.is_suspected = False  # the warning about the draft was logged
 
     def decide(self, rids: list[str]) -> int:
         """Return the width of the next step of these requests."""
@@ -47,11 +47,11 @@ class Chooser:
         return decision.width
 
     def interrupt(self) -> None:
-        """Note that something other than decoding is launched now."""
+        """Record that something other than a decode step is launched now."""
         self.n_interruptions += 1
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """Learn the outcome of the oldest step in flight."""
+        """Record the outcome of the oldest step in flight; `now_s`: its time in seconds."""
         rids, decision, kind = self.in_flight.popleft()
         n_requests, width, _ = kind
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
@@ -72,7 +72,7 @@ class Chooser:
             self.recent = Tally()
 
     def _warn_of_draft(self) -> None:
-        """Say once that hardly any block has an accepted draft: such a draft was trained for something else."""
+        """Warn once if hardly any block has an accepted draft, which suggests an unsuitable draft."""
         n_drafted, n_useful = self.tally.n_drafted, self.tally.n_useful
         if not self.is_suspected and n_drafted >= SUSPECT_BLOCKS and n_useful < SUSPECT_SHARE * n_drafted:
             self.is_suspected = True
@@ -84,7 +84,7 @@ class Chooser:
             )
 
     def describe(self) -> dict[str, Any]:
-        """Return counts since the start and the known step times, as JSON."""
+        """Return counts since the start and the estimated step times, as JSON."""
         return {
             "policy": self.policy.name,
             "seconds": self.policy.cost.by_size() if self.policy.cost else {},
@@ -99,11 +99,11 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
     """Return the widths to choose from, ascending.
 
     Args:
-        no_copies: why blocks are not continued by copies; empty: they are, so more than the block may be verified.
-        whole_blocks: why only the whole block can be verified; empty: any width can.
+        no_copies: why blocks get no n-gram copies. Empty: they do, so more than the block may be verified.
+        whole_blocks: why only the whole block can be verified. Empty: any width can.
     Raises:
-        ValueError: a width that cannot be verified.
-        NotSupported: a width narrower or wider than the block where that is impossible.
+        ValueError: a width is out of range.
+        NotSupported: a width differs from the block although only the block can be verified.
     """
     if flags.width_policy is WidthPolicy.FIXED or (whole_blocks and flags.widths in ((), (block_size,))):
         return (block_size,)
@@ -123,12 +123,12 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
 
 
 def widest(block_size: int, widths: Sequence[int]) -> int:
-    """Return the most tokens of a request that a step writes, for which memory is made."""
+    """Return the most tokens of a request that a step writes, for which memory is allocated."""
     return max((block_size, *widths))
 
 
 def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, seconds: Measure, agree: Agree) -> Policy:
-    """Return the policy of a server; `n_requests` may run at once."""
+    """Return the policy of a server that runs at most `n_requests` at once."""
     if not widths:
         return Fixed(1, name="prompts only")
     if kind is WidthPolicy.RANDOM:

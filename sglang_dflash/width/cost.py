@@ -1,4 +1,4 @@
-"""What a step takes: measured at launch, corrected by real steps."""
+"""Step times by batch size and width: measured at start-up, corrected by real steps."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -6,40 +6,40 @@ from statistics import median
 
 import numpy as np
 
-COMMON = 0.1  # of a step's error by which every width is corrected
-OWN = 0.03  # of it by which the step's own width is corrected besides
-MOST = 0.15  # of a step's time: the error of a width's first steps counts as no larger, for some take twice as long
-RECENT = 5  # steps of a width whose median error counts instead, whatever its size
+COMMON = 0.1  # fraction of a step's relative error by which every width is corrected
+OWN = 0.03  # fraction by which the step's own width is corrected in addition
+MOST = 0.15  # largest relative error that counts in a width's first steps, some of which take twice as long
+RECENT = 5  # last steps of a width whose median error counts instead, whatever its size
 
-Agree = Callable[[np.ndarray], None]  # writes the same on every rank into an array, in place
+Agree = Callable[[np.ndarray], None]  # overwrites an array in place with the same values on every rank
 
 
 class StepCost:
-    """T(B, w) in seconds.
+    """Estimator of the step time T(B, w), in seconds.
 
-    Real steps show what launch did not: the scheduler, longer contexts, a busy machine. As a share of a step that is
-    much the same at every width; what launch got wrong about one width is its own. Ranks read their own clocks and must
-    decide alike, so corrections count once the ranks have agreed on them.
+    Real steps include what start-up did not measure: the scheduler, longer contexts, a busy machine. That is a similar
+    share of a step at every width, while an error of the start-up measurement is specific to its width. Ranks read
+    their own clocks and must choose the same width, so corrections apply only once the ranks have agreed on them.
     """
 
     def __init__(self, widths: Sequence[int], seconds: Mapping[int, Sequence[float]], agree: Agree) -> None:
-        """`seconds`: by batch size, one per width."""
+        """`seconds`: by batch size, one per width, ascending."""
         self.widths, self.sizes, self.agree = tuple(widths), sorted(seconds), agree
         self.measured_SW = [list(seconds[size]) for size in self.sizes]
-        self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # of the last steps
-        # The sizes whose costs make up those of n requests, and their weights: linear between two sizes.
+        self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # relative errors of the last steps
+        # The measured sizes whose costs make up those of n requests, and their weights: linear interpolation.
         weight_SN = [np.interp(range(self.sizes[-1] + 1), self.sizes, one).tolist() for one in np.eye(len(self.sizes))]
         self.parts_N = [[(i, x) for i, x in enumerate(weight_S) if x] for weight_S in zip(*weight_SN, strict=True)]
         self.settle()
 
     def settle(self) -> None:
-        """Let what was measured count from now on. All ranks call it after the same steps."""
+        """Apply the corrections measured so far. All ranks call it after the same steps."""
         agreed_SW = np.array(self.measured_SW, dtype=float)
         self.agree(agreed_SW)
         self.measured_SW, self.agreed_SW = agreed_SW.tolist(), agreed_SW.tolist()
 
     def of(self, n_requests: int) -> list[float]:
-        """Return seconds per step, one per width; a batch larger than measured costs as the largest."""
+        """Return seconds per step, one per width. A batch larger than measured costs as much as the largest."""
         return self._of(n_requests, self.agreed_SW)
 
     def _of(self, n_requests: int, seconds_SW: Sequence[Sequence[float]]) -> list[float]:
@@ -47,7 +47,7 @@ class StepCost:
         return [sum(weight * seconds_SW[i][w] for i, weight in parts) for w in range(len(self.widths))]
 
     def observe(self, n_requests: int, width: int, seconds: float) -> None:
-        """Correct the costs by a real step."""
+        """Correct the costs by a real step of `seconds`."""
         w = self.widths.index(width)
         errors = self.errors_W[w]
         errors.append(seconds / self._of(n_requests, self.measured_SW)[w] - 1)
@@ -65,7 +65,7 @@ class StepCost:
 
 
 def table(seconds: dict[str, dict[str, float]]) -> str:
-    """Return a table of milliseconds by requests, then by width."""
+    """Format `seconds`, by requests and then by width, as a table of milliseconds."""
     cells = ([size, *(f"{1e3 * s:.2f} ms" for s in by_width.values())] for size, by_width in seconds.items())
     rows = [["", *next(iter(seconds.values()))], *cells]
     return "\n".join("".join(f"{cell:>10}" for cell in row) for row in rows)

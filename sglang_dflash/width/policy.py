@@ -1,20 +1,21 @@
-"""Width: how many tokens of a drafted block the target verifies.
+"""Width policy: how many tokens of a drafted block the target verifies.
 
-Verifying w tokens commits, on average over the requests of a batch, E(w) = S_0 + ... + S_(w-1) tokens, where S_i is the
+Verifying w tokens commits, on average over the requests of a batch, E(w) = S_0 + ... + S_(w-1) tokens. S_i is the
 probability that drafts 1..i are all accepted (S_0 = 1 is the bonus), and the step takes T(B, w) seconds. At width 1
 nothing is drafted. Drafts fail in clusters: right after a rejection the next one fails more often than some tokens
 later. So besides a width w the policy chooses a rest, r steps of one token before each draft, and takes
 
     max over r and w of  (r + E_r(w)) / (r T(B, 1) + T(B, w))
 
-over all widths, because on a GPU T is a staircase: a neighbour that is worse says nothing about the one behind it.
+over all widths. On a GPU T is a staircase, so a worse neighbour does not exclude a better width beyond it.
 
-Verifying w tokens shows every narrower width, and no wider one. So some steps look at the full width: the first step
-of a request that runs alone, the first of a batch of new requests, and later steps once what a look is expected to lose
-has been saved up. The savings grow by `EXPLORE` times the most a wider block could gain, all unseen drafts accepted.
-Switching is free; the only hysteresis is slow forgetting. All of it runs on the host, from counts that arrive one or
-two steps late, in plain Python: between two steps on a CPU whose caches a model has just swept, calls of numpy are
-dear. Ranks with the same counts decide the same.
+Verifying w tokens shows the outcome at every narrower width, and at no wider one. So some steps look at the full width:
+the first step of a request that runs alone, the first of a batch of new requests, and later steps once a budget covers
+the expected loss. The budget grows by `EXPLORE` times the most that a wider block could gain if all unseen drafts were
+accepted. Switching is free; the only hysteresis is slow forgetting.
+
+The policy runs on the host in plain Python, from counts that arrive one or two steps late. numpy calls between two
+steps would be slow on a CPU whose caches a model has just filled. Ranks with the same counts choose the same width.
 """
 
 import math
@@ -26,48 +27,47 @@ from typing import NamedTuple
 from sglang_dflash.width.acceptance import Acceptance
 from sglang_dflash.width.cost import StepCost
 
-EXPLORE = 0.01  # fraction of a wider block's possible gain, and of the time at most, spent on looking at it
-REST = 6  # steps of one token between two drafts, where drafts rest; a longer rest changes nothing more
-REST_DECAY = math.exp(-1 / 128)  # per draft: how fast evidence about rests fades
+EXPLORE = 0.01  # share of a wider block's possible gain, and at most of the time, spent on looking at it
+REST = 6  # steps of one token between two drafts, if drafts rest; longer rests have no further effect
+REST_DECAY = math.exp(-1 / 128)  # per draft: how fast evidence about rest periods fades
 REST_PRIOR = 64.0  # weight of a factor of 1, in accepted drafts
 SETTLE = 32  # steps between two settlements of measured step times
-EARLY = (SETTLE // 4, SETTLE // 2)  # steps with one besides: what launch measured may be wrong
+EARLY = (SETTLE // 4, SETTLE // 2)  # steps that settle in addition: times measured at start-up may be wrong
 
 
 class Decision(NamedTuple):
     width: int
-    expected: float = 0.0  # tokens per request, where the policy reckons with them
-    rested: bool = False  # a draft after `REST` steps of one token
+    expected: float = 0.0  # committed tokens per request; 0: the policy does not estimate them
+    rested: bool = False  # drafts after `REST` steps of one token
 
 
 class Policy(ABC):
-    """Decides widths, the same on every rank."""
+    """Policy that chooses widths, the same on every rank."""
 
     name: str
-    cost: StepCost | None = None  # None: costs do not decide
+    cost: StepCost | None = None  # None: the policy does not use costs
 
     @abstractmethod
     def decide(self, rids: Sequence[str]) -> Decision:
         """Decide the next step of these requests."""
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        """Learn the outcome of a decided step."""
+        """Record the outcome of a decided step."""
         return
 
 
 class Fixed(Policy):
-    """Always the same width."""
+    """Policy with one width."""
 
     def __init__(self, width: int, name: str = "") -> None:
         self.decision, self.name = Decision(width), name or f"always {width}"
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Return the fixed decision."""
         return self.decision
 
 
 class Random(Policy):
-    """Any of the widths at each step. For tests."""
+    """Policy that draws a width at each step. For tests."""
 
     name = "random"
 
@@ -80,8 +80,10 @@ class Random(Policy):
 
 
 class Rhythm:
-    """Two factors on the drafts expected to be accepted: right after another draft, and after a rest. Each is accepted
-    over expected, as a share of what that is over all drafts, whose level is `Acceptance`'s business; drawn to 1."""
+    """Two factors on the expected number of accepted drafts: right after another draft, and after a rest.
+
+    Each is accepted over expected drafts in its case, relative to that over all drafts (see `Acceptance`), shrunk to 1.
+    """
 
     def __init__(self) -> None:
         self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
@@ -92,25 +94,25 @@ class Rhythm:
         return [(self.accepted_2[i] / level + REST_PRIOR) / (self.expected_2[i] + REST_PRIOR) for i in (0, 1)]
 
     def observe(self, rested: bool, accepted: float, expected: float) -> None:
-        """Learn a draft's outcome, the mean over the requests; `expected` with the factor."""
+        """Record a draft's outcome, the mean over the requests; `expected` includes the factor."""
         expected /= self.factors()[rested]
         self.accepted_2 = [REST_DECAY * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
         self.expected_2 = [REST_DECAY * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
 
 
 class Review(NamedTuple):
-    """The best decision for a batch by what is known of it, and the worth of a look at the whole block."""
+    """The best decision for a batch at the current estimates, and the value of a look at the whole block."""
 
     rest: int  # steps of one token before each draft
     best: Decision
     look: Decision
-    block_s: float  # a step that verifies the whole block
-    price_s: float  # expected loss of a look
-    saving_s: float  # saved for looks, per step
+    block_s: float  # time of a step that verifies the whole block
+    price_s: float  # expected loss of a look, in time
+    saving_s: float  # added to the budget for looks at each step
 
 
 class Adaptive(Policy):
-    """The width, and the rest, with the most committed tokens per second."""
+    """Policy that maximises committed tokens per second over width and rest."""
 
     cost: StepCost
 
@@ -119,13 +121,13 @@ class Adaptive(Policy):
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
-        self.review: Review | None = None  # of the requests `reviewed`; None where something was learned since
+        self.review: Review | None = None  # for the requests `reviewed`; None: outdated by new outcomes
         self.reviewed: Sequence[str] = ()
-        self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0  # rested: steps of one token since the last draft
-        self.drafted = set[str]()  # requests that some draft was decided for
+        self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0  # rested: since the last draft; saved: for looks
+        self.drafted = set[str]()  # requests for which a draft was decided
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Decide the best width, a rest, or a look at the whole block once its price has been saved."""
+        """Choose the best width, a rest, or a look at the whole block once the budget covers its price."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
             self.cost.settle()
@@ -135,11 +137,11 @@ class Adaptive(Policy):
         review = self.review
         self.saved_s = min(self.saved_s + review.saving_s, review.block_s)
         decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
-        # Where drafts rest, a look is a draft that does not.
+        # If drafts rest, a look is a draft without a rest.
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
             self.saved_s -= review.price_s
-            if len(rids) == 1:  # a batch owes what it had not saved, so that looks stay rare where requests come and go
+            if len(rids) == 1:  # a batch may go into debt, so that looks stay rare when requests come and go
                 self.saved_s = max(self.saved_s, 0.0)
             decision = review.look
         if decision.width > 1:
@@ -159,14 +161,14 @@ class Adaptive(Policy):
             for rest, factor in factors.items()
             for width in self.widths
         }
-        # Of equals the one that rests least and is widest, which learns most.
+        # Among equals, the shortest rest and then the greatest width, which gives the most information.
         rate, minus_rest, width = max(
             ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)
             for rest, width in self.cycles
         )
         rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block])
         usual = 1 if rest else width
-        # Upper bound: what each wider slot gains if all further drafts are accepted.
+        # Upper bound: gain per extra slot if every further draft were accepted.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
         return Review(
@@ -174,12 +176,12 @@ class Adaptive(Policy):
             best=Decision(width, expected[rest, width]),
             look=look,
             block_s=seconds[block],
-            price_s=seconds[block] - look.expected / rate,  # beyond as many tokens at the best rate
+            price_s=seconds[block] - look.expected / rate,  # beyond the time of as many tokens at the best rate
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
         )
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        """Learn which drafts were accepted, and how that depends on rests."""
+        """Record which drafts were accepted, and how that depends on rests."""
         self.acceptance.observe(rids, decision.width, n_accepted_B)
         if decision.width > 1:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.expected - 1)

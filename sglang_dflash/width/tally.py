@@ -1,19 +1,19 @@
-"""What decode steps came to, counted on the host once their outcome is there."""
+"""Counts of decode steps and their outcomes, on the host."""
 
 from collections import Counter
 from collections.abc import Sequence
 
 
 class Tally:
-    """Counts since it was made."""
+    """Counts since construction."""
 
     def __init__(self) -> None:
-        self.n_steps = Counter[int]()  # by width; a batch's step is one
-        self.n_blocks = Counter[tuple[int, int]]()  # by width and accepted drafts; every request of a batch has one
-        self.n_drafted, self.n_useful = 0, 0  # blocks with drafts, and those of them with an accepted one
+        self.n_steps = Counter[int]()  # by width; a batch's step counts once
+        self.n_blocks = Counter[tuple[int, int]]()  # by width and accepted drafts; each request of a batch counts
+        self.n_drafted, self.n_useful = 0, 0  # blocks with drafts, and those with an accepted draft
 
     def add(self, width: int, n_accepted_B: Sequence[int]) -> None:
-        """Count a step that verified `width` tokens of each block, and accepted 0..width - 1 drafts."""
+        """Count a step that verified `width` tokens of each block; `n_accepted_B`: accepted drafts, 0..width - 1."""
         if n_accepted_B:
             self.n_steps[width] += 1
             self.n_blocks.update((width, n) for n in n_accepted_B)
@@ -22,7 +22,7 @@ class Tally:
                 self.n_useful += sum(map(bool, n_accepted_B))
 
     def n_committed(self) -> int:
-        """Tokens: a block's accepted drafts, and the bonus."""
+        """Return the number of committed tokens: accepted drafts and a bonus per block."""
         return sum((n_accepted + 1) * n for (_, n_accepted), n in self.n_blocks.items())
 
     def __str__(self) -> str:
