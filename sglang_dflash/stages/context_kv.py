@@ -132,6 +132,16 @@ class ContextKV:
         self._write(features_TC, rows.positions_T, rows.slots_T, None)
 
     @torch.inference_mode()
+    def write_all(self, plan: Plan, features_TC: torch.Tensor) -> None:
+        """Write the context K/V of every row, as of a prompt or of rows that waited. Kernels take it as another form.
+
+        Args:
+            features_TC: of all B * N rows.
+        """
+        positions_T = plan.verified.positions_BN.view(-1)
+        self._write(features_TC, positions_T, self.slots.of_block(plan, plan.verified), None)
+
+    @torch.inference_mode()
     def before_draft(self, plan: Plan) -> None:
         """Write the rows that wait, if the draft runs."""
         if plan.drafted is not None:

@@ -31,7 +31,7 @@ from sglang_dflash.width.chooser import make_policy
 from sglang_dflash.width.policy import Policy
 
 CONTEXT = 256
-ROUNDS = 5
+ROUNDS = 5  # the median leaves out a slow first one
 IN_A_ROW = 3  # steps timed together on a GPU: the host launches the next while one runs, as when serving
 DUMMY = [""]  # request ids
 
@@ -65,10 +65,7 @@ class DryRun:
                 logits_TV, features_TC = self.after_draft(size, width)()
                 whole_TV = stages.choice.logits.whole(logits_TV)
                 stages.choice.penalties.dry_run(self.plan(size, width).verified.tokens_BN, whole_TV)
-            # Late rows and a prompt's rows are written without `n_kept_B`, which compiles another form.
-            n_kept_B = torch.ones_like(anchors.rows_B, dtype=torch.int32)
-            stages.context_kv.append(DUMMY * size, anchors, features_TC[:size], n_kept_B)
-            stages.context_kv.before_draft(whole)
+            stages.context_kv.write_all(anchors, features_TC[:size])  # after the widths, which write by counts
 
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
         """Return the seconds of a step of `n_requests` at each width, without sampling parameters.
@@ -81,7 +78,7 @@ class DryRun:
             lambda: self.stages.drafter.draft(whole, graphs=True),
             *(self.after_draft(n_requests, width) for width in widths),
         ]
-        _first, *rounds = [[self._time(run) for run in runs] for _ in range(1 + ROUNDS)]
+        rounds = [[self._time(run) for run in runs] for _ in range(ROUNDS)]
         round_R1 = np.mean(rounds, axis=1, keepdims=True)
         draft_s, *verify_s = (np.median(rounds / round_R1, axis=0) * np.median(round_R1)).tolist()
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]

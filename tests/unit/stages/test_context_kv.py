@@ -109,6 +109,14 @@ def test_of_a_block_only_what_is_kept_is_written():
     assert k[:8, 0, 0].tolist() == [1, 0, 0, 0, 1, 1, 1, 0]
 
 
+def test_all_rows_of_blocks_are_written_where_none_may_wait_too():
+    """A dry run meets the form that a prompt takes, whatever waits."""
+    for may_wait in (True, False):
+        context, k = make_context(may_wait=may_wait)
+        context.write_all(step([[0, 1], [4, 5]], drafts=False), features(4, 3))
+        assert k[:6, 0, 0].tolist() == [3, 3, 0, 0, 3, 3]
+
+
 def test_rings_get_the_end_of_a_prompt_and_the_block_behind_it():
     """In slots of their own; here 12 for the request in row 1, of which a block may take 4."""
     rings = make_rings(torch.zeros(2, 64), window=8, widest=BLOCK)

@@ -90,9 +90,9 @@ class Recorded:
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
         self.calls.add(("weigh", *accepted.committed_BN.shape))
 
-    def before_draft(self, plan: Plan) -> None:
-        assert plan.drafted is not None
-        self.calls.add(("catch up", plan.n_requests))
+    def write_all(self, plan: Plan, features_TC: torch.Tensor) -> None:
+        assert len(features_TC) == plan.n_requests * plan.width
+        self.calls.add(("write all", plan.n_requests))
 
     def dry_run(self, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
         self.calls.add(("penalise", *tokens_BN.shape))
@@ -132,9 +132,8 @@ def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks)
     dry.warm_up(widths, n_requests=3)
     want = {("commit", size, width, tracks) for size, width in itertools.product(sizes, widths)}
     want |= set(itertools.product(("append", "penalise", "copy", "weigh"), sizes, widths))
-    want |= set(itertools.product(("draft", "catch up"), sizes))
-    assert want <= recorded.calls
-    assert recorded.calls - want <= {("append", size, 1) for size in sizes}  # those that are caught up
+    want |= set(itertools.product(("draft", "write all"), sizes))
+    assert recorded.calls == want
 
 
 def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch):
