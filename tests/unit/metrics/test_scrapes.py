@@ -10,7 +10,7 @@ from tests.unit.metrics.test_meter import BLOCK, Scraped, add, meter, request, s
 
 def test_counts_go_on_from_scrape_to_scrape(meter: Meter, scraped: Scraped) -> None:  # noqa: F811
     for n in (1, 2, 3):
-        add(meter, BLOCK, (request(row=7, committed=104), 3), (request(), 0))
+        add(meter, BLOCK, (request(row=7, committed=103), 3), (request(), 0))
         meter.idle(None, None)
         assert scraped.value("committed_tokens_count") == 2 * n
         assert (scraped.value("cut_blocks_total"), scraped.value("cut_committed_tokens_total")) == (n, 4 * n)
