@@ -123,7 +123,7 @@ def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]
 
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
-    """Where memory is tight, requests are asked again until some meet: a slow machine may end each before the next."""
+    """Requests are asked again until some meet, where memory is tight: a slow machine may end each before the next."""
     rounds = 5 if TIGHT[0] in serving.kind.decode and concurrency > 1 else 1
     for _ in range(rounds):
         answers = serving.said.asked_of(serving.two, concurrency)
