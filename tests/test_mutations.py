@@ -10,6 +10,13 @@ def test_every_edit_has_its_place() -> None:
     assert [str(row) for row in read() if texts[row.file].count(row.old) != 1 or row.old == row.new] == []
 
 
+def test_every_mistake_is_python() -> None:
+    """An edit that does not parse would fail whatever its test looks at."""
+    for row in read():
+        if row.file.endswith(".py"):
+            ast.parse((ROOT / row.file).read_text().replace(row.old, row.new), row.what)
+
+
 def test_every_mistake_has_a_test() -> None:
     gone = []
     for node in sorted({node for row in read() for node in row.test.split()}):
