@@ -164,9 +164,9 @@ def _token_ids(found: Any, where: str) -> TokenIds:
 
 def _of_packages(name: str, n: int) -> Task:
     """Return edits of functions, or summaries of documentation, from `PACKAGES`."""
-    folders = [sources.folder_of(package) for package in PACKAGES]
+    found = sources.pieces_of([sources.folder_of(package) for package in PACKAGES])
     asks: Sequence[str] = sources.EDITS if name == EDITS else sources.SUMMARIES
-    prompts = list(sources.of_kind(folders, n, SEED, asks, code=name == EDITS))
+    prompts = list(sources.of_kind(found, n, SEED, asks, code=name == EDITS))
     return Task(name, ", ".join(f"{package} {version(package)}" for package in PACKAGES), prompts)
 
 

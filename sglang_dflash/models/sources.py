@@ -62,16 +62,21 @@ def pieces(text: str, tree: ast.Module) -> Iterator[tuple[bool, str]]:
 
 def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:
     """Yield `n` tasks about code and text from `folders`, half of each where both are found."""
-    yield from of_kind(folders, n // 2, seed, ON_CODE, code=True)
-    yield from of_kind(folders, n // 2, seed, ON_TEXT, code=False)
+    found = pieces_of(folders)
+    yield from of_kind(found, n // 2, seed, ON_CODE, code=True)
+    yield from of_kind(found, n // 2, seed, ON_TEXT, code=False)
 
 
-def of_kind(folders: Sequence[Path], n: int, seed: int, asked: Sequence[str], *, code: bool) -> Iterator[Messages]:
+def pieces_of(folders: Sequence[Path]) -> set[tuple[bool, str]]:
+    """Return (is code, text) of all files below `folders`, each text once. Parses every file."""
+    return {piece for folder in folders for source in sources(folder) for piece in pieces(*source)}
+
+
+def of_kind(found: set[tuple[bool, str]], n: int, seed: int, asked: Sequence[str], *, code: bool) -> Iterator[Messages]:
     """Yield at most `n` tasks, each one of `asked` about a function (`code`) or a passage of documentation."""
     random = Random(f"{seed}/{code}")
-    pieces_of = {piece for folder in folders for source in sources(folder) for piece in pieces(*source)}
-    found = sorted(text for is_code, text in pieces_of if is_code == code)
-    for text in random.sample(found, min(len(found), n)):
+    texts = sorted(text for is_code, text in found if is_code == code)
+    for text in random.sample(texts, min(len(texts), n)):
         body = f"```python\n{text}\n```" if code else text
         yield [{"role": "user", "content": f"{random.choice(asked)}\n\n{body}"}]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from sglang_dflash.servers.server import Server
-from tests.server.conftest import require_nothing_lost
+from tests.server.conftest import AS_USERS, require_nothing_lost
 from tests.server.lib.fuzz import Request, difference, differences, neighbours, send
 from tests.server.lib.variants import RETRACT, VARIANTS
 from tests.server.test_lifecycle import TIGHT
@@ -53,7 +53,7 @@ def test_short(off: Server, ours: Server) -> None:
     ("start", "flags", "env"),
     [
         (2, VARIANTS["hybrid"].flags, {"SGLANG_DFLASH_WIDTHS": "random", "SGLANG_DFLASH_COPY": "random"}),
-        (3, VARIANTS["hybrid"].flags, {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}),
+        (3, VARIANTS["hybrid"].flags, AS_USERS),
         (4, (*VARIANTS["hybrid"].flags, "--disable-overlap-schedule", "--chunked-prefill-size", "16"), {}),
         (5, (*TIGHT, *REQUEST_FLAGS), dict(RETRACT)),
     ],

@@ -16,7 +16,7 @@ import httpx
 from sglang_dflash.prove import law
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Server
-from tests.server.lib.talk import chat, tokenizer
+from tests.server.lib.talk import chat, token_ids
 
 # Some are what the tiny pair was trained on, and drafts are accepted; in others it is unsure, and parameters bite.
 QUESTIONS = (
@@ -212,7 +212,7 @@ def bare(case: Case) -> Case:
 def begun(case: Case) -> list[int]:
     """The prompt of a case of `SAMPLED`: a question, and an answer that has begun."""
     question, answer = NUMBERS_BEGUN if case.row == "repetition_penalty" else STORY
-    return chat(question) + tokenizer().encode(answer, add_special_tokens=False)
+    return chat(question) + token_ids(answer)
 
 
 def path_with(folder: Path) -> dict[str, str]:

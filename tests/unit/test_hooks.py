@@ -9,7 +9,7 @@ import torch
 
 from sglang_dflash import plugin, worker
 from sglang_dflash.flags import Copy, GdnState
-from sglang_dflash.host import contract, increments
+from sglang_dflash.host import contract
 from sglang_dflash.host.admission import hook_tokenizer
 from sglang_dflash.host.draft_input import after_transfer
 from sglang_dflash.host.names import HOOKS
@@ -31,7 +31,6 @@ def config_of(**more: Any) -> Any:
 def test_every_hook_that_is_listed_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     hooked = set[str]()
     monkeypatch.setattr(contract, "set_hooks", hooked.update)
-    monkeypatch.setattr(increments.contract, "set_hooks", hooked.update)
     recurrent = config_of()
     dense = config_of(target=SimpleNamespace(vocab_size=8, recurrent=False, architecture="Qwen3ForCausalLM"))
     for config in (recurrent, dense):

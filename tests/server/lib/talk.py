@@ -27,6 +27,10 @@ def tokenizer(target: str = "hybrid") -> Any:
     return AutoTokenizer.from_pretrained({"hybrid": HYBRID, "dense": DENSE}[target].target)
 
 
+def token_ids(text: str, target: str = "hybrid") -> list[int]:
+    return tokenizer(target).encode(text, add_special_tokens=False)
+
+
 def conversation(seed: int, n_turns: int) -> list[Message]:
     """`n_turns` held-out questions, all but the last one answered."""
     random = Random(seed)

@@ -14,14 +14,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session, SessionReqNode
 
 from sglang_dflash.host.requests import create_req, update_finish_state
-from tests.server.lib.talk import tokenizer
+from tests.server.lib.talk import token_ids, tokenizer
 
 TEXT = "Here are the capitals:\n- The capital of Italy is Rome.\n- The capital of Cuba is Havana."
 STOPS = [".", ".\n", " is ", ":", "\n", " capital of", "Rome", "ba", "zzz"]
-
-
-def token_ids(text: str) -> list[int]:
-    return tokenizer().encode(text, add_special_tokens=False)
 
 
 def request(**sampling: object) -> Req:
