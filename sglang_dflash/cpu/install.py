@@ -27,7 +27,7 @@ _SRT = "sglang.srt."
 _COMPRESSED = "compressed_tensors.compressed_tensors.CompressedTensorsConfig"
 _FORMATS = "fp8.Fp8Config", "w8a8_int8.W8A8Int8Config", "awq.awq.AWQConfig", _COMPRESSED
 
-# By target: the replacement, and the original.
+# Replacements and originals, by target.
 _stand_ins: dict[str, Any] = {}
 _originals: dict[str, Any] = {}
 

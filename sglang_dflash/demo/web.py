@@ -99,8 +99,8 @@ class Demo:
             nonlocal n_said
             verified = steps.of(rid, step.n_tokens) if steps and n_said else []  # the first token is the prompt's
             n_said += step.n_tokens
-            told = pieces(self.tokenizer, step, verified)
-            line: dict[str, Any] = {"pieces": told, "n_tokens": len(told)}  # tokens with text
+            shown = pieces(self.tokenizer, step, verified)
+            line: dict[str, Any] = {"pieces": shown, "n_tokens": len(shown)}  # tokens with text
             if verified:
                 line["width"] = max(one.width for one in verified)
                 line["accepted"] = sum(one.n_accepted for one in verified)

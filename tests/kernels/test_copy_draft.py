@@ -48,7 +48,7 @@ HAND_WORKED = {  # text, block, gain, and what is to come out
         {"tokens": [3, 4, 5, 6, 7], "place": 0, "source": [3, -1, -1, -1], "length": [3, 0, 0, 0]},
     ),
     "a-run-of-three-has-to-earn-trust": (TEXT, [3, 0, 0, 0, 0], 0, {"tokens": [3, 0, 0, 0, 0], "place": 4}),
-    "behind-the-guesses-4-5-6": (
+    "after-the-guesses-4-5-6": (
         [3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], ALWAYS,
         {"tokens": [2, 4, 5, 6, 7, 8, 9], "place": 3, "source": [-1, -1, -1, 4, -1, -1]},
     ),
@@ -75,7 +75,7 @@ HAND_WORKED = {  # text, block, gain, and what is to come out
 @FORMS
 @pytest.mark.parametrize(("text", "block", "gain", "want"), HAND_WORKED.values(), ids=HAND_WORKED)
 def test_hand_worked_copies(form, text, block, gain, want) -> None:
-    """And the row says the text, what is verified, and behind it what it said before."""
+    """The row then holds the text, the tokens to verify, and after these its old content."""
     got, row = one(form, text, block, gain, room=70)
     tokens, place, source, length = (field[0].tolist() for field in got)
     found = {"tokens": tokens, "place": place, "source": source, "length": length}
@@ -185,7 +185,7 @@ def run_backwards(monkeypatch) -> None:
 @pytest.mark.parametrize("n_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("N", [5, 20])
 def test_programs_that_share_a_text_find_what_one_finds(N, n_programs, backwards, device, monkeypatch) -> None:
-    """Of texts of few words, which have matches of one length in many tiles, and longer ones before shorter ones."""
+    """Texts of few words have matches of one length in many tiles, and longer ones before shorter ones."""
     torch.manual_seed(N + n_programs)
     kernel = importlib.import_module("sglang_dflash_kernels.copy_draft")
     for name in ("PROGRAMS", "LEAST"):

@@ -35,13 +35,13 @@ def weighed(form, text: list[int], block: list[int], committed: list[int], befor
 SHORT = length_class(3)
 
 
-TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]  # behind 1 2 3 a copy says 4 5 6 7
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]  # after 1 2 3 the copy is 4 5 6 7
 HAND_WORKED = {  # text, block, what was committed, counts before and after
     # The block had one right, the copy three and the bonus: two more.
     "later-places-were-not-reached": (
         TEXT, [3, 4, 0, 0, 0], [4, 5, 6, 9], (0, 0), {SHORT: [2, 1], length_class(4): [2, 1]}
     ),
-    # What was committed ends before the last draft.
+    # The committed tokens end before the last draft.
     "the-block-was-right-throughout": (TEXT, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], (0, 0), {SHORT: [-4, 1]}),
     "the-first-guess-is-all-that-was-committed": (TEXT, [3, 10, 11, 12, 13], [10], (0, 0), {SHORT: [-1, 1]}),
     "both-are-right-as-far-as-it-goes": (TEXT, [3, 4, 0, 0, 0], [4], (0, 0), {SHORT: [0, 1]}),

@@ -1,4 +1,4 @@
-"""What a request may carry beside the cases of `test_parity.py`: served as without speculation, or refused alike."""
+"""Request fields that `test_parity.py` leaves out: served as without speculation, or refused alike."""
 
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +154,7 @@ def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off
 
 
 def test_sampled_tokens_follow_the_target_s_distribution(ours: Server, off: Server) -> None:
-    """Of the settings that `test_law.py` compares, one."""
+    """One of the settings that `test_law.py` compares."""
     case = next(case for case in parameters.SAMPLED if case.name == "top_p 0.8")
     drawn, wanted = (parameters.draws(server, case, 400) for server in (ours, off))
     assert not law.violations(wanted, drawn)

@@ -71,7 +71,7 @@ def test_the_questions_are_held_out() -> None:
 
 
 def chunk(text: str | None, n_tokens: int | None, **extra: Any) -> Any:
-    """Of a stream; SGLang tells of the steps in one without a choice, and of tokens in those that bring text."""
+    """A chunk of a stream. SGLang counts steps in a chunk without a choice, and tokens in chunks with text."""
     choices = [] if text is None else [SimpleNamespace(delta=SimpleNamespace(content=text))]
     usage = None if n_tokens is None else SimpleNamespace(completion_tokens=n_tokens)
     return SimpleNamespace(choices=choices, usage=usage, model_extra=extra)

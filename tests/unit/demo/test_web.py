@@ -32,7 +32,7 @@ def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
 
 
 @pytest.mark.parametrize(
-    ("step", "verified", "told"),
+    ("step", "verified", "shown"),
     [
         (Step("a", 1), [], [("own", 1, "a")]),  # the prompt's, or a server without speculation
         (Step("abc", 3), [Verified(4, 2, 0)], [("block", 1, "a"), ("block", 2, "b"), ("own", 3, "c")]),
@@ -48,8 +48,8 @@ def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
         (Step("", 1), [Verified(8, 0, 0)], []),  # the end alone
     ],
 )
-def test_each_token_has_its_source_and_place(step, verified, told, letters):
-    assert pieces(letters, step, verified) == told
+def test_each_token_has_its_source_and_place(step, verified, shown, letters):
+    assert pieces(letters, step, verified) == shown
 
 
 def test_no_space_is_lost_between_tokens():

@@ -40,7 +40,7 @@ def stock(*_: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("streaming", "reason", "told"),
+    ("streaming", "reason", "calls"),
     [
         (True, FINISH_LENGTH(length=4), ["finished"]),
         (True, FINISH_ABORT("away"), ["aborted"]),
@@ -49,7 +49,7 @@ def stock(*_: Any) -> bool:
     ],
     ids=["finished", "aborted", "retracted", "another session"],
 )
-def test_the_session_hears_how_a_turn_ended(streaming, reason, told):
+def test_the_session_hears_how_a_turn_ended(streaming, reason, calls):
     heard = list[str]()
     session = SimpleNamespace(
         streaming=streaming, finish_req=lambda req: heard.append("finished"), abort_req=lambda: heard.append("aborted")
@@ -57,7 +57,7 @@ def test_the_session_hears_how_a_turn_ended(streaming, reason, told):
     ended = {"finished": lambda: reason is not None, "finished_reason": reason}
     req = SimpleNamespace(session=session, release_mm_inputs_on_abort=lambda: None, **ended)
     assert end_turn(stock, None, req) is False
-    assert heard == told
+    assert heard == calls
 
 
 def test_a_request_without_a_session_is_released_as_it_was() -> None:
