@@ -65,7 +65,7 @@ def test_both_answers_stream_side_by_side_and_are_equal(page: Page) -> None:
     assert texts[0] == texts[1]
     assert {"asked", "block", "own"} <= set(kinds(page, "with"))
     assert set(kinds(page, "without")) == {"asked", "own"}
-    assert "tokens each; now" in page.evaluate("document.querySelector('#with .steps').textContent")
+    assert "tokens each; the last verified" in page.evaluate("document.querySelector('#with .steps').textContent")
     assert page.evaluate("document.querySelectorAll('#with svg rect').length") >= 3
 
 
