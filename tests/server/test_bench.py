@@ -14,8 +14,8 @@ pytestmark = pytest.mark.full
 MAX_NEW_TOKENS = 32
 
 
-def test_it_reports_what_the_servers_did(off: Server, ours: Server, tmp_path: Path) -> None:
-    arms = [f"off={off.url}", f"ours={ours.url}"]
+def test_it_reports_what_the_servers_did(off: Server, whole: Server, tmp_path: Path) -> None:
+    arms = [f"off={off.url}", f"ours={whole.url}"]
     asked = ["--num-prompts", "4", "--max-new-tokens", str(MAX_NEW_TOKENS), "--concurrency", "1", "4", "--repeats", "2"]
     main(["--base-url", *arms, *asked, "--require-equal", "--output", str(tmp_path / "out")])
     document = json.loads((tmp_path / "out.json").read_text())
@@ -33,7 +33,6 @@ def test_it_reports_what_the_servers_did(off: Server, ours: Server, tmp_path: Pa
     of_off, of_ours = ([row for row in document["rows"] if row["arm"] == arm] for arm in ("off", "ours"))
     assert [row["n_tokens"] for row in of_off] == [row["n_tokens"] for row in of_ours]
     assert len({row["n_prompt_tokens"] for row in document["rows"]}) == 1
-    # Verified whole in these tests.
     assert {width for turn in document["widths"] for width in turn["n_steps"]} == {"16"}
 
 
