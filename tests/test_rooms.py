@@ -30,10 +30,7 @@ HEIGHT = {room: len(FLOORS) - n for n, rooms in enumerate(FLOORS) for room in ro
 def files() -> dict[str, Path]:
     """Modules by their dotted names."""
     found = {}
-    for folder, package in (
-        ("sglang_dflash", "sglang_dflash"),
-        ("kernels", "sglang_dflash_kernels"),
-    ):
+    for folder, package in (("sglang_dflash", "sglang_dflash"), ("kernels", "sglang_dflash_kernels")):
         for path in (ROOT / folder).rglob("*.py"):
             parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
             if parts[-1] != "sitecustomize":

@@ -112,12 +112,7 @@ def test_a_list_that_is_not_the_compilers_is_told() -> None:
 
 def test_a_server_that_folds_nothing_meets_fewer() -> None:
     met = specialisations.of_server(SERVER._replace(widths=(1, 16), n_value_heads=0))
-    assert met == {
-        "plan_block": {1, 16},
-        "accept": {1, 16},
-        "penalise": {"any"},
-        "append_context": {"accepted", "all"},
-    }
+    assert met == {"plan_block": {1, 16}, "accept": {1, 16}, "penalise": {"any"}, "append_context": {"accepted", "all"}}
     met = specialisations.of_server(SERVER._replace(widths=(1,), block_size=8))
     assert met == {"plan_block": {1, 8}, "accept": {1}, "penalise": {"any"}, "append_context": {"all"}}
     assert [specialisations.of_server(SERVER._replace(tracks=tracks))["gdn_fold"] for tracks in (False, True)] == [

@@ -16,12 +16,7 @@ def assert_same(got: PlannedBlock, want: PlannedBlock) -> None:
 def test_hand_worked_block():
     req_to_token = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]], dtype=torch.int32)
     got = plan_block(
-        torch.tensor([7, 8]),
-        torch.tensor([2, 4]),
-        torch.tensor([1, 0]),
-        req_to_token,
-        mask_token_id=MASK,
-        n_tokens=3,
+        torch.tensor([7, 8]), torch.tensor([2, 4]), torch.tensor([1, 0]), req_to_token, mask_token_id=MASK, n_tokens=3
     )
     want = PlannedBlock(
         tokens_BN=torch.tensor([[7, MASK, MASK], [8, MASK, MASK]]),

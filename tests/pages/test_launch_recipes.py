@@ -12,8 +12,7 @@ from tests.fixtures.guide import ROOT
 
 
 @pytest.mark.parametrize(
-    ("name", "pair", "flags"),
-    [("tiny", tiny.HYBRID, tiny.HYBRID_FLAGS), ("tiny_dense", tiny.DENSE, ())],
+    ("name", "pair", "flags"), [("tiny", tiny.HYBRID, tiny.HYBRID_FLAGS), ("tiny_dense", tiny.DENSE, ())]
 )
 def test_the_tiny_recipes_say_what_the_programs_say(name: str, pair: tiny.Pair, flags: tuple[str, ...]) -> None:
     recipe = ROOT / "launch" / f"serve_{name}_cpu.sh"

@@ -12,10 +12,7 @@ import pytest
 from sglang_dflash.servers.ports import free_port
 from tests.server.lib.browser import CHROMIUM, Page, opened
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")]
 ANSWERED = "document.querySelector('#verdict').textContent"
 MARKUP = "<img src=x onerror=window.broken=1></script><script>window.broken=1</script>"
 

@@ -51,11 +51,7 @@ def prompts_for(target: str) -> list[list[int]]:
     return [(as_prompt(conversation(seed, n_turns=6), target) * 3)[:PROMPT_LEN] for seed in range(N_PROMPTS)]
 
 
-@pytest.fixture(
-    scope="module",
-    params=list(KINDS.values()),
-    ids=list(KINDS),
-)
+@pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
 def serving(request: pytest.FixtureRequest, pool: Any) -> Iterator[Serving]:
     kind: Kind = request.param
     running = pool.get(target=kind.target, flags=kind.flags)

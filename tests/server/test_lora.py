@@ -85,11 +85,7 @@ class Serving(NamedTuple):
         return self.expert(name).accepted_histogram(prompt, self.kind.max_new_tokens)
 
 
-@pytest.fixture(
-    scope="module",
-    params=list(KINDS.values()),
-    ids=list(KINDS),
-)
+@pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
 def serving(
     request: pytest.FixtureRequest, pool: Any, questions: Callable, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:

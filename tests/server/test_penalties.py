@@ -50,8 +50,7 @@ SERVINGS = {
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name == "hybrid" else pytest.mark.full) for name in SERVINGS],
+    scope="module", params=[pytest.param(name, marks=() if name == "hybrid" else pytest.mark.full) for name in SERVINGS]
 )
 def serving(request: pytest.FixtureRequest, server: Callable) -> Serving:
     target, flags, env = SERVINGS[request.param]

@@ -211,9 +211,7 @@ WRITERS: dict[str, Writer] = {
         arguments=tags("<parameter=KEY>VALUE</parameter>\n"),
     ),
     "minicpm5": each(
-        '<function name="NAME">ARGUMENTS</function>',
-        between="\n",
-        arguments=tags('<param name="KEY">VALUE</param>'),
+        '<function name="NAME">ARGUMENTS</function>', between="\n", arguments=tags('<param name="KEY">VALUE</param>')
     ),
     "minimax-m2": each(start="<minimax:tool_call>\n", end="</minimax:tool_call>", **INVOKE),
     "minimax-m3": each(

@@ -195,8 +195,7 @@ prompts = st.one_of(
     st.lists(short, min_size=1, max_size=3).map(lambda ids: {"input_ids": ids}),
 )
 odd_prompts = st.one_of(
-    st.lists(st.integers(-1, 1100).filter(bool), max_size=4).map(lambda ids: {"input_ids": ids}),
-    st.just({"text": ""}),
+    st.lists(st.integers(-1, 1100).filter(bool), max_size=4).map(lambda ids: {"input_ids": ids}), st.just({"text": ""})
 )
 
 
