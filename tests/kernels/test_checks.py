@@ -1,4 +1,4 @@
-"""What the ops refuse, and who decides which form of an op runs."""
+"""Arguments that ops refuse, and the choice of the form of an op that runs."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def block(B: int, N: int) -> torch.Tensor:
     return torch.zeros(B, N, dtype=INT64)
 
 
-def test_shapes_learns_sizes_and_says_them():
+def test_shapes_learns_sizes():
     shapes = Shapes()
     shapes.check(INT64, tokens_BN=block(3, 4), prefix_len_B=block(3, 1)[:, 0])
     assert (shapes["B"], shapes["N"]) == (3, 4)
@@ -67,7 +67,7 @@ def test_plan_block_refuses_another_table_dtype():
 
 
 def append(**changes) -> None:
-    """A valid call (two requests of two rows, one layer of two heads of 8), but for `changes`."""
+    """Make a valid call (two requests of two rows, one layer of two heads of 8) with `changes`."""
     cache_L = [torch.zeros(5, 2, 8)]
     args = {
         "k_TLGE": torch.zeros(4, 1, 2, 8),
