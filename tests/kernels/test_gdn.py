@@ -180,7 +180,7 @@ def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device
 
 
 def one_head(q: list[float], k: list[float], v: list[float], a: float, device: str) -> dict[str, torch.Tensor]:
-    """Return two equal tokens of one head, from a state of ones; beta is nearly 1, log decay `-a / 100` if `a` is large."""
+    """Return two equal tokens of one head, from a state of ones; beta is about 1, the log decay about `-a / 100`."""
     return {
         "q_TGK": torch.tensor([[q]] * 2, device=device),
         "k_TGK": torch.tensor([[k]] * 2, device=device),
