@@ -1,4 +1,4 @@
-"""The dashboard and the table against the names that are exported; SGLang's own against its source."""
+"""The dashboard and the table of metrics against exported names, this plugin's and SGLang's."""
 
 import json
 import re
@@ -54,13 +54,13 @@ def test_labels_are_those_of_the_metric() -> None:
         assert grouped <= known, query
 
 
-def test_queries_are_whole_and_ask_for_the_chosen_servers() -> None:
+def test_queries_are_balanced_and_filter_by_the_chosen_servers() -> None:
     for query in expressions():
         assert query.count("(") == query.count(")"), query
         assert query.count('{model_name=~"$model_name",instance=~"$instance"}') == len(NAME.findall(query)), query
 
 
-def test_panels_are_told_apart_and_do_not_overlap() -> None:
+def test_panels_are_distinct_and_do_not_overlap() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
     assert all(panel["title"] and panel["description"] for panel in panels())
