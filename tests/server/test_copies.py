@@ -1,6 +1,6 @@
-"""Blocks continued by copies: answers stay the target's, and each step accepts what the definitions say.
+"""Blocks extended by n-gram copies: answers stay the target's, and steps are those of the definitions.
 
-What is asked repeats itself: a question that the conversation has answered already, or one of its kind.
+Prompts repeat themselves: the last question was answered before, or one of its kind was.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ class Kind(NamedTuple):
     draft_window: int | None = None
     page_size: int = 1
     full: bool = True
-    knows_steps: bool = True  # not where widths change
+    knows_steps: bool = True  # False: widths change, so steps are not predicted
     width: int | None = None  # None: the block
 
 
@@ -70,14 +70,14 @@ class Serving(NamedTuple):
 
 
 def asked_again(target: str, reference: Callable) -> list[list[int]]:
-    """Conversations whose last question was answered before, word for word or as another of its kind was."""
+    """Return conversations whose last question was answered before, word for word or as one of its kind."""
     prompts = []
     for seed in range(N_ASKED):
         question, *_ = conversation(seed, 1)
         answer = reference(as_prompt([question], target), 2 * MAX_NEW_TOKENS, target)
-        said = {"role": "assistant", "content": as_text(answer, target)}
+        answered = {"role": "assistant", "content": as_text(answer, target)}
         again = question if seed % 2 else conversation(seed + N_ASKED, 1)[0]
-        prompts.append(as_prompt([question, said, again], target))
+        prompts.append(as_prompt([question, answered, again], target))
     return prompts
 
 
@@ -96,7 +96,7 @@ def serving(request: pytest.FixtureRequest, pool: Any, reference: Callable) -> I
 
 @pytest.mark.parametrize("concurrency", [1, N_ASKED])
 def test_answers_and_steps_are_the_definitions(serving: Serving, concurrency: int) -> None:
-    """The second time prompts are found in the cache: their text is not read, and copied from all the same."""
+    """In the second round prompts are in the prefix cache: they are not read, but still copied from."""
     for _ in range(2):
         answers = serving.generate(concurrency)
         assert [answer.token_ids for answer in answers] == serving.expected
@@ -121,11 +121,13 @@ def steps_of(serving: Serving, *, copies: bool) -> list[dict[int, int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_tokens_that_are_drawn_are_those_of_their_seed(
+def test_drawn_tokens_follow_from_their_seed(
     target: str, server: Callable, questions: Callable, reference: Callable
 ) -> None:
-    """As without speculation; drafts that are copied change no law. The same tokens with and without copies, so the
-    steps tell what copies are worth: they never cost more than a hundredth."""
+    """Tokens are those without speculation, with copies and without, so steps show the value of copies.
+
+    Copies may cost at most 1 % more steps.
+    """
     repeating, alone = asked_again(target, reference), questions(N_ASKED, target, seed=60)
     flags = (*SEEDED_FLAGS, *(TRACK if target == "hybrid" else ()))
     drawn = {"temperature": 0.7, "sampling_seed": 5, "max_new_tokens": MAX_NEW_TOKENS}
@@ -145,8 +147,8 @@ def test_tokens_that_are_drawn_are_those_of_their_seed(
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_whatever_is_copied_the_answer_is_the_same(target: str, server: Callable, reference: Callable) -> None:
-    """Copies of any length from any place of the block, at widths of any size, and few slots: some are retracted."""
+def test_random_copies_change_no_answer(target: str, server: Callable, reference: Callable) -> None:
+    """Copies have any length and place, widths any size; with few slots some requests are retracted."""
     env = {"SGLANG_DFLASH_COPY": "random", "SGLANG_DFLASH_WIDTHS": "random"}
     flags = ("--max-total-tokens", "1400", *(TRACK if target == "hybrid" else ()))
     prompts = asked_again(target, reference)

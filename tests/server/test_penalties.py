@@ -1,7 +1,7 @@
-"""Penalties through real servers, against their definition over Transformers' logits, token by token.
+"""Penalties on real servers, against their definition over Transformers' logits, token by token.
 
-Not against a server without speculation: under the overlap schedule SGLang 0.5.23 counts one token late (the last
-prompt token first, the newest never), and a retracted request's history is forgotten.
+A server without speculation is no reference: under the overlap schedule SGLang 0.5.23 counts one token late (the last
+prompt token first, the newest never), and forgets the history of a retracted request.
 """
 
 from array import array
@@ -62,7 +62,7 @@ Rule = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    """`answer(prompt, rule, target)`: greedy, each token from Transformers' logits after `rule(output, logits_V)`."""
+    """`answer(prompt, rule, target)`: greedy tokens from Transformers' logits after `rule(output, logits_V)`."""
 
     def generate(prompt: Sequence[int], rule: Rule, target: str) -> list[int]:
         def process(ids_1T: torch.Tensor, logits_1V: torch.Tensor) -> torch.Tensor:
@@ -71,12 +71,9 @@ def answer() -> Answer:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             out = model(PAIRS[target].target).generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=MAX_NEW_TOKENS,
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
                 logits_processor=[process],
-            )
+            )  # fmt: skip
         return out[0, len(prompt) :].tolist()
 
     return generate
@@ -91,13 +88,13 @@ def end_token(target: str) -> int:
 
 
 def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, answer: Answer) -> None:
-    """One at a time, then all of them at once beside requests that ask for nothing."""
+    """Ask one at a time, then all at once, mixed with requests without penalties."""
     server, target, _ = serving
     prompts, end = questions(N_PROMPTS, target, seed=25), end_token(target)
     jobs = [(prompt, asked) for i, prompt in enumerate(prompts) for asked in [ASKED[i % len(ASKED)], {}]]
     expected = [answer(prompt, penalty_rule(asked, end), target) for prompt, asked in jobs]
     changed = [expected[i] != expected[i + 1] for i in range(0, len(jobs), 2)]
-    assert sum(changed) > N_PROMPTS / 2, "the penalties change too little; this test could not fail"
+    assert sum(changed) > N_PROMPTS / 2, "the penalties change too little; this test cannot fail"
 
     requests = [(prompt, {"max_new_tokens": MAX_NEW_TOKENS} | asked) for prompt, asked in jobs]
     for n in (1, 8):
@@ -105,7 +102,6 @@ def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, 
 
 
 def test_drafts_are_still_accepted(serving: Serving, questions: Callable) -> None:
-    """A penalty is no way back to one token per step."""
     prompts = questions(N_PROMPTS, serving.target, seed=25)
     answers = serving.server.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS, presence_penalty=0.5)
     n_steps = sum(a.meta["spec_verify_ct"] for a in answers)
@@ -131,8 +127,8 @@ def test_logprobs_are_those_of_the_penalised_logits(serving: Serving, questions:
     assert logprobs == pytest.approx(want, abs=1e-4)
 
 
-def test_a_custom_processor_reads_the_text_so_far(serving: Serving, questions: Callable, answer: Answer) -> None:
-    """SGLang's own n-gram blocker, which reads the output: no trigram of prompt and output comes twice."""
+def test_custom_processor_reads_the_output_so_far(serving: Serving, questions: Callable, answer: Answer) -> None:
+    """SGLang's n-gram blocker reads the output: no trigram of prompt and output may repeat."""
     server, target, retracts = serving
     if retracts:
         pytest.skip("started without custom processors")

@@ -1,7 +1,7 @@
-"""Quantized targets: what they say without speculation, in the steps of SGLang's own worker.
+"""Quantized targets: the answers without speculation, in the steps of SGLang's own worker.
 
-The draft borrows the target's embedding and head. Its weights are its own, and stay plain unless it is asked for.
-SGLang's loader of text-only Qwen3.5 drops the scale of a quantized head, so the head is the dense target's.
+The draft borrows the target's embedding and head. Its own weights stay plain unless a flag quantizes them. SGLang's
+loader of text-only Qwen3.5 drops the scale of a quantized head, so a quantized head is tested on the dense target.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
-    """Servers of one test: `served(arm, "hybrid", "fp8")`, quantized, or plain without a format."""
+    """`served(arm, "hybrid", "fp8")`: a server of this test, quantized, or plain without a format."""
     started: list[Server] = []
 
     def get(arm: Arm, target: str, form: str | None = None, **kwargs: Any) -> Server:
@@ -54,7 +54,7 @@ def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
         ("hybrid", "int8", {}),
         ("dense", "int8-head", {}),
         ("dense", "awq", {}),
-        # A rank scales what it has of a token's activations: two do not say what one says.
+        # A rank scales its part of a token's activations, so two ranks differ from one.
         ("hybrid", "int8", TWO_RANKS),
     ],
 )
@@ -67,8 +67,8 @@ def test_answers_are_the_targets_and_steps_the_built_in_workers(
     require_accepted(ours)
 
 
-def test_a_quantized_head_is_scored_by_two_ranks(served: Callable, questions: Callable) -> None:
-    """SGLang's own worker ends when it is to score drafts with one."""
+def test_quantized_head_on_two_ranks(served: Callable, questions: Callable) -> None:
+    """SGLang's own worker crashes when it scores drafts with such a head."""
     off, ours = (
         answers(served(arm, "dense", "int8-head", **TWO_RANKS), questions(N_PROMPTS, "dense"))
         for arm in (Arm.OFF, Arm.PLUGIN)
@@ -77,22 +77,22 @@ def test_a_quantized_head_is_scored_by_two_ranks(served: Callable, questions: Ca
     require_accepted(ours)
 
 
-def test_new_weights_reach_a_target_in_fp8(served: Callable, questions: Callable, tmp_path: Path) -> None:
-    """Those of int8 do not: they end SGLang's scheduler, without speculation as well."""
+def test_weight_update_of_a_target_in_fp8(served: Callable, questions: Callable, tmp_path: Path) -> None:
+    """An update of int8 weights ends SGLang's scheduler, without speculation as well."""
     prompts, pair = questions(N_PROMPTS, "dense"), PAIRS["dense"]
     off, ours = (served(arm, "dense", "fp8") for arm in (Arm.OFF, Arm.PLUGIN))
     before = answers(ours, prompts)
     changed = pair._replace(target=changed_copy(pair.target, tmp_path / "changed"))
     new = {"model_path": str(quantized(changed, "fp8", tmp_path / "new").target)}
     assert [post(server, "/update_weights_from_disk", new).status_code for server in (off, ours)] == [200, 200]
-    said, after = answers(off, prompts), answers(ours, prompts)
-    assert [answer.token_ids for answer in after] == [answer.token_ids for answer in said]
+    without, after = answers(off, prompts), answers(ours, prompts)
+    assert [answer.token_ids for answer in after] == [answer.token_ids for answer in without]
     assert [answer.token_ids for answer in after] != [answer.token_ids for answer in before]
     require_accepted(after)
 
 
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_a_draft_in_fp8_drafts_as_the_built_in_workers(
+def test_fp8_draft_drafts_as_the_built_in_workers(
     served: Callable, questions: Callable, reference: Callable, target: str
 ) -> None:
     prompts = questions(N_PROMPTS, target)

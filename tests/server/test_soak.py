@@ -1,4 +1,4 @@
-"""The soak, in its short form on the suite's own server, and in the long one on four (`make soak`)."""
+"""The soak: short on the suite's own server, long on four servers (`make soak`)."""
 
 import resource
 from collections import Counter
@@ -61,7 +61,7 @@ def test_long(server: Callable, book: list[Entry], flags: tuple[str, ...], env: 
 @pytest.mark.full
 @pytest.mark.soak
 def test_thousands_of_streams_that_nobody_reads(ours: Server, book: list[Entry]) -> None:
-    """Those that are read come whole, while thousands wait, and when all of those hang up."""
+    """Other streams must be complete while thousands wait, and after those hang up."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     read = book[:N_READ]
@@ -84,8 +84,7 @@ def last(server: Server, entry: Entry) -> list[int]:
     return whole.token_ids
 
 
-def test_the_soak_sees_a_wrong_token_and_a_leak() -> None:
-    """A test that cannot fail is none."""
+def test_wrong_token_and_leak_are_found() -> None:
     flat = [900.0 + 30 * (i < 5) for i in range(40)]
     good = Report(Counter(whole=200), [], flat, 0, 2000, 1.0)
     assert list(complaints(good)) == []

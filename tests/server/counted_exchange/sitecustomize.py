@@ -1,6 +1,6 @@
-"""Every rank writes down what each of its steps exchanged, in processes that have this folder on PYTHONPATH.
+"""Logs what each step of every rank exchanges, in processes that have this folder on PYTHONPATH.
 
-Python imports `sitecustomize` before anything else, so the worker is met while it is being loaded.
+Python imports `sitecustomize` first, so the worker is patched while it is loaded.
 """
 
 from after_loading import edit_after_loading

@@ -1,4 +1,4 @@
-"""Requests no server should serve, or that stand on the edge of what it serves: what is posted, and where."""
+"""Requests that no server should serve, or at the edge of what one serves: paths and bodies."""
 
 from typing import Any, NamedTuple
 
@@ -9,11 +9,11 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8}
 
 class Bad(NamedTuple):
     path: str
-    body: Any  # JSON; bytes are sent as they are
+    body: Any  # JSON value; bytes are sent unchanged
 
     @property
     def content(self) -> dict[str, Any]:
-        """What httpx is to send."""
+        """Arguments of httpx that send the body."""
         if isinstance(self.body, bytes):
             return {"content": self.body, "headers": {"Content-Type": "application/json"}}
         return {"json": self.body}
@@ -70,7 +70,7 @@ SAMPLING = {
     "ebnf-broken": sampling(ebnf="root ::= "),
     "structural_tag-broken": sampling(structural_tag="{}"),
 }
-# The request around them.
+# Other fields of the request.
 REQUESTS = {
     "json-broken": Bad("/generate", b'{"input_ids": [5, 6'),
     "json-list": Bad("/generate", []),
@@ -119,7 +119,7 @@ OPENAI = {
     "completion-n-zero": completion(n=0),
     "completion-best_of-text": completion(best_of="two"),
 }
-# Each of them ends a server that has no plugin to refuse it, but for a few.
+# Most of these end a server without the plugin; `OUTLIVED` are the exceptions.
 NO_PROMPT = {
     "text-empty": fields(text=""),
     "text-empty-beside-another": fields(text=["Spell", ""]),
@@ -152,17 +152,17 @@ NO_PARAMETER = {
     "lora_id-list": fields(input_ids=PROMPT, lora_id=[]),
     "positional_embed_overrides": fields(input_ids=PROMPT, positional_embed_overrides={"a": 1}),
 }
-# It ends a server that has metrics, and only there it is refused.
+# Ends a server that has metrics, and is refused only there.
 NO_LABEL = {"custom_labels-unknown": fields(input_ids=PROMPT, custom_labels={"team": "a"})}
-# They take the memory of whatever runs on the machine, so SGLang is not shown to end with them.
+# They exhaust the machine's memory, so no test shows that SGLang ends with them.
 TOO_MANY = {
     "n-past-memory": sampling(n=2**31),
     "n-of-several-prompts": Bad("/generate", {"input_ids": [PROMPT] * 64, "sampling_params": GREEDY | {"n": 1025}}),
     "chat-n-past-memory": chat(n=2**40),
     "completion-n-past-memory": completion(n=2**16 + 1),
 }
-# SGLang outlives these on a CPU: it answers an empty prompt that is read beside another, draws from NaN (token 0), and
-# looks stop ids up only where a neighbour has min_new_tokens. The OpenAI door refuses an empty string by itself.
+# SGLang survives these on a CPU: it answers an empty prompt beside another, draws token 0 from NaN, and looks up stop
+# ids only if a neighbour has min_new_tokens. The OpenAI API itself refuses an empty string.
 OUTLIVED = {
     "text-empty-beside-another",
     "input_ids-empty-beside-others",

@@ -1,5 +1,7 @@
-"""What is rehearsed: the ways a GPU's server runs that a CPU's does not. Each is compared with plain torch, answers and
-steps, one request at a time, three (a captured batch of four is padded) and eight.
+"""Servers of the GPU emulation battery: ways in which a GPU's server runs and a CPU's does not.
+
+Answers and steps of each are compared with plain torch, at one request at a time, three (a captured batch of four is
+padded) and eight.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Rehearsal(NamedTuple):
     draft_layers: tuple[str, ...] = ()
     both_ways: bool = False  # sliding layers see their whole block
     second: bool = False  # the DFlash 2 draft
-    knows_steps: bool = True  # not where widths change
+    knows_steps: bool = True  # False: widths change, so steps are not predicted
     n_prompts: int = 12
     max_new_tokens: int = 64
 
@@ -90,12 +92,8 @@ REHEARSALS = {
     "fa3-graphs-snapshot": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK), SM90 + SNAPSHOT),
     "fa3-graphs-dflash2": Rehearsal((*attention("fa3"), *GRAPHS, *TRACK), second=True),
     "fa3-graphs-dflash2-as-published": Rehearsal(
-        (*attention("fa3"), *BREAKABLE, *PAGES),
-        target="dense",
-        second=True,
-        draft_layers=(SLIDING, SLIDING),
-        both_ways=True,
-        draft_window=64,
+        (*attention("fa3"), *BREAKABLE, *PAGES), target="dense", second=True, draft_layers=(SLIDING, SLIDING),
+        both_ways=True, draft_window=64,
     ),
     "fa3-graphs-dflash2-two-ranks": Rehearsal(
         (*attention("fa3"), *GRAPHS, *TRACK, "--tp-size", "2"), TWO_RANKS, second=True
@@ -111,11 +109,7 @@ REHEARSALS = {
         (*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK), SM100, second=True
     ),
     "triton-graphs-sliding-both-ways": Rehearsal(
-        (*attention("triton"), *GRAPHS),
-        target="dense",
-        draft_layers=(SLIDING, FULL),
-        both_ways=True,
-        n_prompts=4,
+        (*attention("triton"), *GRAPHS), target="dense", draft_layers=(SLIDING, FULL), both_ways=True, n_prompts=4,
         max_new_tokens=32,
     ),
     "fa4-eager": Rehearsal((*attention("fa4"), *EAGER, *PAGES_64), SM100),
@@ -134,7 +128,7 @@ REHEARSALS = {
     "flashinfer-graphs-widths": Rehearsal(
         (*attention("flashinfer"), *GRAPHS, *TRACK), SM90 + RANDOM_WIDTHS, knows_steps=False
     ),
-    # Its sliding layers see up to N - 1 tokens more than they should, so steps may differ from plain torch's.
+    # FlashInfer's sliding layers see up to N - 1 tokens too many, so steps may differ from plain torch's.
     "flashinfer-graphs-sliding": Rehearsal(
         (*attention("flashinfer"), *GRAPHS), target="dense", draft_layers=(SLIDING, FULL), knows_steps=False
     ),
@@ -143,14 +137,11 @@ REHEARSALS = {
     "trtllm-xqa-graphs": Rehearsal((*attention("trtllm_mha"), *GRAPHS, *PAGES, *TRACK)),
     "trtllm-gen-graphs": Rehearsal((*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES_64, *TRACK), SM100),
     "trtllm-gen-graphs-sliding": Rehearsal(
-        (*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES),
-        SM100,
-        target="dense",
+        (*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES), SM100, target="dense",
         draft_layers=(SLIDING, FULL),
     ),
     "trtllm-gen-graphs-window-widths": Rehearsal(
-        (*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)),
-        SM100 + RANDOM_WIDTHS,
+        (*attention("trtllm_mha", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)), SM100 + RANDOM_WIDTHS,
         knows_steps=False,
     ),
     "trtllm-and-a-draft-on-fa4": Rehearsal((*attention("trtllm_mha"), *BREAKABLE, *PAGES_64, *TRACK), SM100),
@@ -160,27 +151,20 @@ REHEARSALS = {
         (*attention("triton"), *EAGER, *PAGES, *window(64)), draft_window=64, n_prompts=4, max_new_tokens=32
     ),
     "flashinfer-and-a-draft-on-trtllm": Rehearsal(
-        (*attention("flashinfer", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)),
-        SM100,
-        draft_window=64,
-        n_prompts=8,
-        max_new_tokens=48,
+        (*attention("flashinfer", draft="trtllm_mha"), *GRAPHS, *PAGES, *TRACK, *window(64)), SM100, draft_window=64,
+        n_prompts=8, max_new_tokens=48,
     ),
     "fa3-graphs-interpreted": Rehearsal((*attention("fa3"), *GRAPHS), INTERPRETED, n_prompts=2, max_new_tokens=24),
     "fa3-graphs-streams": Rehearsal((*attention("fa3"), *GRAPHS, *REQUEST_FLAGS), STREAMS),
     "flashinfer-prefill-graphs-pages-streams": Rehearsal(
         (*attention("flashinfer"), *BREAKABLE, *PAGES, *TRACK), STREAMS
     ),
-    # Captured forwards of two streams; steps of one token, which decode in the fused projection, beside whole blocks.
+    # Captured forwards of two streams; steps of one token, in the fused projection, mixed with whole blocks.
     "fa3-graphs-streams-1-and-16": Rehearsal(
-        (*attention("fa3"), *SMALL_GRAPHS, *TRACK),
-        (*STREAMS, ("SGLANG_DFLASH_WIDTHS", "1,16")),
-        full=False,
-        knows_steps=False,
-        n_prompts=4,
-        max_new_tokens=32,
+        (*attention("fa3"), *SMALL_GRAPHS, *TRACK), (*STREAMS, ("SGLANG_DFLASH_WIDTHS", "1,16")), full=False,
+        knows_steps=False, n_prompts=4, max_new_tokens=32,
     ),
-    # A change of engines between two steps, and the table of the draft's rings.
+    # Changes of verify width between steps, and the table of the draft's rings.
     "fa3-graphs-streams-widths": Rehearsal(
         (*attention("fa3"), *GRAPHS, *TRACK), STREAMS + RANDOM_WIDTHS, knows_steps=False, n_prompts=8
     ),
@@ -189,4 +173,4 @@ REHEARSALS = {
     ),
     "fa3-graphs-stock": Rehearsal((*attention("fa3"), *BREAKABLE), arm=Arm.STOCK),
     "fa3-graphs-stock-dense": Rehearsal((*attention("fa3"), *GRAPHS), arm=Arm.STOCK, target="dense"),
-}
+}  # fmt: skip
