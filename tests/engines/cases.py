@@ -23,11 +23,9 @@ class Case(NamedTuple):
 
     @property
     def n_drafts(self) -> int:
-        """Number of drafts in a block."""
         return json.loads((ASSETS / self.target / self.draft / "config.json").read_text())["block_size"] - 1
 
     def draft_folder(self, parent: Path) -> Path:
-        """Copy the draft with the changed config; return the folder."""
         folder = Path(shutil.copytree(ASSETS / self.target / self.draft, parent / "draft"))
         config = json.loads((folder / "config.json").read_text()) | self.changed
         (folder / "config.json").write_text(json.dumps(config))

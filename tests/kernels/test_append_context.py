@@ -27,13 +27,11 @@ class Case(NamedTuple):
     n_kept_B: torch.Tensor | None
 
     def append_with(self, op) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Return the K and V cache layers after `op` ran on copies of them."""
         caches = ContextCaches.build([c.clone() for c in self.caches.k_L], [c.clone() for c in self.caches.v_L])
         op(*self.rows, caches=caches, key=self.key, n_kept_B=self.n_kept_B)
         return caches.k_L, caches.v_L
 
     def exact_keys(self) -> tuple[torch.Tensor, ...]:
-        """Return the K cache layers without any rounding."""
         doubles = ([c.double() for c in layers] for layers in (self.caches.k_L, self.caches.v_L))
         caches = ContextCaches(*doubles, self.caches.k_address_L, self.caches.v_address_L)
         sequential(*self.rows, caches=caches, key=self.key, n_kept_B=self.n_kept_B)

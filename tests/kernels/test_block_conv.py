@@ -104,7 +104,6 @@ def test_slot_reads_its_taps_only(form, device):
 
 
 def test_dtypes_may_differ(device):
-    """A draft may keep its base in fp32."""
     x_TH, change_TSJ, base_SH = inputs(2, 4, 2, 3, 4, dtype=FP16, device=device)
     for form in (block_conv, block_conv_triton):
         got_TH = form(x_TH, change_TSJ.float(), base_SH.float(), block_size=4)

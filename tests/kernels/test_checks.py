@@ -70,14 +70,11 @@ def append(**changes) -> None:
     """Make a valid call (two requests of two rows, one layer of two heads of 8) with `changes`."""
     cache_L = [torch.zeros(5, 2, 8)]
     args = {
-        "k_TLGE": torch.zeros(4, 1, 2, 8),
-        "v_TLGE": torch.zeros(4, 1, 2, 8),
-        "positions_T": torch.zeros(4, dtype=INT64),
-        "slots_T": torch.arange(4),
-        "caches": ContextCaches.build(cache_L, cache_L),
-        "key": KeyTransform(torch.zeros(3, 8), torch.ones(1, 8), 1e-6),
+        "k_TLGE": torch.zeros(4, 1, 2, 8), "v_TLGE": torch.zeros(4, 1, 2, 8),
+        "positions_T": torch.zeros(4, dtype=INT64), "slots_T": torch.arange(4),
+        "caches": ContextCaches.build(cache_L, cache_L), "key": KeyTransform(torch.zeros(3, 8), torch.ones(1, 8), 1e-6),
         "n_kept_B": torch.ones(2, dtype=torch.int32),
-    }
+    }  # fmt: skip
     append_context(**(args | changes))
 
 

@@ -14,13 +14,9 @@ from tests.tools import sass
 
 ROOT = Path(__file__).parents[2]
 SERVER = specialisations.Server(  # the server whose launches `--short` makes
-    widths=(1, 2, 4, 6, 8, 12, 16, 24, 32),
-    block_size=16,
-    batch_sizes=(1, 2, 3, 8, 16, 64),
-    n_value_heads=48,
-    value_width=128,
-    tracks=True,
-)
+    widths=(1, 2, 4, 6, 8, 12, 16, 24, 32), block_size=16, batch_sizes=(1, 2, 3, 8, 16, 64), n_value_heads=48,
+    value_width=128, tracks=True,
+)  # fmt: skip
 SECOND = SERVER._replace(conv_taps=2, selector_top_k=16)  # with a DFlash 2 draft
 ALL = SECOND._replace(copies=True)
 
@@ -143,7 +139,6 @@ def test_n_gram_copies_add_their_kernels() -> None:
 
 
 def line(op: str, rest: str = "", *, stall: int = 1, sets: int = 7, waits: int = 0) -> str:
-    """Return an instruction as nvdisasm prints it."""
     control = (stall | sets << 5 | 7 << 8 | waits << 11) << 41
     return f"        /*0000*/   {op} {rest} ;   /* 0x{0:016x} */\n{' ' * 90}/* 0x{control:016x} */\n"
 

@@ -32,17 +32,11 @@ def inputs(B: int, N: int, G: int, H: int, K: int, V: int, device: str) -> dict[
     # Views of one projection with a common row stride, as after SGLang's convolution.
     q, k, v = normal(B * N, 2 * G * K + H * V).split([G * K, G * K, H * V], dim=1)
     return {
-        "q_TGK": q.unflatten(1, (G, K)),
-        "k_TGK": k.unflatten(1, (G, K)),
-        "v_THV": v.unflatten(1, (H, V)),
-        "a_TH": normal(B * N, H) * 4,
-        "b_TH": normal(B * N, H),
-        "A_log_H": normal(H),
-        "dt_bias_H": normal(H),
-        "state_SHVK": normal(S, H, V, K),
-        "slot_B": torch.randperm(S, generator=random)[:B].to(device),
+        "q_TGK": q.unflatten(1, (G, K)), "k_TGK": k.unflatten(1, (G, K)), "v_THV": v.unflatten(1, (H, V)),
+        "a_TH": normal(B * N, H) * 4, "b_TH": normal(B * N, H), "A_log_H": normal(H), "dt_bias_H": normal(H),
+        "state_SHVK": normal(S, H, V, K), "slot_B": torch.randperm(S, generator=random)[:B].to(device),
         "record_RNX": torch.full((B + 1, N + 1, record_width(H, V, G, K)), torch.nan, device=device),
-    }
+    }  # fmt: skip
 
 
 def arguments(x: dict[str, torch.Tensor]) -> tuple[Inputs, *tuple[torch.Tensor, ...]]:
@@ -182,17 +176,13 @@ def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device
 def one_head(q: list[float], k: list[float], v: list[float], a: float, device: str) -> dict[str, torch.Tensor]:
     """Return two equal tokens of one head, from a state of ones; beta is about 1, the log decay about `-a / 100`."""
     return {
-        "q_TGK": torch.tensor([[q]] * 2, device=device),
-        "k_TGK": torch.tensor([[k]] * 2, device=device),
-        "v_THV": torch.tensor([[v]] * 2, device=device),
-        "a_TH": torch.full((2, 1), a, device=device),
-        "b_TH": torch.full((2, 1), 20.0, device=device),
-        "A_log_H": torch.tensor([math.log(0.01)], device=device),
-        "dt_bias_H": torch.zeros(1, device=device),
-        "state_SHVK": torch.ones(1, 1, 2, 2, device=device),
+        "q_TGK": torch.tensor([[q]] * 2, device=device), "k_TGK": torch.tensor([[k]] * 2, device=device),
+        "v_THV": torch.tensor([[v]] * 2, device=device), "a_TH": torch.full((2, 1), a, device=device),
+        "b_TH": torch.full((2, 1), 20.0, device=device), "A_log_H": torch.tensor([math.log(0.01)], device=device),
+        "dt_bias_H": torch.zeros(1, device=device), "state_SHVK": torch.ones(1, 1, 2, 2, device=device),
         "slot_B": torch.tensor([0], device=device),
         "record_RNX": torch.zeros(1, 2, record_width(1, 2, 1, 2), device=device),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("verify", "fold"), FORMS)
@@ -228,12 +218,10 @@ def test_batch_padded_past_the_record_is_refused(device):
 
 
 def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Return the largest difference, relative to the largest value."""
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
 def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Return the errors of a form's outputs and records against the definition's."""
     record_RNX, B = x["record_RNX"].clone(), len(x["slot_B"])
     out_THV = verify(*arguments(x | {"record_RNX": record_RNX}))
     N, (G, K), (H, V) = len(out_THV) // B, x["k_TGK"].shape[1:], out_THV.shape[1:]

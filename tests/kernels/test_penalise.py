@@ -18,14 +18,10 @@ def asked(*requests: dict, device: str = "cpu") -> Asked:
 
     stops = [[*request.get("stop", []), *[-1] * longest][:longest] for request in requests]
     return Asked(
-        column("index", 0, torch.int64),
-        column("row", 0, torch.int64),
-        column("frequency", 0.0, torch.float32),
-        column("presence", 0.0, torch.float32),
-        column("repetition", 1.0, torch.float32),
-        column("min_new", 0, torch.int64),
-        torch.tensor(stops, dtype=torch.int64, device=device).view(-1, longest),
-    )
+        column("index", 0, torch.int64), column("row", 0, torch.int64), column("frequency", 0.0, torch.float32),
+        column("presence", 0.0, torch.float32), column("repetition", 1.0, torch.float32),
+        column("min_new", 0, torch.int64), torch.tensor(stops, dtype=torch.int64, device=device).view(-1, longest),
+    )  # fmt: skip
 
 
 def test_hand_worked():
@@ -55,12 +51,6 @@ def test_rows_of_a_padded_vocabulary_may_be_strided():
         penalise_(torch.randn(2, 5, 3).transpose(1, 2), *args, asked(request))
 
 
-def named(request: dict) -> dict:
-    """Return the penalties of a request under SGLang's names."""
-    penalties = {f"{name}_penalty": request[name] for name in ("frequency", "presence", "repetition")}
-    return penalties | {"min_new_tokens": request["min_new"]}
-
-
 PENALTY = st.sampled_from([0.0, 0.5, -0.5, 2.0, -2.0])
 
 
@@ -86,10 +76,11 @@ def test_definition_is_the_sequential_one(data):
     logits_BNV = torch.randn(B, n_tokens, V)
     want_BNV = logits_BNV.clone()
     for request in requests:
-        b = request["index"]
+        b, by_sglangs_names = request["index"], {"min_new_tokens": request["min_new"]}
+        by_sglangs_names |= {f"{name}_penalty": request[name] for name in ("frequency", "presence", "repetition")}
         for slot in range(n_tokens):
             text = [*texts[b], *tokens_BN[b, 1 : slot + 1].tolist()]
-            want_BNV[b, slot] = torch.tensor(penalised(logits_BNV[b, slot], text, named(request), request["stop"]))
+            want_BNV[b, slot] = torch.tensor(penalised(logits_BNV[b, slot], text, by_sglangs_names, request["stop"]))
     n_output_P = torch.tensor([len(texts[b]) for b in asking], dtype=torch.int64)
     penalise_ref(logits_BNV, tokens_BN, n_output_P, counts_RV, asked(*requests))
     torch.testing.assert_close(logits_BNV, want_BNV)

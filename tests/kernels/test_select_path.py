@@ -20,17 +20,13 @@ def inputs(B, D, K, R, V, *, dtype=FP32, whole=False, device="cpu") -> dict[str,
 
     order_BDV = torch.rand(B, D, V, device=device).argsort(dim=2)  # no candidate twice in a slot
     return {
-        "candidates_BDK": order_BDV[:, :, :K].contiguous(),
-        "unary_BDK": values(B, D, K),
-        "query_BDR": values(B, D, R).to(dtype),
-        "anchor_B": torch.randint(V, (B,), device=device),
-        "predecessor_VR": values(V, R).to(dtype),
-        "successor_VR": values(V, R).to(dtype),
-    }
+        "candidates_BDK": order_BDV[:, :, :K].contiguous(), "unary_BDK": values(B, D, K),
+        "query_BDR": values(B, D, R).to(dtype), "anchor_B": torch.randint(V, (B,), device=device),
+        "predecessor_VR": values(V, R).to(dtype), "successor_VR": values(V, R).to(dtype),
+    }  # fmt: skip
 
 
 def run(form, x: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Call `form` with the tables by name and the rest in order."""
     tables = {name: tensor for name, tensor in x.items() if name.endswith("_VR")}
     return form(*(tensor for name, tensor in x.items() if name not in tables), **tables)
 
@@ -92,7 +88,6 @@ DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @DTYPES
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_both_forms_are_the_definition_where_sums_are_exact(sizes, dtype, form, device):
-    """Most scores occur twice here, so ties are covered."""
     torch.manual_seed(sum(sizes))
     x = inputs(*sizes, dtype=dtype, whole=True, device=device)
     got_BD = run(form, x)

@@ -38,7 +38,6 @@ of_pages = pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.name)
 
 
 def code(page: Path) -> list[str]:
-    """Return code spans and fenced blocks."""
     text = page.read_text()
     fenced = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return fenced + re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))

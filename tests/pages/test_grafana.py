@@ -22,13 +22,9 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
-def queries() -> list[str]:
-    variables = [v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
-    return expressions() + variables
-
-
 def used() -> set[str]:
-    return {name for query in queries() for name in NAME.findall(query)}
+    variables = [v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
+    return {name for query in expressions() + variables for name in NAME.findall(query)}
 
 
 def test_every_name_in_the_dashboard_is_exported() -> None:

@@ -48,8 +48,6 @@ GetServer = Callable[..., Server]
 
 
 class Key(NamedTuple):
-    """Identity of a server: equal keys share one."""
-
     arm: Arm
     target: str
     pair: Pair

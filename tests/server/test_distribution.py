@@ -85,7 +85,6 @@ def test_the_sampling_distribution_holds_with_a_dflash_2_draft(pool: Any, drawn_
 
 @pytest.mark.parametrize("rule", ["draw_twice", "argmax_inside", "above_threshold"])
 def test_wrong_acceptance_is_found(server: Callable, drawn_off: Callable, rule: str) -> None:
-    """Negative control: the same comparison and number of draws on a server that accepts wrongly."""
     wrong = server(flags=FLAGS, env=parameters.path_with(FAULT) | {"WRONG_ACCEPTANCE": rule})
     assert f"acceptance spoilt: {rule}" in wrong.log_text()
     assert compare(wrong, drawn_off, PLAIN), f"{rule} is not found: the tests above would miss it too"

@@ -180,7 +180,6 @@ def test_window_fills_up_again_after_a_hit(serving: Serving, questions: Callable
 
 
 def test_aborts_of_neighbours_change_nothing(serving: Serving) -> None:
-    """Clients hang up in the middle of a block."""
     leavers = [
         threading.Thread(target=hang_up_after, args=(delay, serving.server, prompt))
         for prompt, delay in zip(serving.prompts[8:12], (0.02, 0.05, 0.1, 0.2), strict=True)

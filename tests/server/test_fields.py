@@ -6,6 +6,7 @@ The fuzzer combines odd values; here no field is forgotten, because the lists of
 import dataclasses
 import json
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 import httpx
@@ -31,34 +32,16 @@ class Door(NamedTuple):
 
 
 def generate_names() -> list[str]:
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    return [field.name for field in dataclasses.fields(GenerateReqInput) if field.name != "sampling_params"]
-
-
-def sampling_names() -> list[str]:
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    return list(SamplingParams.__struct_fields__)
+    request = import_module("sglang.srt.managers.io_struct").GenerateReqInput
+    return [field.name for field in dataclasses.fields(request) if field.name != "sampling_params"]
 
 
-def chat_names() -> list[str]:
-    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-
-    return list(ChatCompletionRequest.model_fields)
-
-
-def completion_names() -> list[str]:
-    from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-
-    return list(CompletionRequest.model_fields)
-
-
+SAMPLING, OPENAI = "sglang.srt.sampling.sampling_params", "sglang.srt.entrypoints.openai.protocol"
 DOORS = {
     "generate": Door(generate_names, lambda **given: fields(**({"input_ids": PROMPT} | given))),
-    "sampling": Door(sampling_names, sampling),
-    "chat": Door(chat_names, chat),
-    "completion": Door(completion_names, completion),
+    "sampling": Door(lambda: list(import_module(SAMPLING).SamplingParams.__struct_fields__), sampling),
+    "chat": Door(lambda: list(import_module(OPENAI).ChatCompletionRequest.model_fields), chat),
+    "completion": Door(lambda: list(import_module(OPENAI).CompletionRequest.model_fields), completion),
 }
 
 

@@ -66,7 +66,6 @@ def test_long(server: Callable, start: int, flags: tuple[str, ...], env: dict[st
 
 
 def test_most_requests_are_answered_and_many_are_refused(off: Server) -> None:
-    """Drawn requests must reach the schedulers, and their refusals."""
     statuses: list[int] = []
 
     @seed(1)

@@ -253,7 +253,6 @@ def test_retracted_requests_give_the_same_tokens(
 
 
 def test_flush_cache_idle_and_busy(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """An idle server flushes and a busy one refuses; neither changes an answer."""
     with ThreadPoolExecutor(8) as clients:
         asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
         statuses = []
@@ -317,7 +316,6 @@ def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[l
 def test_draft_update_in_the_middle_of_requests(
     whole: Server, prompts: list[list[int]], expected: list[list[int]], mode: str
 ) -> None:
-    """No token changes; acceptance does."""
     original = {name: tensor.float() for name, tensor in load_file(HYBRID.draft / "model.safetensors").items()}
     torch.manual_seed(0)
     useless = {name: torch.randn_like(tensor) * tensor.std() for name, tensor in original.items() if tensor.ndim == 2}

@@ -24,8 +24,6 @@ RING_WINDOW = 128  # longer than the part of a prompt that is always read, so th
 
 
 class Scrape:
-    """Metrics of a server at one moment."""
-
     def __init__(self, server: Server) -> None:
         text = httpx.get(f"{server.url}/metrics", timeout=60.0).text
         families = text_string_to_metric_families(text)
@@ -58,7 +56,6 @@ def scrape_with(server: Server, n_blocks: float) -> Scrape:
 
 
 def histogram(answers: Sequence[Generation], field: str) -> Counter[int]:
-    """Sum a histogram over the answers."""
     found = Counter[int]()
     for answer in answers:
         found.update(dict(enumerate(answer.meta[field])))

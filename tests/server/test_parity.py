@@ -29,14 +29,9 @@ class Battery(NamedTuple):
     ours: dict[str, list[Reply]]
 
 
-def shuffled(cases: tuple[Case, ...], prompts: list[list[int]], seed: int) -> list[tuple[int, Case]]:
-    """Return every case with every prompt's number, in random order."""
-    pairs = [(i, case) for case in cases for i in range(len(prompts))]
-    return Random(seed).sample(pairs, len(pairs))
-
-
 def answer_all(server: Server, cases: tuple[Case, ...], prompts: list[list[int]], seed: int) -> dict[str, list[Reply]]:
-    order = shuffled(cases, prompts, seed)
+    pairs = [(i, case) for case in cases for i in range(len(prompts))]
+    order = Random(seed).sample(pairs, len(pairs))
     replies = parameters.ask_all(server, [(prompts[i], case) for i, case in order])
     by_pair = {(i, case.name): reply for (i, case), reply in zip(order, replies, strict=True)}
     return {case.name: [by_pair[i, case.name] for i in range(len(prompts))] for case in cases}

@@ -88,7 +88,6 @@ def end_token(target: str) -> int:
 
 
 def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, answer: Answer) -> None:
-    """Ask one at a time, then all at once, mixed with requests without penalties."""
     server, target, _ = serving
     prompts, end = questions(N_PROMPTS, target, seed=25), end_token(target)
     jobs = [(prompt, asked) for i, prompt in enumerate(prompts) for asked in [ASKED[i % len(ASKED)], {}]]

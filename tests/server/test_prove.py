@@ -22,7 +22,6 @@ MINUTES = 14  # many times the duration on an idle machine
 def prove(
     tmp_path: Path, *words: str, env: dict[str, str] | None = None, form: tuple[str, ...] = ("--short",)
 ) -> tuple[int, dict[str, Any]]:
-    """Return the exit status and the document."""
     out = tmp_path / "prove.json"
     command = [sys.executable, "-m", "sglang_dflash.prove", *form, "--minutes", str(MINUTES), "--out", str(out)]
     environment = os.environ | {"SGLANG_DFLASH_REHEARSE": "sm90"} | (env or {})

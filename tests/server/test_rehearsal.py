@@ -56,12 +56,9 @@ def serving(
     prompts = questions(rehearsal.n_prompts, rehearsal.target)
     expected = [reference(prompt, rehearsal.max_new_tokens, rehearsal.target) for prompt in prompts]
     running = pool.get(
-        rehearsal.arm,
-        target=rehearsal.target,
-        pair=pair,
-        flags=("--decode-log-interval", "1", *rehearsal.flags),
+        rehearsal.arm, target=rehearsal.target, pair=pair, flags=("--decode-log-interval", "1", *rehearsal.flags),
         env=dict(rehearsal.env),
-    )
+    )  # fmt: skip
     yield Serving(running, rehearsal, pair, prompts, expected)
     pool.drop(running)
 

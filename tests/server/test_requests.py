@@ -150,7 +150,6 @@ def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off
 
 
 def test_sampled_tokens_follow_the_target_s_distribution(ours: Server, off: Server) -> None:
-    """One of the settings of `test_distribution.py`."""
     case = next(case for case in parameters.SAMPLED if case.name == "top_p 0.8")
     drawn, wanted = (parameters.draws(server, case, 400) for server in (ours, off))
     assert not law.violations(wanted, drawn)

@@ -90,7 +90,6 @@ def test_without_the_plugin_the_server_ends(server: Callable, pool: Any, kind: s
 
 @pytest.mark.full
 def test_several_tokenizer_processes_refuse_too(server: Callable, off: Server) -> None:
-    """Consecutive requests reach any of the processes."""
     ours = server(
         flags=[*VARIANTS["hybrid"].flags, "--tokenizer-worker-num", "2"],
         env={"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"},  # on few cores SGLang takes long to import
@@ -112,14 +111,12 @@ def test_turns_of_a_session_are_checked(ours: Server) -> None:
 
 
 def test_most_of_them_are_refused(off: Server) -> None:
-    """Otherwise the list holds good requests."""
     refused = [kind for kind, bad in KINDS.items() if 400 <= answer_to(off, bad)[0] < 500]
     assert len(refused) >= 50, refused
     assert not [kind for kind, bad in KINDS.items() if answer_to(off, bad)[0] >= 500]
 
 
 def test_bad_requests_do_not_disturb_good_ones(ours: Server, questions: Callable, reference: Callable) -> None:
-    """One client sends all of them while others are served."""
     prompts = questions(12, seed=60)
     with ThreadPoolExecutor(1) as nuisance:
         sent = [nuisance.submit(answer_to, ours, bad) for bad in KINDS.values()]

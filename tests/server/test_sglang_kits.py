@@ -91,7 +91,6 @@ def tests() -> list[tuple[type, str]]:
 
 
 def failure(kit: type, name: str, server: Server) -> str | None:
-    """Return the first failure or error, or None."""
     case = type(kit.__name__, (kit, Client, unittest.TestCase), {"server": server})(name)
     result = unittest.TestResult()
     case.run(result)

@@ -112,32 +112,20 @@ class Driver:
     """The part of a driver that Triton uses; it records launches instead of launching."""
 
     def __init__(self, arch: int) -> None:
-        self.arch, self.utils = arch, self
+        self.utils = self
         self.launched: list[tuple[tuple[int, int, int], Any, Any]] = []
         self.launcher_cls = lambda source, metadata: (
             lambda x, y, z, *others: self.launched.append(((x, y, z), source, metadata))
         )
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": DEVICES[self.arch].program_shared_bytes}
-
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
-        return 1, 1, 0, 0, 1024  # module, function, registers, spills, threads at most
-
-    def unload_module(self, module: int) -> None:
-        return
+        self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+        self.get_active_torch_device = lambda: torch.device("cpu")
+        self.get_device_properties = lambda device: {"max_shared_mem": DEVICES[arch].program_shared_bytes}
+        # Module, function, registers, spills, largest number of threads.
+        self.load_binary = lambda name, kernel, shared, device: (1, 1, 0, 0, 1024)
+        self.unload_module = lambda module: None
 
 
 def compilations(arch: int, launches: Iterator[KernelLaunch]) -> Iterator[Compiled | str]:
@@ -281,11 +269,6 @@ def second_launches(draft: Second, B: int, N: int) -> Iterator[KernelLaunch]:
     yield KernelLaunch("select_path", f"K={K} R={R} B={B} N={N}", specialisations.select_path(K), select, R)
 
 
-def on_one_rank(layers: sizes.RecurrentSizes, tp_size: int) -> sizes.RecurrentSizes:
-    heads = layers.n_value_heads // tp_size, layers.n_key_heads // tp_size
-    return dataclasses.replace(layers, n_value_heads=heads[0], n_key_heads=heads[1])
-
-
 def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> Iterator[KernelLaunch]:
     for B in BATCHES:
         for N in WIDTHS + WIDE:
@@ -304,7 +287,8 @@ def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> It
             attention = dataclasses.replace(draft.attention, n_kv_heads=draft.attention.n_kv_heads // tp_size)
             for T, B in ((1, None), (511, None), (8192, None), *((B * N, B) for B in BATCHES for N in BLOCKS)):
                 yield from append_launches(attention, T, B, arch)
-            rank = on_one_rank(layers, tp_size)
+            heads = {name: getattr(layers, name) // tp_size for name in ("n_value_heads", "n_key_heads")}
+            rank = dataclasses.replace(layers, **heads)
             for B in BATCHES:
                 for N in WIDTHS[1:] + WIDE:
                     yield verify_launch(rank, B, N)._replace(wide=N in WIDE)

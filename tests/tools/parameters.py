@@ -233,7 +233,6 @@ class Sample(NamedTuple):
 
     @property
     def outcome(self) -> tuple[Any, ...]:
-        """Values that must be equal with and without speculation."""
         counts = (self.meta["prompt_tokens"], self.meta["completion_tokens"])
         return self.token_ids, self.text, self.meta["finish_reason"], counts
 
@@ -279,7 +278,6 @@ def draws(server: Server, case: Case, n: int, per_request: int = 100) -> list[la
 
 
 def message_of(response: httpx.Response) -> str:
-    """Return the message of an error, without JSON around it if there is any."""
     try:
         return str(response.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):

@@ -18,7 +18,6 @@ def js(value: Any) -> str:
 
 
 def between_tags(value: Any) -> str:
-    """Write a string as it is, anything else as JSON."""
     return value if isinstance(value, str) else js(value)
 
 

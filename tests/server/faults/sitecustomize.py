@@ -108,16 +108,12 @@ def _project_without_wait(qwen, stream_of) -> None:
 FAULTS = {
     fault.__name__: (fault, module)
     for fault, module in (
-        (drafts_in_the_graph, DRAFTER),
-        (a_value_read_in_the_draft, DRAFT_MODEL),
-        (a_host_length_in_the_draft, DRAFT_MODEL),
-        (a_page_table_in_new_memory, FLASH_ATTENTION),
-        (prompts_on_the_last_width, VERIFIER),
-        (a_barrier_left_out, SCHEDULER),
-        (a_branch_not_forked, QWEN),
+        (drafts_in_the_graph, DRAFTER), (a_value_read_in_the_draft, DRAFT_MODEL),
+        (a_host_length_in_the_draft, DRAFT_MODEL), (a_page_table_in_new_memory, FLASH_ATTENTION),
+        (prompts_on_the_last_width, VERIFIER), (a_barrier_left_out, SCHEDULER), (a_branch_not_forked, QWEN),
         (a_branch_not_joined, QWEN),
     )
-}
+}  # fmt: skip
 fault, module = FAULTS[os.environ["FAULT"]]
 
 

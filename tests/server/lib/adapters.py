@@ -28,7 +28,6 @@ class Adapter(NamedTuple):
 
 
 def write(name: str, pair: Pair, modules: tuple[str, ...], folder: Path) -> Adapter:
-    """Write a random adapter of all matrices of the target with these names."""
     rank, tensors = RANKS[name], dict[str, torch.Tensor]()
     torch.manual_seed(rank + len(name))
     weights = {key: tensor.float() for key, tensor in load_file(pair.target / "model.safetensors").items()}

@@ -164,12 +164,7 @@ TOO_MANY = {
 # SGLang survives these on a CPU: it answers an empty prompt beside another, draws token 0 from NaN, and looks up stop
 # ids only if a neighbour has min_new_tokens. The OpenAI API itself refuses an empty string.
 OUTLIVED = {
-    "text-empty-beside-another",
-    "input_ids-empty-beside-others",
-    "completion-prompt-empty",
-    "logit_bias-past-fp32",
-    "temperature-past-fp32",
-    "repetition_penalty-of-no-size",
-    "stop_token_ids-past-vocabulary",
-}
+    "text-empty-beside-another", "input_ids-empty-beside-others", "completion-prompt-empty", "logit_bias-past-fp32",
+    "temperature-past-fp32", "repetition_penalty-of-no-size", "stop_token_ids-past-vocabulary",
+}  # fmt: skip
 KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN, **NO_PARAMETER, **TOO_MANY}

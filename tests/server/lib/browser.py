@@ -80,7 +80,6 @@ def opened(url: str, *, width: int = 1200, height: int = 900) -> Iterator[Page]:
 
 
 def new_tab(process: subprocess.Popen[str], url: str) -> str:
-    """Open a tab; return its DevTools address."""
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"DevTools listening on ws://([\w.:]+)/", line):

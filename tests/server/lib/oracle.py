@@ -19,8 +19,6 @@ from tests.server.lib.talk import steps
 
 
 class Oracle:
-    """One pair in fp32, greedy."""
-
     def __init__(self, pair: Pair, block_size: int | None, draft_window: int | None, page_size: int = 1) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
         self.draft = DraftModel.from_pretrained(pair.draft, dtype=torch.float32)
@@ -58,7 +56,6 @@ class Oracle:
         return Expected(prompts, max_new_tokens, token_ids, steps)
 
     def accepted_at(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-        """Call `generate.accepted_at`."""
         return accepted_at(
             self.draft, self.target, prompt, answer, block_size=self.block_size, draft_window=self.draft_window
         )
@@ -74,8 +71,6 @@ class Asked(Protocol):
 
 
 class Expected(NamedTuple):
-    """Tokens and steps of plain torch for some prompts."""
-
     prompts: list[list[int]]
     max_new_tokens: int
     token_ids: list[list[int]]  # Transformers' continuations

@@ -47,6 +47,5 @@ def n_answered(server: Server) -> int:
 
 
 def end(server: Server) -> None:
-    """Kill all processes of a server at once, as when a machine fails."""
     for process in server.processes():
         process.kill()

@@ -27,8 +27,6 @@ LONGEST_PROMPT = 150
 
 
 class Entry(NamedTuple):
-    """Greedy request and its answer without speculation."""
-
     prompt: list[int]
     options: dict[str, Any]
     token_ids: list[int]
@@ -89,7 +87,6 @@ class Soak:
         return Report(self.asked, self.wrong, self.rss_mib, self.n_retractions, self.n_steps, seconds)
 
     def kinds(self) -> dict[Callable[[Random, int], str | None], int]:
-        """Return the actions of a client with their weights."""
         return {
             self.whole: 30, self.shorter: 10, self.first_token: 5, self.resumed: 15, self.sampled: 10,
             self.left: 8, self.aborted: 8, self.bad: 8, self.too_long: 2, self.turns: 5,
@@ -143,7 +140,6 @@ class Soak:
         return self._ask(entry.prompt, [token] * n, max_new_tokens=n, **sampling)
 
     def left(self, random: Random, i: int) -> str | None:
-        """Hang up after some steps of a stream."""
         entry, seen = random.choice(self.plain), []
         chunks = stream(self.server, entry.prompt, **entry.options)
         for chunk, _ in zip(chunks, range(random.randrange(1, 6)), strict=False):
@@ -152,7 +148,6 @@ class Soak:
         return differs(seen, entry.token_ids[: len(seen)])
 
     def aborted(self, random: Random, i: int) -> str | None:
-        """Stream an answer that is aborted by id after some steps."""
         entry, seen = random.choice(self.plain), []
         rid, after = f"soak-{self.seed}-{i}.", random.randrange(1, 6)
         for n, chunk in enumerate(stream(self.server, entry.prompt, fields={"rid": rid}, **entry.options), start=1):

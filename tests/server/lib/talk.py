@@ -59,12 +59,10 @@ def steps(answer: Generation) -> dict[int, int]:
 
 
 def post(server: Server, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-    """Post and return the response whatever its status."""
     return httpx.post(f"{server.url}{path}", json=body or {}, timeout=REQUEST_TIMEOUT_S)
 
 
 def push(server: Server, tensors: dict[str, Any], **options: Any) -> httpx.Response:
-    """Push tensors through SGLang's own endpoints while the server runs; return the response."""
     body = {"serialized_named_tensors": [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()], **options}
     assert post(server, "/begin_weight_update").status_code == 200
     answer = post(server, "/update_weights_from_tensor", body)

@@ -53,7 +53,7 @@ REHEARSED = {
 
 
 def rows() -> list[str]:
-    """The table in Markdown, line by line."""
+    """Return the table in Markdown, line by line."""
     head = ["| recipe | draft | H200 | B200 | architecture | proved here |", "|---|---|---|---|---|---|"]
     return head + [row(recipe) for recipe in RECIPES.values()]
 
