@@ -13,7 +13,7 @@ from sglang_dflash.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
 from tests.server.lib.rehearsals import GRAPHS, INTERPRETED, SM90, STREAMS, attention
-from tests.server.lib.talk import as_prompt, as_text, conversation, steps
+from tests.server.lib.talk import as_prompt, as_text, conversation, steps, tokens_of
 from tests.server.lib.variants import CHUNKED, PAGES, TRACK, TWO_NODES, window
 from tests.tools.parameters import SEEDED_ENV, SEEDED_FLAGS
 
@@ -99,7 +99,7 @@ def test_answers_and_steps_are_the_definitions(serving: Serving, concurrency: in
     """In the second round prompts are in the prefix cache: they are not read, but still copied from."""
     for _ in range(2):
         answers = serving.generate(concurrency)
-        assert [answer.token_ids for answer in answers] == serving.expected
+        assert tokens_of(answers) == serving.expected
         if serving.kind.knows_steps and serving.kind.draft_window is None:
             assert list(map(steps, answers)) == steps_of(serving, copies=True)
 
@@ -138,7 +138,7 @@ def test_drawn_tokens_follow_from_their_seed(
 
     for prompts in (repeating, alone):
         arms = answers("plugin", prompts, **dict(COPY)), answers("plugin", prompts), answers("off", prompts)
-        copying, ours, off = ([answer.token_ids for answer in arm] for arm in arms)
+        copying, ours, off = (tokens_of(arm) for arm in arms)
         assert copying == ours == off
         assert off != [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
         taken, without = (sum((Counter(steps(answer)) for answer in arm), Counter()).total() for arm in arms[:2])
@@ -156,4 +156,4 @@ def test_random_copies_change_no_answer(target: str, server: Callable, reference
     ours = server(target=target, flags=flags, env=env)
     for _ in range(2):
         answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.tiny.pairs import DENSE, Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, write_pair
 from tests.server.lib.oracle import Oracle
-from tests.server.lib.talk import post
+from tests.server.lib.talk import post, tokens_of
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 4096}
 CONTEXT = 8192
@@ -116,6 +116,6 @@ def test_overrides_of_a_text_config_apply_to_the_target(pool: Any, tmp_path: Pat
     for arm in ("off", "plugin"):
         server = pool.get(arm, target="vision", pair=pair, flags=flags)
         answers = server.generate_many(prompts[:N_PROMPTS], concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-        texts.append([answer.token_ids for answer in answers])
+        texts.append(tokens_of(answers))
         pool.drop(server)
     assert texts[0] == texts[1]

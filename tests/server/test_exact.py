@@ -22,7 +22,7 @@ from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.rows import require_rows
-from tests.server.lib.talk import steps, together
+from tests.server.lib.talk import steps, together, tokens_of
 from tests.server.lib.variants import VARIANTS, Variant
 
 N_PROMPTS = 16
@@ -70,14 +70,10 @@ def clean(serving: Serving) -> Iterator[None]:
     serving.server.flush_cache()
 
 
-def tokens(answers: list[Any]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
-
-
 def test_one_at_a_time(serving: Serving) -> None:
     """Where steps are predicted, each accepts what the plain-torch draft accepts."""
     answers = serving.server.generate_many(serving.prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-    assert tokens(answers) == serving.expected
+    assert tokens_of(answers) == serving.expected
     if serving.variant.knows_steps:
         expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
         wanted = [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in serving.prompts[:6]]
@@ -115,7 +111,7 @@ def test_eight_at_a_time_in_any_order(serving: Serving) -> None:
     order = Random(1).sample(range(N_PROMPTS), N_PROMPTS)
     prompts = [serving.prompts[i] for i in order]
     answers = serving.server.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-    assert tokens(answers) == [serving.expected[i] for i in order]
+    assert tokens_of(answers) == [serving.expected[i] for i in order]
 
 
 def test_hidden_states_of_every_token(serving: Serving) -> None:
@@ -127,7 +123,7 @@ def test_hidden_states_of_every_token(serving: Serving) -> None:
         return
     options = [{"fields": fields if i % 3 else {}, "max_new_tokens": MAX_NEW_TOKENS} for i in range(N_PROMPTS)]
     answers = together(serving.server, list(zip(serving.prompts, options, strict=True)))
-    assert tokens(answers) == serving.expected
+    assert tokens_of(answers) == serving.expected
     for i, (prompt, answer) in enumerate(zip(serving.prompts, answers, strict=True)):
         if i % 3:
             require_rows(serving.pair.target, prompt, answer)
@@ -190,7 +186,7 @@ def test_aborts_of_neighbours_change_nothing(serving: Serving) -> None:
     answers = serving.server.generate_many(serving.prompts[:8], concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
     for leaver in leavers:
         leaver.join()
-    assert tokens(answers) == serving.expected[:8]
+    assert tokens_of(answers) == serving.expected[:8]
 
 
 def hang_up_after(delay_s: float, server: Server, prompt: list[int]) -> None:

@@ -19,7 +19,7 @@ from sglang_dflash.model.generate import DecodedStep, Options, spec_steps
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, REHEARSED, Family, write_pair
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, tokens_of
 
 pytestmark = pytest.mark.full
 
@@ -70,14 +70,14 @@ def texts(served: Served) -> list[list[int]]:
 
 def test_same_tokens(server: Server, served: Served) -> None:
     answers = ask(server, served.prompts, N_TOKENS)
-    assert [answer.token_ids for answer in answers] == texts(served)
+    assert tokens_of(answers) == texts(served)
 
 
 def test_same_tokens_after_a_cached_prefix(server: Server, served: Served) -> None:
     ask(server, served.prompts, N_TOKENS)
     longer = [prompt + text[:N_AGAIN] for prompt, text in zip(served.prompts, texts(served), strict=True)]
     answers = ask(server, longer, N_TOKENS - N_AGAIN)
-    assert [answer.token_ids for answer in answers] == [text[N_AGAIN:] for text in texts(served)]
+    assert tokens_of(answers) == [text[N_AGAIN:] for text in texts(served)]
 
 
 @pytest.mark.parametrize("server", ["plugin"], indirect=True)

@@ -13,7 +13,7 @@ from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.talk import as_prompt, conversation, steps
+from tests.server.lib.talk import as_prompt, conversation, steps, tokens_of
 from tests.server.lib.variants import TRACK, window
 
 pytestmark = pytest.mark.full
@@ -75,7 +75,7 @@ def test_steps_after_a_prefix_from_the_host_equal_those_after_a_prefill(serving:
     assert sum(n > PROMPT_LEN // 2 for n in from_host) >= N_PROMPTS // 2, "too few hits on the host"
     expected = [reference(prompt, MAX_NEW_TOKENS, serving.kind.target) for prompt in prompts]
     for answers in (uncached, first, again):
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected
     if serving.kind.draft_window is None:
         assert list(map(steps, again)) == list(map(steps, uncached))
         return
@@ -95,5 +95,5 @@ def test_sglangs_own_worker_takes_the_same_steps(serving: Serving, pool: Any) ->
     server = pool.get(Arm.STOCK, target=serving.kind.target, flags=serving.kind.flags)
     theirs = [server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts * 2]
     pool.drop(server)
-    assert [answer.token_ids for answer in theirs] == [answer.token_ids for answer in ours]
+    assert tokens_of(theirs) == tokens_of(ours)
     assert list(map(steps, theirs)) == list(map(steps, ours))

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import HYBRID
-from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, steps, stream, together
+from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, steps, stream, together, tokens_of
 from tests.server.lib.variants import TRACK
 
 MAX_NEW_TOKENS = 80
@@ -158,7 +158,7 @@ def test_abort_all_leaves_a_server_that_answers(
             time.sleep(0.05)
         assert "abort" in endless_ends(running)
     answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == expected
+    assert tokens_of(answers) == expected
 
 
 def test_a_stop_string_inside_a_block(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -205,7 +205,7 @@ def test_context_limit_changes_no_tokens_of_others(
         limits = [n if prompt in at_limit else MAX_NEW_TOKENS for prompt in order]
         expected = [reference(prompt, limit) for prompt, limit in zip(order, limits, strict=True)]
         asked = [(prompt, {"max_new_tokens": limit}) for prompt, limit in zip(order, limits, strict=True)]
-        assert [answer.token_ids for answer in together(tight, asked)] == expected
+        assert tokens_of(together(tight, asked)) == expected
 
 
 @pytest.mark.full
@@ -245,7 +245,7 @@ def test_retracted_requests_give_the_same_tokens(
     for _ in range(3):
         tight.flush_cache()
         answers = tight.generate_many(prompts, concurrency=8, **endless)
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected
     assert tight.log_text().count(KV_FULL) > before, "memory sufficed; this test cannot fail"
 
 
@@ -290,7 +290,7 @@ def test_pause_and_continue(
                 midway = asked.n_ended < len(prompts)
             finally:
                 assert post(ours, "/continue_generation").status_code == 200
-            assert [answer.token_ids for answer in asked.answers()] == expected
+            assert tokens_of(asked.answers()) == expected
         return midway
 
     in_time(pause_midway)
@@ -333,16 +333,16 @@ def test_draft_update_in_the_middle_of_requests(
     def quiet_steps() -> list[dict[int, int]]:
         whole.flush_cache()
         answers = whole.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected
         return [steps(answer) for answer in answers]
 
     before = quiet_steps()
     try:
-        assert [answer.token_ids for answer in ask_across(useless)] == expected
+        assert tokens_of(ask_across(useless)) == expected
         worse = quiet_steps()
     finally:
         across_back = ask_across({name: original[name] for name in useless})
-    assert [answer.token_ids for answer in across_back] == expected
+    assert tokens_of(across_back) == expected
     n_worse, n_before = (sum(sum(counts.values()) for counts in answers) for answers in (worse, before))
     assert n_worse > 2 * n_before, "the draft did not change"
     assert quiet_steps() == before

@@ -18,7 +18,7 @@ from tests.server.lib import adapters
 from tests.server.lib.adapters import Adapter
 from tests.server.lib.oracle import Oracle, oracle
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
-from tests.server.lib.talk import post, steps
+from tests.server.lib.talk import post, steps, tokens_of
 from tests.server.lib.variants import RANDOM_WIDTHS, TRACK, TWO_NODES
 
 pytestmark = pytest.mark.full
@@ -111,7 +111,7 @@ def test_answers_and_steps_are_those_of_the_merged_target(serving: Serving, conc
     """In a mixed batch the rows of each request's block must use its own adapter."""
     asked = serving.shuffled(seed=concurrency)
     answers = serving.ask_all(serving.server, asked, concurrency)
-    assert [answer.token_ids for answer in answers] == [serving.expected(*pair) for pair in asked]
+    assert tokens_of(answers) == [serving.expected(*pair) for pair in asked]
     assert list(map(steps, answers)) == [serving.expected_steps(*pair) for pair in asked]
 
 
@@ -153,14 +153,14 @@ def test_adapters_come_and_go_while_others_are_served(serving: Serving) -> None:
             assert post(server, "/load_lora_adapter", load).status_code == 200
             assert serving.ask(server, "late", prompt).token_ids == serving.expected("late", prompt)
             assert post(server, "/unload_lora_adapter", {"lora_name": "late"}).status_code == 200
-    assert [answer.token_ids for answer in meanwhile.result()] == [serving.expected(*pair) for pair in asked]
+    assert tokens_of(meanwhile.result()) == [serving.expected(*pair) for pair in asked]
 
 
 def test_widths_may_change_at_random(serving: Serving, pool: Any) -> None:
     server, asked = serving.start(env=dict(RANDOM_WIDTHS)), serving.shuffled(seed=4)
     answers = serving.ask_all(server, asked, 8)
     pool.drop(server)
-    assert [answer.token_ids for answer in answers] == [serving.expected(*pair) for pair in asked]
+    assert tokens_of(answers) == [serving.expected(*pair) for pair in asked]
 
 
 @pytest.mark.parametrize("arm", [Arm.OFF, Arm.STOCK])
@@ -172,7 +172,7 @@ def test_other_workers_give_the_same_answers(serving: Serving, pool: Any, arm: A
     theirs = serving.ask_all(server, asked, 8)
     pool.drop(server)
     ours = serving.ask_all(serving.server, asked, 8)
-    assert [answer.token_ids for answer in theirs] == [answer.token_ids for answer in ours]
+    assert tokens_of(theirs) == tokens_of(ours)
     if arm is Arm.STOCK:
         assert list(map(steps, theirs)) == list(map(steps, ours))
 
@@ -196,4 +196,4 @@ def test_adapter_of_a_borrowed_layer_leaves_the_draft_unchanged(
     pool.drop(server)
     experts = {BASE: serving.expert(BASE), "wild": Oracle(known["wild"].merged, None, None)}
     expected = [experts[name].continuation(prompt, serving.kind.max_new_tokens) for name, prompt in asked]
-    assert [answer.token_ids for answer in answers] == expected
+    assert tokens_of(answers) == expected

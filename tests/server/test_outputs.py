@@ -14,7 +14,7 @@ import torch
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.rows import GAP, require_rows
-from tests.server.lib.talk import post, steps, stream, together
+from tests.server.lib.talk import post, steps, stream, together, tokens_of
 from tests.tools.parameters import BAN_TOKENS, COMMA
 
 ASKED = {"return_hidden_states": True}
@@ -36,7 +36,7 @@ def test_outputs_change_no_step_and_go_to_their_request_only(whole: Server, ques
     fields = [ASKED, {}, MASKED, ASKED | MASKED, {}, ASKED]
     requests = [{"fields": field, "max_new_tokens": MAX_NEW_TOKENS} for field in fields]
     asked = together(whole, list(zip(prompts, requests, strict=True)))
-    assert [answer.token_ids for answer in asked] == [answer.token_ids for answer in plain]
+    assert tokens_of(asked) == tokens_of(plain)
     assert list(map(steps, asked)) == list(map(steps, plain))
     for prompt, field, answer in zip(prompts, fields, asked, strict=True):
         assert ("hidden_states" in answer.meta) == ("return_hidden_states" in field)

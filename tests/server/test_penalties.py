@@ -17,7 +17,7 @@ from sglang_dflash.servers.server import Server
 from tests.fixtures.sequential import penalised
 from tests.server.conftest import PAIRS
 from tests.server.lib.rows import model
-from tests.server.lib.talk import together
+from tests.server.lib.talk import together, tokens_of
 from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 
 N_PROMPTS = 12
@@ -97,7 +97,7 @@ def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, 
 
     requests = [(prompt, {"max_new_tokens": MAX_NEW_TOKENS} | asked) for prompt, asked in jobs]
     for n in (1, 8):
-        assert [answer.token_ids for answer in together(server, requests, n)] == expected, f"{n} at a time"
+        assert tokens_of(together(server, requests, n)) == expected, f"{n} at a time"
 
 
 def test_drafts_are_still_accepted(serving: Serving, questions: Callable) -> None:
@@ -147,4 +147,4 @@ def test_custom_processor_reads_the_output_so_far(serving: Serving, questions: C
         answers = server.generate_many(
             prompts, concurrency=concurrency, fields=fields, max_new_tokens=MAX_NEW_TOKENS, custom_params=NGRAM
         )
-        assert [a.token_ids for a in answers] == expected
+        assert tokens_of(answers) == expected

@@ -15,7 +15,7 @@ import pytest
 from sglang_dflash.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream, together
+from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream, together, tokens_of
 from tests.server.lib.variants import VARIANTS, Variant
 
 MAX_NEW_TOKENS = 64
@@ -142,7 +142,7 @@ def test_requests_that_share_a_prefix_and_part(serving: Serving, warm: bool) -> 
     if warm:
         serving.server.generate(as_prompt(common, serving.target), max_new_tokens=1)
     answers = serving.server.generate_many(prompts, concurrency=16, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == expected
+    assert tokens_of(answers) == expected
     if warm:
         assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) >= len(answers) // 2
 

@@ -15,7 +15,7 @@ from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import KIND_FLAGS, PAIRS
 from tests.server.lib.quantized import quantized
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
-from tests.server.lib.talk import post, steps
+from tests.server.lib.talk import post, steps, tokens_of
 from tests.server.lib.variants import TWO_NODES
 from tests.server.test_weight_update import changed_copy
 
@@ -62,7 +62,7 @@ def test_answers_are_the_targets_and_steps_the_built_in_workers(
     served: Callable, questions: Callable, target: str, form: str, how: dict[str, Any]
 ) -> None:
     off, ours, stock = (answers(served(arm, target, form, **how), questions(N_PROMPTS, target)) for arm in ARMS)
-    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
+    assert tokens_of(ours) == tokens_of(off)
     assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
     require_accepted(ours)
 
@@ -73,7 +73,7 @@ def test_quantized_head_on_two_ranks(served: Callable, questions: Callable) -> N
         answers(served(arm, "dense", "int8-head", **TWO_RANKS), questions(N_PROMPTS, "dense"))
         for arm in (Arm.OFF, Arm.PLUGIN)
     )
-    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
+    assert tokens_of(ours) == tokens_of(off)
     require_accepted(ours)
 
 
@@ -86,8 +86,8 @@ def test_weight_update_of_a_target_in_fp8(served: Callable, questions: Callable,
     new = {"model_path": str(quantized(changed, "fp8", tmp_path / "new").target)}
     assert [post(server, "/update_weights_from_disk", new).status_code for server in (off, ours)] == [200, 200]
     without, after = answers(off, prompts), answers(ours, prompts)
-    assert [answer.token_ids for answer in after] == [answer.token_ids for answer in without]
-    assert [answer.token_ids for answer in after] != [answer.token_ids for answer in before]
+    assert tokens_of(after) == tokens_of(without)
+    assert tokens_of(after) != tokens_of(before)
     require_accepted(after)
 
 
@@ -100,7 +100,7 @@ def test_fp8_draft_drafts_as_the_built_in_workers(
         answers(served(arm, target, flags=flags), prompts)
         for arm, flags in ((Arm.PLUGIN, ()), (Arm.PLUGIN, FP8_DRAFT), (Arm.STOCK, FP8_DRAFT))
     )
-    assert [answer.token_ids for answer in ours] == [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
+    assert tokens_of(ours) == [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
     assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
     assert [steps(answer) for answer in ours] != [steps(answer) for answer in plain], "the draft was not quantized"
     require_accepted(ours)

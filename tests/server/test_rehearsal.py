@@ -19,7 +19,7 @@ from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.rehearsals import REHEARSALS, Rehearsal
 from tests.server.lib.rows import require_rows
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, tokens_of
 from tests.tools import parameters
 from tests.tools.parameters import REQUEST_FLAGS
 
@@ -66,7 +66,7 @@ def serving(
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
     answers = serving.generate(concurrency)
-    assert [answer.token_ids for answer in answers] == serving.expected
+    assert tokens_of(answers) == serving.expected
     if serving.rehearsal.knows_steps:
         expert = oracle(serving.pair, None, serving.rehearsal.draft_window, serving.rehearsal.page_size)
         n_new = serving.rehearsal.max_new_tokens
@@ -130,7 +130,7 @@ def test_outputs_are_those_of_their_step(serving: Serving, concurrency: int) -> 
     answers = serving.server.generate_many(
         serving.prompts[:6], concurrency=concurrency, fields=asked, max_new_tokens=n_new
     )
-    assert [answer.token_ids for answer in answers] == serving.expected[:6]
+    assert tokens_of(answers) == serving.expected[:6]
     for prompt, answer in zip(serving.prompts, answers, strict=False):
         require_rows(serving.pair.target, prompt, answer)
         assert answer.meta["output_token_sampling_mask"] == [[token] for token in answer.token_ids]
@@ -175,9 +175,9 @@ def test_a_fault_is_seen(fault: str, pool: Any, questions: Callable, reference: 
     pool.drop(server)
     expected = [reference(prompt, 48, rehearsal.target) for prompt in prompts]
     if evidence == "answers":
-        assert [answer.token_ids for answer in answers] != expected
+        assert tokens_of(answers) != expected
         return
-    assert [answer.token_ids for answer in answers] == expected  # a wrong draft changes no answer
+    assert tokens_of(answers) == expected  # a wrong draft changes no answer
     expert = oracle(PAIRS[rehearsal.target], None, None)
     wanted = [sum(expert.accepted_histogram(prompt, 48).values()) for prompt in prompts]
     assert sum(answer.meta["spec_verify_ct"] for answer in answers) > 3 * sum(wanted)

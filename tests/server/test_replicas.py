@@ -9,7 +9,7 @@ import pytest
 
 from sglang_dflash.servers.server import Server
 from tests.server.lib.router import end, n_answered, routed
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, tokens_of
 from tests.server.lib.variants import TWO_NODES, VARIANTS
 
 pytestmark = pytest.mark.full
@@ -26,7 +26,7 @@ def test_two_ranks_answer_like_one_in_as_many_steps(
     expected = [steps(whole.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)) for prompt in prompts]
     two = server(flags=("--dp-size", "2"), env=dict(TWO_NODES))
     answers = two.generate_many(prompts, concurrency=6, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    assert tokens_of(answers) == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     assert [steps(answer) for answer in answers] == expected
     states = two.server_info()["internal_states"]
     n_steps = [sum(state["dflash"]["width"]["n_steps"].values()) for state in states]
@@ -54,7 +54,7 @@ def test_answers_of_the_router_are_those_of_one_server(fleet: Fleet, questions: 
     prompts = questions(16, seed=81)
     before = [n_answered(replica) for replica in fleet.replicas]
     answers = fleet.router.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    assert tokens_of(answers) == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     after = [n_answered(replica) for replica in fleet.replicas]
     assert all(a > b for a, b in zip(after, before, strict=True)), "one replica was idle"
 
@@ -88,7 +88,7 @@ def test_killed_replica_loses_no_request(
         asked[3].result()
         end(fleet.replicas[1])
         answers = [one.result() for one in asked]
-    assert [answer.token_ids for answer in answers] == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    assert tokens_of(answers) == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     assert httpx.get(f"{fleet.router.url}/health", timeout=30).status_code == 200
     pool.forget(fleet.replicas[1])
     after = [fleet.router.generate(prompt, max_new_tokens=8).token_ids for prompt in prompts[:4]]

@@ -12,7 +12,7 @@ import pytest
 from sglang_dflash.servers.server import Server
 from tests.server.conftest import require_nothing_lost
 from tests.server.lib.soak import Entry, Report, Soak, complaints, write_book
-from tests.server.lib.talk import ask_and_never_read, stream
+from tests.server.lib.talk import ask_and_never_read, stream, tokens_of
 from tests.server.lib.variants import RETRACT, VARIANTS
 from tests.server.test_lifecycle import TIGHT
 
@@ -75,7 +75,7 @@ def test_thousands_of_streams_that_nobody_reads(ours: Server, book: list[Entry])
                 unread.enter_context(ask_and_never_read(ours, prompt, max_new_tokens=16))
             assert ours.load()["num_waiting_reqs"] > N_UNREAD // 2
             assert [answer.result() for answer in answers[: N_READ // 2]] == [e.token_ids for e in read[: N_READ // 2]]
-        assert [answer.result() for answer in answers] == [entry.token_ids for entry in read]
+        assert [answer.result() for answer in answers] == tokens_of(read)
     require_nothing_lost(ours)
 
 

@@ -16,7 +16,7 @@ from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.rehearsals import GRAPHS, SM90, attention
 from tests.server.lib.rows import GAP, require_logprobs
-from tests.server.lib.talk import chat
+from tests.server.lib.talk import chat, tokens_of
 from tests.server.lib.variants import TRACK, TWO_NODES
 from tests.tools import parameters
 from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, REQUEST_FLAGS, Case, Reply, greedy
@@ -44,7 +44,7 @@ def test_two_ranks_answer_like_one(two_ranks: Server, questions: Callable, refer
     expected = [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     for concurrency in (1, 8):
         answers = two_ranks.generate_many(prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected
     assert sum(answer.meta["spec_verify_ct"] for answer in answers) < len(prompts) * MAX_NEW_TOKENS / 4
 
 

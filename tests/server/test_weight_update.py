@@ -14,7 +14,7 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.oracle import Oracle
-from tests.server.lib.talk import post, push, steps
+from tests.server.lib.talk import post, push, steps, tokens_of
 
 MAX_NEW_TOKENS = 48
 NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight",
@@ -70,7 +70,7 @@ def test_checkpoint_from_disk_updates_the_model_it_belongs_to(
         assert [off.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids for prompt in prompts] == [
             answer.token_ids for answer in answers
         ]
-        return [answer.token_ids for answer in answers], list(map(steps, answers))
+        return tokens_of(answers), list(map(steps, answers))
 
     before = served()
     try:
@@ -169,7 +169,7 @@ def test_draft_uses_head_of_updated_target(whole: Server, off: Server, questions
         expert.target.load_state_dict(changed, strict=False)
         answers = [whole.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
         expected = [off.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids for prompt in prompts]
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected
         after = list(map(steps, answers))
         assert after != before, "the change is too small to see"
         assert after == [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts]

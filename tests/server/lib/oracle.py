@@ -15,7 +15,7 @@ from sglang_dflash.model.generate import Options, accepted_at, spec_steps
 from sglang_dflash.model.target import stop_token_ids
 from sglang_dflash.servers.server import Generation
 from sglang_dflash.tiny.pairs import Pair
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, tokens_of
 
 
 class Oracle:
@@ -79,6 +79,6 @@ class Expected(NamedTuple):
     def require_from(self, server: Asked, concurrency: int) -> list[Generation]:
         """Ask the server; require its tokens and steps to be these, and return the answers."""
         answers = server.generate_many(self.prompts, concurrency=concurrency, max_new_tokens=self.max_new_tokens)
-        assert [answer.token_ids for answer in answers] == self.token_ids
+        assert tokens_of(answers) == self.token_ids
         assert [steps(answer) for answer in answers] == self.steps
         return answers

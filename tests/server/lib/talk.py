@@ -4,7 +4,7 @@ import base64
 import json
 import pickle
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from random import Random
@@ -51,6 +51,10 @@ def chat(question: str, target: str = "hybrid") -> list[int]:
 
 def as_text(token_ids: Sequence[int], target: str = "hybrid") -> str:
     return tokenizer(target).decode(list(token_ids), skip_special_tokens=True)
+
+
+def tokens_of(answers: Iterable[Generation]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
 
 
 def steps(answer: Generation) -> dict[int, int]:
