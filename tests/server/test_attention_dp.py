@@ -11,7 +11,7 @@ import pytest
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import Arm
 from tests.server.lib.oracle import Expected
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.variants import TWO_NODES
 
 FLAGS = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--enable-dp-lm-head")
@@ -33,8 +33,8 @@ KINDS = {
     "dense": Kind("dense"),
     "window": Kind(flags=("--speculative-draft-window-size", "64"), draft_window=64),
     "stock": Kind("dense", arm=Arm.STOCK),
-    "fa3-graphs": Kind("dense", (*attention("fa3"), *GRAPHS), SM90),
-    "fa3-graphs-hybrid": Kind(flags=(*attention("fa3"), *GRAPHS), env=SM90),
+    "fa3-graphs": Kind("dense", (*FA3, *GRAPHS), SM90),
+    "fa3-graphs-hybrid": Kind(flags=(*FA3, *GRAPHS), env=SM90),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from sglang_dflash.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.rehearsals import GRAPHS, INTERPRETED, SM90, STREAMS, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, INTERPRETED, SM90, STREAMS, TRTLLM
 from tests.server.lib.talk import as_prompt, as_text, conversation, steps, tokens_of
 from tests.server.lib.variants import CHUNKED, PAGES, TRACK, TWO_NODES, window
 from tests.tools.parameters import SEEDED_ENV, SEEDED_FLAGS
@@ -47,13 +47,13 @@ KINDS = {
     "hybrid-wide-widths": Kind(TRACK, (("SGLANG_DFLASH_WIDTHS", "1,4,8,16,24,32"),), knows_steps=False),
     "hybrid-two-ranks": Kind(TRACK, TWO_NODES),
     "dense-no-overlap": Kind(("--disable-overlap-schedule",), target="dense"),
-    "fa3-graphs": Kind((*attention("fa3"), *GRAPHS, *TRACK), SM90),
-    "fa3-graphs-kernels": Kind((*attention("fa3"), *GRAPHS, *TRACK), INTERPRETED),
-    "fa3-graphs-wide": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*SM90, *WIDE), width=32),
-    "fa3-graphs-wide-kernels": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*INTERPRETED, *WIDE), width=32),
-    "fa3-graphs-wide-streams": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*STREAMS, *WIDE), width=32),
-    "fa3-graphs-streams": Kind((*attention("fa3"), *GRAPHS, *TRACK), STREAMS),
-    "trtllm-graphs-dense": Kind((*attention("trtllm_mha"), *GRAPHS, "--page-size", "16"), SM90, "dense", page_size=16),
+    "fa3-graphs": Kind((*FA3, *GRAPHS, *TRACK), SM90),
+    "fa3-graphs-kernels": Kind((*FA3, *GRAPHS, *TRACK), INTERPRETED),
+    "fa3-graphs-wide": Kind((*FA3, *GRAPHS, *TRACK), (*SM90, *WIDE), width=32),
+    "fa3-graphs-wide-kernels": Kind((*FA3, *GRAPHS, *TRACK), (*INTERPRETED, *WIDE), width=32),
+    "fa3-graphs-wide-streams": Kind((*FA3, *GRAPHS, *TRACK), (*STREAMS, *WIDE), width=32),
+    "fa3-graphs-streams": Kind((*FA3, *GRAPHS, *TRACK), STREAMS),
+    "trtllm-graphs-dense": Kind((*TRTLLM, *GRAPHS, "--page-size", "16"), SM90, "dense", page_size=16),
 }
 
 

@@ -22,7 +22,7 @@ from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import Expected
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.rows import require_logprobs, require_rows
 from tests.server.lib.variants import TWO_NODES
 
@@ -69,7 +69,7 @@ KINDS = {
     # A rank of one server has a part of what a rank of the other has.
     "prefill-two-ranks": Kind(prefill=TWO_RANKS, env=TWO_NODES),
     "decode-two-ranks": Kind("dense", decode=TWO_RANKS, env=TWO_NODES),
-    "fa3-graphs": Kind(flags=(*attention("fa3"), *GRAPHS), env=SM90),
+    "fa3-graphs": Kind(flags=(*FA3, *GRAPHS), env=SM90),
 }
 # Restarts take 90 s; pages, retraction and attention backends do not affect them.
 KILLED = ("hybrid", "dense", "decode-two-ranks")

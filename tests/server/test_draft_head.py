@@ -10,7 +10,7 @@ from sglang_dflash.draft.fp8_head import rounded_rows
 from sglang_dflash.model import generate
 from sglang_dflash.tiny.pairs import HYBRID, Pair
 from tests.server.lib.oracle import Oracle
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.talk import post
 from tests.server.lib.variants import TRACK
 from tests.server.test_weight_update import changed_copy
@@ -33,7 +33,7 @@ def test_fp8_head_drafts_as_plain_torch_with_a_rounded_head(
     server: Callable, questions: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Captured graphs read the copy, of the head at launch and of a target loaded while serving."""
-    ours = server(flags=(*attention("fa3"), *GRAPHS, *TRACK), env=ENV)
+    ours = server(flags=(*FA3, *GRAPHS, *TRACK), env=ENV)
     prompts, new_target = questions(10, seed=21), changed_copy(HYBRID.target, tmp_path / "target")
     new, oracle = Pair(new_target, HYBRID.draft), Oracle(HYBRID, None, None)
     plain = oracle.expect(prompts, N_NEW)

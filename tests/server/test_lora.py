@@ -17,7 +17,7 @@ from tests.server.conftest import PAIRS
 from tests.server.lib import adapters
 from tests.server.lib.adapters import Adapter
 from tests.server.lib.oracle import Oracle, oracle
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.talk import post, steps, tokens_of
 from tests.server.lib.variants import RANDOM_WIDTHS, TRACK, TWO_NODES
 
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
 
 # With captured graphs, SGLang allocates the adapter of each row for every width.
-REHEARSED = {"flags": (*attention("fa3"), *GRAPHS), "env": SM90, "n_prompts": 1, "max_new_tokens": 16}
+REHEARSED = {"flags": (*FA3, *GRAPHS), "env": SM90, "n_prompts": 1, "max_new_tokens": 16}
 KINDS = {
     "dense": Kind("dense"),
     "dense-two-ranks": Kind("dense", flags=("--tp", "2"), env=TWO_NODES, n_prompts=3),

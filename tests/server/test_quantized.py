@@ -14,7 +14,7 @@ from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import KIND_FLAGS, PAIRS
 from tests.server.lib.quantized import quantized
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.talk import post, steps, tokens_of
 from tests.server.lib.variants import TWO_NODES
 from tests.server.test_weight_update import changed_copy
@@ -23,7 +23,7 @@ N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 ARMS = (Arm.OFF, Arm.PLUGIN, Arm.STOCK)
 FP8_DRAFT = ("--speculative-draft-model-quantization", "fp8")
 TWO_RANKS = {"flags": ("--tp", "2"), "env": dict(TWO_NODES)}
-REHEARSED = (*attention("fa3"), *GRAPHS)
+REHEARSED = (*FA3, *GRAPHS)
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,7 @@ import pytest
 from sglang_dflash.rehearsal.exchange import steps_in
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.rows import GAP, require_logprobs
 from tests.server.lib.talk import chat, tokens_of
 from tests.server.lib.variants import TRACK, TWO_NODES
@@ -80,10 +80,7 @@ NEEDS_LOGITS = (
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param((TRACK, ()), id="cpu"),
-        pytest.param(((*attention("fa3"), *GRAPHS, *TRACK), SM90), id="emulated"),
-    ],
+    params=[pytest.param((TRACK, ()), id="cpu"), pytest.param(((*FA3, *GRAPHS, *TRACK), SM90), id="emulated")],
 )
 def counted(request: pytest.FixtureRequest, server: Callable) -> Server:
     """Server whose ranks log each step's exchange; `emulated` captures every verify of up to eight requests."""
