@@ -11,6 +11,10 @@ MAX_NEW_TOKENS = 64
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
+def tokens_of(reference: dict[str, Any]) -> list[int]:
+    return [token for committed, _ in reference["steps"] for token in committed]
+
+
 class Case(NamedTuple):
     """`changed`: fields of the draft's config.json; `dtype`: of plain torch."""
 
@@ -45,4 +49,5 @@ CASES = {
         "tiny_dense", n_prompts=4, changed=WINDOW | {"layer_types": [SLIDING] * 2, "is_causal": False}
     ),
 }
+ORACLE_STEPS: dict[str, list[dict[str, Any]]] = json.loads(ORACLE.read_text()) if ORACLE.exists() else {}
 IN_FP32 = [name for name, case in CASES.items() if case.dtype == "float32"]  # steps do not depend on rounding

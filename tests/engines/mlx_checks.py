@@ -24,10 +24,9 @@ from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx import Options, Pair, load, spec_steps, stream_generate
 from sglang_dflash.mlx.__main__ import arguments
 from sglang_dflash.mlx.target import MLXTarget
-from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE, SLIDING
+from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE_STEPS, SLIDING, tokens_of
 from tests.fixtures import guide
 
-ORACLE_STEPS = json.loads(ORACLE.read_text())
 STANDARD_ERRORS = 5
 
 
@@ -118,10 +117,6 @@ def test_narrow_block_gives_the_same_tokens(folders, width: int) -> None:
         assert max(step.n_accepted for step in steps) == width - 1
 
 
-def tokens_of(reference: dict) -> list[int]:
-    return [token for committed, _ in reference["steps"] for token in committed]
-
-
 def test_a_long_prompt_is_read_in_chunks(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     pair, reference = pair_of(folders, "hybrid"), ORACLE_STEPS["hybrid"][0]
     monkeypatch.setattr("sglang_dflash.mlx.generate.PREFILL_CHUNK", 7)
@@ -207,13 +202,10 @@ TARGETS = {
         )
     ),
     "qwen3.5": lambda: qwen3_5.Model(
-        qwen3_5.ModelArgs(
-            "qwen3_5",
-            {
-                "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 1,
-                "linear_key_head_dim": 16, "linear_value_head_dim": 16, **SMALL,
-            },
-        )
+        qwen3_5.ModelArgs("qwen3_5", SMALL | {
+            "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        })
     ),
 }  # fmt: skip
 

@@ -22,7 +22,7 @@ import pytest
 from sglang_dflash.servers.ports import free_port
 from sglang_dflash.tiny import pairs as tiny
 from tests.engines import write_oracle
-from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
+from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE_STEPS, Case, tokens_of
 from tests.fixtures import guide
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,6 @@ ENV = {
     "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
 }  # fmt: skip
 READY_S = 600.0  # the first start compiles Python modules
-ORACLE_STEPS = json.loads(ORACLE.read_text())
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*?)\} (.+)$", re.MULTILINE)
 
 
@@ -117,10 +116,6 @@ def wait_ready(process: subprocess.Popen, url: str, log: str) -> None:
         except httpx.TransportError:
             pass
         time.sleep(1)
-
-
-def tokens_of(reference: dict[str, Any]) -> list[int]:
-    return [token for committed, _ in reference["steps"] for token in committed]
 
 
 def steps_of(reference: dict[str, Any]) -> dict[int, int]:

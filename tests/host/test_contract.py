@@ -11,7 +11,7 @@ from sglang_dflash.host import contract
 from sglang_dflash.host.names import SECTIONS, SGLANG, Name
 from sglang_dflash.host.source import problem
 
-PACKAGE = Path(contract.__file__).parents[1]
+PACKAGE, SPEC = Path(contract.__file__).parents[1], "sglang.srt.speculative"
 # FlashInfer's names are checked where they are used.
 TABLES = [name for section, names in SECTIONS.items() if section != "flashinfer" for name in names]
 
@@ -25,14 +25,12 @@ def test_installed_sglang_has_the_name(name: Name) -> None:
     ("name", "sentence"),
     [
         (
-            Name(
-                "sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.alloc_memory_pool", "req_to_token_pool pages"
-            ),
+            Name(f"{SPEC}.base_spec_worker", "BaseSpecWorker.alloc_memory_pool", "req_to_token_pool pages"),
             "BaseSpecWorker.alloc_memory_pool has no pages",
         ),
         (
-            Name("sglang.srt.speculative.spec_info", "SpeculativeAlgorithm.make_worker", "server_args"),
-            "sglang.srt.speculative.spec_info has no SpeculativeAlgorithm.make_worker",
+            Name(f"{SPEC}.spec_info", "SpeculativeAlgorithm.make_worker", "server_args"),
+            f"{SPEC}.spec_info has no SpeculativeAlgorithm.make_worker",
         ),
         (Name("sglang.srt.configs.model_config", "ModelConfig", "hf_configs"), "ModelConfig has no hf_configs"),
         (Name("sglang.srt.utils", "async_h2h"), "sglang.srt.utils has no async_h2h"),

@@ -111,9 +111,9 @@ class ServerPool:
 
     def drop(self, server: Server) -> None:
         """Check and stop a server that no other test will use."""
-        for key in [key for key, one in self.live.items() if one is server]:
+        if server in self.live.values():
             require_nothing_lost(server)
-            self._drop(key)
+        self.forget(server)
 
     def forget(self, server: Server) -> None:
         """Stop a server that a fault has ended or will end."""

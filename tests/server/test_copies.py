@@ -1,7 +1,4 @@
-"""Blocks extended by n-gram copies: answers stay the target's, and steps are those of the definitions.
-
-Prompts repeat themselves: the last question was answered before, or one of its kind was.
-"""
+"""Blocks extended by n-gram copies: answers stay the target's, and steps are those of the definitions."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

@@ -1,7 +1,4 @@
-"""Drafts whose files differ from z-lab's, or from the flags of the target: the same tokens, in the same steps.
-
-Users reported each difference, and all of them at once must change nothing.
-"""
+"""Drafts whose files differ as users reported, from z-lab's or from the target's flags: the same tokens and steps."""
 
 import json
 import shutil

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from random import Random
 from typing import Any, Self
 
@@ -268,6 +269,15 @@ def test_flush_cache_idle_and_busy(ours: Server, prompts: list[list[int]], expec
         assert answer.token_ids == tokens
 
 
+@contextmanager
+def paused(server: Server, mode: str) -> Iterator[None]:
+    assert post(server, "/pause_generation", {"mode": mode}).status_code == 200
+    try:
+        yield
+    finally:
+        assert post(server, "/continue_generation").status_code == 200
+
+
 def in_time(attempt: Callable[[], bool]) -> None:
     """Retry: on a busy machine an action meant for the middle of requests may come after their end."""
     assert any(attempt() for _ in range(5)), "too late five times"
@@ -284,12 +294,9 @@ def test_pause_and_continue(
         ours.flush_cache()
         with Streams(ours, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
             asked.wait_begun(n_begun)
-            assert post(ours, "/pause_generation", {"mode": mode}).status_code == 200
-            try:
+            with paused(ours, mode):
                 asked.wait_quiet()
                 midway = asked.n_ended < len(prompts)
-            finally:
-                assert post(ours, "/continue_generation").status_code == 200
             assert tokens_of(asked.answers()) == expected
         return midway
 
@@ -302,11 +309,8 @@ def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[l
     def abort_midway() -> bool:
         with Streams(ours, prompts[:8], **ENDLESS) as asked:
             asked.wait_begun(8)
-            assert post(ours, "/pause_generation", {"mode": "abort"}).status_code == 200
-            try:
+            with paused(ours, "abort"):
                 return endless_ends(asked) == {"abort"}
-            finally:
-                assert post(ours, "/continue_generation").status_code == 200
 
     in_time(abort_midway)
     assert ours.generate(prompts[0], max_new_tokens=MAX_NEW_TOKENS).token_ids == expected[0]
@@ -323,11 +327,8 @@ def test_draft_update_in_the_middle_of_requests(
     def ask_across(tensors: dict[str, torch.Tensor]) -> list[Generation]:
         with Streams(whole, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
             asked.wait_begun(5)
-            assert post(whole, "/pause_generation", {"mode": mode}).status_code == 200
-            try:
+            with paused(whole, mode):
                 assert push(whole, tensors, selector="draft", flush_cache=False).status_code == 200
-            finally:
-                assert post(whole, "/continue_generation").status_code == 200
             return asked.answers()
 
     def quiet_steps() -> list[dict[int, int]]:

@@ -1,7 +1,4 @@
-"""LoRA adapters of the target with a draft that has none: answers and steps are those of the merged target.
-
-Requests with adapters share batches with requests of the base model; each adapter has its own prefix cache.
-"""
+"""LoRA adapters of the target with a draft that has none: answers and steps are those of the merged target."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

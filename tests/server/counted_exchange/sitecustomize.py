@@ -1,7 +1,4 @@
-"""Logs what each step of every rank exchanges, in processes that have this folder on PYTHONPATH.
-
-Python imports `sitecustomize` first, so the worker is patched while it is loaded.
-"""
+"""Log of what each step of every rank exchanges, in processes that have this folder on PYTHONPATH."""
 
 from after_loading import edit_after_loading
 

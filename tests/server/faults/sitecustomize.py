@@ -1,7 +1,6 @@
 """Faults for processes that have this folder on PYTHONPATH: `FAULT` names one of the functions below.
 
-Each is a mistake that a server without captured graphs and streams does not show. Production code does not depend on
-this.
+Each is a mistake that a server without captured graphs and streams does not show.
 """
 
 import os

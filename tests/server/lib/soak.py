@@ -199,8 +199,7 @@ class Soak:
     def updated(self, random: Random, i: int) -> str | None:
         """Load the weights that are served, of the target or of the draft; the server first finishes requests.
 
-        A client that hung up is served a little longer. Then SGLang loads the weights and reports that its cache is not
-        empty.
+        While a client that hung up is still served, SGLang loads the weights and reports that its cache is not empty.
         """
         body = {"model_path": str(random.choice(HYBRID)), "flush_cache": True}
         with self.pausing:

@@ -24,8 +24,7 @@ class Variant(NamedTuple):
     def caches_inside_text(self) -> bool:
         """True if a prefix that ends inside generated text can be resumed.
 
-        With a window an attention-only target reads the last 64 tokens again. In whole pages, these begin before the
-        cut.
+        With a window an attention-only target reads the last 64 tokens again, in whole pages from before the cut.
         """
         if self.target == "dense":
             return not ({*PAGES, *window(64)} <= {*self.flags})

@@ -1,7 +1,6 @@
 """Different random numbers on every rank, in processes that have this folder on PYTHONPATH.
 
 SGLang seeds all ranks alike, so they draw alike even without an exchange. Here only an exchange makes them agree.
-Python imports `sitecustomize` first, so the module below is patched while it is loaded.
 """
 
 from after_loading import edit_after_loading

@@ -1,8 +1,6 @@
 """Wrong acceptance of drafts in every DFLASH worker of processes that have this folder on PYTHONPATH.
 
-Python imports `sitecustomize` first, so the worker's module is patched while it is loaded. Production code does not
-depend on this. `WRONG_ACCEPTANCE` names one of the rules below. Each is a plausible mistake that leaves greedy answers
-unchanged.
+`WRONG_ACCEPTANCE` names one of the rules below. Each is a plausible mistake that leaves greedy answers unchanged.
 """
 
 import dataclasses

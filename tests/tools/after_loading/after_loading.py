@@ -1,7 +1,7 @@
 """Patches of a process from outside: each module is edited once, after it is loaded and before it is used.
 
-For `sitecustomize` modules, which Python imports first. `parameters.path_with` puts this folder on PYTHONPATH together
-with theirs. Production code does not depend on this.
+For `sitecustomize` modules, which Python imports first, before the modules that they edit. `parameters.path_with` puts
+this folder on PYTHONPATH together with theirs. Production code does not depend on this.
 """
 
 import importlib.abc
