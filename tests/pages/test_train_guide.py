@@ -16,8 +16,7 @@ def test_torchrun_accepts_its_command():
     (command,) = (command for command in COMMANDS if command[0] == "torchrun")
     parsed = get_args_parser().parse_args(command[1:])
     assert (parsed.nproc_per_node, parsed.module, parsed.training_script) == ("8", True, "sglang_dflash.train")
-    options = make_parser().parse_args(parsed.training_script_args)
-    assert options.rows % 8 == 0
+    assert make_parser().parse_args(parsed.training_script_args).rows % 8 == 0
 
 
 def test_vllm_gets_the_method_and_the_block_size_without_the_anchor():

@@ -152,5 +152,4 @@ def test_random_copies_change_no_answer(target: str, server: Callable, reference
     expected = [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
     ours = server(target=target, flags=flags, env=env)
     for _ in range(2):
-        answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-        assert tokens_of(answers) == expected
+        assert tokens_of(ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)) == expected

@@ -200,5 +200,4 @@ def hang_up_after(delay_s: float, server: Server, prompt: list[int]) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17])
 def test_a_limit_inside_a_block_is_kept(serving: Serving, n: int) -> None:
-    answer = serving.server.generate(serving.prompts[0], max_new_tokens=n)
-    assert answer.token_ids == serving.expected[0][:n]
+    assert serving.server.generate(serving.prompts[0], max_new_tokens=n).token_ids == serving.expected[0][:n]

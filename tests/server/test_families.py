@@ -69,15 +69,13 @@ def texts(served: Served) -> list[list[int]]:
 
 
 def test_same_tokens(server: Server, served: Served) -> None:
-    answers = ask(server, served.prompts, N_TOKENS)
-    assert tokens_of(answers) == texts(served)
+    assert tokens_of(ask(server, served.prompts, N_TOKENS)) == texts(served)
 
 
 def test_same_tokens_after_a_cached_prefix(server: Server, served: Served) -> None:
     ask(server, served.prompts, N_TOKENS)
     longer = [prompt + text[:N_AGAIN] for prompt, text in zip(served.prompts, texts(served), strict=True)]
-    answers = ask(server, longer, N_TOKENS - N_AGAIN)
-    assert tokens_of(answers) == [text[N_AGAIN:] for text in texts(served)]
+    assert tokens_of(ask(server, longer, N_TOKENS - N_AGAIN)) == [text[N_AGAIN:] for text in texts(served)]
 
 
 @pytest.mark.parametrize("server", ["plugin"], indirect=True)

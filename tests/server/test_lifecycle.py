@@ -158,8 +158,7 @@ def test_abort_all_leaves_a_server_that_answers(
             assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
             time.sleep(0.05)
         assert "abort" in endless_ends(running)
-    answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-    assert tokens_of(answers) == expected
+    assert tokens_of(ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)) == expected
 
 
 def test_a_stop_string_inside_a_block(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -245,8 +244,7 @@ def test_retracted_requests_give_the_same_tokens(
     before = tight.log_text().count(KV_FULL)
     for _ in range(3):
         tight.flush_cache()
-        answers = tight.generate_many(prompts, concurrency=8, **endless)
-        assert tokens_of(answers) == expected
+        assert tokens_of(tight.generate_many(prompts, concurrency=8, **endless)) == expected
     assert tight.log_text().count(KV_FULL) > before, "memory sufficed; this test cannot fail"
 
 

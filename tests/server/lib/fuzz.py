@@ -196,8 +196,7 @@ def openai(draw: st.DrawFn) -> Request:
     body = draw(mapping({"temperature": temperature, "max_tokens": length}, OPENAI).flatmap(with_odd_value))
     body["model"] = "tiny"
     if draw(st.booleans()):
-        content = draw(words)
-        return Request("/v1/chat/completions", body | {"messages": [{"role": "user", "content": content}]})
+        return Request("/v1/chat/completions", body | {"messages": [{"role": "user", "content": draw(words)}]})
     return Request("/v1/completions", body | {"prompt": draw(st.one_of(words, short, st.lists(words, max_size=2)))})
 
 
