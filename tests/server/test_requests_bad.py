@@ -81,7 +81,7 @@ def test_without_the_plugin_the_server_ends(server: Callable, pool: Any, kind: s
     bad = (KINDS | NO_LABEL)[kind]
     with contextlib.suppress(httpx.TransportError):
         httpx.post(f"{stock.url}{bad.path}", timeout=30, **bad.content)
-    ends = time.monotonic() + 120  # SGLang waits a minute for a crash dump of a GPU
+    ends = time.monotonic() + 120  # SGLang first waits a minute for a core dump of CUDA
     while stock.running and time.monotonic() < ends:
         time.sleep(0.2)
     assert not stock.running
