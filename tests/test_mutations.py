@@ -5,7 +5,7 @@ import ast
 from tests.tools.mutate import ROOT, read
 
 
-def test_every_edit_has_its_place() -> None:
+def test_every_edit_matches_once() -> None:
     texts = {row.file: (ROOT / row.file).read_text() for row in read()}
     assert [str(row) for row in read() if texts[row.file].count(row.old) != 1 or row.old == row.new] == []
 

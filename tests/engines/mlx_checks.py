@@ -230,7 +230,7 @@ def test_rejected_tokens_leave_no_trace(kind: str) -> None:
     assert mx.allclose(features[0], all_features[-1], atol=1e-5)
 
 
-def test_a_target_is_left_as_it_was(folders) -> None:
+def test_target_is_unchanged_afterwards(folders) -> None:
     pair = pair_of(folders, "hybrid")
     calls = {type(layer): type(layer).__call__ for layer in pair.target.layers}
     list(spec_steps(pair, ORACLE_STEPS["hybrid"][0]["prompt"], Options(max_new_tokens=8)))

@@ -162,9 +162,9 @@ def test_unpatched_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
     assert [steps for _, steps in answers] != [steps_of(reference) for reference in ORACLE_STEPS["dense"]]
 
 
-def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
+def test_benchmark_measures_vllm_and_the_plugin(tmp_path: Path) -> None:
     """Both run fp32 and verify whole blocks of one draft without copies, so their counters are equal."""
-    with served(CASES["dense"], tmp_path) as server, ours() as url:
+    with served(CASES["dense"], tmp_path) as server, serve_plugin() as url:
         arms = "--base-url", f"vllm={server.url}", f"ours={url}"
         asked = "--num-prompts", "4", "--max-new-tokens", "48", "--concurrency", "1", "--repeats", "1"
         command = [sys.executable, "-m", "sglang_dflash.bench", *arms, *asked, "--output", tmp_path / "out"]
@@ -178,7 +178,7 @@ def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
 
 
 @contextmanager
-def ours() -> Iterator[str]:
+def serve_plugin() -> Iterator[str]:
     """Serve the dense pair on SGLang with this plugin; the log is `.run/tiny-dense.log`."""
     port, env = free_port(31980), {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
     command = ["launch/serve_tiny_dense_cpu.sh", "--port", port]

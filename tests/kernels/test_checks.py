@@ -40,7 +40,7 @@ def test_shapes_refuses(second, message):
         Shapes().check(INT64, tokens_BN=block(3, 4), other_BN=second)
 
 
-def test_cpu_tensors_run_the_cpu_s_form(monkeypatch):
+def test_cpu_tensors_run_the_cpu_form(monkeypatch):
     monkeypatch.setattr(accept_module, "ACCEPT", Forms(accept_module.accept_torch, None))  # calling it would raise
     assert accept(block(1, 2), block(1, 2), block(1, 1)[0]).n_accepted_B.tolist() == [1]
 

@@ -175,7 +175,7 @@ def run_backwards(monkeypatch) -> None:
 @pytest.mark.parametrize("backwards", [False, True], ids=["first-to-last", "last-to-first"])
 @pytest.mark.parametrize("n_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("N", [5, 20])
-def test_programs_that_share_a_text_find_what_one_finds(N, n_programs, backwards, device, monkeypatch) -> None:
+def test_programs_that_share_a_text_agree_with_one_program(N, n_programs, backwards, device, monkeypatch) -> None:
     """Texts of few words have equal matches in many tiles, and longer matches before shorter ones."""
     torch.manual_seed(N + n_programs)
     kernel = importlib.import_module("sglang_dflash_kernels.copy_draft")
@@ -209,7 +209,7 @@ def test_a_text_longer_than_a_pass_of_its_programs(device) -> None:
 
 
 @FORMS
-def test_a_text_that_fills_its_row_stays_as_it_is(form) -> None:
+def test_full_row_is_unchanged(form) -> None:
     text = [1, 2, 3, 4, *range(100, 100 + TILE), 1, 2]
     got, row = run_one(form, text, [3, 0, 0], ALWAYS, room=len(text))
     assert (got.tokens_BN.tolist(), row) == ([[3, 4, 100]], text)
@@ -217,7 +217,7 @@ def test_a_text_that_fills_its_row_stays_as_it_is(form) -> None:
 
 @FORMS
 @pytest.mark.parametrize("nothing", [-1, -2, -(2**31)])
-def test_negative_tokens_match_none_of_their_like(form, nothing) -> None:
+def test_negative_tokens_match_nothing(form, nothing) -> None:
     got, _ = run_one(form, [5, nothing, 6, 7, 5, nothing, 6], [7, 8], ALWAYS)
     assert got.length_BD.tolist() == [[0]]
     got, _ = run_one(form, [5, 6, 7, nothing, 5, 6], [7, nothing, 0], ALWAYS)

@@ -43,7 +43,7 @@ of_recipes = partial(pytest.mark.parametrize, "name", RECIPES)
 
 
 @pytest.mark.parametrize(("gpu", "profile"), [("h200", "hopper.sh"), ("b200", "blackwell.sh")])
-def test_a_gpu_s_flags_are_those_of_its_profile(gpu: str, profile: str) -> None:
+def test_flags_of_a_gpu_are_those_of_its_profile(gpu: str, profile: str) -> None:
     pairs = tomllib.loads(recipe.FILE.read_text())["gpus"][gpu]
     assert f'DFLASH_FLAGS="{" ".join(flag for flag, _ in pairs)}"' in (ENV / profile).read_text()
 

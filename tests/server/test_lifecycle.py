@@ -121,7 +121,7 @@ class Streams:
 
 
 @pytest.mark.usefixtures("steady")
-def test_an_aborted_request_returns_what_it_had(ours: Server, prompts: list[list[int]], reference: Callable) -> None:
+def test_aborted_request_returns_its_tokens_so_far(ours: Server, prompts: list[list[int]], reference: Callable) -> None:
     """Abort streams by id at any moment; each must have sent the beginning of its answer, and end."""
     random, kinds = Random(0), set()
     for i in range(8):

@@ -107,17 +107,17 @@ def test_counts_are_the_sums_of_the_requests(whole: Server, questions: Callable)
     assert after.total("dflash_cut_blocks_total") == 0
 
 
-def test_all_are_exported_with_sglang_s_labels(whole: Server, questions: Callable) -> None:
+def test_all_metrics_are_exported_with_sglangs_labels(whole: Server, questions: Callable) -> None:
     whole.generate(questions(1)[0], max_new_tokens=MAX_NEW_TOKENS)
     samples = Scrape(whole).samples
-    (sglang_s,) = [sample.labels for sample in samples if sample.name == "sglang:num_running_reqs"]
-    assert sglang_s["model_name"]
+    (sglangs,) = [sample.labels for sample in samples if sample.name == "sglang:num_running_reqs"]
+    assert sglangs["model_name"]
     for metric in METRICS:
         found = [sample for sample in samples if sample.name in metric.exported()]
         assert {sample.name for sample in found} == metric.exported()
         for sample in found:
             own = {key: value for key, value in sample.labels.items() if key not in (*metric.labels, "le")}
-            assert own == sglang_s
+            assert own == sglangs
 
 
 @pytest.mark.full

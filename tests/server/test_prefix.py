@@ -101,7 +101,7 @@ def test_context_of_decode_steps_equals_that_of_a_prefill(serving: Serving, seed
     assert beyond_prompt >= 2, "too few hits inside generated text; this test cannot fail"
 
 
-def test_an_extended_prompt_hits_what_a_running_request_has_written(serving: Serving) -> None:
+def test_extended_prompt_hits_the_prefix_of_a_running_request(serving: Serving) -> None:
     """The second request extends the prompt of the first, which still decodes."""
     first = as_prompt(conversation(10, n_turns=4), serving.target)
     second = first + serving.expected(first)[:20] + as_prompt(conversation(11, n_turns=1), serving.target)
@@ -134,7 +134,7 @@ def test_conversations_over_the_openai_api(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_requests_that_share_a_prefix_and_part(serving: Serving, warm: bool) -> None:
+def test_requests_that_share_a_prefix_and_diverge(serving: Serving, warm: bool) -> None:
     """Sixteen requests share a beginning, then differ; some are equal."""
     common = conversation(20, n_turns=3)[:-1]  # ends with an answer
     prompts = [as_prompt([*common, *conversation(30 + i % 12, n_turns=1)], serving.target) for i in range(16)]

@@ -59,7 +59,7 @@ def test_answers_of_the_router_are_those_of_one_server(fleet: Fleet, questions: 
     assert all(a > b for a, b in zip(after, before, strict=True)), "one replica was idle"
 
 
-def test_a_conversation_stays_where_its_prefix_is(fleet: Fleet, questions: Callable) -> None:
+def test_conversation_stays_on_the_server_of_its_prefix(fleet: Fleet, questions: Callable) -> None:
     """The router sends each turn to the server that has the earlier turns in its cache."""
     (history,) = questions(1, seed=82)
     cached = []

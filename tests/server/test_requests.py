@@ -70,7 +70,7 @@ def run_session(server: Server, questions: list[list[int]], *, streaming: bool =
     return results
 
 
-def test_a_session_goes_on_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
+def test_session_continues_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
     """If a turn ended inside a block, the rest of the block must not enter the session."""
     asked = questions(9, seed=12)
     results = run_session(off, asked)
@@ -88,7 +88,7 @@ def test_a_streaming_session_needs_its_flag(ours: Server, off: Server) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_a_streaming_session_goes_on_as_without_speculation(server: Callable, questions: Callable, target: str) -> None:
+def test_streaming_session_continues_as_without_speculation(server: Callable, questions: Callable, target: str) -> None:
     """A turn that ends inside a block leaves recurrent state past its end."""
     servers = [server(arm, target=target, flags=("--enable-streaming-session",)) for arm in ("plugin", "off")]
     for seed in range(13, 17):
@@ -149,7 +149,7 @@ def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off
             assert answer.token_ids == off.generate(prompts[i], **bodies[i]).token_ids
 
 
-def test_sampled_tokens_follow_the_target_s_distribution(ours: Server, off: Server) -> None:
+def test_sampled_tokens_follow_the_targets_distribution(ours: Server, off: Server) -> None:
     case = next(case for case in parameters.SAMPLED if case.name == "top_p 0.8")
     drawn, wanted = (parameters.draws(server, case, 400) for server in (ours, off))
     assert not law.violations(wanted, drawn)
