@@ -1,7 +1,7 @@
-"""Two processes share the tests file by file; of the two batteries of servers, row by row.
+"""Two test processes with files as units; a battery of servers is split by row.
 
-Tests that share servers, and plain torch's answers, are run by one process, so that it makes them once. They come
-first, then the batteries and what has servers of its own, then launched commands and the rest: both end together.
+One process runs all tests that share servers and reference answers, so that these are made once. They run first, then
+the batteries and tests with servers of their own, then launched commands and the rest: both processes end together.
 """
 
 import os
@@ -36,22 +36,22 @@ def uses_servers(nodeid: str) -> bool:
 
 @cache
 def is_full(file: str) -> bool:
-    """Return whether all tests of a file are `full`: then none of `make test` shares its servers."""
+    """Return whether every test of a file is marked `full`, so that `make test` shares none of its servers."""
     return re.search(r"^pytestmark = .*mark\.full", (ROOT / file).read_text(), re.MULTILINE) is not None
 
 
 def scope_of(nodeid: str) -> str:
-    """Name what one process runs as a whole: all that shares servers, a file, or a row of a battery."""
+    """Name the unit that one process runs whole: all tests that share servers, a file, or a row of a battery."""
     file, _, test = nodeid.partition("::")
     case = test.partition("[")[2].rstrip("]")
     rows = [row for row in BATTERIES.get(file, ()) if case == row or case.startswith(f"{row}-")]
-    if rows and max(rows, key=len) != "hybrid":  # that row's server is shared
+    if rows and max(rows, key=len) != "hybrid":  # the server of row "hybrid" is shared
         return f"{file}[{max(rows, key=len)}]"
     return "servers" if uses_servers(nodeid) and not is_full(file) else file
 
 
 def rank_of(nodeid: str) -> int:
-    """Return 0 for tests that run first, then 1, then 2: those that take long come first."""
+    """Return 0 for tests that run first, 1 or 2 for later ones; long tests run first."""
     return 0 if scope_of(nodeid) == "servers" else 1 if uses_servers(nodeid) else 2
 
 
@@ -74,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 class FailuresAtOnce:
-    """Says each failure when it happens: a battery of hours that is cut off has no summary."""
+    """Plugin that prints each failure when it happens: a battery that is cut off has no summary."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -89,12 +89,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(FailuresAtOnce(config))
         os.environ[RUN] = str(os.getpid())
-        # KeyboardInterrupt: Hypothesis takes pytest's own Exit, and SystemExit too, for an example that fails
+        # Hypothesis treats pytest's own Exit, and SystemExit, as a failing example. KeyboardInterrupt ends the run.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Whatever a run that is cut off leaves behind ends with it: xdist ends its workers without their fixtures."""
+    """Kill what a run that is cut off leaves: xdist ends its workers without their fixtures."""
     if not hasattr(config, "workerinput"):
         for process in psutil.process_iter():
             if process.pid != os.getpid() and run_of(process) == str(os.getpid()):
@@ -105,5 +105,5 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def run_of(process: psutil.Process) -> str | None:
     try:
         return process.environ().get(RUN)
-    except psutil.Error:  # it has just ended, or is another user's
+    except psutil.Error:  # the process has ended, or belongs to another user
         return None

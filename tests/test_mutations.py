@@ -1,28 +1,28 @@
-"""Rows of tests/mutations fit this tree. `python -m tests.tools.mutate` makes the mistakes, which takes minutes."""
+"""Rows of tests/mutations against this tree; `python -m tests.tools.mutate` runs them, which takes minutes."""
 
 import ast
 
 from tests.tools.mutate import ROOT, read
 
 
-def test_every_edit_has_its_place() -> None:
+def test_every_edit_matches_once() -> None:
     texts = {row.file: (ROOT / row.file).read_text() for row in read()}
     assert [str(row) for row in read() if texts[row.file].count(row.old) != 1 or row.old == row.new] == []
 
 
 def test_every_mistake_is_python() -> None:
-    """An edit that does not parse would fail whatever its test looks at."""
+    """An edit that does not parse would make any test fail."""
     for row in read():
         if row.file.endswith(".py"):
             ast.parse((ROOT / row.file).read_text().replace(row.old, row.new), row.what)
 
 
 def test_every_mistake_has_a_test() -> None:
-    gone = []
+    missing = []
     for node in sorted({node for row in read() for node in row.test.split()}):
         file, *names = node.split("[")[0].split("::")
         defined = ast.walk(ast.parse((ROOT / file).read_text())) if (ROOT / file).is_file() else ()
         known = {inner.name for inner in defined if isinstance(inner, ast.FunctionDef | ast.ClassDef)}
         if not known or not known.issuperset(names):
-            gone.append(node)
-    assert gone == []
+            missing.append(node)
+    assert missing == []

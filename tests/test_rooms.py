@@ -1,7 +1,6 @@
-"""Who may import whom: rooms lie on floors, and a file imports its own room and what lies below. Parsed, not imported.
+"""Imports between rooms: a file imports its own room and rooms on lower floors. Parsed, not imported.
 
-An import inside a function counts, and one for a type checker too: both say what a reader has to know. Tests of a room
-lie in a folder of its name.
+Imports inside functions and for type checkers count too. Tests of a room are in the folder of its name.
 """
 
 import ast
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# From the roof down: a folder of `sglang_dflash/`, or a file that lies at its top.
+# From the top floor down: folders of `sglang_dflash/`, and files at its top.
 FLOORS = (
     {"plugin", "__main__"},
     {"prove", "demo"},
@@ -28,12 +27,9 @@ HEIGHT = {room: len(FLOORS) - n for n, rooms in enumerate(FLOORS) for room in ro
 
 @cache
 def files() -> dict[str, Path]:
-    """Modules by their dotted names."""
+    """Return the path of each module by its dotted name."""
     found = {}
-    for folder, package in (
-        ("sglang_dflash", "sglang_dflash"),
-        ("kernels", "sglang_dflash_kernels"),
-    ):
+    for folder, package in (("sglang_dflash", "sglang_dflash"), ("kernels", "sglang_dflash_kernels")):
         for path in (ROOT / folder).rglob("*.py"):
             parts = [package, *path.relative_to(ROOT / folder).with_suffix("").parts]
             if parts[-1] != "sitecustomize":
@@ -51,7 +47,7 @@ def imported(source: str) -> Iterator[str]:
 
 @cache
 def arrows() -> dict[str, set[str]]:
-    """Each module and those it imports, as far as they are ours."""
+    """Return each module of this project with the modules of this project that it imports."""
     known = files()
     found: dict[str, set[str]] = {}
     for module, path in known.items():
@@ -75,7 +71,7 @@ def complaint(module: str, other: str) -> str:
     return f"{module} imports {other}: {there} is not below {here}"
 
 
-def test_every_room_has_its_floor() -> None:
+def test_every_room_has_a_floor() -> None:
     assert {room(module) for module in files()} == set(HEIGHT)
     assert len(FLOORS) <= 7
 
@@ -85,12 +81,12 @@ def test_imports_go_down(module: str) -> None:
     assert [text for other in sorted(arrows()[module]) if (text := complaint(module, other))] == []
 
 
-def test_there_is_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     TopologicalSorter(arrows()).prepare()
 
 
 def misplaced(paths: Iterable[str], rooms: set[str]) -> list[str]:
-    """Of files in `tests`: unit tests in a folder that is no room, and modules among tests that are none."""
+    """Return files of `tests` in the wrong place: unit tests outside a room, and helpers among tests."""
 
     def is_misplaced(folder: str, *rest: str) -> bool:
         *folders, name = rest
@@ -101,14 +97,13 @@ def misplaced(paths: Iterable[str], rooms: set[str]) -> list[str]:
     return [path for path in paths if path.count("/") and is_misplaced(*path.split("/"))]
 
 
-def test_tests_lie_as_what_they_test() -> None:
+def test_tests_are_in_the_folder_of_their_room() -> None:
     rooms = {path.parent.name for path in (ROOT / "sglang_dflash").glob("*/__init__.py")}
     tests = ROOT / "tests"
     assert misplaced((str(path.relative_to(tests)) for path in tests.rglob("*.py")), rooms) == []
 
 
-def test_the_test_sees() -> None:
-    """A test that cannot fail is none."""
+def test_misplaced_files_and_bad_imports_are_found() -> None:
     in_place = ["conftest.py", "unit/test_a.py", "unit/draft/test_b.py", "server/test_c.py", "server/lib/d.py"]
     assert misplaced(in_place, {"draft"}) == []
     out_of_place = ["unit/lib/test_a.py", "unit/a.py", "unit/draft/b.py", "unit/draft/draft/test_b.py", "server/d.py"]

@@ -1,6 +1,6 @@
-"""The shape of the code, as a test: sizes, depth, arguments, and the two habits that hide bugs.
+"""Limits on the shape of the code: sizes, depth, arguments, and two habits that hide bugs.
 
-A limit that is wrong for good code is moved here, in review, with its reason. Nothing is imported, only parsed.
+A limit that is wrong for good code is changed here, in review, with its reason. Code is parsed, not imported.
 """
 
 import ast
@@ -11,14 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted(path for folder in ("sglang_dflash", "kernels") for path in (ROOT / folder).rglob("*.py"))
-FILE_LINES = 300  # without tables: to split a table makes nothing easier to read
+FILE_LINES = 300  # without tables, which are no easier to read when split
 FUNCTION_LINES = 50
 KERNEL_LINES = 120
 DEPTH = 3
-POSITIONAL = 5  # one more than elsewhere: `spec_generate` takes what the model cards give it
+POSITIONAL = 5  # `spec_generate` takes the five arguments of the model cards
 PROBES = ("getattr", "hasattr")
-PROBING_MODULE = "contract.py"  # the one module that may ask another package's objects what they have
-STAND_INS = ("cpu", "rehearsal")  # folders whose functions take SGLang's arguments: SGLang calls them as its own
+PROBING_MODULE = "contract.py"  # the one module that may probe another package's objects
+STAND_INS = ("cpu", "rehearsal")  # folders of stand-ins that SGLang calls with its own arguments
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Block = ast.If | ast.For | ast.While | ast.With | ast.Try | ast.Match
@@ -26,7 +26,7 @@ Display = ast.Dict | ast.List | ast.Set | ast.Tuple | ast.Constant
 
 
 def depth(node: ast.AST) -> int:
-    """How many blocks nest below `node`, inner functions aside; an `elif` nests no deeper than its `if`."""
+    """Return the number of nested blocks below `node`, without inner functions; an `elif` adds none."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Function):
@@ -38,7 +38,7 @@ def depth(node: ast.AST) -> int:
 
 def function_complaints(function: Function, path: Path) -> Iterator[str]:
     is_kernel = any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
-    # The body: a stand-in's signature is SGLang's, and may be long.
+    # Only the body counts: the signature of a stand-in is SGLang's.
     n_lines, limit = function.end_lineno - function.body[0].lineno + 1, KERNEL_LINES if is_kernel else FUNCTION_LINES
     n_positional = sum(arg.arg not in ("self", "cls") for arg in function.args.posonlyargs + function.args.args)
     if n_lines > limit:
@@ -61,7 +61,7 @@ def node_complaints(node: ast.AST, path: Path) -> Iterator[str]:
 
 
 def is_table(node: ast.stmt) -> bool:
-    """Whether it gives a name to a literal that holds nothing to run later."""
+    """Return whether a statement assigns a literal that runs no code later."""
     match node:
         case ast.Assign(value=value) | ast.AnnAssign(value=value):
             runs = (isinstance(inner, ast.Lambda | ast.comprehension) for inner in ast.walk(node))
@@ -108,6 +108,5 @@ CHAIN = "def f():\n if a:\n  pass\n elif b:\n  pass\n elif c:\n  pass\n elif d:\
         ("getattr(a, 'b')", 1),
     ],
 )
-def test_the_style_test_sees(source: str, n_complaints: int) -> None:
-    """A test that cannot fail is none."""
+def test_complaints_are_found(source: str, n_complaints: int) -> None:
     assert len(complaints(source, Path("some.py"))) == n_complaints

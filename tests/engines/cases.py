@@ -1,4 +1,4 @@
-"""What every engine is asked: the tiny pairs as they are, and with drafts that see less. Imports no framework."""
+"""Cases for every engine: the tiny pairs as they are, and with drafts of narrower attention. Imports no framework."""
 
 import json
 import shutil
@@ -9,6 +9,10 @@ ASSETS = Path(__file__).parents[2] / "sglang_dflash" / "assets"
 ORACLE = Path(__file__).with_name("oracle.json")
 MAX_NEW_TOKENS = 64
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def tokens_of(reference: dict[str, Any]) -> list[int]:
+    return [token for committed, _ in reference["steps"] for token in committed]
 
 
 class Case(NamedTuple):
@@ -23,11 +27,9 @@ class Case(NamedTuple):
 
     @property
     def n_drafts(self) -> int:
-        """Drafts of a block."""
         return json.loads((ASSETS / self.target / self.draft / "config.json").read_text())["block_size"] - 1
 
     def draft_folder(self, parent: Path) -> Path:
-        """A copy of the draft with the changed config."""
         folder = Path(shutil.copytree(ASSETS / self.target / self.draft, parent / "draft"))
         config = json.loads((folder / "config.json").read_text()) | self.changed
         (folder / "config.json").write_text(json.dumps(config))
@@ -35,9 +37,8 @@ class Case(NamedTuple):
 
 
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
-BOTH_WAYS = WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": False}
 CASES = {
-    "hybrid-bf16": Case("tiny", dtype="bfloat16"),  # vLLM's Gated DeltaNet takes nothing else on a CPU
+    "hybrid-bf16": Case("tiny", dtype="bfloat16"),  # the only dtype of vLLM's Gated DeltaNet on a CPU
     "hybrid": Case("tiny"),
     "dense": Case("tiny_dense"),
     "hybrid-dflash2": Case("tiny", "draft2"),
@@ -48,4 +49,5 @@ CASES = {
         "tiny_dense", n_prompts=4, changed=WINDOW | {"layer_types": [SLIDING] * 2, "is_causal": False}
     ),
 }
-IN_FP32 = [name for name, case in CASES.items() if case.dtype == "float32"]  # whose steps hang on no rounding
+ORACLE_STEPS: dict[str, list[dict[str, Any]]] = json.loads(ORACLE.read_text()) if ORACLE.exists() else {}
+IN_FP32 = [name for name, case in CASES.items() if case.dtype == "float32"]  # steps do not depend on rounding

@@ -1,6 +1,7 @@
-"""The MLX path against what `oracle.json` says. Runs where neither torch nor SGLang is: see `tests/unit/test_mlx.py`.
+"""The MLX implementation against `oracle.json`, where neither torch nor SGLang is installed.
 
-The checkpoints are read in fp32, for steps that do not hang on rounding: mlx-lm adds one to norms in their own dtype.
+`tests/unit/test_mlx.py` runs this file. Checkpoints are read in fp32, so that steps do not depend on rounding: mlx-lm
+adds one to norms in their own dtype.
 """
 
 import json
@@ -23,10 +24,9 @@ from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx import Options, Pair, load, spec_steps, stream_generate
 from sglang_dflash.mlx.__main__ import arguments
 from sglang_dflash.mlx.target import MLXTarget
-from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE, SLIDING
+from tests.engines.cases import ASSETS, CASES, FULL, IN_FP32, MAX_NEW_TOKENS, ORACLE_STEPS, SLIDING, tokens_of
 from tests.fixtures import guide
 
-SAID = json.loads(ORACLE.read_text())
 STANDARD_ERRORS = 5
 
 
@@ -41,7 +41,7 @@ def in_fp32(folder: Path, to: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory):
-    """`folders(name)`: target and draft of a case, in fp32."""
+    """`folders(name)`: target and draft folders of a case, in fp32."""
 
     @cache
     def target(name: str) -> Path:
@@ -59,8 +59,8 @@ def pair_of(folders, name: str) -> Pair:
     return load(*map(str, folders(name)))
 
 
-def options_for(said: dict, **others: int | None) -> Options:
-    return Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(said["stop"]), **others)
+def options_for(reference: dict, **others: int | None) -> Options:
+    return Options(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=frozenset(reference["stop"]), **others)
 
 
 def test_there_is_no_other_framework() -> None:
@@ -70,14 +70,14 @@ def test_there_is_no_other_framework() -> None:
 @pytest.mark.parametrize("name", IN_FP32)
 def test_tokens_and_steps_are_plain_torchs(folders, name: str) -> None:
     pair, case = pair_of(folders, name), CASES[name]
-    assert len(SAID[name]) == case.n_prompts
-    for said in SAID[name]:
-        options = options_for(said, draft_window=case.draft_window)
-        assert [list(step) for step in spec_steps(pair, said["prompt"], options)] == said["steps"]
+    assert len(ORACLE_STEPS[name]) == case.n_prompts
+    for reference in ORACLE_STEPS[name]:
+        options = options_for(reference, draft_window=case.draft_window)
+        assert [list(step) for step in spec_steps(pair, reference["prompt"], options)] == reference["steps"]
 
 
 def test_a_sliding_layer_sees_its_window_and_no_more(folders) -> None:
-    """32 tokens, its own slot included: of 60 context tokens number 29 is seen by the first slot alone, 28 by none."""
+    """The window is 32 tokens with the own slot: of 60, only slot 0 sees token 29, and none sees 28."""
     mx.random.seed(3)
     attention = pair_of(folders, "sliding-both-ways").draft.layers[0].self_attn
     keys, values = (mx.random.normal((1, attention.n_kv_heads, 60, attention.head_dim)) for _ in range(2))
@@ -98,39 +98,35 @@ def test_a_sliding_layer_sees_its_window_and_no_more(folders) -> None:
     assert seen_by(59) == list(range(16))
 
 
-def test_the_text_that_is_streamed_is_the_answers(folders) -> None:
-    pair, said = pair_of(folders, "hybrid"), SAID["hybrid"][0]
-    options = options_for(said)
-    parts = list(stream_generate(pair, said["prompt"], options))
-    wanted = [token for token in tokens_of(said) if token not in said["stop"]]
+def test_streamed_text_is_the_text_of_the_answer(folders) -> None:
+    pair, reference = pair_of(folders, "hybrid"), ORACLE_STEPS["hybrid"][0]
+    options = options_for(reference)
+    parts = list(stream_generate(pair, reference["prompt"], options))
+    wanted = [token for token in tokens_of(reference) if token not in reference["stop"]]
     assert "".join(text for text, _ in parts) == pair.tokenizer.decode(wanted)
     assert len([text for text, _ in parts if text]) > 2
 
 
 @pytest.mark.parametrize("width", [2, 5])
-def test_a_narrow_block_says_the_same(folders, width: int) -> None:
+def test_narrow_block_gives_the_same_tokens(folders, width: int) -> None:
     pair = pair_of(folders, "hybrid")
-    for said in SAID["hybrid"][:3]:
-        options = options_for(said, width=width)
-        steps = list(spec_steps(pair, said["prompt"], options))
-        assert [token for step in steps for token in step.committed] == tokens_of(said)
+    for reference in ORACLE_STEPS["hybrid"][:3]:
+        options = options_for(reference, width=width)
+        steps = list(spec_steps(pair, reference["prompt"], options))
+        assert [token for step in steps for token in step.committed] == tokens_of(reference)
         assert max(step.n_accepted for step in steps) == width - 1
 
 
-def tokens_of(said: dict) -> list[int]:
-    return [token for committed, _ in said["steps"] for token in committed]
-
-
 def test_a_long_prompt_is_read_in_chunks(folders, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, said = pair_of(folders, "hybrid"), SAID["hybrid"][0]
+    pair, reference = pair_of(folders, "hybrid"), ORACLE_STEPS["hybrid"][0]
     monkeypatch.setattr("sglang_dflash.mlx.generate.PREFILL_CHUNK", 7)
-    options = options_for(said)
-    assert [list(step) for step in spec_steps(pair, said["prompt"], options)] == said["steps"]
+    options = options_for(reference)
+    assert [list(step) for step in spec_steps(pair, reference["prompt"], options)] == reference["steps"]
 
 
 @pytest.mark.parametrize("sampling", [{"temp": 0.7}, {"temp": 2.0, "top_k": 6, "top_p": 0.99}])
-def test_what_is_drawn_has_the_targets_law(folders, sampling: dict) -> None:
-    """Three tokens, the last two of one step, drawn often: every text comes about as often as it is likely."""
+def test_drawn_tokens_have_the_targets_distribution(folders, sampling: dict) -> None:
+    """Draw three tokens often, the last two in one step; compare each text's frequency with its probability."""
     pair, n_draws = pair_of(folders, "dense"), 300
     prompt = undecided(pair)
     mx.random.seed(1)
@@ -147,33 +143,33 @@ def test_what_is_drawn_has_the_targets_law(folders, sampling: dict) -> None:
 
 
 def undecided(pair: Pair) -> list[int]:
-    """A prompt and the start of its answer, where the next three tokens are some of about eight: two nats."""
+    """Return a prompt and the start of its answer, after which three tokens have about two nats of entropy."""
     found = []
-    for said in SAID["dense"]:
-        text, n_prompt = said["prompt"] + tokens_of(said), len(said["prompt"])
+    for reference in ORACLE_STEPS["dense"]:
+        text, n_prompt = reference["prompt"] + tokens_of(reference), len(reference["prompt"])
         p_SV = mx.softmax(pair.target(mx.array(text)[None])[0] / 0.7, axis=-1)
         entropy_S = -(p_SV * mx.log(mx.maximum(p_SV, 1e-30))).sum(-1)
-        hesitation = (entropy_S[:-2] + entropy_S[1:-1] + entropy_S[2:])[n_prompt:]
-        distance = mx.abs(hesitation - 2)
+        entropy_sum = (entropy_S[:-2] + entropy_S[1:-1] + entropy_S[2:])[n_prompt:]
+        distance = mx.abs(entropy_sum - 2)
         place = int(mx.argmin(distance).item())
         found.append((distance[place].item(), text[: n_prompt + place + 1]))
     return min(found)[1]
 
 
 def texts(pair: Pair, prompt: list[int], sampling: dict) -> dict[tuple[int, ...], float]:
-    """The texts of three tokens that have at least a hundredth of the probability."""
+    """Return texts of three tokens with a probability of at least 0.01."""
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(3):
         longer = {}
         for text, p in found.items():
-            p_V = law(pair.target(mx.array([*prompt, *text])[None])[0, -1], sampling)
+            p_V = distribution(pair.target(mx.array([*prompt, *text])[None])[0, -1], sampling)
             longer |= {(*text, token): p * q for token, q in enumerate(p_V.tolist()) if p * q >= 0.01}
         found = longer
     return found
 
 
-def law(logits_V: mx.array, sampling: dict) -> mx.array:
-    """As mlx-lm has it: top-p of the untempered law, then top-k, then the temperature."""
+def distribution(logits_V: mx.array, sampling: dict) -> mx.array:
+    """Compute the distribution as mlx-lm does: top-p before the temperature, then top-k, then the temperature."""
     p_V = mx.softmax(logits_V.astype(mx.float32))
     order_V = mx.argsort(-p_V)
     before_V = mx.cumsum(p_V[order_V]) - p_V[order_V]
@@ -183,13 +179,13 @@ def law(logits_V: mx.array, sampling: dict) -> mx.array:
     return mx.softmax(mx.where(mask_V, mx.log(p_V), -mx.inf) / sampling["temp"])
 
 
-def test_a_quantized_target_says_what_it_says_alone(folders, tmp_path: Path) -> None:
+def test_quantized_target_gives_its_own_tokens(folders, tmp_path: Path) -> None:
     target, draft = folders("dense")
     mlx_lm.convert(str(target), str(tmp_path / "quantized"), quantize=True, q_group_size=32, q_bits=4)
     pair, n_steps = load(str(tmp_path / "quantized"), str(draft)), 0
-    for said in SAID["dense"][:4]:
-        steps = list(spec_steps(pair, said["prompt"], Options(max_new_tokens=32)))
-        alone = generate_step(mx.array(said["prompt"]), pair.target, max_tokens=32)
+    for reference in ORACLE_STEPS["dense"][:4]:
+        steps = list(spec_steps(pair, reference["prompt"], Options(max_new_tokens=32)))
+        alone = generate_step(mx.array(reference["prompt"]), pair.target, max_tokens=32)
         assert [token for step in steps for token in step.committed] == [token for token, _ in alone]
         n_steps += len(steps)
     assert n_steps < 4 * 32 / 2, "hardly a draft was accepted"
@@ -206,20 +202,17 @@ TARGETS = {
         )
     ),
     "qwen3.5": lambda: qwen3_5.Model(
-        qwen3_5.ModelArgs(
-            "qwen3_5",
-            {
-                "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 1,
-                "linear_key_head_dim": 16, "linear_value_head_dim": 16, **SMALL,
-            },
-        )
+        qwen3_5.ModelArgs("qwen3_5", SMALL | {
+            "num_hidden_layers": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        })
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", list(TARGETS))
-def test_what_is_unread_was_never_read(kind: str) -> None:
-    """Also where a window has slid on, which mlx-lm's own cache of it would not give back."""
+def test_rejected_tokens_leave_no_trace(kind: str) -> None:
+    """Include a window that has slid on, which mlx-lm's own cache could not restore."""
     mx.random.seed(2)
     model = TARGETS[kind]()
     assert any(isinstance(cache, RotatingKVCache) for cache in model.make_cache()) == (kind == "llama-sliding")
@@ -237,26 +230,26 @@ def test_what_is_unread_was_never_read(kind: str) -> None:
     assert mx.allclose(features[0], all_features[-1], atol=1e-5)
 
 
-def test_a_target_is_left_as_it_was(folders) -> None:
+def test_target_is_unchanged_afterwards(folders) -> None:
     pair = pair_of(folders, "hybrid")
     calls = {type(layer): type(layer).__call__ for layer in pair.target.layers}
-    list(spec_steps(pair, SAID["hybrid"][0]["prompt"], Options(max_new_tokens=8)))
+    list(spec_steps(pair, ORACLE_STEPS["hybrid"][0]["prompt"], Options(max_new_tokens=8)))
     assert calls == {kind: kind.__call__ for kind in calls}
 
 
-# -- what is refused, and the command ---------------------------------------------------------------------------------
+# -- refusals, and the command -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"width": 17}, r"width 17 is not within 2\.\.16"),
         ({"draft_window": 8}, "draft_window 8 is smaller than the block of 16 tokens; make it at least 16"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ],
 )
-def test_options_that_do_not_fit(folders, options: dict, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_options_that_do_not_fit(folders, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         next(spec_steps(pair_of(folders, "dense"), [5], Options(**{"max_new_tokens": 4} | options)))
 
 
@@ -279,7 +272,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_the_command_answers_and_tells_its_steps(folders) -> None:
+def test_command_prints_the_answer_and_its_steps(folders) -> None:
     target, draft = map(str, folders("dense"))
     done = run("--model", target, "--draft", draft, "--prompt", "What is 47 + 38?", "--max-tokens", "64")
     assert done.returncode == 0, done.stderr
@@ -293,7 +286,7 @@ def test_the_command_answers_and_tells_its_steps(folders) -> None:
     assert "drafts accepted" in summary
 
 
-def test_the_pages_commands_are_taken() -> None:
+def test_commands_of_the_page_parse() -> None:
     commands = guide.commands(guide.DOCS / "engines.md")
     ours = [words[2:] for words in commands if words[:2] == ["sglang-dflash", "mlx"]]
     assert ours
@@ -301,7 +294,7 @@ def test_the_pages_commands_are_taken() -> None:
         arguments().parse_args(argv)
 
 
-def test_the_command_says_what_is_wrong(folders) -> None:
+def test_command_reports_an_error(folders) -> None:
     target = str(folders("dense")[0])
     done = run("--model", target, "--draft", target, "--prompt", "x")
     assert done.returncode == 1

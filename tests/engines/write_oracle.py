@@ -1,6 +1,6 @@
-"""What Transformers and the plain-torch draft say of `cases.py`: `python -m tests.engines.write_oracle` writes it anew.
+"""Steps of Transformers and the plain-torch draft for `cases.py`: `python -m tests.engines.write_oracle` writes them.
 
-Tokens and accepted drafts of every step. The tests of other engines read the file, so that they need no torch.
+Tokens and accepted drafts of every step. Tests of other engines read the file, so they need no torch.
 """
 
 import json
@@ -21,7 +21,8 @@ from tests.engines.cases import ASSETS, CASES, MAX_NEW_TOKENS, ORACLE, Case
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def said(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
+def reference(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
+    """Yield prompt, stop tokens and steps of the first `n_prompts` questions of a case."""
     folder, dtype = ASSETS / case.target / "target", DTYPES[case.dtype]
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with TemporaryDirectory() as parent:
@@ -38,7 +39,7 @@ def said(case: Case, n_prompts: int) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     lines = (
-        f'"{name}": [\n' + ",\n".join(json.dumps(answer) for answer in said(case, case.n_prompts)) + "\n]"
+        f'"{name}": [\n' + ",\n".join(json.dumps(answer) for answer in reference(case, case.n_prompts)) + "\n]"
         for name, case in CASES.items()
     )
     ORACLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

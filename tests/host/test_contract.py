@@ -1,4 +1,4 @@
-"""The host contract against SGLang's source as installed: what is imported is listed, and what is listed is there."""
+"""The host contract against SGLang's installed source: every import is listed, and every listed name exists."""
 
 import ast
 from collections.abc import Iterator
@@ -11,13 +11,13 @@ from sglang_dflash.host import contract
 from sglang_dflash.host.names import SECTIONS, SGLANG, Name
 from sglang_dflash.host.source import problem
 
-PACKAGE = Path(contract.__file__).parents[1]
-# FlashInfer is not SGLang: checked where it is used.
+PACKAGE, SPEC = Path(contract.__file__).parents[1], "sglang.srt.speculative"
+# FlashInfer's names are checked where they are used.
 TABLES = [name for section, names in SECTIONS.items() if section != "flashinfer" for name in names]
 
 
 @pytest.mark.parametrize("name", [*TABLES, *HTTP_NAMES], ids=lambda name: name.qualname)
-def test_the_installed_sglang_has_it(name: Name) -> None:
+def test_installed_sglang_has_the_name(name: Name) -> None:
     assert problem(name) == ""
 
 
@@ -25,14 +25,12 @@ def test_the_installed_sglang_has_it(name: Name) -> None:
     ("name", "sentence"),
     [
         (
-            Name(
-                "sglang.srt.speculative.base_spec_worker", "BaseSpecWorker.alloc_memory_pool", "req_to_token_pool pages"
-            ),
+            Name(f"{SPEC}.base_spec_worker", "BaseSpecWorker.alloc_memory_pool", "req_to_token_pool pages"),
             "BaseSpecWorker.alloc_memory_pool has no pages",
         ),
         (
-            Name("sglang.srt.speculative.spec_info", "SpeculativeAlgorithm.make_worker", "server_args"),
-            "sglang.srt.speculative.spec_info has no SpeculativeAlgorithm.make_worker",
+            Name(f"{SPEC}.spec_info", "SpeculativeAlgorithm.make_worker", "server_args"),
+            f"{SPEC}.spec_info has no SpeculativeAlgorithm.make_worker",
         ),
         (Name("sglang.srt.configs.model_config", "ModelConfig", "hf_configs"), "ModelConfig has no hf_configs"),
         (Name("sglang.srt.utils", "async_h2h"), "sglang.srt.utils has no async_h2h"),
@@ -41,12 +39,12 @@ def test_the_installed_sglang_has_it(name: Name) -> None:
     ],
     ids=["parameter", "method", "attribute", "function", "class", "module"],
 )
-def test_a_renamed_one_is_noticed(name: Name, sentence: str) -> None:
+def test_missing_name_is_reported(name: Name, sentence: str) -> None:
     assert problem(name) == sentence
 
 
 def imports() -> Iterator[tuple[str, str, str]]:
-    """(file, module, name) of every import of SGLang in the package."""
+    """Yield (file, module, name) of every import of SGLang in the package."""
     for file in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             match node:
@@ -58,7 +56,7 @@ def imports() -> Iterator[tuple[str, str, str]]:
                             yield str(file.relative_to(PACKAGE)), alias.name, ""
 
 
-def test_what_the_package_imports_is_in_the_table() -> None:
+def test_every_import_is_listed() -> None:
     listed = {(name.module, name.qualname.split(".")[0]) for name in TABLES}
     unlisted = [line for line in imports() if line[1:] not in listed]
     assert not unlisted, f"add a line for each to host/sglang-{SGLANG}.txt"
@@ -69,6 +67,6 @@ def test_nothing_is_listed_twice() -> None:
     assert sorted(set(lines)) == sorted(lines)
 
 
-def test_the_pin_is_the_version_the_contract_names() -> None:
+def test_pyproject_pins_the_version_of_the_contract() -> None:
     pyproject = (PACKAGE.parent / "pyproject.toml").read_text()
     assert f'"sglang=={SGLANG};' in pyproject

@@ -1,8 +1,8 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter on CPU; uninitialised memory is poison.
+"""Kernels run on the GPU if there is one, else in Triton's interpreter; uninitialised memory is poisoned.
 
-Triton decides while it is imported whether it interprets, so without a GPU these tests need a process of their own.
-The interpreter computes what a kernel says. About races, alignment, registers and speed it says nothing, and it
-truncates to bf16 and misrounds to fp8 where hardware rounds to nearest: those comparisons wait for a GPU.
+Triton decides at import whether to interpret, so without a GPU these tests need a process of their own. The interpreter
+shows values only: no races, alignment, registers or speed. It truncates to bf16 and misrounds to fp8, where hardware
+rounds to nearest, so those comparisons need a GPU.
 """
 
 import importlib
@@ -20,11 +20,10 @@ if DEVICE == "cpu":
         raise pytest.UsageError("Triton is already imported, uninterpreted; run `pytest tests/kernels` by itself")
     os.environ["TRITON_INTERPRET"] = "1"
 
-import triton  # noqa: E402, as that says
+import triton  # noqa: E402  (after the variable that Triton reads at import)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped without one."""
     if DEVICE == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -38,7 +37,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised memory is -7 or NaN, so a kernel that leaves a cell unwritten fails its comparison."""
+    """Fill new memory with -7 or NaN, so that a cell that a kernel leaves unwritten fails the comparison."""
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_poison(*args: object, **kwargs: object) -> torch.Tensor:
@@ -53,8 +52,10 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bf16 numbers as the integers of their bits, and multiplies those. Here it multiplies the
-    numbers, as fp32, in which a product of two is exact."""
+    """Multiply bf16 values in the interpreter as fp32, in which a product of two is exact.
+
+    The interpreter stores bf16 numbers as integers of their bits, and would multiply those.
+    """
     if DEVICE != "cpu":
         return
     interpreter = importlib.import_module("triton.runtime.interpreter")

@@ -13,7 +13,7 @@ def assert_same(got: Accepted, want: Accepted) -> None:
 
 def test_hand_worked_step():
     tokens_BN = torch.tensor([[9, 1, 2, 3], [9, 5, 5, 5], [9, 4, 6, 8]])  # an anchor, then three drafts
-    target_BN = torch.tensor([[1, 2, 7, 8], [4, 5, 5, 5], [4, 6, 8, 2]])  # what the target says after each slot
+    target_BN = torch.tensor([[1, 2, 7, 8], [4, 5, 5, 5], [4, 6, 8, 2]])  # the target's token after each slot
     want = Accepted(
         n_accepted_B=torch.tensor([2, 0, 3], dtype=torch.int32),
         anchor_B=torch.tensor([7, 4, 2]),
@@ -27,7 +27,7 @@ def test_hand_worked_step():
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_definition_is_the_sequential_one(data):
-    """One token at a time: emit what the target says; go on only while that is what was drafted."""
+    """Emit the target's token of each slot, and go on only while it equals the next draft."""
     n_tokens = data.draw(st.integers(1, 9))
     row = st.lists(st.integers(0, 2), min_size=n_tokens, max_size=n_tokens)
     tokens, target, prefix_len = data.draw(row), data.draw(row), data.draw(st.integers(0, 5))
@@ -56,8 +56,8 @@ def test_both_forms_are_the_definition(B, N, device):
     assert_same(accept_triton(*args), accept_ref(*args))
 
 
-def test_a_draft_equal_to_the_targets_last_word_is_not_read_past_the_row(device):
-    """Rows lie end to end: what follows the last slot is the next request's anchor, and no draft of this one."""
+def test_last_slot_is_not_compared_with_the_next_row(device):
+    """Rows are contiguous: the next request's anchor follows the last slot and is not a draft."""
     tokens_BN = torch.tensor([[9, 1], [2, 5]], device=device)
     target_BN = torch.tensor([[1, 2], [5, 7]], device=device)
     got = accept_triton(tokens_BN, target_BN, torch.tensor([0, 0], device=device))

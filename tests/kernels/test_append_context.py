@@ -19,7 +19,7 @@ FORMS = pytest.mark.parametrize("op", [append_context_ref, append_context_triton
 
 
 class Case(NamedTuple):
-    """Arguments of `append_context`, with caches full of something that must survive where nothing is appended."""
+    """Arguments of `append_context`; the caches hold random values that must survive where nothing is appended."""
 
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     caches: ContextCaches
@@ -27,13 +27,11 @@ class Case(NamedTuple):
     n_kept_B: torch.Tensor | None
 
     def append_with(self, op) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """The K and V cache layers after `op` worked on copies of them."""
         caches = ContextCaches.build([c.clone() for c in self.caches.k_L], [c.clone() for c in self.caches.v_L])
         op(*self.rows, caches=caches, key=self.key, n_kept_B=self.n_kept_B)
         return caches.k_L, caches.v_L
 
     def exact_keys(self) -> tuple[torch.Tensor, ...]:
-        """The K cache layers as they would be if nothing were ever rounded."""
         doubles = ([c.double() for c in layers] for layers in (self.caches.k_L, self.caches.v_L))
         caches = ContextCaches(*doubles, self.caches.k_address_L, self.caches.v_address_L)
         sequential(*self.rows, caches=caches, key=self.key, n_kept_B=self.n_kept_B)
@@ -57,7 +55,7 @@ def make_case(B, N, L, G, E, R, *, dtype=FP32, cache_dtype=FP32, normed=True, pr
 
 
 def sequential(k_TLGE, v_TLGE, positions_T, slots_T, *, caches, key, n_kept_B=None) -> None:
-    """The law, one row and layer at a time, in float64: no rounding but the cache's."""
+    """Append one row and one layer at a time in float64; only the cache rounds."""
     T, n_layers, _, _ = k_TLGE.shape
     for t in range(T):
         if n_kept_B is not None:
@@ -75,7 +73,7 @@ def exact_key(k_GE: torch.Tensor, layer: int, position: torch.Tensor, key: KeyTr
         k_GE = k_GE / (k_GE.square().mean(-1, keepdim=True) + key.eps).sqrt() * key.k_norm_LE[layer]
     cos, sin = key.cos_sin_PR[position].double().chunk(2)
     width = 2 * len(cos)
-    planes = torch.complex(*k_GE[:, :width].chunk(2, -1)) * torch.complex(cos, sin)  # to rotate is to multiply
+    planes = torch.complex(*k_GE[:, :width].chunk(2, -1)) * torch.complex(cos, sin)  # a rotation is a product
     return torch.cat((planes.real, planes.imag, k_GE[:, width:]), -1)
 
 
@@ -101,7 +99,7 @@ def test_hand_worked_rows():
 
 @FORMS
 def test_key_is_rounded_where_the_model_rounds(op, device):
-    """1 + 2^-8 is no bf16: such a K becomes 1 between norm and rotation, and again between rotation and cache."""
+    """bf16 cannot hold 1 + 2^-8: K is rounded to 1 after the norm, and again after the rotation."""
     tiny = 2.0**-8
     weight_LE = torch.tensor([[1 + tiny, 1.0]], device=device)
     cos_sin_PR = torch.tensor([[1.0, 1.0], [1 + tiny, 0.0]], device=device)
@@ -128,14 +126,9 @@ def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
 
 ONE_ULP = 2.0**-21  # of fp32, at the size the largest values here have
 SIZES = [  # B, N, L, G, E, R
-    (0, 4, 2, 2, 8, 8),
-    (1, 1, 1, 1, 2, 2),
-    (3, 5, 2, 3, 8, 8),
-    (2, 4, 1, 2, 24, 24),
-    (1, 3, 3, 1, 12, 4),
-    (2, 2, 2, 5, 64, 16),
-    (1, 2, 1, 8, 128, 128),
-]
+    (0, 4, 2, 2, 8, 8), (1, 1, 1, 1, 2, 2), (3, 5, 2, 3, 8, 8), (2, 4, 1, 2, 24, 24), (1, 3, 3, 1, 12, 4),
+    (2, 2, 2, 5, 64, 16), (1, 2, 1, 8, 128, 128),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -159,7 +152,7 @@ def test_kernel_is_the_definition(sizes, dtype, normed, prefill, device):
 @pytest.mark.parametrize("cache_dtype", [FP32, FP16, BF16, FP8], ids=str)
 @pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
-    """What every dtype can hold arrives as it was; fp8 alone cannot hold 1000 and saturates."""
+    """Values that every dtype holds arrive unchanged; fp8 cannot hold 1000 and saturates."""
     row = torch.tensor([1000.0, -1000.0, 0.5, -448.0], device=device)
     kv_TLGE = row.to(dtype).view(1, 1, 1, 4)
     caches = ContextCaches.build(*([torch.zeros(3, 1, 4, device=device).to(cache_dtype)] for _ in range(2)))
@@ -173,8 +166,8 @@ def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
 
 
 @FORMS
-def test_slots_may_lie_apart(op, device):
-    """As where the K and V of a slot lie side by side: here also with two other rows after each."""
+def test_slots_may_be_strided(op, device):
+    """A pool that stores K and V of a slot side by side, here followed by two other rows."""
     pool_S4GE = torch.full((3, 4, 2, 2), -1.0, device=device)
     caches = ContextCaches.build([pool_S4GE[:, 0]], [pool_S4GE[:, 1]])
     k_TLGE = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device).view(1, 1, 2, 2)

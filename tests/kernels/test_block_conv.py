@@ -11,14 +11,14 @@ ALL_FORMS = pytest.mark.parametrize(
 
 
 def inputs(B, N, S, J, G, *, dtype=FP32, side=0, device="cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x, a half of a projection for both sides, and the base of that side; G channels in each of J groups."""
+    """Return x, one side's half of a projection, and the base of that side; G channels in each of J groups."""
     change_T2SJ = torch.randn(B * N, 2, S, J, device=device).to(dtype)
     base_2SH = torch.randn(2, S, J * G, device=device).to(dtype)
     return torch.randn(B * N, J * G, device=device).to(dtype), change_T2SJ[:, side], base_2SH[side]
 
 
-def law(x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, block_size: int) -> torch.Tensor:
-    """One channel of one row at a time, in float64."""
+def sequential(x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Compute one channel of one row at a time, in float64."""
     (T, H), (S, J) = x_TH.shape, change_TSJ.shape[1:]
     x, change, base = (tensor.double().tolist() for tensor in (x_TH, change_TSJ, base_SH))
 
@@ -34,32 +34,25 @@ def test_hand_worked_blocks():
     x_TH = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
     base_SH = torch.tensor([[1.0, 1.0], [0.0, 10.0]])
     change_TSJ = torch.zeros(4, 2, 2)
-    change_TSJ[1, 1] = torch.tensor([2.0, -10.0])  # of what slot 1 takes from the slot before it
-    change_TSJ[2] = torch.tensor([[0.5, 0.0], [100.0, 100.0]])  # the second block's first slot: nothing is before it
+    change_TSJ[1, 1] = torch.tensor([2.0, -10.0])  # slot 1's tap on slot 0
+    change_TSJ[2] = torch.tensor([[0.5, 0.0], [100.0, 100.0]])  # the second block's first slot has none before it
     want_TH = [[1.0, 2.0], [3 + 2 * 1.0, 4.0], [5 * 1.5, 6.0], [7.0, 8 + 10 * 6.0]]
     assert block_conv(x_TH, change_TSJ, base_SH, block_size=2).tolist() == want_TH
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_definition_is_the_law(data):
+def test_definition_is_the_sequential_one(data):
     sizes = [data.draw(st.integers(*bounds)) for bounds in ((0, 3), (2, 6), (1, 4), (1, 3), (1, 3))]
     args = inputs(*sizes, side=data.draw(st.integers(0, 1)))
     got_TH = block_conv_ref(*args, block_size=sizes[1])
-    torch.testing.assert_close(got_TH.double(), law(*args, sizes[1]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got_TH.double(), sequential(*args, sizes[1]), rtol=1e-5, atol=1e-5)
 
 
-SIZES = [  # B, N, S, J, G
-    (0, 4, 2, 3, 2),
-    (1, 2, 1, 1, 1),
-    (1, 2, 4, 1, 5),  # more taps than slots
-    (3, 5, 2, 3, 7),
-    (2, 3, 3, 5, 1),
-    (2, 16, 2, 4, 16),
-    (5, 7, 4, 1, 24),
-    (1, 8, 2, 37, 16),  # more channels than a program takes
-    (2, 2, 2, 1, 1030),
-]
+SIZES = [  # B, N, S, J, G; (1, 2, 4, 1, 5) has more taps than slots, the last two more channels than a program takes
+    (0, 4, 2, 3, 2), (1, 2, 1, 1, 1), (1, 2, 4, 1, 5), (3, 5, 2, 3, 7), (2, 3, 3, 5, 1), (2, 16, 2, 4, 16),
+    (5, 7, 4, 1, 24), (1, 8, 2, 37, 16), (2, 2, 2, 1, 1030),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["before", "after"])
@@ -74,7 +67,7 @@ def test_both_forms_are_the_definition(sizes, form, dtype, side, device):
     got_TH, want_TH = form(*args, block_size=N), block_conv_ref(*args, block_size=N)
     assert got_TH.dtype == dtype
     assert got_TH.is_contiguous()
-    # A product and its sum may be rounded once or twice in fp32; in half precision that tips a rounding over or not.
+    # fp32 rounds a product and its sum once or twice, which can change the rounding to half precision.
     torch.testing.assert_close(got_TH, want_TH, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
     if dtype != FP32:
         assert (got_TH != want_TH).sum() <= 1 + got_TH.numel() // 100
@@ -82,7 +75,7 @@ def test_both_forms_are_the_definition(sizes, form, dtype, side, device):
 
 @ALL_FORMS
 def test_taps_are_summed_in_fp32(form, device):
-    """fp16 has steps of 2 above 2048: of 2048 + 1, times 1, nothing may be rounded before 2048 is taken away again."""
+    """fp16 has steps of 2 above 2048: 2048 + 1 - 2048 is 1 only in a wider sum."""
     x_TH = torch.ones(2, 1, dtype=FP16, device=device)
     base_SH = torch.tensor([[2048.0], [0.0]], dtype=FP16, device=device)
     change_TSJ = torch.tensor([[[0.0], [0.0]], [[1.0], [-2048.0]]], dtype=FP16, device=device)
@@ -91,8 +84,8 @@ def test_taps_are_summed_in_fp32(form, device):
 
 @ALL_FORMS
 @pytest.mark.parametrize("N", [2, 3, 8, 11])
-def test_a_block_knows_nothing_of_its_neighbours(form, N, device):
-    """Whatever stands in the other blocks, even NaN: that is what padding may hold."""
+def test_block_ignores_its_neighbours(form, N, device):
+    """Other blocks may hold anything, even NaN, as padding does."""
     x_TH, change_TSJ, base_SH = inputs(3, N, 4, 2, 3, device=device)
     alone_TH = form(x_TH[N : 2 * N], change_TSJ[N : 2 * N], base_SH, block_size=N)
     for others in (0, 2):
@@ -102,7 +95,7 @@ def test_a_block_knows_nothing_of_its_neighbours(form, N, device):
 
 
 @ALL_FORMS
-def test_a_slot_knows_nothing_of_those_behind_it_and_of_those_too_far_before(form, device):
+def test_slot_reads_its_taps_only(form, device):
     x_TH, change_TSJ, base_SH = inputs(1, 8, 3, 2, 2, device=device)
     before_TH = form(x_TH, change_TSJ, base_SH, block_size=8)
     x_TH[4] += 1
@@ -110,8 +103,7 @@ def test_a_slot_knows_nothing_of_those_behind_it_and_of_those_too_far_before(for
     assert moved_T.tolist() == [False] * 4 + [True] * 3 + [False]
 
 
-def test_dtypes_need_not_be_one(device):
-    """A draft may keep its base in fp32."""
+def test_dtypes_may_differ(device):
     x_TH, change_TSJ, base_SH = inputs(2, 4, 2, 3, 4, dtype=FP16, device=device)
     for form in (block_conv, block_conv_triton):
         got_TH = form(x_TH, change_TSJ.float(), base_SH.float(), block_size=4)
@@ -119,7 +111,7 @@ def test_dtypes_need_not_be_one(device):
 
 
 def convolve(**changes) -> None:
-    """A valid call (two blocks of four, two groups of three channels, two taps), but for `changes`."""
+    """Make a valid call (two blocks of four, two groups of three channels, two taps) with `changes`."""
     x_TH, change_TSJ, base_SH = inputs(2, 4, 2, 2, 3)
     block_conv(**({"x_TH": x_TH, "change_TSJ": change_TSJ, "base_SH": base_SH, "block_size": 4} | changes))
 
@@ -144,7 +136,7 @@ def convolve(**changes) -> None:
         ({"base_SH": torch.zeros(6, 2).t()}, "base_SH has strides"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(changes, message):
+def test_wrong_arguments_are_refused_by_name(changes, message):
     convolve()
     with pytest.raises(ValueError, match=message):
         convolve(**changes)

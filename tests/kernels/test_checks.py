@@ -1,4 +1,4 @@
-"""What the ops refuse, and who decides which form of an op runs."""
+"""Arguments that ops refuse, and the choice of the form of an op that runs."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def block(B: int, N: int) -> torch.Tensor:
     return torch.zeros(B, N, dtype=INT64)
 
 
-def test_shapes_learns_sizes_and_says_them():
+def test_shapes_learns_sizes():
     shapes = Shapes()
     shapes.check(INT64, tokens_BN=block(3, 4), prefix_len_B=block(3, 1)[:, 0])
     assert (shapes["B"], shapes["N"]) == (3, 4)
@@ -40,7 +40,7 @@ def test_shapes_refuses(second, message):
         Shapes().check(INT64, tokens_BN=block(3, 4), other_BN=second)
 
 
-def test_cpu_tensors_run_the_cpu_s_form(monkeypatch):
+def test_cpu_tensors_run_the_cpu_form(monkeypatch):
     monkeypatch.setattr(accept_module, "ACCEPT", Forms(accept_module.accept_torch, None))  # calling it would raise
     assert accept(block(1, 2), block(1, 2), block(1, 1)[0]).n_accepted_B.tolist() == [1]
 
@@ -67,17 +67,14 @@ def test_plan_block_refuses_another_table_dtype():
 
 
 def append(**changes) -> None:
-    """A valid call (two requests of two rows, one layer of two heads of 8), but for `changes`."""
+    """Make a valid call (two requests of two rows, one layer of two heads of 8) with `changes`."""
     cache_L = [torch.zeros(5, 2, 8)]
     args = {
-        "k_TLGE": torch.zeros(4, 1, 2, 8),
-        "v_TLGE": torch.zeros(4, 1, 2, 8),
-        "positions_T": torch.zeros(4, dtype=INT64),
-        "slots_T": torch.arange(4),
-        "caches": ContextCaches.build(cache_L, cache_L),
-        "key": KeyTransform(torch.zeros(3, 8), torch.ones(1, 8), 1e-6),
+        "k_TLGE": torch.zeros(4, 1, 2, 8), "v_TLGE": torch.zeros(4, 1, 2, 8),
+        "positions_T": torch.zeros(4, dtype=INT64), "slots_T": torch.arange(4),
+        "caches": ContextCaches.build(cache_L, cache_L), "key": KeyTransform(torch.zeros(3, 8), torch.ones(1, 8), 1e-6),
         "n_kept_B": torch.ones(2, dtype=torch.int32),
-    }
+    }  # fmt: skip
     append_context(**(args | changes))
 
 

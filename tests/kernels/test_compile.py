@@ -1,4 +1,4 @@
-"""Every kernel, compiled for GPUs that are not here, by `tests/tools/compile_kernels.py` in processes of its own."""
+"""Every kernel compiled for GPUs that are not present, by `tests/tools/compile_kernels.py` in its own processes."""
 
 import json
 import os
@@ -13,14 +13,10 @@ from sglang_dflash_kernels import specialisations
 from tests.tools import sass
 
 ROOT = Path(__file__).parents[2]
-SERVER = specialisations.Server(  # the one whose launches `--short` makes
-    widths=(1, 2, 4, 6, 8, 12, 16, 24, 32),
-    block_size=16,
-    batch_sizes=(1, 2, 3, 8, 16, 64),
-    n_value_heads=48,
-    value_width=128,
-    tracks=True,
-)
+SERVER = specialisations.Server(  # the server whose launches `--short` makes
+    widths=(1, 2, 4, 6, 8, 12, 16, 24, 32), block_size=16, batch_sizes=(1, 2, 3, 8, 16, 64), n_value_heads=48,
+    value_width=128, tracks=True,
+)  # fmt: skip
 SECOND = SERVER._replace(conv_taps=2, selector_top_k=16)  # with a DFlash 2 draft
 ALL = SECOND._replace(copies=True)
 
@@ -38,15 +34,15 @@ def compile_kernels(*arguments: str) -> list[dict[str, Any]]:
     return document["specialisations"]
 
 
-def test_no_kernel_spills_and_a_server_compiles_what_is_listed() -> None:
+def test_kernels_spill_nothing_and_a_server_compiles_what_is_listed() -> None:
     compiled = compile_kernels("--archs", "90", "--short")
-    met = {
+    seen = {
         kernel: {row["specialisation"] for row in compiled if row["kernel"] == kernel}
         for kernel in specialisations.KERNELS
     }
     untracked = specialisations.of_server(ALL._replace(tracks=False))
     listed = {kernel: keys | untracked[kernel] for kernel, keys in specialisations.of_server(ALL).items()}
-    assert met == {kernel: set(map(str, keys)) for kernel, keys in listed.items()}
+    assert seen == {kernel: set(map(str, keys)) for kernel, keys in listed.items()}
     verify = [row for row in compiled if row["kernel"] == "gdn_verify"]
     assert all(row["tensor"] for row in verify)
     assert all(row["resident"] >= 2 for row in compiled if not row["wide"])
@@ -55,7 +51,7 @@ def test_no_kernel_spills_and_a_server_compiles_what_is_listed() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
 def test_published_models_on_every_architecture(arch: str) -> None:
-    """fp8 caches before Ada are tried too: that they do not compile is why they are refused at launch."""
+    """fp8 caches must fail to compile before Ada, because the plugin refuses them at launch."""
     compiled = compile_kernels("--archs", arch)
     fp8 = [row for row in compiled if "float8" in row["launch"]]
     assert bool(fp8) == (arch != "80")
@@ -84,8 +80,8 @@ print(json.dumps(rows))
 """
 
 
-def test_searches_of_long_texts_are_short_whatever_matches() -> None:
-    """Latency predicted for an H200 in microseconds, above bytes and issue. The only branch is the loop's own."""
+def test_searches_of_long_histories_are_short() -> None:
+    """Limit the latency predicted for an H200, in microseconds; the loop's own branch must be the only one."""
     run = python("-c", COPIES)
     assert run.returncode == 0, run.stderr
     rows = json.loads(run.stdout)
@@ -103,47 +99,46 @@ for key in ("one", "n_tokens"):
 """
 
 
-def test_a_list_that_is_not_the_compilers_is_told() -> None:
+def test_wrong_specialisation_list_is_reported() -> None:
     run = python("-c", WRONG)
     too_few, too_many = run.stdout.splitlines()
     assert "accept B=1 N=8 compiles, against `specialisations`: one" in too_few
     assert "accept B=1 N=4 does not compile, against `specialisations`: 4" in too_many
 
 
-def test_a_server_that_folds_nothing_meets_fewer() -> None:
-    met = specialisations.of_server(SERVER._replace(widths=(1, 16), n_value_heads=0))
-    assert met == {
+def test_server_without_recurrent_layers_has_fewer_specialisations() -> None:
+    seen = specialisations.of_server(SERVER._replace(widths=(1, 16), n_value_heads=0))
+    assert seen == {
         "plan_block": {1, 16},
         "accept": {1, 16},
         "penalise": {"any"},
         "append_context": {"accepted", "all"},
     }
-    met = specialisations.of_server(SERVER._replace(widths=(1,), block_size=8))
-    assert met == {"plan_block": {1, 8}, "accept": {1}, "penalise": {"any"}, "append_context": {"all"}}
+    seen = specialisations.of_server(SERVER._replace(widths=(1,), block_size=8))
+    assert seen == {"plan_block": {1, 8}, "accept": {1}, "penalise": {"any"}, "append_context": {"all"}}
     assert [specialisations.of_server(SERVER._replace(tracks=tracks))["gdn_fold"] for tracks in (False, True)] == [
         {"untracked"},
         {"tracked"},
     ]
 
 
-def test_a_server_with_another_draft_meets_its_kernels_too() -> None:
+def test_dflash_2_draft_adds_its_kernels() -> None:
     assert specialisations.of_server(SECOND) == specialisations.of_server(SERVER) | {
         "block_conv": {2},
         "select_path": {16},
     }
 
 
-def test_a_server_that_copies_meets_its_kernels_too() -> None:
-    met = specialisations.of_server(SECOND._replace(copies=True))
-    assert met == specialisations.of_server(SECOND) | {
+def test_n_gram_copies_add_their_kernels() -> None:
+    seen = specialisations.of_server(SECOND._replace(copies=True))
+    assert seen == specialisations.of_server(SECOND) | {
         "copy_draft": {1, 2, 4, 8, 16, 32},
         "weigh_copies": {2, 4, 8, 16, 32},
     }
-    assert tuple(met) == specialisations.KERNELS
+    assert tuple(seen) == specialisations.KERNELS
 
 
 def line(op: str, rest: str = "", *, stall: int = 1, sets: int = 7, waits: int = 0) -> str:
-    """An instruction as nvdisasm prints it."""
     control = (stall | sets << 5 | 7 << 8 | waits << 11) << 41
     return f"        /*0000*/   {op} {rest} ;   /* 0x{0:016x} */\n{' ' * 90}/* 0x{control:016x} */\n"
 

@@ -23,7 +23,7 @@ from sglang_dflash_kernels.copy_draft import (
 FORMS = pytest.mark.parametrize(
     "form", [copy_draft_ref, copy_draft_numpy, copy_draft_triton], ids=["definition", "numpy", "kernel"]
 )
-ALWAYS, NEVER = 100, -100  # gains that leave no doubt
+ALWAYS, NEVER = 100, -100  # gains: always above and always below the threshold
 
 
 def counts(n_rows: int, gain: int = 0) -> torch.Tensor:
@@ -32,8 +32,8 @@ def counts(n_rows: int, gain: int = 0) -> torch.Tensor:
     return counts_QK2
 
 
-def one(form, text: list[int], block: list[int], gain: int = 0, room: int = 64) -> tuple[Copied, list[int]]:
-    """One request in row 1 of a table, and what its row says afterwards."""
+def run_one(form, text: list[int], block: list[int], gain: int = 0, room: int = 64) -> tuple[Copied, list[int]]:
+    """Run `form` for one request in row 1 of a table; return its result and the row afterwards."""
     text_QM = torch.full((3, room), 77, dtype=torch.int32)
     text_QM[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
     got = form(torch.tensor([block]), Texts(torch.tensor([len(text)]), torch.tensor([1]), text_QM, counts(3, gain)))
@@ -42,7 +42,7 @@ def one(form, text: list[int], block: list[int], gain: int = 0, room: int = 64) 
 
 
 TEXT, RUN = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], list(range(30))
-HAND_WORKED = {  # text, block, gain, and what is to come out
+HAND_WORKED = {  # text, block, gain, expected fields
     "what-came-after-the-n-gram": (
         TEXT, [3, 0, 0, 0, 0], ALWAYS,
         {"tokens": [3, 4, 5, 6, 7], "place": 0, "source": [3, -1, -1, -1], "length": [3, 0, 0, 0]},
@@ -75,8 +75,8 @@ HAND_WORKED = {  # text, block, gain, and what is to come out
 @FORMS
 @pytest.mark.parametrize(("text", "block", "gain", "want"), HAND_WORKED.values(), ids=HAND_WORKED)
 def test_hand_worked_copies(form, text, block, gain, want) -> None:
-    """The row then holds the text, the tokens to verify, and after these its old content."""
-    got, row = one(form, text, block, gain, room=70)
+    """The row must hold the text, then the tokens to verify, then its old content."""
+    got, row = run_one(form, text, block, gain, room=70)
     tokens, place, source, length = (field[0].tolist() for field in got)
     found = {"tokens": tokens, "place": place, "source": source, "length": length}
     assert {name: found[name] for name in want} == want
@@ -86,8 +86,8 @@ def test_hand_worked_copies(form, text, block, gain, want) -> None:
 @FORMS
 @pytest.mark.parametrize("n", [4 * TILE, 4 * TILE + 1])
 def test_a_text_is_searched_to_its_last_token(form, n) -> None:
-    """The anchor continues a run of 7 that ends the text: at the end of a tile, or at the first token of one."""
-    got, _ = one(form, [*range(100, 97 + n), 7, 7, 7], [7, 0, 0], ALWAYS, room=n + 7)
+    """The match, a run of 7, ends at the end of a tile or at the first token of one."""
+    got, _ = run_one(form, [*range(100, 97 + n), 7, 7, 7], [7, 0, 0], ALWAYS, room=n + 7)
     assert got.tokens_BN.tolist() == [[7, 7, 7]]
     assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (n, 3)
 
@@ -95,7 +95,7 @@ def test_a_text_is_searched_to_its_last_token(form, n) -> None:
 @FORMS
 @pytest.mark.parametrize("length", [3, 4, 7, 8, 15, 16])
 def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
-    """Worth more than half a token a step, one that is imagined included."""
+    """A class is trusted above half a token a step, with one imagined step included."""
     run = list(range(100, 100 + length))
     text, block = [1, *run, 2, 3, *run[:-1]], [run[-1], 0]
     prior = 1 if length == LONGEST else -1
@@ -115,14 +115,14 @@ def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
 
 
 @FORMS
-def test_nothing_is_written_behind_a_row(form) -> None:
-    got, row = one(form, [1, 2, 3, 1, 2], [3, 0, 0, 0], ALWAYS, room=7)
+def test_nothing_is_written_past_a_row(form) -> None:
+    got, row = run_one(form, [1, 2, 3, 1, 2], [3, 0, 0, 0], ALWAYS, room=7)
     assert row == [1, 2, 3, 1, 2, 3, 1]
     assert got.tokens_BN.tolist() == [[3, 1, 2, 3]]
 
 
 def drawn(B: int, N: int, n_text: int, n_words: int, device: str = "cpu") -> tuple[torch.Tensor, Texts]:
-    """Texts of few words, some of which are none; rows in no order, longer than the text."""
+    """Draw texts of few words, with holes, in rows in random order that are longer than the text."""
     Q = 2 * B + 1
     text_QM = torch.randint(-1, n_words, (Q, n_text + N // 2 + 1), device=device, dtype=torch.int32)
     counts_QK2 = torch.randint(-12, 13, (Q, N_CLASSES, 2), device=device, dtype=torch.int32)
@@ -151,19 +151,10 @@ def test_the_torch_form_is_the_definition(data) -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        (0, 4, 10, 2),
-        (1, 1, 5, 2),
-        (2, 16, 700, 3),
-        (3, 12, 513, 2),
-        (5, 8, 60, 2),
-        (4, 5, 1, 2),
-        (2, 2, 0, 1),
-        (2, 24, 300, 2),
-        (1, 17, 140, 2),
-        (1, 40, 200, 2),
-        (40, 3, 30, 2),
+        (0, 4, 10, 2), (1, 1, 5, 2), (2, 16, 700, 3), (3, 12, 513, 2), (5, 8, 60, 2), (4, 5, 1, 2), (2, 2, 0, 1),
+        (2, 24, 300, 2), (1, 17, 140, 2), (1, 40, 200, 2), (40, 3, 30, 2),
     ],
-)
+)  # fmt: skip
 def test_the_kernel_is_the_definition(sizes, device) -> None:
     torch.manual_seed(sum(sizes))
     for _ in range(3):
@@ -171,7 +162,7 @@ def test_the_kernel_is_the_definition(sizes, device) -> None:
 
 
 def run_backwards(monkeypatch) -> None:
-    """Run the programs of a launch last to first, where they are interpreted."""
+    """Run the interpreted programs of a launch from last to first."""
     builder = type(importlib.import_module("triton.runtime.interpreter").interpreter_builder)
     stock = builder.set_grid_idx
 
@@ -184,8 +175,8 @@ def run_backwards(monkeypatch) -> None:
 @pytest.mark.parametrize("backwards", [False, True], ids=["first-to-last", "last-to-first"])
 @pytest.mark.parametrize("n_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("N", [5, 20])
-def test_programs_that_share_a_text_find_what_one_finds(N, n_programs, backwards, device, monkeypatch) -> None:
-    """Texts of few words have matches of one length in many tiles, and longer ones before shorter ones."""
+def test_programs_that_share_a_text_agree_with_one_program(N, n_programs, backwards, device, monkeypatch) -> None:
+    """Texts of few words have equal matches in many tiles, and longer matches before shorter ones."""
     torch.manual_seed(N + n_programs)
     kernel = importlib.import_module("sglang_dflash_kernels.copy_draft")
     for name in ("PROGRAMS", "LEAST"):
@@ -202,13 +193,13 @@ def test_programs_that_share_a_text_find_what_one_finds(N, n_programs, backwards
 def test_a_match_that_crosses_two_tiles_is_whole(form, end) -> None:
     run, text = list(range(LONGEST)), list(range(1000, 1000 + 3 * TILE))
     text[end - LONGEST : end] = run
-    got, _ = one(form, [*text, *run[:-3]], run[-3:], room=4 * TILE)
+    got, _ = run_one(form, [*text, *run[:-3]], run[-3:], room=4 * TILE)
     assert got.source_BD.tolist() == [[end - 2, end - 1]]
     assert got.length_BD.tolist() == [[LONGEST - 2, LONGEST - 1]]
 
 
 def test_a_text_longer_than_a_pass_of_its_programs(device) -> None:
-    """Many requests: each text has LEAST programs, and one is longer than their tiles."""
+    """Give each of many texts LEAST programs, one of them longer than their tiles."""
     torch.manual_seed(0)
     B, n = 40, LEAST * TILE + 200
     tokens_BN, texts = drawn(B, 4, n, 3, device)
@@ -218,33 +209,33 @@ def test_a_text_longer_than_a_pass_of_its_programs(device) -> None:
 
 
 @FORMS
-def test_a_text_that_fills_its_row_stays_as_it_is(form) -> None:
+def test_full_row_is_unchanged(form) -> None:
     text = [1, 2, 3, 4, *range(100, 100 + TILE), 1, 2]
-    got, row = one(form, text, [3, 0, 0], ALWAYS, room=len(text))
+    got, row = run_one(form, text, [3, 0, 0], ALWAYS, room=len(text))
     assert (got.tokens_BN.tolist(), row) == ([[3, 4, 100]], text)
 
 
 @FORMS
 @pytest.mark.parametrize("nothing", [-1, -2, -(2**31)])
-def test_negative_tokens_match_none_of_their_like(form, nothing) -> None:
-    got, _ = one(form, [5, nothing, 6, 7, 5, nothing, 6], [7, 8], ALWAYS)
+def test_negative_tokens_match_nothing(form, nothing) -> None:
+    got, _ = run_one(form, [5, nothing, 6, 7, 5, nothing, 6], [7, 8], ALWAYS)
     assert got.length_BD.tolist() == [[0]]
-    got, _ = one(form, [5, 6, 7, nothing, 5, 6], [7, nothing, 0], ALWAYS)
+    got, _ = run_one(form, [5, 6, 7, nothing, 5, 6], [7, nothing, 0], ALWAYS)
     assert got.length_BD.tolist() == [[3, 0]]
     assert got.tokens_BN.tolist() == [[7, nothing, 5]]
 
 
-def test_int32_rows_and_what_does_not_fit() -> None:
+def test_int32_rows_and_wrong_arguments() -> None:
     tokens_BN, texts = drawn(2, 4, 20, 2)
     copy_draft(tokens_BN, texts._replace(rows_B=texts.rows_B.int()))
     with pytest.raises(ValueError, match=r"tokens_BN is torch\.int32"):
         copy_draft(tokens_BN.int(), texts)
-    for said, wrong in {
+    for message, wrong in {
         "text_QM is torch.int64": texts._replace(text_QM=texts.text_QM.long()),
         "prefix_len_B has shape": texts._replace(prefix_len_B=texts.prefix_len_B[:1]),
         "3 classes": texts._replace(counts_QK2=texts.counts_QK2[:, :3].contiguous()),
     }.items():
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             copy_draft(tokens_BN, wrong)
     nowhere = Texts(*(tensor.to("meta") for tensor in texts))
     nowhere = nowhere._replace(text_QM=torch.empty(len(texts.text_QM), 1 << 26, dtype=torch.int32, device="meta"))

@@ -1,4 +1,4 @@
-"""Verify and fold: the definitions by hand, both forms against the definitions."""
+"""Verify and fold of Gated DeltaNet: the definitions by hand, and both forms against the definitions."""
 
 import math
 from typing import NamedTuple
@@ -29,35 +29,29 @@ def inputs(B: int, N: int, G: int, H: int, K: int, V: int, device: str) -> dict[
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=random).to(device)
 
-    # One projection, as SGLang's convolution leaves it: q, k and v are views with a common row stride.
+    # Views of one projection with a common row stride, as after SGLang's convolution.
     q, k, v = normal(B * N, 2 * G * K + H * V).split([G * K, G * K, H * V], dim=1)
     return {
-        "q_TGK": q.unflatten(1, (G, K)),
-        "k_TGK": k.unflatten(1, (G, K)),
-        "v_THV": v.unflatten(1, (H, V)),
-        "a_TH": normal(B * N, H) * 4,
-        "b_TH": normal(B * N, H),
-        "A_log_H": normal(H),
-        "dt_bias_H": normal(H),
-        "state_SHVK": normal(S, H, V, K),
-        "slot_B": torch.randperm(S, generator=random)[:B].to(device),
+        "q_TGK": q.unflatten(1, (G, K)), "k_TGK": k.unflatten(1, (G, K)), "v_THV": v.unflatten(1, (H, V)),
+        "a_TH": normal(B * N, H) * 4, "b_TH": normal(B * N, H), "A_log_H": normal(H), "dt_bias_H": normal(H),
+        "state_SHVK": normal(S, H, V, K), "slot_B": torch.randperm(S, generator=random)[:B].to(device),
         "record_RNX": torch.full((B + 1, N + 1, record_width(H, V, G, K)), torch.nan, device=device),
-    }
+    }  # fmt: skip
 
 
 def arguments(x: dict[str, torch.Tensor]) -> tuple[Inputs, *tuple[torch.Tensor, ...]]:
     return Inputs(*(x[name] for name in Inputs._fields)), x["state_SHVK"], x["slot_B"], x["record_RNX"]
 
 
-class Law(NamedTuple):
-    """What the definition says of a request, float64."""
+class Expected(NamedTuple):
+    """Outputs, states and deltas that the definition computes for one request, in float64."""
 
     outputs_NHV: torch.Tensor
     states: list[torch.Tensor]  # after each token, [H, V, K]
     deltas_NHV: torch.Tensor
 
 
-def law(x: dict[str, torch.Tensor], b: int) -> Law:
+def expected_of(x: dict[str, torch.Tensor], b: int) -> Expected:
     B, (G, K), (H, V) = len(x["slot_B"]), x["k_TGK"].shape[1:], x["v_THV"].shape[1:]
     N, record_RNX = len(x["q_TGK"]) // B, torch.zeros_like(x["record_RNX"], dtype=torch.float64)
     out_THV = gdn_verify_ref(*arguments(x | {"v_THV": x["v_THV"].double(), "record_RNX": record_RNX}))
@@ -67,11 +61,11 @@ def law(x: dict[str, torch.Tensor], b: int) -> Law:
         gdn_fold_ref(state_1SHVK, record_RNX[None], Kept(x["slot_B"], torch.full_like(x["slot_B"], n)), n_key_heads=G)
         states.append(state_1SHVK[0, x["slot_B"][b]])
     delta_RNHV, *_ = split_record(record_RNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K)
-    return Law(out_THV[b * N : b * N + N], states, delta_RNHV[b, :N])
+    return Expected(out_THV[b * N : b * N + N], states, delta_RNHV[b, :N])
 
 
 def test_the_definitions_are_the_recurrence():
-    """One head, by hand: the state decays, a token adds what the state does not say of its key yet, and then asks."""
+    """One head by hand: decay the state, add the error of its prediction for the key, then query it."""
     x = inputs(1, 2, 1, 1, 2, 2, "cpu")
     state = x["state_SHVK"][x["slot_B"][0], 0].tolist()
     outputs, deltas = [], []
@@ -80,12 +74,12 @@ def test_the_definitions_are_the_recurrence():
         decay = math.exp(-math.exp(x["A_log_H"][0]) * math.log1p(math.exp(x["a_TH"][t, 0] + x["dt_bias_H"][0])))
         beta = 1 / (1 + math.exp(-x["b_TH"][t, 0]))
         state = [[decay * s for s in row] for row in state]
-        said = [row[0] * k[0] + row[1] * k[1] for row in state]
-        delta = [beta * (v - s) for v, s in zip(x["v_THV"][t, 0].tolist(), said, strict=True)]
+        predicted = [row[0] * k[0] + row[1] * k[1] for row in state]
+        delta = [beta * (v - s) for v, s in zip(x["v_THV"][t, 0].tolist(), predicted, strict=True)]
         state = [[s + d * key for s, key in zip(row, k, strict=True)] for row, d in zip(state, delta, strict=True)]
         outputs.append([(row[0] * q[0] + row[1] * q[1]) / math.sqrt(2) for row in state])
         deltas.append(delta)
-    got = law(x, 0)
+    got = expected_of(x, 0)
     parts = got.outputs_NHV[:, 0], got.deltas_NHV[:, 0], got.states[-1][0]
     for found, by_hand in zip(parts, (outputs, deltas, state), strict=True):
         torch.testing.assert_close(found, torch.tensor(by_hand).double(), rtol=1e-6, atol=1e-6)
@@ -102,13 +96,11 @@ FORMS = [
 @pytest.mark.parametrize(("B", "G", "H", "K", "V"), SIZES)
 def test_outputs_and_every_kept_prefix_follow_the_definition(verify, fold, N, B, G, H, K, V, device):
     x = inputs(B, N, G, H, K, V, device)
-    expected = [law(x, b) for b in range(B)]
+    expected = [expected_of(x, b) for b in range(B)]
     before = x["state_SHVK"].clone()
     out_THV = verify(*arguments(x))
-    assert torch.equal(x["state_SHVK"], before)  # verify decides nothing
-    torch.testing.assert_close(
-        out_THV.double(), torch.cat([of_b.outputs_NHV for of_b in expected]), rtol=1e-4, atol=1e-5
-    )
+    assert torch.equal(x["state_SHVK"], before)  # verify commits nothing
+    torch.testing.assert_close(out_THV.double(), torch.cat([one.outputs_NHV for one in expected]), rtol=1e-4, atol=1e-5)
     nowhere_B = torch.full((B,), -1, device=device)
     for n in {1, (N + 1) // 2, N}:
         state_LSHVK = before.repeat(L, 1, 1, 1, 1)
@@ -125,7 +117,7 @@ def test_outputs_and_every_kept_prefix_follow_the_definition(verify, fold, N, B,
 
 
 @pytest.mark.parametrize(("verify", "fold"), FORMS)
-def test_a_crossing_leaves_its_state_in_the_tracking_slot(verify, fold, device):
+def test_state_at_a_track_interval_is_copied_to_the_tracking_slot(verify, fold, device):
     B, N, G, H, K, V = 3, 6, 2, 4, 8, 16
     x = inputs(B, N, G, H, K, V, device)
     x["slot_B"] = torch.tensor([5, 2, 6], device=device)
@@ -136,7 +128,9 @@ def test_a_crossing_leaves_its_state_in_the_tracking_slot(verify, fold, device):
     fold(after, x["record_RNX"][:, :N].repeat(L, 1, 1, 1), Kept(x["slot_B"], *where), n_key_heads=G)
     for layer in range(L):
         for b, slot, n in ((0, 5, 4), (1, 2, 6), (2, 6, 2), (0, 1, 3)):
-            torch.testing.assert_close(after[layer, slot].double(), law(x, b).states[n - 1], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                after[layer, slot].double(), expected_of(x, b).states[n - 1], rtol=1e-4, atol=1e-5
+            )
     assert torch.equal(after[:, [0, 3, 4]], before[:, [0, 3, 4]])
 
 
@@ -164,7 +158,7 @@ def test_padding_and_empty_blocks_are_left_alone(fold, device):
     "verify", [gdn_verify_ref, gdn_verify_torch, gdn_verify_triton], ids=["definition", "torch", "kernel"]
 )
 def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device):
-    """Whatever its inputs and the memory of its outputs hold: here NaN, as the fixture fills what is not written."""
+    """Inputs and fresh memory of padding hold NaN, by the fixture that poisons memory."""
     x = inputs(3, 4, 1, 2, 8, 8, device)
     padded = {name: tensor.clone() for name, tensor in x.items()}
     padded["slot_B"][1] = -1
@@ -180,36 +174,31 @@ def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device
 
 
 def one_head(q: list[float], k: list[float], v: list[float], a: float, device: str) -> dict[str, torch.Tensor]:
-    """Two tokens alike of one head, from a state of ones; beta is nearly 1, and a decay of a third of a percent for
-    each that `a` is."""
+    """Return two equal tokens of one head, from a state of ones; beta is about 1, the log decay about `-a / 100`."""
     return {
-        "q_TGK": torch.tensor([[q]] * 2, device=device),
-        "k_TGK": torch.tensor([[k]] * 2, device=device),
-        "v_THV": torch.tensor([[v]] * 2, device=device),
-        "a_TH": torch.full((2, 1), a, device=device),
-        "b_TH": torch.full((2, 1), 20.0, device=device),
-        "A_log_H": torch.tensor([math.log(0.01)], device=device),
-        "dt_bias_H": torch.zeros(1, device=device),
-        "state_SHVK": torch.ones(1, 1, 2, 2, device=device),
+        "q_TGK": torch.tensor([[q]] * 2, device=device), "k_TGK": torch.tensor([[k]] * 2, device=device),
+        "v_THV": torch.tensor([[v]] * 2, device=device), "a_TH": torch.full((2, 1), a, device=device),
+        "b_TH": torch.full((2, 1), 20.0, device=device), "A_log_H": torch.tensor([math.log(0.01)], device=device),
+        "dt_bias_H": torch.zeros(1, device=device), "state_SHVK": torch.ones(1, 1, 2, 2, device=device),
         "slot_B": torch.tensor([0], device=device),
         "record_RNX": torch.zeros(1, 2, record_width(1, 2, 1, 2), device=device),
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("verify", "fold"), FORMS)
-def test_a_gate_that_is_far_open_decays_by_as_much(verify, fold, device):
-    """Where softplus has become its argument, 30: 0.3 for each token."""
+def test_large_gate_decays_linearly(verify, fold, device):
+    """softplus of 30 is 30, so the log decay is 0.3 per token."""
     x = one_head([1.0, 0.0], [0.0, 1.0], [0.0, 0.0], 30.0, device)
     out_THV = verify(*arguments(x))
     torch.testing.assert_close(x["record_RNX"][0, :, -1].cpu(), torch.tensor([-0.3, -0.6]))
-    # The key is across the query, so the query finds what decay has left of the ones, over the root of two.
+    # The key is orthogonal to the query, which reads the decayed ones over the root of two.
     torch.testing.assert_close(out_THV[:, 0, 0].cpu(), torch.tensor([-0.3, -0.6]).exp() / math.sqrt(2))
 
 
 @pytest.mark.parametrize(("verify", "fold"), FORMS)
 @pytest.mark.parametrize("nothing", ["q_TGK", "k_TGK"])
-def test_a_query_or_a_key_of_nothing_but_zeros_finds_and_adds_nothing(verify, fold, nothing, device):
-    """Its length is 0, and nothing may be divided by it."""
+def test_zero_query_reads_nothing_and_zero_key_adds_nothing(verify, fold, nothing, device):
+    """A vector of length 0 must not be divided by its length."""
     x = one_head([1.0, 0.0], [1.0, 0.0], [5.0, 5.0], 30.0, device)
     x[nothing] = torch.zeros_like(x[nothing])
     out_THV, n_B = verify(*arguments(x)), torch.tensor([2], device=device)
@@ -222,19 +211,17 @@ def test_a_query_or_a_key_of_nothing_but_zeros_finds_and_adds_nothing(verify, fo
         torch.testing.assert_close(state_LSHVK.cpu(), torch.full((1, 1, 1, 2, 2), math.exp(-0.6)))
 
 
-def test_a_batch_that_is_padded_past_the_record_is_refused(device):
+def test_batch_padded_past_the_record_is_refused(device):
     x = inputs(3, 4, 1, 2, 8, 8, device)
     with pytest.raises(ValueError, match="3 requests, padding included, and a record of 2 rows"):
         gdn_verify_triton(*arguments(x | {"record_RNX": x["record_RNX"][:2]}))
 
 
 def off_by(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference, relative to the largest value."""
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
 def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
-    """How far the form's outputs and records are from the definition's."""
     record_RNX, B = x["record_RNX"].clone(), len(x["slot_B"])
     out_THV = verify(*arguments(x | {"record_RNX": record_RNX}))
     N, (G, K), (H, V) = len(out_THV) // B, x["k_TGK"].shape[1:], out_THV.shape[1:]
@@ -242,7 +229,7 @@ def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
     assert record_RNX[B:].isnan().all()
     names = {"n_value_heads": H, "value_width": V, "n_key_heads": G, "key_width": K}
     delta_BNHV, key_BNGK, total_BNH = split_record(record_RNX[:B, :N], **names)
-    outputs, _states, deltas = zip(*(law(x, b) for b in range(B)), strict=True)
+    outputs, _states, deltas = zip(*(expected_of(x, b) for b in range(B)), strict=True)
     key_TGK = F.normalize(x["k_TGK"].double(), dim=-1)
     decay_TH = -x["A_log_H"].double().exp() * F.softplus(x["a_TH"].double() + x["dt_bias_H"].double())
     return {
@@ -256,8 +243,8 @@ def errors(verify, x: dict[str, torch.Tensor]) -> dict[str, float]:
 @pytest.mark.parametrize("many_heads", [1, 1000], ids=["whole-heads", "quarters"])
 @pytest.mark.parametrize("alike", [0.0, 0.95], ids=["any-keys", "keys-alike"])
 @pytest.mark.parametrize("N", [1, 2, 7, 15, 16, 17, 32])
-def test_the_kernel_is_as_right_as_the_other_form(N, alike, many_heads, device, monkeypatch):
-    """Keys that are nearly the same make the triangular system as hard to solve as it gets."""
+def test_kernel_is_as_accurate_as_the_torch_form(N, alike, many_heads, device, monkeypatch):
+    """Nearly equal keys make the triangular system hardest to solve."""
     monkeypatch.setattr(gdn_verify_module, "MANY_HEADS", many_heads)
     x = inputs(2, N, 2, 4, 36, 40, device)
     x["k_TGK"] = alike * x["k_TGK"][:1] + (1 - alike) * x["k_TGK"]
@@ -268,7 +255,7 @@ def test_the_kernel_is_as_right_as_the_other_form(N, alike, many_heads, device, 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_products_of_bfloat16_are_exact(state_dtype, device, bfloat16_dots):
-    """bf16 queries and keys take another way, the tensor cores', on which nothing may be rounded but sums."""
+    """bf16 queries and keys go through tensor cores, where only sums may be rounded."""
     x = inputs(2, 16, 2, 4, 36, 40, device)
     x |= {name: x[name].bfloat16() for name in ("q_TGK", "k_TGK")}
     x["state_SHVK"] = x["state_SHVK"].to(state_dtype)
@@ -278,7 +265,7 @@ def test_products_of_bfloat16_are_exact(state_dtype, device, bfloat16_dots):
 
 @pytest.mark.parametrize(("dtype", "parts"), [(torch.float32, 3), (torch.float16, 2), (torch.bfloat16, 1)], ids=str)
 def test_a_state_is_the_exact_sum_of_bfloat16_numbers(dtype, parts):
-    """Rounded to nearest, as hardware does; the interpreter truncates."""
+    """PyTorch rounds to nearest, as hardware does; the interpreter truncates."""
     assert N_BFLOAT16S[dtype] == parts
     rest = (torch.randn(100_000) * torch.logspace(-6, 4, 100_000)).to(dtype).float()
     for _ in range(parts):
@@ -286,7 +273,7 @@ def test_a_state_is_the_exact_sum_of_bfloat16_numbers(dtype, parts):
     assert not rest.any()
 
 
-def test_what_does_not_fit_is_refused_by_name(device):
+def test_wrong_arguments_are_refused_by_name(device):
     x = inputs(2, 4, 1, 2, 8, 8, device)
     with pytest.raises(ValueError, match="record"):
         gdn_verify(*arguments(x | {"record_RNX": x["record_RNX"][:, :3]}))

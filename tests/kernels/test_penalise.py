@@ -10,7 +10,7 @@ INF = float("inf")
 
 
 def asked(*requests: dict, device: str = "cpu") -> Asked:
-    """`asked({"index": 1, "row": 0, "presence": 0.5, "stop": [3]})`; the rest asks for nothing."""
+    """`asked({"index": 1, "row": 0, "presence": 0.5, "stop": [3]})`; the other fields are neutral."""
     longest = max([1, *(len(request.get("stop", [])) for request in requests)])
 
     def column(name: str, default: float, dtype: torch.dtype) -> torch.Tensor:
@@ -18,18 +18,14 @@ def asked(*requests: dict, device: str = "cpu") -> Asked:
 
     stops = [[*request.get("stop", []), *[-1] * longest][:longest] for request in requests]
     return Asked(
-        column("index", 0, torch.int64),
-        column("row", 0, torch.int64),
-        column("frequency", 0.0, torch.float32),
-        column("presence", 0.0, torch.float32),
-        column("repetition", 1.0, torch.float32),
-        column("min_new", 0, torch.int64),
-        torch.tensor(stops, dtype=torch.int64, device=device).view(-1, longest),
-    )
+        column("index", 0, torch.int64), column("row", 0, torch.int64), column("frequency", 0.0, torch.float32),
+        column("presence", 0.0, torch.float32), column("repetition", 1.0, torch.float32),
+        column("min_new", 0, torch.int64), torch.tensor(stops, dtype=torch.int64, device=device).view(-1, longest),
+    )  # fmt: skip
 
 
 def test_hand_worked():
-    """Request 1 has said token 0 twice; its drafts say 1, then 1 again. Request 0 asks for nothing."""
+    """Request 1 has output token 0 twice, and drafts 1 twice; request 0 asks for nothing."""
     logits_BNV = torch.tensor([[1.0, -2.0, 3.0, -4.0]]).repeat(2, 3, 1)
     tokens_BN = torch.tensor([[9, 2, 2], [9, 1, 1]])
     counts_RV = torch.tensor([[7, 7, 7, 7], [2, 0, 0, 0]], dtype=torch.int32)
@@ -43,7 +39,7 @@ def test_hand_worked():
     ]
 
 
-def test_the_rows_of_a_padded_vocabulary_lie_apart():
+def test_rows_of_a_padded_vocabulary_may_be_strided():
     padded_BNV = torch.randn(2, 3, 8)
     args = torch.tensor([[0, 1, 2]] * 2), torch.tensor([1]), torch.ones(1, 5, dtype=torch.int32)
     request = {"index": 1, "frequency": 1.0}
@@ -55,19 +51,13 @@ def test_the_rows_of_a_padded_vocabulary_lie_apart():
         penalise_(torch.randn(2, 5, 3).transpose(1, 2), *args, asked(request))
 
 
-def named(request: dict) -> dict:
-    """By SGLang's names."""
-    penalties = {f"{name}_penalty": request[name] for name in ("frequency", "presence", "repetition")}
-    return penalties | {"min_new_tokens": request["min_new"]}
-
-
 PENALTY = st.sampled_from([0.0, 0.5, -0.5, 2.0, -2.0])
 
 
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_definition_is_the_sequential_one(data):
-    """Token by token: the penalties of a slot come from the text up to it, recounted from nothing."""
+    """Recount each slot's penalties from the text up to it."""
     V, n_tokens = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
     texts = data.draw(st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=8), min_size=1, max_size=4))
     B = len(texts)
@@ -76,24 +66,21 @@ def test_definition_is_the_sequential_one(data):
     asking = data.draw(st.lists(st.sampled_from(range(B)), unique=True))
     requests = [
         {
-            "index": b,
-            "row": b,
-            "frequency": data.draw(PENALTY),
-            "presence": data.draw(PENALTY),
-            "repetition": data.draw(st.sampled_from([1.0, 0.5, 1.5, 2.0])),
-            "min_new": data.draw(st.integers(0, 9)),
+            "index": b, "row": b, "frequency": data.draw(PENALTY), "presence": data.draw(PENALTY),
+            "repetition": data.draw(st.sampled_from([1.0, 0.5, 1.5, 2.0])), "min_new": data.draw(st.integers(0, 9)),
             "stop": data.draw(st.lists(st.integers(0, V - 1), unique=True, max_size=2)),
         }
         for b in asking
-    ]
+    ]  # fmt: skip
     counts_RV = torch.stack([torch.tensor(text).bincount(minlength=V) for text in texts]).int()
     logits_BNV = torch.randn(B, n_tokens, V)
     want_BNV = logits_BNV.clone()
     for request in requests:
-        b = request["index"]
+        b, by_sglangs_names = request["index"], {"min_new_tokens": request["min_new"]}
+        by_sglangs_names |= {f"{name}_penalty": request[name] for name in ("frequency", "presence", "repetition")}
         for slot in range(n_tokens):
             text = [*texts[b], *tokens_BN[b, 1 : slot + 1].tolist()]
-            want_BNV[b, slot] = torch.tensor(penalised(logits_BNV[b, slot], text, named(request), request["stop"]))
+            want_BNV[b, slot] = torch.tensor(penalised(logits_BNV[b, slot], text, by_sglangs_names, request["stop"]))
     n_output_P = torch.tensor([len(texts[b]) for b in asking], dtype=torch.int64)
     penalise_ref(logits_BNV, tokens_BN, n_output_P, counts_RV, asked(*requests))
     torch.testing.assert_close(logits_BNV, want_BNV)
@@ -107,16 +94,11 @@ def test_kernel_is_the_definition(B, P, N, V, dtype, device):
     torch.manual_seed(B + V)
     requests = [
         {
-            "index": b,
-            "row": B - b,
-            "frequency": 0.3 * b,
-            "presence": 0.4 - 0.3 * b,
-            "repetition": 1.0 + 0.2 * b,
-            "min_new": 7 + 2 * b,
-            "stop": [0, V // 2][: b + 1],
+            "index": b, "row": B - b, "frequency": 0.3 * b, "presence": 0.4 - 0.3 * b, "repetition": 1.0 + 0.2 * b,
+            "min_new": 7 + 2 * b, "stop": [0, V // 2][: b + 1],
         }
         for b in torch.randperm(B)[:P].tolist()
-    ]
+    ]  # fmt: skip
     padded_BNV = torch.randn(B, N, V + 3, device=device, dtype=dtype)
     tokens_BN = torch.randint(0, V, (B, N), device=device)
     n_output_P = torch.full((P,), 6, device=device)

@@ -16,12 +16,7 @@ def assert_same(got: PlannedBlock, want: PlannedBlock) -> None:
 def test_hand_worked_block():
     req_to_token = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25]], dtype=torch.int32)
     got = plan_block(
-        torch.tensor([7, 8]),
-        torch.tensor([2, 4]),
-        torch.tensor([1, 0]),
-        req_to_token,
-        mask_token_id=MASK,
-        n_tokens=3,
+        torch.tensor([7, 8]), torch.tensor([2, 4]), torch.tensor([1, 0]), req_to_token, mask_token_id=MASK, n_tokens=3
     )
     want = PlannedBlock(
         tokens_BN=torch.tensor([[7, MASK, MASK], [8, MASK, MASK]]),
@@ -34,7 +29,6 @@ def test_hand_worked_block():
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_definition_is_the_sequential_one(data):
-    """One cell at a time."""
     n_rows, row_len, n_tokens = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9)), data.draw(st.integers(1, 6))
     req_to_token = torch.randperm(n_rows * row_len).view(n_rows, row_len).int() + 1
     requests = data.draw(st.lists(st.tuples(st.integers(0, n_rows - 1), st.integers(0, row_len + 2)), max_size=4))
@@ -53,20 +47,15 @@ def test_definition_is_the_sequential_one(data):
 @pytest.mark.parametrize(
     ("B", "N", "M", "row_dtype"),
     [
-        (0, 4, 9, INT64),
-        (1, 1, 1, INT64),
-        (1, 16, 64, INT32),
-        (3, 5, 7, INT64),
-        (3, 5, 7, INT32),
-        (37, 16, 100, INT64),
-        (5, 33, 40, INT32),
+        (0, 4, 9, INT64), (1, 1, 1, INT64), (1, 16, 64, INT32), (3, 5, 7, INT64), (3, 5, 7, INT32),
+        (37, 16, 100, INT64), (5, 33, 40, INT32),
     ],
-)
+)  # fmt: skip
 def test_kernel_is_the_definition(B, N, M, row_dtype, device):
     torch.manual_seed(B * 100 + N)
     n_rows = B + 3
     anchor_B = torch.randint(0, 1 << 40, (B,), device=device)
-    prefix_len_B = torch.randint(0, M, (B,), device=device)  # so some blocks end behind their row
+    prefix_len_B = torch.randint(0, M, (B,), device=device)  # so some blocks end past their row
     rows_B = torch.randperm(n_rows, device=device)[:B].to(row_dtype)
     req_to_token = torch.randint(1, 1 << 30, (n_rows, M), device=device, dtype=torch.int32)
     args = anchor_B, prefix_len_B, rows_B, req_to_token

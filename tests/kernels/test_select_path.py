@@ -13,38 +13,34 @@ FORMS = pytest.mark.parametrize(
 
 
 def inputs(B, D, K, R, V, *, dtype=FP32, whole=False, device="cpu") -> dict[str, torch.Tensor]:
-    """`whole`: small whole numbers, so that every sum is exact and many scores are the same."""
+    """Random inputs; `whole`: small integers, so that every sum is exact and many scores tie."""
 
     def values(*size: int) -> torch.Tensor:
         return torch.randint(-1, 2, size, device=device).float() if whole else torch.randn(size, device=device)
 
     order_BDV = torch.rand(B, D, V, device=device).argsort(dim=2)  # no candidate twice in a slot
     return {
-        "candidates_BDK": order_BDV[:, :, :K].contiguous(),
-        "unary_BDK": values(B, D, K),
-        "query_BDR": values(B, D, R).to(dtype),
-        "anchor_B": torch.randint(V, (B,), device=device),
-        "predecessor_VR": values(V, R).to(dtype),
-        "successor_VR": values(V, R).to(dtype),
-    }
+        "candidates_BDK": order_BDV[:, :, :K].contiguous(), "unary_BDK": values(B, D, K),
+        "query_BDR": values(B, D, R).to(dtype), "anchor_B": torch.randint(V, (B,), device=device),
+        "predecessor_VR": values(V, R).to(dtype), "successor_VR": values(V, R).to(dtype),
+    }  # fmt: skip
 
 
 def run(form, x: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Tables by name, the rest in order."""
     tables = {name: tensor for name, tensor in x.items() if name.endswith("_VR")}
     return form(*(tensor for name, tensor in x.items() if name not in tables), **tables)
 
 
 def scores(x: dict[str, torch.Tensor], b: int, d: int, previous: int) -> torch.Tensor:
-    """Of the candidates of a slot behind `previous`, one product at a time, in float64."""
+    """Return the scores of a slot's candidates after `previous`, one product at a time, in float64."""
     wanted = x["predecessor_VR"][previous].double() * x["query_BDR"][b, d].double()
     own_K, tokens_K = x["unary_BDK"][b, d].tolist(), x["candidates_BDK"][b, d].tolist()
     rows = (x["successor_VR"][token].double() for token in tokens_K)
     return torch.tensor([own + float((wanted * row).sum()) for own, row in zip(own_K, rows, strict=True)])
 
 
-def law(x: dict[str, torch.Tensor]) -> list[list[int]]:
-    """The paths, where sums are exact: of equal scores the first wins."""
+def sequential(x: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Return the paths where sums are exact; of equal scores the first wins."""
     B, D, _ = x["candidates_BDK"].shape
     paths = []
     for b in range(B):
@@ -57,7 +53,7 @@ def law(x: dict[str, torch.Tensor]) -> list[list[int]]:
 
 
 def test_hand_worked_path():
-    """The anchor 0 asks for successors along (1, 0), token 2 along (0, 1), and the second query turns that round."""
+    """The anchor 0 selects successors along (1, 0), token 2 along (0, 1), which the second query negates."""
     predecessor_VR = torch.tensor([[1.0, 0.0], [9.0, 9.0], [0.0, 1.0], [9.0, 9.0]])
     successor_VR = torch.tensor([[0.0, 0.0], [0.0, 4.0], [3.0, 0.0], [0.0, -5.0]])
     args: dict[str, Any] = {
@@ -69,29 +65,22 @@ def test_hand_worked_path():
     tables = {"predecessor_VR": predecessor_VR, "successor_VR": successor_VR}
     # 1 + 0 against -1 + 3; then 0 + 5 against 8 - 4
     assert select_path(**args, **tables).tolist() == [[2, 3]]
-    # Without the tables each slot takes the best of its own.
+    # Without the tables each slot takes its best unary score.
     assert select_path(**args, **{name: table * 0 for name, table in tables.items()}).tolist() == [[1, 1]]
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_definition_is_the_law(data):
+def test_definition_is_the_sequential_one(data):
     sizes = [data.draw(st.integers(*bounds)) for bounds in ((0, 3), (0, 5), (1, 4), (1, 5))]
     x = inputs(*sizes, V=data.draw(st.integers(4, 9)), whole=True)
-    assert run(select_path_ref, x).tolist() == law(x)
+    assert run(select_path_ref, x).tolist() == sequential(x)
 
 
 SIZES = [  # B, D, K, R, V
-    (0, 7, 16, 8, 20),
-    (2, 0, 3, 4, 5),
-    (1, 1, 1, 1, 3),
-    (3, 7, 1, 5, 9),
-    (2, 15, 16, 256, 300),
-    (5, 7, 16, 64, 40),
-    (2, 4, 5, 24, 11),
-    (37, 3, 2, 7, 6),
-    (2, 3, 20, 33, 64),
-]
+    (0, 7, 16, 8, 20), (2, 0, 3, 4, 5), (1, 1, 1, 1, 3), (3, 7, 1, 5, 9), (2, 15, 16, 256, 300), (5, 7, 16, 64, 40),
+    (2, 4, 5, 24, 11), (37, 3, 2, 7, 6), (2, 3, 20, 33, 64),
+]  # fmt: skip
 DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 
 
@@ -99,21 +88,19 @@ DTYPES = pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
 @DTYPES
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_both_forms_are_the_definition_where_sums_are_exact(sizes, dtype, form, device):
-    """Ties and all: most scores of these are met twice."""
     torch.manual_seed(sum(sizes))
     x = inputs(*sizes, dtype=dtype, whole=True, device=device)
     got_BD = run(form, x)
     assert got_BD.dtype == torch.int64
     assert got_BD.is_contiguous()
     assert torch.equal(got_BD, run(select_path_ref, x))
-    assert got_BD.tolist() == law(x)
+    assert got_BD.tolist() == sequential(x)
 
 
 @FORMS
 @DTYPES
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_choice_is_the_best_but_for_rounding(sizes, dtype, form, device):
-    """Behind the token that was chosen before it."""
     torch.manual_seed(sum(sizes))
     x = inputs(*sizes, dtype=dtype, device=device)
     for b, path in enumerate(run(form, x).tolist()):
@@ -124,7 +111,7 @@ def test_every_choice_is_the_best_but_for_rounding(sizes, dtype, form, device):
 
 @FORMS
 def test_the_first_of_equal_candidates_wins(form, device):
-    """Of all of them, of the last two, and where none may be said; the rows are equal, and their sums are rounded."""
+    """Slots tie among all candidates, the last two, all at -inf, and all but five at -inf; sums are rounded."""
     x = inputs(1, 4, 16, 100, 50, device=device)
     x["successor_VR"][:] = x["successor_VR"][0].clone()
     x["unary_BDK"][:] = 0
@@ -138,15 +125,15 @@ def test_the_first_of_equal_candidates_wins(form, device):
 @FORMS
 @pytest.mark.parametrize("K", [1, 5])
 def test_scores_may_all_be_negative(form, K, device):
-    """What a kernel has beside the K candidates scores less than any of them."""
+    """Lanes that pad the K candidates must score less than any of them."""
     x = inputs(3, 4, K, 6, 9, device=device)
     x["unary_BDK"] -= 100
     assert torch.equal(run(form, x), run(select_path_ref, x))
 
 
 @FORMS
-def test_a_path_follows_what_was_chosen(form, device):
-    """A table of who follows whom: token v asks for v + 1, whatever the heads say."""
+def test_path_follows_the_chosen_tokens(form, device):
+    """The tables make token v select v + 1, whatever the heads score."""
     V, D = 12, 7
     x = inputs(4, D, V, V, V, device=device)
     x["unary_BDK"] *= 0.01
@@ -162,8 +149,8 @@ def test_a_path_follows_what_was_chosen(form, device):
     [select_path_torch, pytest.param(select_path_triton, marks=pytest.mark.gpu)],  # the interpreter's argmax raises
     ids=["torch", "kernel"],
 )
-def test_numbers_that_are_none_choose_a_token_of_the_table(form, device):
-    """Rows of padding may hold anything, and the walk reads a row of the table by what it chose."""
+def test_nan_scores_choose_a_token_of_the_table(form, device):
+    """Padding rows may hold NaN, and the next slot reads the table at the chosen token."""
     x = inputs(3, 5, 5, 6, 8, device=device)
     x["unary_BDK"][1] = torch.nan
     x["query_BDR"][2] = torch.nan
@@ -173,7 +160,7 @@ def test_numbers_that_are_none_choose_a_token_of_the_table(form, device):
 
 
 def call(**changes) -> None:
-    """A valid call (two requests of three slots of four candidates, rank five, seven tokens), but for `changes`."""
+    """Make a valid call (two requests of three slots of four candidates, rank five, seven tokens) with `changes`."""
     select_path(**(inputs(2, 3, 4, 5, 7) | changes))
 
 
@@ -196,7 +183,7 @@ def call(**changes) -> None:
         ({"candidates_BDK": torch.zeros(2, 3, 0).long(), "unary_BDK": torch.zeros(2, 3, 0)}, "0 candidates and tables"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(changes, message):
+def test_wrong_arguments_are_refused_by_name(changes, message):
     call()
     with pytest.raises(ValueError, match=message):
         call(**changes)

@@ -17,7 +17,7 @@ FORMS = pytest.mark.parametrize(
 
 
 def weighed(form, text: list[int], block: list[int], committed: list[int], before=(0, 0)) -> dict[int, list[int]]:
-    """Counts of the classes that changed, for a request in row 1, after a step that committed so much."""
+    """Run one step for a request in row 1; return the counts of the classes that changed."""
     text_QM = torch.full((3, 64), 77, dtype=torch.int32)
     text_QM[1, : len(text)] = torch.tensor(text, dtype=torch.int32)
     counts_QK2 = torch.zeros(3, N_CLASSES, 2, dtype=torch.int32)
@@ -36,8 +36,8 @@ SHORT = length_class(3)
 
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]  # after 1 2 3 the copy is 4 5 6 7
-HAND_WORKED = {  # text, block, what was committed, counts before and after
-    # The block had one right, the copy three and the bonus: two more.
+HAND_WORKED = {  # text, block, committed tokens, counts before and after
+    # The block has one right, the copy three and the bonus: two more.
     "later-places-were-not-reached": (
         TEXT, [3, 4, 0, 0, 0], [4, 5, 6, 9], (0, 0), {SHORT: [2, 1], length_class(4): [2, 1]}
     ),
@@ -49,9 +49,9 @@ HAND_WORKED = {  # text, block, what was committed, counts before and after
         [3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], [4, 5, 6, 7, 8, 9, 1], (0, 0), {SHORT: [3, 1]}
     ),
     "their-place-was-not-reached": ([3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], [4, 5, 9], (0, 0), {}),
-    # Behind 1 2 3, guessed once more, a copy says 1 2 3 1: of these four all were committed, and two guesses.
+    # After the guesses 1 2 3 the copy is 1 2 3 1: all four were committed, and two guesses.
     "a-copy-goes-round": ([1, 2, 3], [1, 2, 3, 0, 0, 0, 0], [2, 3, 1, 2, 3, 1, 9], (0, 0), {SHORT: [4, 1]}),
-    # -11 / 2, downwards.
+    # -11 / 2, rounded down.
     "what-is-long-ago-counts-half": (
         TEXT, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], (-7, MEMORY), {SHORT: [-6, (MEMORY + 1) // 2]}
     ),
@@ -66,8 +66,8 @@ def test_hand_worked_counts(form, text, block, committed, before, want) -> None:
 
 
 @FORMS
-def test_a_block_that_is_right_throughout_weighs_places_of_its_own(form) -> None:
-    """It has no match; behind its last place stands the first one of the next request, which has."""
+def test_block_without_a_match_reads_no_other_request(form) -> None:
+    """The first place of the next request follows its last place, and that one has a match."""
     text_QM = torch.tensor([TEXT + [77] * 9] * 2, dtype=torch.int32)
     counts_QK2 = torch.zeros(2, N_CLASSES, 2, dtype=torch.int32)
     texts = Texts(torch.tensor([len(TEXT)] * 2), torch.arange(2), text_QM, counts_QK2)
@@ -80,7 +80,7 @@ def test_a_block_that_is_right_throughout_weighs_places_of_its_own(form) -> None
 
 @FORMS
 def test_hand_worked_totals(form) -> None:
-    """Three requests: a copy from the first place, of 16 tokens, one behind the second guess, of 3, and none."""
+    """Three requests: a copy of 16 tokens from the first place, one of 3 after the second guess, and none."""
     length_BD = torch.tensor([[16, 0, 0, 0], [0, 0, 3, 0], [5, 0, 0, 0]], dtype=torch.int32)
     place_B = torch.tensor([0, 2, 4], dtype=torch.int32)
     texts = Texts(
@@ -105,7 +105,7 @@ def drawn(B: int, N: int, n_text: int, n_words: int, device: str = "cpu") -> tup
     tokens_BN = torch.randint(0, n_words, (B, N))
     copied = copy_draft_ref(tokens_BN, texts)
     committed_BN = torch.randint(0, n_words, (B, N))
-    half = B // 2  # some blocks are right for long
+    half = B // 2  # half of the blocks have a long accepted prefix
     committed_BN[:half, : N // 2] = tokens_BN[:half, 1 : N // 2 + 1]
     n_committed_B = torch.randint(1, N + 1, (B,), dtype=torch.int32)
     step = tokens_BN.to(device), Copied(*(tensor.to(device) for tensor in copied))
@@ -135,23 +135,17 @@ def test_the_torch_form_is_the_definition(data) -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        (0, 4, 10, 2),
-        (1, 1, 5, 2),
-        (4, 16, 90, 2),
-        (3, 12, 60, 2),
-        (8, 8, 60, 2),
-        (4, 5, 1, 2),
-        (2, 2, 9, 1),
+        (0, 4, 10, 2), (1, 1, 5, 2), (4, 16, 90, 2), (3, 12, 60, 2), (8, 8, 60, 2), (4, 5, 1, 2), (2, 2, 9, 1),
         (2, 32, 90, 2),
     ],
-)
+)  # fmt: skip
 def test_the_kernel_is_the_definition(sizes, device) -> None:
     torch.manual_seed(sum(sizes))
     for _ in range(3):
         assert_same(weigh_copies_triton, drawn(*sizes, device=device))
 
 
-def test_what_does_not_fit() -> None:
+def test_wrong_arguments_are_refused() -> None:
     args = drawn(2, 4, 20, 2)
     totals_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
     weigh_copies(*args, totals_K2=totals_K2)

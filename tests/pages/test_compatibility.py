@@ -1,27 +1,27 @@
-"""The list of what is refused: the flags that are, for the reasons the messages give, and no second list elsewhere."""
+"""The list of refused flags and combinations: the flags and reasons of the messages, and no second list elsewhere."""
 
 import re
 
 import pytest
 
 from sglang_dflash.host.arguments import UNSUPPORTED, flag
-from tests.fixtures import messages as said
+from tests.fixtures.messages import PACKAGE, messages
 
-DOCS = said.PACKAGE / "docs"
+DOCS = PACKAGE / "docs"
 LIST = (DOCS / "compatibility.md").read_text().split("## What it does not do\n")[1]
 ROWS = dict(re.findall(r"^\| (`.+?) \| (.+?) \|$", LIST, re.MULTILINE))
 FLAGS = {row: re.findall(r"`(--[a-z-]+|SGLANG_[A-Z_]+)`", row)[0] for row in ROWS}
 
 
-def test_flags_without_a_meaning_are_listed_with_their_reasons() -> None:
+def test_unsupported_flags_are_listed_with_their_reasons() -> None:
     listed = {row.strip("`"): why for row, why in ROWS.items() if re.fullmatch(r"`--[a-z-]+`", row)}
     assert listed == {flag(name): why for name, why in UNSUPPORTED.items()}
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not re.fullmatch(r"`--[a-z-]+`", row)])
-def test_a_combination_that_is_listed_is_refused_by_a_message(row: str) -> None:
+def test_listed_combination_has_a_message(row: str) -> None:
     name = FLAGS[row].removesuffix("-single")
-    assert any(name in message.head for message in said.messages())
+    assert any(name in message.head for message in messages())
 
 
 @pytest.mark.parametrize(

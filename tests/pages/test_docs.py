@@ -1,6 +1,6 @@
-"""What the pages say: links lead somewhere, commands parse, every flag, variable, metric and field exists.
+"""The pages: links lead somewhere, commands parse, and every flag, variable, metric and field exists.
 
-The table of memory in tuning.md and the floors in kernels/README.md are computed here again.
+The memory table of tuning.md and the floors in kernels/README.md are recomputed.
 """
 
 import argparse
@@ -31,21 +31,13 @@ from tests.fixtures import guide
 ROOT, DOCS = guide.ROOT, guide.DOCS
 PAGES = sorted(DOCS.glob("*.md"))
 READMES = [ROOT / "README.md", ROOT / "kernels" / "README.md"]
-LINKING = [
-    *PAGES,
-    *READMES,
-    ROOT / "LOG.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "env" / "README.md",
-    *(ROOT / "launch").rglob("*.md"),
-]
+OTHER_PAGES = [ROOT / name for name in ("LOG.md", "CHANGELOG.md", "CONTRIBUTING.md", "env/README.md")]
+LINKING = [*PAGES, *READMES, *OTHER_PAGES, *(ROOT / "launch").rglob("*.md")]
 CHECKED = [*PAGES, ROOT / "README.md"]
 of_pages = pytest.mark.parametrize("page", CHECKED, ids=lambda page: page.name)
 
 
 def code(page: Path) -> list[str]:
-    """Code spans and fenced blocks."""
     text = page.read_text()
     fenced = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return fenced + re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
@@ -55,7 +47,7 @@ def code(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Return the anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -93,7 +85,7 @@ def test_the_diagram_is_for_light_and_dark() -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Those of ```sh blocks, and code spans that begin with a program; without comments, variables and files."""
+    """Return commands of ```sh blocks and of code spans, without comments, variables and redirections."""
     found = guide.commands(page)
     begins = re.compile(rf"python |make |sglang-dflash ({'|'.join(PROGRAMS)})\b")
     found += [shlex.split(span) for span in code(page) if begins.match(span) and "\n" not in span]
@@ -106,7 +98,7 @@ def without_shell(words: list[str]) -> list[str]:
 
 
 def as_module(words: list[str]) -> list[str]:
-    """`sglang-dflash NAME ...` as the module that runs."""
+    """Return `sglang-dflash NAME ...` as the command of the module that runs."""
     if words[0] != "sglang-dflash" or len(words) == 1:
         return words
     module = PROGRAMS[words[1]].partition(":")[0].removesuffix(".__main__")
@@ -119,7 +111,7 @@ FOR_SERVERS = "--model-path", "--speculative-algorithm"
 
 
 class Parsed(Exception):
-    """The command line was taken."""
+    """The command line was parsed."""
 
 
 def for_sglang(words: tuple[str, ...]) -> bool:
@@ -141,13 +133,13 @@ def test_every_command_is_of_a_kind_that_is_checked() -> None:
             case ("export", variable):
                 flags.read(dict([variable.split("=", 1)]))
             case ("torchrun", *_) | ("curl", "http://127.0.0.1:30000/generate", *_):
-                pass  # the training guide's, which have tests of their own
+                pass  # commands of the training guide, which has tests of its own
             case _:
                 assert words == ("pip", "install", "."), words
 
 
 @pytest.mark.parametrize("words", [words for words in MODULES if not for_sglang(words)], ids=" ".join)
-def test_our_programs_take_their_commands(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_accept_their_commands(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     module, argv = words[2], list(words[3:])
     if module == "pytest":
         assert all((ROOT / path).exists() for path in argv)
@@ -173,12 +165,12 @@ def test_our_programs_take_their_commands(words: tuple[str, ...], monkeypatch: p
 
 
 @pytest.mark.parametrize("words", [words for words in MODULES if for_sglang(words)], ids=" ".join)
-def test_sglang_takes_its_commands(words: tuple[str, ...], launch: Any) -> None:
+def test_sglang_accepts_its_commands(words: tuple[str, ...], launch: Any) -> None:
     ended = launch("parse", *words[3:])
     assert ended.code == 0, ended.err
 
 
-def test_the_servers_of_a_benchmark_take_their_flags(launch: Any) -> None:
+def test_servers_of_a_benchmark_accept_their_flags(launch: Any) -> None:
     for words in MODULES:
         if words[2] == "sglang_dflash.bench" and "--" in words and "..." not in words:
             ended = launch("parse", *words[words.index("--") + 1 :])
@@ -196,7 +188,7 @@ def test_variables_exist(page: Path) -> None:
 
 
 OURS = [*(ROOT / "sglang_dflash").rglob("*.py"), *(ROOT / "tests" / "tools").rglob("*.py")]
-# Read without argparse, or of a program that is neither SGLang's nor ours.
+# Flags read without argparse, or of other programs.
 OTHERS = {"--json", "--server", "--help", "--nproc-per-node", "--no-deps", "--target"}
 OF_VLLM = {"--speculative-config", "--max-num-batched-tokens", "--no-enable-prefix-caching"}
 OF_ROUTER = {"--policy", "--worker-urls"}
@@ -211,7 +203,9 @@ def test_options_exist(page: Path) -> None:
     for path in OURS:
         for names in re.findall(r"add(?:_argument)?\(\s*((?:\"--[a-z-]+\",?\s*)+)", path.read_text()):
             known |= set(re.findall(r"--[a-z-]+", names))
-    spans = [span for span in code(page) if not span.startswith("git checkout ")]  # those are programs of then
+    spans = [
+        span for span in code(page) if not span.startswith("git checkout ")
+    ]  # these are commands of an older commit
     named = {name for span in spans for name in re.findall(r"(?<![\w…-])--[a-z][a-z0-9-]*[a-z0-9](?![\w…-])", span)}
     assert not named - known
 
@@ -224,7 +218,7 @@ def test_metrics_exist(page: Path) -> None:
 
 @of_pages
 def test_fields_of_server_info_exist(page: Path) -> None:
-    """`dflash.a.b` in the pages is `internal_states[0]["dflash"]["a"]["b"]`."""
+    """`dflash.a.b` in a page stands for `internal_states[0]["dflash"]["a"]["b"]`."""
     worker = (ROOT / "sglang_dflash" / "worker.py").read_text()
     known = set(re.findall(r'^            "(\w+)": ', worker[worker.index("def describe") :], re.MULTILINE))
     known |= {f"width.{name}" for name in Chooser(Fixed(1)).describe()}
@@ -236,7 +230,7 @@ def test_fields_of_server_info_exist(page: Path) -> None:
 
 
 def test_every_result_can_be_reproduced() -> None:
-    """Each document is linked beside the command that made it; a command that is gone has a commit before it."""
+    """Each document is linked beside its command; a removed command has the commit to check out."""
     page = (DOCS / "reproducing.md").read_text()
     for path in sorted((ROOT / "launch" / "results").glob("*.json")):
         lines = [line for line in page.splitlines() if f"results/{path.name})" in line]
@@ -264,7 +258,7 @@ def test_the_table_of_memory() -> None:
 
 
 def test_the_floors_of_the_kernels() -> None:
-    """Bytes at B = 8 and N = 16, over an H200's 4.8 TB/s."""
+    """Compute bytes at B = 8 and N = 16 over an H200's 4.8 TB/s."""
     B, N = 8, 16
     (L, H, G, V, K), (taps, hidden, groups, candidates, rank) = QWEN_27B.recurrent, QWEN_27B.second
     row = QWEN_27B.n_layers * 2 * QWEN_27B.n_heads * QWEN_27B.head_dim * (2 + 2) + 4 * 128 + 16

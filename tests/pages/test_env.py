@@ -1,4 +1,4 @@
-"""`env/`: the profiles set variables that exist and flags that parse; image and constraints name no package index."""
+"""`env/`: profiles set existing variables and flags that parse; image and constraints name no package index."""
 
 import json
 import re
@@ -13,11 +13,11 @@ from tests.fixtures import guide
 
 ENV = Path(__file__).parents[2] / "env"
 PROFILES = sorted(ENV.glob("*.sh"))
-TORCH_S = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
+OF_TORCH = {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}
 
 
 def sourced(*profiles: Path, **before: str) -> dict[str, str]:
-    """What the environment holds after sourcing, of what it did not hold before."""
+    """Return the variables that sourcing the profiles adds or changes."""
     script = "set -eu; " + "".join(f"source {profile}; " for profile in profiles) + "env -0"
     environ = {"PATH": "/usr/bin:/bin", "_": ""} | before
     out = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=True).stdout
@@ -26,9 +26,9 @@ def sourced(*profiles: Path, **before: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.name)
-def test_every_variable_of_a_profile_exists_and_takes_its_value(profile: Path) -> None:
+def test_variables_of_a_profile_exist_and_have_valid_values(profile: Path) -> None:
     found = sourced(profile)
-    known = {flag.name for flag in flags.FLAGS} | guide.variables_of_sglang() | TORCH_S | {"DFLASH_FLAGS"}
+    known = {flag.name for flag in flags.FLAGS} | guide.variables_of_sglang() | OF_TORCH | {"DFLASH_FLAGS"}
     assert found
     assert not set(found) - known
     flags.read(found)
@@ -45,7 +45,7 @@ def test_the_flags_of_a_profile_parse(profile: Path, launch: Any, pair: dict[str
     assert json.loads(ended.out.splitlines()[-1])["fields"] == given
 
 
-def test_the_worker_is_ours_unless_chosen_before_or_after() -> None:
+def test_worker_is_the_plugin_unless_chosen_before_or_after() -> None:
     hopper, stock = ENV / "hopper.sh", ENV / "stock.sh"
     assert sourced(hopper)["SGLANG_DFLASH_WORKER"] == "plugin"
     assert sourced(hopper, SGLANG_DFLASH_WORKER="stock")["SGLANG_DFLASH_WORKER"] == "stock"
@@ -59,11 +59,11 @@ def test_the_readme_names_every_file() -> None:
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "constraints.txt"])
-def test_where_packages_come_from_is_not_written_down(name: str) -> None:
+def test_no_package_index_is_named(name: str) -> None:
     assert not re.search(r"https?:|index-url|find-links|trusted-host", (ENV / name).read_text())
 
 
-def test_the_constraints_are_pins_of_what_the_package_asks_for() -> None:
+def test_constraints_are_pins_and_agree_with_the_package() -> None:
     lines = [line for line in (ENV / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.]+", line) for line in lines)
     pinned = dict(line.split("==") for line in lines)

@@ -1,4 +1,4 @@
-"""The dashboard and the table against the names that are exported; SGLang's own against its source."""
+"""The dashboard and the table of metrics against exported names, this plugin's and SGLang's."""
 
 import json
 import re
@@ -22,21 +22,16 @@ def expressions() -> list[str]:
     return [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
-def queries() -> list[str]:
-    variables = [v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
-    return expressions() + variables
-
-
 def used() -> set[str]:
-    return {name for query in queries() for name in NAME.findall(query)}
+    variables = [v["query"]["query"] for v in DASHBOARD["templating"]["list"] if v["type"] == "query"]
+    return {name for query in expressions() + variables for name in NAME.findall(query)}
 
 
 def test_every_name_in_the_dashboard_is_exported() -> None:
     ours = {name for metric in METRICS for name in metric.exported()}
     assert {name for name in used() if name.startswith(PREFIX)} <= ours
     source = source_of_sglang("srt/observability/metrics_collector.py")
-    unknown = {name for name in used() - ours if f'name="{name}"' not in source}
-    assert not unknown
+    assert not {name for name in used() - ours if f'name="{name}"' not in source}
 
 
 def test_every_metric_is_in_the_dashboard() -> None:
@@ -54,13 +49,13 @@ def test_labels_are_those_of_the_metric() -> None:
         assert grouped <= known, query
 
 
-def test_queries_are_whole_and_ask_for_the_chosen_servers() -> None:
+def test_queries_are_balanced_and_filter_by_the_chosen_servers() -> None:
     for query in expressions():
         assert query.count("(") == query.count(")"), query
         assert query.count('{model_name=~"$model_name",instance=~"$instance"}') == len(NAME.findall(query)), query
 
 
-def test_panels_are_told_apart_and_do_not_overlap() -> None:
+def test_panels_are_distinct_and_do_not_overlap() -> None:
     ids = [panel["id"] for panel in DASHBOARD["panels"]]
     assert len(set(ids)) == len(ids)
     assert all(panel["title"] and panel["description"] for panel in panels())

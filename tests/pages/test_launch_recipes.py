@@ -1,4 +1,4 @@
-"""The shell recipes start the same server as the demo, the benchmark and the tests."""
+"""Shell recipes: the same server as in the demo, the benchmark and the tests."""
 
 import re
 import shlex
@@ -12,10 +12,9 @@ from tests.fixtures.guide import ROOT
 
 
 @pytest.mark.parametrize(
-    ("name", "pair", "flags"),
-    [("tiny", tiny.HYBRID, tiny.HYBRID_FLAGS), ("tiny_dense", tiny.DENSE, ())],
+    ("name", "pair", "flags"), [("tiny", tiny.HYBRID, tiny.HYBRID_FLAGS), ("tiny_dense", tiny.DENSE, ())]
 )
-def test_the_tiny_recipes_say_what_the_programs_say(name: str, pair: tiny.Pair, flags: tuple[str, ...]) -> None:
+def test_tiny_recipes_start_the_servers_of_the_programs(name: str, pair: tiny.Pair, flags: tuple[str, ...]) -> None:
     recipe = ROOT / "launch" / f"serve_{name}_cpu.sh"
     assert subprocess.run(["bash", "-n", recipe], check=False).returncode == 0
     script = recipe.read_text().replace("\\\n", " ")

@@ -1,4 +1,4 @@
-"""What `pip install` brings: all of the package and nothing else, and the one command, from outside the clone."""
+"""The installed package: its files, and the one command, from outside the clone."""
 
 import json
 import os
@@ -17,16 +17,10 @@ UV = [sys.executable, "-m", "uv"]
 
 
 def run(*command: str | Path, cwd: Path, timeout_s: float = 300, **env: str) -> str:
-    """What it prints. It sees neither this checkout nor this environment."""
+    """Run a command that sees neither this checkout nor this environment; return its output."""
     alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     ended = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=alone | env,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+        list(map(str, command)), cwd=cwd, env=alone | env, capture_output=True, text=True, timeout=timeout_s
     )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
     return ended.stdout
@@ -34,7 +28,7 @@ def run(*command: str | Path, cwd: Path, timeout_s: float = 300, **env: str) -> 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution and the wheel that was made of it."""
+    """Return a folder with the source distribution and the wheel built from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(*UV, "build", "--out-dir", folder, ROOT, cwd=folder)
     return folder
@@ -55,34 +49,34 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     assert names == tracked("sglang_dflash") | {name for name in kernels if name.endswith(".py")}
 
 
-def test_the_source_distribution_has_what_the_wheel_is_made_of(built: Path) -> None:
+def test_source_distribution_has_the_sources_of_the_wheel(built: Path) -> None:
     with tarfile.open(built / f"sglang_dflash-{__version__}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert tracked("sglang_dflash") | {"README.md", "LICENSE", "pyproject.toml"} <= names
 
 
 def test_outside_the_clone_the_command_has_its_files(wheel: Path, tmp_path: Path) -> None:
-    """Without its dependencies' environment it would not run; with it, ours is found first."""
+    """The environment has the dependencies; PYTHONPATH puts the installed wheel first."""
     folder = tmp_path / "installed"
     run(*UV, "pip", "install", "--quiet", "--no-deps", "--target", folder, wheel, cwd=tmp_path)
     assert (folder / "bin" / "sglang-dflash").is_file()
 
-    def say(*words: str) -> str:
+    def output_of(*words: str) -> str:
         environment = {"PYTHONPATH": str(folder), "SGLANG_DFLASH_REHEARSE": "sm90"}
         return run(sys.executable, "-m", "sglang_dflash", *words, cwd=tmp_path, **environment)
 
-    assert say("--version").strip() == __version__
-    assert str(folder) in say("docs")
-    assert say("docs", "metrics").startswith("# Metrics")
-    assert json.loads(say("dashboard"))["panels"]
-    assert "z-lab/Qwen3.5-27B-DFlash" in say("recipe", "qwen3.5-27b", "--gpu", "h200")
-    assert "requests at once" in say("check", "--model", "Qwen3.5-27B", "--gpu-memory", "140.4")
-    assert "parity fa3 page 16" in say("prove", "--list")
+    assert output_of("--version").strip() == __version__
+    assert str(folder) in output_of("docs")
+    assert output_of("docs", "metrics").startswith("# Metrics")
+    assert json.loads(output_of("dashboard"))["panels"]
+    assert "z-lab/Qwen3.5-27B-DFlash" in output_of("recipe", "qwen3.5-27b", "--gpu", "h200")
+    assert "requests at once" in output_of("check", "--model", "Qwen3.5-27B", "--gpu-memory", "140.4")
+    assert "parity fa3 page 16" in output_of("prove", "--list")
 
 
 @pytest.mark.full
 def test_an_empty_environment_serves(wheel: Path, tmp_path: Path) -> None:
-    """Installed as a user does, into an environment of its own: a report without noise, and two servers' answers."""
+    """Install as a user does; require a clean report, and a demo with two servers."""
     environment = tmp_path / "environment"
     run(*UV, "venv", "--quiet", "--python", sys.executable, environment, cwd=tmp_path)
     pins = ["--constraint", ROOT / "env" / "constraints.txt"]

@@ -1,7 +1,7 @@
-"""The recipes: each starts what its name says, parses with the plugin live, is accepted by it, and fits its GPUs.
+"""Recipes: each starts the model of its name, parses with the plugin live, is accepted by it, and fits its GPUs.
 
-As in `test_cli_cards`, SGLang parses a recipe with local model paths, and the plugin's rules are given the GPU.
-Published pairs whose configs are known here are checked against each other as they are.
+As in `test_cli_cards`, SGLang parses a recipe with local model paths, and the plugin's rules get the GPU. Published
+pairs whose configs are known here are checked as they are.
 """
 
 import json
@@ -36,21 +36,16 @@ from tests.tools.tables.recipe_table import REHEARSED, TEXT_MODELS
 
 DEVICES = {"h200": "sm90", "b200": "sm100"}
 DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}
-DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 8}  # over every --tp-size of the recipes
+DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 8}  # by every --tp-size of the recipes
 ENV = ROOT / "env"
 PATHS = ("--model-path", "--speculative-draft-model-path")
 of_recipes = partial(pytest.mark.parametrize, "name", RECIPES)
 
 
-def as_environment(profile: str) -> str:
-    """What a profile of env/ puts into DFLASH_FLAGS."""
-    return re.search(r'DFLASH_FLAGS="(.*)"', (ENV / profile).read_text())[1]
-
-
 @pytest.mark.parametrize(("gpu", "profile"), [("h200", "hopper.sh"), ("b200", "blackwell.sh")])
-def test_a_gpu_s_flags_are_those_of_its_profile(gpu: str, profile: str) -> None:
+def test_flags_of_a_gpu_are_those_of_its_profile(gpu: str, profile: str) -> None:
     pairs = tomllib.loads(recipe.FILE.read_text())["gpus"][gpu]
-    assert " ".join(flag for flag, _ in pairs) == as_environment(profile)
+    assert f'DFLASH_FLAGS="{" ".join(flag for flag, _ in pairs)}"' in (ENV / profile).read_text()
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -61,7 +56,7 @@ def test_a_recipe_parses_and_its_pair_is_accepted(
     flags = recipe_table.flags_of(RECIPES[name], gpu)
     target, draft = (flags[path] for path in PATHS)
     assert target.split("/")[1].lower().startswith(name)
-    block_size = int(flags.get("--speculative-num-draft-tokens", 8))  # without the flag the draft's own
+    block_size = int(flags.get("--speculative-num-draft-tokens", 8))  # default: the draft's own
     local = dict(zip(PATHS, (pair["hybrid"], pair["draft"]), strict=True))
     words = [word for flag in (flags | local).items() for word in flag if word]
     ended = launch("parse", *words, env={"FIELDS": json.dumps(["tp_size", "speculative_algorithm"])})
@@ -78,7 +73,7 @@ def test_a_recipe_parses_and_its_pair_is_accepted(
 
 
 def published(target: str, draft: str) -> tuple[TargetFacts, Checkpoint] | None:
-    """The pair as it was published, where its configs are known here."""
+    """Return the published pair, or None if its configs are not known here."""
     if target not in models.TARGETS:
         return None
     assert models.draft_of(target) == draft
@@ -103,16 +98,14 @@ def test_every_model_at_hand_has_a_recipe() -> None:
 
 
 def test_every_flag_has_its_reason() -> None:
-    assert not [
-        (name, flag.name)
-        for name, one in RECIPES.items()
-        for gpu in GPUS
-        for flag in one.flags[gpu][3:]
-        if not flag.why
-    ]
+    flags = [flag for one in RECIPES.values() for gpu in GPUS for flag in one.flags[gpu][3:]]
+    assert flags
+    assert not [flag for flag in flags if not flag.why]
 
 
-def test_what_is_printed_is_what_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_printed_command_is_the_one_that_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ["qwen3.5-122b-a10b", "--gpu", "h200"]
     further = ["--tp-size", "2", "--served-model-name", "two words"]
     assert recipe.main([*asked, "--", *further]) == 0
@@ -123,15 +116,15 @@ def test_what_is_printed_is_what_runs(capsys: pytest.CaptureFixture[str], monkey
     assert [name for name, why in reasons if why] == [flag.name for flag in RECIPES[asked[0]].flags["h200"][3:]]
     program, *printed = shlex.split(out.replace("\\\n", " "), comments=True)
     assert program == "python"
-    assert printed[-4:] == further  # the last one given counts
+    assert printed[-4:] == further  # the last one wins
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execv", lambda program, argv: started.append(argv))
     recipe.main([*asked, "--run", "--", *further])
     assert started == [[sys.executable, *printed]]
 
 
-def test_of_a_flag_given_twice_the_later_counts() -> None:
-    """A recipe's own wins over its GPU's, and what it says for that GPU alone over both."""
+def test_later_flag_wins() -> None:
+    """A recipe's flag wins over its GPU's, and its flag for one GPU over both."""
     text = """
     gpus = { h200 = [["--page-size 64", "a"], ["--tp-size 1", "b"]], b200 = [["--page-size 1", "c"]] }
     [recipes.one]
@@ -148,14 +141,14 @@ def test_of_a_flag_given_twice_the_later_counts() -> None:
     }
 
 
-def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_listed_without_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert recipe.main([]) == 0
     out = capsys.readouterr().out
     title, *rows = (line.split() for line in out.splitlines())
     assert title == ["recipe", "draft", "H200", "B200"]
     cards = [[recipe_table.flags_of(one, gpu).get("--tp-size", "1") for gpu in GPUS] for one in RECIPES.values()]
     assert rows == [[one.name, one.draft, *n] for one, n in zip(RECIPES.values(), cards, strict=True)]
-    assert len({n for row in cards for n in row}) > 2  # some take one card, others several
+    assert len({n for row in cards for n in row}) > 2  # some need one card, others several
 
 
 @pytest.mark.parametrize(
@@ -167,7 +160,7 @@ def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> N
         (["qwen3-8b", "--gpu", "h200", "--port", "8000"], "unrecognized arguments: --port"),
     ],
 )
-def test_what_cannot_be_is_told(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(argv: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         recipe.main(argv)
     assert sentence in capsys.readouterr().err
@@ -178,10 +171,10 @@ def test_the_page_has_the_table() -> None:
     assert table in (DOCS / "recipes.md").read_text(), "write `python -m tests.tools.tables.recipe_table` into it"
 
 
-# -- what the table says is proved, and why the rest is not --------------------------------------------------------
+# -- levels of evidence in the table --------------------------------------------------------------------------------
 
 
-def test_what_is_called_proved_has_a_tiny_checkpoint() -> None:
+def test_served_architectures_have_a_tiny_checkpoint() -> None:
     served = {TEXT_MODELS.get(one.architecture, one.architecture) for one in RECIPES.values()}
     rehearsed = {family.model for family in families.REHEARSED.values()}
     assert served == {family.model for family in FAMILIES.values()} | rehearsed
@@ -191,13 +184,13 @@ def test_what_is_called_proved_has_a_tiny_checkpoint() -> None:
 SIZES = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16, "rms_norm_eps": 1e-6}
 GPU_ONLY: Mapping[str, Mapping[str, Any]] = {
     "GptOssForCausalLM": {"model_type": "gpt_oss"},
-    # As wide as the others: SGLang reads one width for all layers before it comes to attention.
+    # Equal head widths: SGLang reads one width for all layers before it rejects the attention backend.
     "Gemma4ForCausalLM": {"model_type": "gemma4_text", "global_head_dim": 16},
 }
 
 
 @pytest.mark.parametrize("architecture", GPU_ONLY)
-def test_sglang_takes_some_targets_with_gpu_attention_only(
+def test_sglang_accepts_some_targets_with_gpu_attention_only(
     architecture: str, launch: Any, checkpoints: ModuleType, tmp_path: Path
 ) -> None:
     config = checkpoints.DENSE | SIZES | GPU_ONLY[architecture] | {"architectures": [architecture]}
@@ -210,7 +203,7 @@ def test_sglang_takes_some_targets_with_gpu_attention_only(
     assert re.search(rf"AssertionError: {name}.* (only supports|requires one of)", ended.err), ended.err
 
 
-def test_sglang_itself_cannot_have_minimax_s_features() -> None:
+def test_sglang_cannot_capture_features_of_minimax() -> None:
     source = source_of_sglang("srt/models/minimax_m2.py")
     assert "class MiniMaxM2ForCausalLM" in source
     assert "set_dflash_layers_to_capture" not in source, "SGLang can capture them now: leave it to SGLang"

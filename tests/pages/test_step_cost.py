@@ -1,4 +1,4 @@
-"""The computed step: the page has the table that its command prints, and the totals are what the page is for."""
+"""The computed decode step: the page has the table that its command prints, and the totals keep their promise."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def test_step_is_at_most_085_of_sglangs_at_8_and_32_requests() -> None:
 
 
 def test_launches_of_the_page_are_the_budget() -> None:
-    """Beside a step's own there are the scheduler's, the relay's and those of the copies to the host."""
+    """A step adds launches of the scheduler, of the relay and of copies to the host."""
     others = 6 + 1 + 2
     total = sum(row.on_gpu for stage, row in budget.LAUNCHES.items() if stage != "catch_up")
     assert f"-{total + others}**" in PAGE.read_text()

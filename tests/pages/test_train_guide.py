@@ -1,4 +1,4 @@
-"""The guide to training, beside what `test_docs.py` asks of every page. tests/server runs what needs no GPU."""
+"""The training guide, beyond the checks of `test_docs.py`. tests/server runs its CPU commands."""
 
 import json
 import re
@@ -10,17 +10,16 @@ GUIDE = guide.DOCS / "training.md"
 COMMANDS = guide.commands(GUIDE)
 
 
-def test_torchrun_takes_its_command():
+def test_torchrun_accepts_its_command():
     from torch.distributed.run import get_args_parser
 
     (command,) = (command for command in COMMANDS if command[0] == "torchrun")
     parsed = get_args_parser().parse_args(command[1:])
     assert (parsed.nproc_per_node, parsed.module, parsed.training_script) == ("8", True, "sglang_dflash.train")
-    options = make_parser().parse_args(parsed.training_script_args)
-    assert options.rows % 8 == 0
+    assert make_parser().parse_args(parsed.training_script_args).rows % 8 == 0
 
 
-def test_vllm_is_given_the_method_and_the_block_less_the_anchor():
+def test_vllm_gets_the_method_and_the_block_size_without_the_anchor():
     (command,) = (command for command in COMMANDS if command[0] == "vllm")
     config = json.loads(command[command.index("--speculative-config") + 1])
     block_size = make_parser().parse_args(["draft", "--target", "t", "--data", "d", "--out", "o"]).block_size
@@ -35,7 +34,7 @@ def test_options_in_the_prose_exist():
     assert named <= set(draft._option_string_actions)
 
 
-def test_what_a_step_computes():
+def test_arithmetic_of_a_step():
     """Qwen3-8B: 8.2 billion parameters, hidden 4096, 32 + 2 x 8 heads of 128, inner 12,288, vocabulary 151,936."""
     R, L, A, N, H, layers = 4, 1024, 64, 16, 4096, 5
     layer = H * 128 * (32 + 8 + 8 + 32) + 3 * H * 12288

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures import messages as said
+from tests.fixtures.messages import PACKAGE, messages
 
-PAGE = (said.PACKAGE / "docs" / "troubleshooting.md").read_text()
+PAGE = (PACKAGE / "docs" / "troubleshooting.md").read_text()
 
 
 def entries(text: str) -> list[str]:
-    """Return the code spans in bold that open an entry: heads of messages, `…` for what is filled in."""
+    """Return the bold code spans that open an entry: heads of messages, with `…` for filled-in values."""
     titles = re.findall(r"^- \*\*((?:`[^`]+`[,\s]*)+)\*\*:", text, re.MULTILINE)
     return [re.sub(r"\s+", " ", code) for title in titles for code in re.findall(r"`([^`]+)`", title)]
 
@@ -22,12 +22,12 @@ def test_entries_are_read() -> None:
 
 def test_every_entry_is_a_message() -> None:
     quoted = entries(PAGE)
-    heads = {message.head for message in said.messages()}
+    heads = {message.head for message in messages()}
     assert quoted
     assert not [entry for entry in quoted if entry not in heads]
 
 
-SAYS = """
+SOURCE = """
 WAY_OUT = "or leave it"
 def f(path, n):
     raise ValueError(f"{path}: {n} is odd; {WAY_OUT}")
@@ -50,5 +50,5 @@ def why_not(name):
     ],
 )
 def test_messages_are_found(tmp_path: Path, file: str, heads: list[str]) -> None:
-    (tmp_path / file).write_text(SAYS)
-    assert [message.head for message in said.messages(tmp_path)] == heads
+    (tmp_path / file).write_text(SOURCE)
+    assert [message.head for message in messages(tmp_path)] == heads

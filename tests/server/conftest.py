@@ -1,4 +1,4 @@
-"""Real servers for tests: started when first asked for, shared by all tests, checked for leaks after each module.
+"""Real servers for tests: started on first use, shared by all tests, checked for leaks after each module.
 
     def test_same_tokens(server, questions, reference):
         off, ours = server("off"), server()  # also server("stock"), server(target="dense", flags=["--page-size", "16"])
@@ -6,9 +6,9 @@
         answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=64)
         assert [a.token_ids for a in answers] == [reference(p, 64) for p in prompts]
 
-A server is forked from a process that has imported SGLang, and starts in 4 to 12 s on two cores. Only the servers used
-last stay up, as many as memory has room for, so tests that share one should stand in one module. All run with SGLang's
-strict memory check: a slot that is lost while requests run, or that is missing once none does, ends the scheduler.
+A server is forked from a process that has imported SGLang, and starts in 4 to 12 s on two cores. Only recently used
+servers stay up, as many as fit in memory, so tests that share one should be in one module. All run with SGLang's strict
+memory check: a slot lost while requests run, or missing when none does, ends the scheduler.
 """
 
 import time
@@ -34,9 +34,9 @@ from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
 
 FIRST_PORT = 31300
-MAX_LIVE, MIN_LIVE = 4, 3  # 2.3 GiB each, two ranks 3, in each of two processes; a test may use all three arms
-ROOM = 6 * 2**30  # bytes that a start wants: two ranks, and as many that the other process starts meanwhile
-# Steps are compared with the plain-torch draft's, which verifies whole blocks and copies nothing.
+MAX_LIVE, MIN_LIVE = 4, 3  # per process; a server takes 2.3 GiB, two ranks 3; a test may use three arms
+ROOM = 6 * 2**30  # bytes needed to start: two ranks here, and two in the other process
+# For steps equal to the plain-torch draft's, which verifies whole blocks without n-gram copies.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
 AS_USERS = {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -48,24 +48,22 @@ GetServer = Callable[..., Server]
 
 
 class Key(NamedTuple):
-    """What makes two servers the same."""
-
     arm: Arm
     target: str
     pair: Pair
     flags: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
-    typed: bool = False  # started by its command line, as users do
+    typed: bool = False  # started by its command line, not forked
 
     def __str__(self) -> str:
         return " ".join([self.arm, self.target, *self.flags, *("=".join(pair) for pair in self.env)])
 
 
 class ServerPool:
-    """Running servers by what makes them the same, least recently used first."""
+    """Running servers by key, least recently used first."""
 
-    def __init__(self, logs: Path, say: Callable[[str], None]) -> None:
-        self.logs, self.say = logs, say
+    def __init__(self, logs: Path, log_line: Callable[[str], None]) -> None:
+        self.logs, self.log_line = logs, log_line
         self.live: dict[Key, Server] = {}
 
     def get(
@@ -78,15 +76,15 @@ class ServerPool:
         env: Mapping[str, str] | None = None,
         typed: bool = False,
     ) -> Server:
-        """A running server with an empty prefix cache.
+        """Return a running server with an empty prefix cache.
 
         Args:
             arm: "off", "stock" or "plugin"; "off" is always the reference of `tests.tools.parameters`.
-            target: "hybrid" or "dense"; or what to call `pair`.
-            pair: another target and draft than the tiny ones.
+            target: "hybrid" or "dense", or a name for `pair`.
+            pair: a target and draft other than the tiny ones.
             flags: further server arguments; a flag given again replaces the tiny pair's.
             env: further environment variables.
-            typed: start it by its command line, as users do, and not by a fork.
+            typed: start the server by its command line, as users do, instead of forking.
         """
         env = dict(env or {})
         if arm == Arm.PLUGIN:
@@ -101,7 +99,7 @@ class ServerPool:
         return server
 
     def check(self) -> None:
-        """Every live server is idle and has lost nothing; one that has is dropped, so that only its users fail."""
+        """Require every live server to be idle without losses; drop one that fails, so that only its users fail."""
         lost = {}
         for key, server in tuple(self.live.items()):
             try:
@@ -112,13 +110,13 @@ class ServerPool:
         assert not lost, lost
 
     def drop(self, server: Server) -> None:
-        """Stop one that no other test will ask for."""
-        for key in [key for key, one in self.live.items() if one is server]:
+        """Check and stop a server that no other test will use."""
+        if server in self.live.values():
             require_nothing_lost(server)
-            self._drop(key)
+        self.forget(server)
 
     def forget(self, server: Server) -> None:
-        """Stop one that has ended, or will, by a fault."""
+        """Stop a server that a fault has ended or will end."""
         for key in [key for key, one in self.live.items() if one is server]:
             self._drop(key)
 
@@ -136,7 +134,7 @@ class ServerPool:
             env=tiny.ENV | STRICT | tiny.environment(key.arm) | dict(key.env),
             name=str(key),
         )
-        self.say(f"starting server: {key}")
+        self.log_line(f"starting server: {key}")
         began = time.monotonic()
         server.start()
         try:
@@ -145,7 +143,7 @@ class ServerPool:
         except BaseException:
             server.stop()
             raise
-        self.say(f"ready after {time.monotonic() - began:.0f} s; log: {server.log}")
+        self.log_line(f"ready after {time.monotonic() - began:.0f} s; log: {server.log}")
         return server
 
     def _drop(self, key: Key) -> None:
@@ -153,11 +151,11 @@ class ServerPool:
 
 
 def require_nothing_lost(server: Server, timeout_s: float = 60.0) -> None:
-    """The scheduler is idle, has passed its own idle check since, and no KV slot is in use or locked.
+    """Wait until the scheduler is idle and has passed its own idle check; require no KV slot in use or locked.
 
     SGLang compares free, cached and locked KV slots, recurrent-state slots and request slots with the pool sizes on
-    every idle pass, and raises when one is missing. It publishes its load after that check: a load newer than the last
-    answer therefore means that the check passed.
+    every idle pass, and raises if one is missing. It publishes its load after that check, so a load newer than the last
+    answer proves that the check passed.
 
     Raises:
         ServerError: the server is dead; AssertionError: something is still held.
@@ -178,11 +176,11 @@ def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     capture = request.config.pluginmanager.get_plugin("capturemanager")
     assert capture is not None
 
-    def say(line: str) -> None:
-        with capture.global_and_fixture_disabled():  # a start takes long enough to want to be seen
+    def log_line(line: str) -> None:
+        with capture.global_and_fixture_disabled():  # a start takes long, so it is shown
             print(f"\n  {line}", flush=True)
 
-    pool = ServerPool(tmp_path_factory.mktemp("servers"), say)
+    pool = ServerPool(tmp_path_factory.mktemp("servers"), log_line)
     try:
         yield pool
     finally:
@@ -195,16 +193,16 @@ def server(pool: ServerPool) -> GetServer:
     return pool.get
 
 
-# Asked for anew by each test: others start servers enough to have these stopped.
+# Function scope: other tests may start so many servers that these are stopped.
 @pytest.fixture
 def ours(server: Callable) -> Server:
-    """A server as users start it: widths and n-gram copies are chosen."""
+    """Server as users start it: widths and n-gram copies are chosen."""
     return server(flags=VARIANTS["hybrid"].flags, env=AS_USERS)
 
 
 @pytest.fixture
 def whole(server: Callable) -> Server:
-    """A server that verifies whole blocks without copies, whose steps are plain torch's."""
+    """Server that verifies whole blocks without copies, so that its steps are plain torch's."""
     return server(flags=VARIANTS["hybrid"].flags)
 
 
@@ -215,7 +213,7 @@ def off(server: Callable) -> Server:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_lost(pool: ServerPool) -> Iterator[None]:
-    """After each module, every server that is up has given everything back."""
+    """After each module, require every running server to have given back everything."""
     yield
     pool.check()
 
@@ -233,7 +231,7 @@ def questions() -> Callable[..., list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def reference() -> Callable[..., list[int]]:
-    """`reference(prompt, max_new_tokens, target="hybrid")`: what Transformers' own greedy `generate` answers, in fp32.
+    """`reference(prompt, max_new_tokens, target="hybrid")`: answer of Transformers' greedy `generate`, in fp32.
 
     The answer ends with the end token, as SGLang's `output_ids` do, or at `max_new_tokens`.
     """
@@ -250,17 +248,14 @@ def reference() -> Callable[..., list[int]]:
 
 
 @pytest.fixture(scope="session")
-def said(questions: Callable, reference: Callable) -> Callable[..., Any]:
-    """`said(n, max_new_tokens, target="hybrid", draft_window=None)`: plain torch's word on `n` questions, a `Said`."""
-    from tests.server.lib.oracle import Said, oracle
+def plain_torch(questions: Callable, reference: Callable) -> Callable[..., Any]:
+    """`plain_torch(n, max_new_tokens, target="hybrid", draft_window=None)`: tokens and steps for `n` questions."""
+    from tests.server.lib.oracle import Expected, oracle
 
-    def ask(n: int, max_new_tokens: int, target: str = "hybrid", draft_window: int | None = None) -> Said:
+    def expect(n: int, max_new_tokens: int, target: str = "hybrid", draft_window: int | None = None) -> Expected:
         prompts, expert = questions(n, target), oracle(PAIRS[target], None, draft_window)
-        return Said(
-            prompts,
-            max_new_tokens,
-            [reference(prompt, max_new_tokens, target) for prompt in prompts],
-            [expert.accepted_histogram(prompt, max_new_tokens) for prompt in prompts],
-        )
+        token_ids = [reference(prompt, max_new_tokens, target) for prompt in prompts]
+        steps = [expert.accepted_histogram(prompt, max_new_tokens) for prompt in prompts]
+        return Expected(prompts, max_new_tokens, token_ids, steps)
 
-    return ask
+    return expect

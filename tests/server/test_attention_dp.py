@@ -1,6 +1,6 @@
-"""Attention data parallelism: two ranks that serve requests of their own say what one says, in as many steps.
+"""Attention data parallelism: two ranks that serve their own requests answer like one, in as many steps.
 
-With fewer requests than ranks some are idle, and one that reads a prompt is beside one that would decode.
+With fewer requests than ranks some ranks are idle, and one may read a prompt while another would decode.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ import pytest
 
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import Arm
-from tests.server.lib.oracle import Said
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.oracle import Expected
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.variants import TWO_NODES
 
 FLAGS = ("--tp", "2", "--dp", "2", "--enable-dp-attention", "--enable-dp-lm-head")
@@ -33,26 +33,26 @@ KINDS = {
     "dense": Kind("dense"),
     "window": Kind(flags=("--speculative-draft-window-size", "64"), draft_window=64),
     "stock": Kind("dense", arm=Arm.STOCK),
-    "fa3-graphs": Kind("dense", (*attention("fa3"), *GRAPHS), SM90),
-    "fa3-graphs-hybrid": Kind(flags=(*attention("fa3"), *GRAPHS), env=SM90),
+    "fa3-graphs": Kind("dense", (*FA3, *GRAPHS), SM90),
+    "fa3-graphs-hybrid": Kind(flags=(*FA3, *GRAPHS), env=SM90),
 }
 
 
 class Serving(NamedTuple):
     server: Server
-    said: Said
+    expected: Expected
 
 
 @pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
-def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]) -> Iterator[Serving]:
+def serving(request: pytest.FixtureRequest, pool: Any, plain_torch: Callable[..., Expected]) -> Iterator[Serving]:
     kind: Kind = request.param
     running = pool.get(kind.arm, target=kind.target, flags=(*FLAGS, *kind.flags), env=dict(TWO_NODES + kind.env))
-    yield Serving(running, said(N_PROMPTS, MAX_NEW_TOKENS, kind.target, kind.draft_window))
+    yield Serving(running, plain_torch(N_PROMPTS, MAX_NEW_TOKENS, kind.target, kind.draft_window))
     pool.drop(running)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
     serving.server.flush_cache()
-    answers = serving.said.asked_of(serving.server, concurrency)
+    answers = serving.expected.require_from(serving.server, concurrency)
     assert len({answer.meta["dp_rank"] for answer in answers}) == 2

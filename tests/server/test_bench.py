@@ -1,4 +1,4 @@
-"""The public benchmark against real servers: it counts what they count, and finds their answers equal."""
+"""The public benchmark against real servers: its counts are theirs, and it finds their answers equal."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.full
 MAX_NEW_TOKENS = 32
 
 
-def test_it_reports_what_the_servers_did(off: Server, whole: Server, tmp_path: Path) -> None:
+def test_report_agrees_with_the_servers(off: Server, whole: Server, tmp_path: Path) -> None:
     arms = [f"off={off.url}", f"ours={whole.url}"]
     asked = ["--num-prompts", "4", "--max-new-tokens", str(MAX_NEW_TOKENS), "--concurrency", "1", "4", "--repeats", "2"]
     main(["--base-url", *arms, *asked, "--require-equal", "--output", str(tmp_path / "out")])
@@ -36,7 +36,7 @@ def test_it_reports_what_the_servers_did(off: Server, whole: Server, tmp_path: P
     assert {width for turn in document["widths"] for width in turn["n_steps"]} == {"16"}
 
 
-def test_token_ids_go_to_the_target_as_they_are(off: Server, ours: Server, tmp_path: Path) -> None:
+def test_token_ids_reach_the_target_unchanged(off: Server, ours: Server, tmp_path: Path) -> None:
     arms = [f"off={off.url}", f"ours={ours.url}"]
     asked = ["--dataset", "hopeless", "--num-prompts", "2", "--concurrency", "1", "--repeats", "1", "--no-latency"]
     main(["--base-url", *arms, *asked, "--require-equal", "--output", str(tmp_path / "out")])
@@ -44,8 +44,8 @@ def test_token_ids_go_to_the_target_as_they_are(off: Server, ours: Server, tmp_p
     assert [(row["n_prompt_tokens"], row["n_tokens"]) for row in rows] == [(2 * 32, 2 * 48)] * 2
 
 
-def test_a_server_tells_its_two_likeliest_tokens(off: Server) -> None:
-    """After a prompt as the chat made it; near ties are told by them."""
+def test_server_returns_its_two_likeliest_tokens(off: Server) -> None:
+    """The near-tie check reads them, for a prompt as the chat template made it."""
     engine = HttpEngine("off", off.url)
     engine.meet()
     answer = engine.ask([{"role": "user", "content": "Hello"}], Sampling(max_new_tokens=4), stream=False)()

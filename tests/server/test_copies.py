@@ -1,7 +1,4 @@
-"""Blocks continued by copies: answers stay the target's, and each step accepts what the definitions say.
-
-What is asked repeats itself: a question that the conversation has answered already, or one of its kind.
-"""
+"""Blocks extended by n-gram copies: answers stay the target's, and steps are those of the definitions."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,8 +9,8 @@ import pytest
 from sglang_dflash.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.rehearsals import GRAPHS, INTERPRETED, SM90, STREAMS, attention
-from tests.server.lib.talk import as_prompt, as_text, conversation, steps
+from tests.server.lib.rehearsals import FA3, GRAPHS, INTERPRETED, SM90, STREAMS, TRTLLM
+from tests.server.lib.talk import as_prompt, as_text, conversation, steps, tokens_of
 from tests.server.lib.variants import CHUNKED, PAGES, TRACK, TWO_NODES, window
 from tests.tools.parameters import SEEDED_ENV, SEEDED_FLAGS
 
@@ -30,7 +27,7 @@ class Kind(NamedTuple):
     draft_window: int | None = None
     page_size: int = 1
     full: bool = True
-    knows_steps: bool = True  # not where widths change
+    knows_steps: bool = True  # False: widths change, so steps are not predicted
     width: int | None = None  # None: the block
 
 
@@ -47,13 +44,13 @@ KINDS = {
     "hybrid-wide-widths": Kind(TRACK, (("SGLANG_DFLASH_WIDTHS", "1,4,8,16,24,32"),), knows_steps=False),
     "hybrid-two-ranks": Kind(TRACK, TWO_NODES),
     "dense-no-overlap": Kind(("--disable-overlap-schedule",), target="dense"),
-    "fa3-graphs": Kind((*attention("fa3"), *GRAPHS, *TRACK), SM90),
-    "fa3-graphs-kernels": Kind((*attention("fa3"), *GRAPHS, *TRACK), INTERPRETED),
-    "fa3-graphs-wide": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*SM90, *WIDE), width=32),
-    "fa3-graphs-wide-kernels": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*INTERPRETED, *WIDE), width=32),
-    "fa3-graphs-wide-streams": Kind((*attention("fa3"), *GRAPHS, *TRACK), (*STREAMS, *WIDE), width=32),
-    "fa3-graphs-streams": Kind((*attention("fa3"), *GRAPHS, *TRACK), STREAMS),
-    "trtllm-graphs-dense": Kind((*attention("trtllm_mha"), *GRAPHS, "--page-size", "16"), SM90, "dense", page_size=16),
+    "fa3-graphs": Kind((*FA3, *GRAPHS, *TRACK), SM90),
+    "fa3-graphs-kernels": Kind((*FA3, *GRAPHS, *TRACK), INTERPRETED),
+    "fa3-graphs-wide": Kind((*FA3, *GRAPHS, *TRACK), (*SM90, *WIDE), width=32),
+    "fa3-graphs-wide-kernels": Kind((*FA3, *GRAPHS, *TRACK), (*INTERPRETED, *WIDE), width=32),
+    "fa3-graphs-wide-streams": Kind((*FA3, *GRAPHS, *TRACK), (*STREAMS, *WIDE), width=32),
+    "fa3-graphs-streams": Kind((*FA3, *GRAPHS, *TRACK), STREAMS),
+    "trtllm-graphs-dense": Kind((*TRTLLM, *GRAPHS, "--page-size", "16"), SM90, "dense", page_size=16),
 }
 
 
@@ -70,14 +67,14 @@ class Serving(NamedTuple):
 
 
 def asked_again(target: str, reference: Callable) -> list[list[int]]:
-    """Conversations whose last question was answered before, word for word or as another of its kind was."""
+    """Return conversations whose last question was answered before, word for word or as one of its kind."""
     prompts = []
     for seed in range(N_ASKED):
         question, *_ = conversation(seed, 1)
         answer = reference(as_prompt([question], target), 2 * MAX_NEW_TOKENS, target)
-        said = {"role": "assistant", "content": as_text(answer, target)}
+        answered = {"role": "assistant", "content": as_text(answer, target)}
         again = question if seed % 2 else conversation(seed + N_ASKED, 1)[0]
-        prompts.append(as_prompt([question, said, again], target))
+        prompts.append(as_prompt([question, answered, again], target))
     return prompts
 
 
@@ -96,10 +93,10 @@ def serving(request: pytest.FixtureRequest, pool: Any, reference: Callable) -> I
 
 @pytest.mark.parametrize("concurrency", [1, N_ASKED])
 def test_answers_and_steps_are_the_definitions(serving: Serving, concurrency: int) -> None:
-    """The second time prompts are found in the cache: their text is not read, and copied from all the same."""
+    """In the second round prompts are in the prefix cache: they are not read, but still copied from."""
     for _ in range(2):
         answers = serving.generate(concurrency)
-        assert [answer.token_ids for answer in answers] == serving.expected
+        assert tokens_of(answers) == serving.expected
         if serving.kind.knows_steps and serving.kind.draft_window is None:
             assert list(map(steps, answers)) == steps_of(serving, copies=True)
 
@@ -121,11 +118,13 @@ def steps_of(serving: Serving, *, copies: bool) -> list[dict[int, int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_tokens_that_are_drawn_are_those_of_their_seed(
+def test_drawn_tokens_follow_from_their_seed(
     target: str, server: Callable, questions: Callable, reference: Callable
 ) -> None:
-    """As without speculation; drafts that are copied change no law. The same tokens with and without copies, so the
-    steps tell what copies are worth: they never cost more than a hundredth."""
+    """Tokens are those without speculation, with copies and without, so steps show the value of copies.
+
+    Copies may cost at most 1 % more steps.
+    """
     repeating, alone = asked_again(target, reference), questions(N_ASKED, target, seed=60)
     flags = (*SEEDED_FLAGS, *(TRACK if target == "hybrid" else ()))
     drawn = {"temperature": 0.7, "sampling_seed": 5, "max_new_tokens": MAX_NEW_TOKENS}
@@ -136,7 +135,7 @@ def test_tokens_that_are_drawn_are_those_of_their_seed(
 
     for prompts in (repeating, alone):
         arms = answers("plugin", prompts, **dict(COPY)), answers("plugin", prompts), answers("off", prompts)
-        copying, ours, off = ([answer.token_ids for answer in arm] for arm in arms)
+        copying, ours, off = (tokens_of(arm) for arm in arms)
         assert copying == ours == off
         assert off != [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
         taken, without = (sum((Counter(steps(answer)) for answer in arm), Counter()).total() for arm in arms[:2])
@@ -145,13 +144,12 @@ def test_tokens_that_are_drawn_are_those_of_their_seed(
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_whatever_is_copied_the_answer_is_the_same(target: str, server: Callable, reference: Callable) -> None:
-    """Copies of any length from any place of the block, at widths of any size, and few slots: some are retracted."""
+def test_random_copies_change_no_answer(target: str, server: Callable, reference: Callable) -> None:
+    """Copies have any length and place, widths any size; with few slots some requests are retracted."""
     env = {"SGLANG_DFLASH_COPY": "random", "SGLANG_DFLASH_WIDTHS": "random"}
     flags = ("--max-total-tokens", "1400", *(TRACK if target == "hybrid" else ()))
     prompts = asked_again(target, reference)
     expected = [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
     ours = server(target=target, flags=flags, env=env)
     for _ in range(2):
-        answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)) == expected

@@ -1,4 +1,4 @@
-"""The demo's page in a real browser: both answers, where each token came from, and text that stays text."""
+"""The demo's page in a real browser: both answers, the origin of each token, and text that stays text."""
 
 import os
 import signal
@@ -12,10 +12,7 @@ import pytest
 from sglang_dflash.servers.ports import free_port
 from tests.server.lib.browser import CHROMIUM, Page, opened
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
-]
+pytestmark = [pytest.mark.full, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")]
 ANSWERED = "document.querySelector('#verdict').textContent"
 MARKUP = "<img src=x onerror=window.broken=1></script><script>window.broken=1</script>"
 
@@ -26,20 +23,20 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     command = [sys.executable, "-m", "sglang_dflash", "demo", "--web", "--port", str(port), "--logs", str(folder)]
     with subprocess.Popen(
         [*command, "--web-port", str(port + 50)],
-        env=os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed"},  # on a busy machine others would draft nothing
+        env=os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed"},  # on a busy machine other policies would draft nothing
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     ) as demo:
         assert demo.stdout is not None
         url = f"http://127.0.0.1:{port + 50}"
-        said = []
+        lines = []
         for line in demo.stdout:
-            said.append(line)
+            lines.append(line)
             if url in line:
                 break
         try:
-            assert url in said[-1], "".join(said)
+            assert url in lines[-1], "".join(lines)
             with opened(url) as page:
                 yield page
         finally:
@@ -69,7 +66,7 @@ def test_both_answers_stream_side_by_side_and_are_equal(page: Page) -> None:
     assert page.evaluate("document.querySelectorAll('#with svg rect').length") >= 3
 
 
-def test_asked_again_copies_answer(page: Page) -> None:
+def test_repeated_question_copies_the_answer(page: Page) -> None:
     before = kinds(page, "with").count("copy")
     ask(page)
     assert kinds(page, "with").count("copy") > before + 8
@@ -95,7 +92,7 @@ def test_a_refusal_is_shown(page: Page) -> None:
     assert "longer than the model's context" in page.evaluate(ANSWERED)
 
 
-def test_nothing_went_wrong_unseen(page: Page) -> None:
-    """The console has what the page's policy refused, and what its script threw."""
+def test_console_is_empty(page: Page) -> None:
+    """The console holds refusals of the page's policy and exceptions of its script."""
     page.evaluate("1")
-    assert page.said == []
+    assert page.console == []

@@ -1,7 +1,6 @@
-"""The DFlash 2 drafts beside SGLang's built-in worker: the same tokens, in the same steps.
+"""DFlash 2 drafts against SGLang's built-in worker: the same tokens, in the same steps.
 
-The other batteries serve these drafts too: `test_exact.py` against plain torch, `test_rehearsal.py` with captured
-graphs.
+`test_exact.py` compares these drafts with plain torch, `test_rehearsal.py` does so with captured graphs.
 """
 
 from collections.abc import Callable
@@ -21,14 +20,14 @@ FLAGS = {"hybrid": TRACK, "dense": ()}
 
 
 @pytest.mark.parametrize("target", FLAGS)
-def test_tokens_and_steps_are_the_built_in_worker_s(target: str, pool: Any, questions: Callable) -> None:
-    said = {}
+def test_tokens_and_steps_are_the_built_in_workers(target: str, pool: Any, questions: Callable) -> None:
+    outcomes = {}
     prompts = questions(N_PROMPTS, target)
     for arm in ("stock", "plugin"):
         running = pool.get(arm, target=target, pair=SECOND[target], flags=FLAGS[target])
         answers = running.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-        said[arm] = [(answer.token_ids, steps(answer)) for answer in answers]
+        outcomes[arm] = [(answer.token_ids, steps(answer)) for answer in answers]
         pool.drop(running)
-    assert said["plugin"] == said["stock"]
-    committed = sum(len(token_ids) - 1 for token_ids, _ in said["plugin"])
-    assert committed / sum(sum(counts.values()) for _, counts in said["plugin"]) > 5
+    assert outcomes["plugin"] == outcomes["stock"]
+    committed = sum(len(token_ids) - 1 for token_ids, _ in outcomes["plugin"])
+    assert committed / sum(sum(counts.values()) for _, counts in outcomes["plugin"]) > 5

@@ -1,7 +1,7 @@
-"""Prompts read by one server and answered by another: what one server says, in as many steps.
+"""Prompts read by one server and decoded by another: the answers of one server, in as many steps.
 
-A step drafts from the K/V of the whole prompt, so without those of the draft, or with another token's, answers would
-be right and steps many. The prefill server reads prompts in chunks, the second time from its cache.
+A step drafts from K/V of the whole prompt. With missing or wrong draft K/V answers would be right, but steps many. The
+prefill server reads prompts in chunks, the second time from its cache.
 """
 
 import os
@@ -21,13 +21,13 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
-from tests.server.lib.oracle import Said
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.oracle import Expected
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.rows import require_logprobs, require_rows
 from tests.server.lib.variants import TWO_NODES
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
-# How long a server waits for its peer, in seconds.
+# Seconds that a server waits for its peer.
 PATIENCE = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
@@ -53,8 +53,8 @@ class Kind(NamedTuple):
     decode: tuple[str, ...] = ()
 
     @property
-    def beside(self) -> dict[str, bool]:
-        """What requests ask for beside tokens; SGLang's own worker refuses hidden states."""
+    def fields(self) -> dict[str, bool]:
+        """Fields that requests ask for; SGLang's own worker refuses hidden states."""
         return {"return_logprob": True} | ({"return_hidden_states": True} if self.arm is Arm.PLUGIN else {})
 
 
@@ -62,21 +62,21 @@ KINDS = {
     "hybrid": Kind(),
     "dense": Kind("dense"),
     "pages": Kind("dense", ("--page-size", "16")),
-    # The decode server takes requests back.
+    # The decode server retracts requests.
     "retract": Kind(decode=TIGHT),
     "dense-retract": Kind("dense", decode=(*TIGHT, "--hicache-io-backend", "direct")),
     "stock": Kind("dense", arm=Arm.STOCK),
-    # Each rank of one has a part of what a rank of the other has.
+    # A rank of one server has a part of what a rank of the other has.
     "prefill-two-ranks": Kind(prefill=TWO_RANKS, env=TWO_NODES),
     "decode-two-ranks": Kind("dense", decode=TWO_RANKS, env=TWO_NODES),
-    "fa3-graphs": Kind(flags=(*attention("fa3"), *GRAPHS), env=SM90),
+    "fa3-graphs": Kind(flags=(*FA3, *GRAPHS), env=SM90),
 }
-# Each restart takes a minute and a half; pages, retraction and attention backends have no part in it.
+# Restarts take 90 s; pages, retraction and attention backends do not affect them.
 KILLED = ("hybrid", "dense", "decode-two-ranks")
 
 
 class Two(NamedTuple):
-    """A prefill and a decode server; `rooms` are where they meet."""
+    """A prefill and a decode server; `rooms` numbers their meetings."""
 
     prefill: Server
     decode: Server
@@ -84,7 +84,7 @@ class Two(NamedTuple):
     rooms: Iterator[int]
 
     def generate(self, prompt: list[int], *, fields: Mapping[str, Any] | None = None, **sampling: Any) -> Generation:
-        """As a router asks: both get the request, the decode server answers."""
+        """Send the request to both servers, as a router does; return the decode server's answer."""
         met = self.meeting(next(self.rooms)) | dict(fields or {})
         with ThreadPoolExecutor(2) as pool:
             asked = [pool.submit(s.generate, prompt, fields=met, **sampling) for s in (self.prefill, self.decode)]
@@ -101,11 +101,11 @@ class Two(NamedTuple):
 class Serving(NamedTuple):
     two: Two
     kind: Kind
-    said: Said
+    expected: Expected
 
 
 @pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
-def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]) -> Iterator[Serving]:
+def serving(request: pytest.FixtureRequest, pool: Any, plain_torch: Callable[..., Expected]) -> Iterator[Serving]:
     kind: Kind = request.param
     port = free_port(31900)
 
@@ -116,47 +116,49 @@ def serving(request: pytest.FixtureRequest, pool: Any, said: Callable[..., Said]
 
     prefill, decode = start("prefill", "--chunked-prefill-size", "64", *kind.prefill), start("decode", *kind.decode)
     two = Two(prefill, decode, port, count(1))
-    yield Serving(two, kind, said(N_PROMPTS, MAX_NEW_TOKENS, kind.target))
+    yield Serving(two, kind, plain_torch(N_PROMPTS, MAX_NEW_TOKENS, kind.target))
     for server in (two.prefill, two.decode):
         pool.forget(server)
 
 
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
-    """Requests are asked again until some meet, where memory is tight: a slow machine may end each before the next."""
+    """Where memory is tight, repeat until requests overlap: a slow machine may end each before the next."""
     rounds = 5 if TIGHT[0] in serving.kind.decode and concurrency > 1 else 1
     for _ in range(rounds):
-        answers = serving.said.asked_of(serving.two, concurrency)
+        answers = serving.expected.require_from(serving.two, concurrency)
         if any(answer.meta["num_retractions"] for answer in answers):
             return
-    assert rounds == 1, "memory sufficed; this test could not fail"
+    assert rounds == 1, "memory sufficed; this test cannot fail"
 
 
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0}, {"regex": "[a-z ]{20}"}], ids=["greedy", "drawn", "regex"]
 )
-def test_what_comes_with_tokens_is_plain_torchs(serving: Serving, sampling: dict[str, Any]) -> None:
-    """The prefill server chooses the first token, and sends its log-probability along. Its row of hidden states stays:
-    SGLang cuts rows behind a stop by the number of tokens, and here leaves one more."""
-    said, target = serving.said, PAIRS[serving.kind.target].target
-    asked = {"fields": serving.kind.beside, "max_new_tokens": MAX_NEW_TOKENS} | sampling
-    answers = serving.two.generate_many(said.prompts, concurrency=3, **asked)
-    for prompt, answer in zip(said.prompts, answers, strict=True):
+def test_logprobs_and_hidden_states_are_plain_torchs(serving: Serving, sampling: dict[str, Any]) -> None:
+    """The prefill server chooses the first token and sends its log-probability, but not its hidden state.
+
+    SGLang cuts rows after a stop by the number of tokens, and here leaves one too many.
+    """
+    expected, target = serving.expected, PAIRS[serving.kind.target].target
+    asked = {"fields": serving.kind.fields, "max_new_tokens": MAX_NEW_TOKENS} | sampling
+    answers = serving.two.generate_many(expected.prompts, concurrency=3, **asked)
+    for prompt, answer in zip(expected.prompts, answers, strict=True):
         if "regex" in sampling:
             assert re.fullmatch(sampling["regex"], answer.text)
         else:
             require_logprobs(target, prompt, answer)
-        if "return_hidden_states" in serving.kind.beside:
+        if "return_hidden_states" in serving.kind.fields:
             del answer.meta["hidden_states"][len(answer.token_ids) - 1 :]
             require_rows(target, prompt, answer, n_missing=1)
 
 
-def test_a_request_that_never_comes_fails_alone(serving: Serving) -> None:
-    """The decode server waits for a prompt that no one reads; those beside it are answered."""
-    lonely = serving.two.meeting(10**6)
+def test_request_without_its_prefill_fails_alone(serving: Serving) -> None:
+    """The decode server waits for a prompt that no one reads; other requests are answered."""
+    two, expected = serving.two, serving.expected
     with ThreadPoolExecutor(1) as pool:
-        lost = pool.submit(serving.two.decode.generate, serving.said.prompts[0], fields=lonely, max_new_tokens=4)
-        serving.said.asked_of(serving.two, 3)
+        lost = pool.submit(two.decode.generate, expected.prompts[0], fields=two.meeting(10**6), max_new_tokens=4)
+        expected.require_from(two, 3)
         with pytest.raises(ServerError, match="answered 5"):
             lost.result()
 
@@ -170,29 +172,29 @@ def test_nothing_is_held_afterwards(serving: Serving) -> None:
 
 @pytest.mark.parametrize("serving", [KINDS[kind] for kind in KILLED], ids=KILLED, indirect=True)
 @pytest.mark.parametrize("end", ["decode", "prefill"])
-def test_a_server_that_is_killed_takes_its_requests_along_and_is_found_again(serving: Serving, end: str) -> None:
-    """One request waits for the server that dies, six are under way between both."""
-    two, said = serving.two, serving.said
+def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str) -> None:
+    """One request waits for the server that is killed, six are in flight between both."""
+    two, expected = serving.two, serving.expected
     dies, stays = (two.prefill, two.decode) if end == "prefill" else (two.decode, two.prefill)
     with ThreadPoolExecutor(1 + N_PROMPTS) as pool:
-        waits = pool.submit(stays.generate, said.prompts[0], fields=two.meeting(10**6 + 1), max_new_tokens=4)
-        under_way = [pool.submit(two.generate, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in said.prompts]
+        waits = pool.submit(stays.generate, expected.prompts[0], fields=two.meeting(10**6 + 1), max_new_tokens=4)
+        under_way = [pool.submit(two.generate, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in expected.prompts]
         time.sleep(0.5)
         os.killpg(dies.pid, signal.SIGKILL)
         dies.stop()
-        for asked, expected in zip(under_way, said.expected, strict=True):
+        for asked, token_ids in zip(under_way, expected.token_ids, strict=True):
             if not isinstance(asked.exception(), ServerError | httpx.TransportError):
-                assert asked.result().token_ids == expected
+                assert asked.result().token_ids == token_ids
         with pytest.raises(ServerError, match="answered 5"):
             waits.result()
     dies.start()
     dies.wait_ready()
-    said.asked_of(two, 3)
+    expected.require_from(two, 3)
     require_nothing_held(stays)
 
 
 def require_nothing_held(server: Server, timeout_s: float = 20.0) -> None:
-    """A server of two answers nothing alone, so its load is read until it is idle."""
+    """Read a server's load until it is idle; a server of two answers nothing alone."""
     deadline = time.monotonic() + timeout_s
     while (held := [server.load()[name] for name in HELD]) != [0, 0, 0]:
         assert time.monotonic() < deadline, f"{server.name} holds {dict(zip(HELD, held, strict=True))}"

@@ -1,7 +1,4 @@
-"""Drafts whose files differ from z-lab's, or from what the flags say of the target: the same tokens, in the same steps.
-
-Each difference is one that users reported, and all of them at once must change nothing.
-"""
+"""Drafts whose files differ as users reported, from z-lab's or from the target's flags: the same tokens and steps."""
 
 import json
 import shutil
@@ -16,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from sglang_dflash.tiny.pairs import DENSE, Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, write_pair
 from tests.server.lib.oracle import Oracle
-from tests.server.lib.talk import post
+from tests.server.lib.talk import post, tokens_of
 
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 4096}
 CONTEXT = 8192
@@ -28,9 +25,9 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def as_speculators(folder: Path) -> Path:
-    """The dense pair's draft as speculators saves it, with the target's embedding and head.
+    """Write the dense pair's draft as speculators saves it, with the target's embedding and head.
 
-    It says float32, 64 positions and a vocabulary with a few rows less.
+    The config has float32, 64 positions and a slightly smaller vocabulary.
     """
     config, tensors = config_of(DENSE.draft), load_file(DENSE.draft / "model.safetensors")
     of_target = load_file(DENSE.target / "model.safetensors")
@@ -60,30 +57,30 @@ def speculators(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scaled(tmp_path: Path) -> Path:
-    """The target as `--json-model-override-args` makes it."""
+    """Target as `--json-model-override-args` makes it."""
     folder = Path(shutil.copytree(DENSE.target, tmp_path / "target"))
     config = config_of(folder) | {"rope_parameters": YARN, "max_position_embeddings": CONTEXT}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
-def test_the_target_s_overrides_leave_the_draft_alone(
+def test_overrides_of_the_target_leave_the_draft_unchanged(
     speculators: Path, scaled: Path, pool: Any, questions: Callable
 ) -> None:
-    """And an update with the draft that is served is none."""
+    """An update with the served draft changes nothing either."""
     overrides = json.dumps({"rope_parameters": YARN, "max_position_embeddings": CONTEXT})
     flags = ["--json-model-override-args", overrides, "--context-length", str(CONTEXT)]
     server = pool.get(target="speculators", pair=Pair(DENSE.target, speculators), flags=flags)
-    said, same, plain = (
-        Oracle(pair, None, None).said(questions(N_PROMPTS, "dense"), MAX_NEW_TOKENS)
+    expected, same, plain = (
+        Oracle(pair, None, None).expect(questions(N_PROMPTS, "dense"), MAX_NEW_TOKENS)
         for pair in (Pair(scaled, speculators), Pair(scaled, DENSE.draft), DENSE)
     )
-    assert said.steps == same.steps, "the dialect says the same draft"
-    assert said.steps != plain.steps, "no override seen"
-    said.asked_of(server, concurrency=2)
+    assert expected.steps == same.steps, "the dialect changes the draft"
+    assert expected.steps != plain.steps, "overrides have no effect"
+    expected.require_from(server, concurrency=2)
     answer = post(server, "/update_weights_from_disk", {"model_path": str(speculators)})
     assert answer.status_code == 200, answer.text
-    said.asked_of(server, concurrency=2)
+    expected.require_from(server, concurrency=2)
     log = server.log_text()
     for line in (
         "was trained for 64 positions and serves 8192",
@@ -94,19 +91,19 @@ def test_the_target_s_overrides_leave_the_draft_alone(
     pool.drop(server)
 
 
-def test_a_target_without_weights_gets_them_later(pool: Any, said: Callable) -> None:
-    """Start a server as a trainer does: the draft is there from the first token on."""
+def test_target_without_weights_gets_them_later(pool: Any, plain_torch: Callable) -> None:
+    """A trainer starts a server this way; the draft works from the first token on."""
     server = pool.get(target="dense", flags=["--load-format", "dummy"])
     answer = post(server, "/update_weights_from_disk", {"model_path": str(DENSE.target), "load_format": "auto"})
     assert answer.status_code == 200, answer.text
     server.flush_cache()
-    said(N_PROMPTS, MAX_NEW_TOKENS, "dense").asked_of(server, concurrency=1)
+    plain_torch(N_PROMPTS, MAX_NEW_TOKENS, "dense").require_from(server, concurrency=1)
     pool.drop(server)
 
 
 @pytest.mark.full
-def test_overrides_of_a_text_config_are_the_target_s(pool: Any, tmp_path: Path) -> None:
-    """A target with vision has its text model's fields in an object, which its draft does not have."""
+def test_overrides_of_a_text_config_apply_to_the_target(pool: Any, tmp_path: Path) -> None:
+    """A target with vision nests its text model's fields; its draft does not."""
     family = FAMILIES["qwen3.5"]
     pair, prompts = write_pair(family, tmp_path)
     rope = config_of(pair.target)["text_config"]["rope_parameters"] | {"rope_theta": 30_000.0}
@@ -116,6 +113,6 @@ def test_overrides_of_a_text_config_are_the_target_s(pool: Any, tmp_path: Path) 
     for arm in ("off", "plugin"):
         server = pool.get(arm, target="vision", pair=pair, flags=flags)
         answers = server.generate_many(prompts[:N_PROMPTS], concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-        texts.append([answer.token_ids for answer in answers])
+        texts.append(tokens_of(answers))
         pool.drop(server)
     assert texts[0] == texts[1]

@@ -1,4 +1,4 @@
-"""An fp8 copy of the head drafts: answers stay the target's, steps are plain torch's with the head rounded alike."""
+"""Drafting with an fp8 copy of the head: the target's answers, and the steps of plain torch with a rounded head."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from sglang_dflash.draft.fp8_head import rounded_rows
 from sglang_dflash.model import generate
 from sglang_dflash.tiny.pairs import HYBRID, Pair
 from tests.server.lib.oracle import Oracle
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.talk import post
 from tests.server.lib.variants import TRACK
 from tests.server.test_weight_update import changed_copy
@@ -29,27 +29,27 @@ def rounded_logits(hidden: torch.Tensor, target: torch.nn.Module) -> torch.Tenso
 
 
 @pytest.mark.full
-def test_an_fp8_head_drafts_as_plain_torch_with_it_rounded(
+def test_fp8_head_drafts_as_plain_torch_with_a_rounded_head(
     server: Callable, questions: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured graphs read the copy, of the target's head at launch and of a target loaded while serving."""
-    ours = server(flags=(*attention("fa3"), *GRAPHS, *TRACK), env=ENV)
+    """Captured graphs read the copy, of the head at launch and of a target loaded while serving."""
+    ours = server(flags=(*FA3, *GRAPHS, *TRACK), env=ENV)
     prompts, new_target = questions(10, seed=21), changed_copy(HYBRID.target, tmp_path / "target")
     new, oracle = Pair(new_target, HYBRID.draft), Oracle(HYBRID, None, None)
-    plain = oracle.said(prompts, N_NEW)
+    plain = oracle.expect(prompts, N_NEW)
     monkeypatch.setattr(generate, "draft_logits", rounded_logits)
-    old_rounded, new_rounded = oracle.said(prompts, N_NEW), Oracle(new, None, None).said(prompts, N_NEW)
-    assert old_rounded.expected == plain.expected
-    assert old_rounded.steps != plain.steps, "rounding changes no step; this test could not fail"
+    old_rounded, new_rounded = oracle.expect(prompts, N_NEW), Oracle(new, None, None).expect(prompts, N_NEW)
+    assert old_rounded.token_ids == plain.token_ids
+    assert old_rounded.steps != plain.steps, "rounding changes no step; this test cannot fail"
 
     def load(path: Path) -> None:
         assert post(ours, "/update_weights_from_disk", {"model_path": str(path)}).status_code == 200
 
     assert "an fp8 copy of 1024 rows takes 0.13 MiB" in ours.log_text()
-    old_rounded.asked_of(ours, concurrency=3)
+    old_rounded.require_from(ours, concurrency=3)
     try:
         load(new_target)
-        new_rounded.asked_of(ours, concurrency=3)
+        new_rounded.require_from(ours, concurrency=3)
     finally:
         load(HYBRID.target)
-    old_rounded.asked_of(ours, concurrency=3)
+    old_rounded.require_from(ours, concurrency=3)

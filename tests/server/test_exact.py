@@ -1,6 +1,6 @@
-"""Speculation changes nothing: every server of the battery says what Transformers says, token for token, in fp32.
+"""Speculation changes nothing: every server of the battery gives Transformers' answer, token for token, in fp32.
 
-Whatever shares the server must not matter either: other requests, a prefix found in the cache, an abort next door.
+Nothing else on the server may matter either: other requests, a prefix in the cache, an abort of a neighbour.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.rows import require_rows
-from tests.server.lib.talk import steps, together
+from tests.server.lib.talk import steps, together, tokens_of
 from tests.server.lib.variants import VARIANTS, Variant
 
 N_PROMPTS = 16
@@ -64,48 +64,44 @@ def serving(
 
 @pytest.fixture(autouse=True)
 def clean(serving: Serving) -> Iterator[None]:
-    """Start from an empty prefix cache; afterwards everything must have been given back (flush_cache insists)."""
+    """Start with an empty prefix cache; afterwards `flush_cache` requires that everything was given back."""
     serving.server.flush_cache()
     yield
     serving.server.flush_cache()
 
 
-def tokens(answers: list[Any]) -> list[list[int]]:
-    return [answer.token_ids for answer in answers]
-
-
 def test_one_at_a_time(serving: Serving) -> None:
-    """And where the oracle can know how steps go, each accepts what the plain-torch draft accepts."""
+    """Where steps are predicted, each accepts what the plain-torch draft accepts."""
     answers = serving.server.generate_many(serving.prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-    assert tokens(answers) == serving.expected
+    assert tokens_of(answers) == serving.expected
     if serving.variant.knows_steps:
         expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
         wanted = [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in serving.prompts[:6]]
         assert list(map(steps, answers[:6])) == wanted
 
 
-def test_where_widths_change_each_draft_is_the_plain_torch_one_of_its_place(serving: Serving) -> None:
-    """Whatever was verified before it: many tokens a step or one, whose context K/V are written later."""
+def test_drafts_at_changing_widths_are_plain_torchs(serving: Serving) -> None:
+    """Context K/V of a step of one token are written later than those of wider steps."""
     if not serving.variant.traces_widths:
         pytest.skip("here every step verifies the whole block, or is not written down")
     expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
-    rounds = 2  # one has hardly any draft after a step of one token
+    rounds = 2  # one round has hardly any draft after a step of one token
     each = (one for one in zip(serving.prompts, serving.expected, strict=True) for _ in range(rounds))
     asked = {f"traced-{n}": one for n, one in enumerate(each)}
-    there = {rid: expert.accepted_at(*one) for rid, one in asked.items()}
+    predicted = {rid: expert.accepted_at(*one) for rid, one in asked.items()}
 
     options = [{"fields": {"rid": rid}, "max_new_tokens": MAX_NEW_TOKENS} for rid in asked]
     together(serving.server, [(prompt, given) for (prompt, _), given in zip(asked.values(), options, strict=True)])
     (file,) = serving.trace.iterdir()
-    place, width_before, compared = Counter[str](), dict[str, int](), Counter[bool]()
+    position, width_before, compared = Counter[str](), dict[str, int](), Counter[bool]()
     for line in map(json.loads, file.read_text().splitlines()):
         width = line["width"]
         for rid in line["accepted"].keys() & asked.keys():
-            n_accepted, at = line["accepted"][rid], place[rid]
-            if width > 1 and at + width <= len(there[rid]):  # the answer tells all that was verified
-                assert n_accepted == min(there[rid][at], width - 1), (rid, at, width)
+            n_accepted, at = line["accepted"][rid], position[rid]
+            if width > 1 and at + width <= len(predicted[rid]):  # the answer covers the whole verify
+                assert n_accepted == min(predicted[rid][at], width - 1), (rid, at, width)
                 compared[width_before.get(rid) == 1] += 1
-            place[rid] += n_accepted + 1
+            position[rid] += n_accepted + 1
             width_before[rid] = width
     assert compared[False] > 20
     assert compared[True] > 20 or "auto" in dict(serving.variant.env).values(), "hardly any draft after a step of one"
@@ -115,11 +111,11 @@ def test_eight_at_a_time_in_any_order(serving: Serving) -> None:
     order = Random(1).sample(range(N_PROMPTS), N_PROMPTS)
     prompts = [serving.prompts[i] for i in order]
     answers = serving.server.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-    assert tokens(answers) == [serving.expected[i] for i in order]
+    assert tokens_of(answers) == [serving.expected[i] for i in order]
 
 
 def test_hidden_states_of_every_token(serving: Serving) -> None:
-    """Beside requests that do not ask; where the server was not started for it, SGLang refuses."""
+    """Requests that ask share a batch with others; a server without the flag refuses."""
     fields = {"return_hidden_states": True}
     if "--enable-return-hidden-states" not in serving.variant.flags:
         with pytest.raises(ServerError, match=r"answered 400: .*--enable-return-hidden-states"):
@@ -127,15 +123,15 @@ def test_hidden_states_of_every_token(serving: Serving) -> None:
         return
     options = [{"fields": fields if i % 3 else {}, "max_new_tokens": MAX_NEW_TOKENS} for i in range(N_PROMPTS)]
     answers = together(serving.server, list(zip(serving.prompts, options, strict=True)))
-    assert tokens(answers) == serving.expected
+    assert tokens_of(answers) == serving.expected
     for i, (prompt, answer) in enumerate(zip(serving.prompts, answers, strict=True)):
         if i % 3:
             require_rows(serving.pair.target, prompt, answer)
     assert not any("hidden_states" in answer.meta for answer in answers[::3])
 
 
-def test_a_conversation_re_enters_its_own_text(serving: Serving) -> None:
-    """Cut each answer anywhere and ask for the rest: the prefix is in the cache now, generated tokens included."""
+def test_prefix_inside_an_answer_is_continued(serving: Serving) -> None:
+    """Cut each answer anywhere and ask for the rest; the prefix with generated tokens is in the cache."""
     server, random = serving.server, Random(2)
     for prompt, expected in zip(serving.prompts[:4], serving.expected[:4], strict=True):
         server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
@@ -144,11 +140,11 @@ def test_a_conversation_re_enters_its_own_text(serving: Serving) -> None:
             assert rest.token_ids == expected[cut:], f"cut at {cut} of {len(expected)}"
 
 
-def test_a_long_conversation_resumes_from_the_cache(serving: Serving, questions: Callable, reference: Callable) -> None:
-    """Past a track interval (64), a hybrid resumes from a state that was tracked inside an accepted block.
+def test_long_conversation_resumes_from_the_cache(serving: Serving, questions: Callable, reference: Callable) -> None:
+    """Past a track interval (64), a hybrid resumes from a state tracked inside an accepted block.
 
-    The text ends at token 216. Tracked lazily, a request that ends less than a block past a boundary (192) or less than
-    two before the next gives up its last checkpoint: SGLang cannot know then whether a step in flight overwrites it.
+    The text ends at token 216. With lazy tracking, a request gives up its last checkpoint if it ends less than a block
+    after a boundary (192), or less than two before the next: SGLang cannot know whether a step in flight overwrites it.
     """
     target = serving.variant.target
     long_prompt = [token for prompt in questions(6, target, seed=5) for token in prompt][:148]
@@ -162,8 +158,8 @@ def test_a_long_conversation_resumes_from_the_cache(serving: Serving, questions:
         assert again.meta["cached_tokens"] > len(long_prompt), again.meta
 
 
-def test_after_a_hit_a_window_fills_up_again(serving: Serving, questions: Callable) -> None:
-    """A ring has nothing of a prefix that was found in the cache; without a window its K/V are found with it."""
+def test_window_fills_up_again_after_a_hit(serving: Serving, questions: Callable) -> None:
+    """A ring holds nothing of a cached prefix; without a window its K/V are found with it."""
     variant = serving.variant
     if not variant.knows_steps:
         pytest.skip("the oracle cannot know how steps go here, see variants.py")
@@ -179,8 +175,7 @@ def test_after_a_hit_a_window_fills_up_again(serving: Serving, questions: Callab
         assert steps(answer) == expert.accepted_histogram(text[:n_second], 64, n_unseen)
 
 
-def test_aborts_next_door_change_nothing(serving: Serving) -> None:
-    """Clients that hang up in the middle of a block leave the others, and the pools, as they were."""
+def test_aborts_of_neighbours_change_nothing(serving: Serving) -> None:
     leavers = [
         threading.Thread(target=hang_up_after, args=(delay, serving.server, prompt))
         for prompt, delay in zip(serving.prompts[8:12], (0.02, 0.05, 0.1, 0.2), strict=True)
@@ -191,7 +186,7 @@ def test_aborts_next_door_change_nothing(serving: Serving) -> None:
     answers = serving.server.generate_many(serving.prompts[:8], concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
     for leaver in leavers:
         leaver.join()
-    assert tokens(answers) == serving.expected[:8]
+    assert tokens_of(answers) == serving.expected[:8]
 
 
 def hang_up_after(delay_s: float, server: Server, prompt: list[int]) -> None:
@@ -205,5 +200,4 @@ def hang_up_after(delay_s: float, server: Server, prompt: list[int]) -> None:
 
 @pytest.mark.parametrize("n", [1, 2, 15, 16, 17])
 def test_a_limit_inside_a_block_is_kept(serving: Serving, n: int) -> None:
-    answer = serving.server.generate(serving.prompts[0], max_new_tokens=n)
-    assert answer.token_ids == serving.expected[0][:n]
+    assert serving.server.generate(serving.prompts[0], max_new_tokens=n).token_ids == serving.expected[0][:n]

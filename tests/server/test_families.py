@@ -1,10 +1,9 @@
-"""Every family of targets: with DFLASH, its answers are those without, in fp32.
+"""Every family of targets: answers with DFLASH are those without, in fp32.
 
-For each family a target of random weights and a draft that was taught its loops: what Transformers says, what the
-server says without speculation and what it says under our worker must be one text, and each decode step must accept
-what the plain-torch DFlash accepts, which reads the same features by other means. `docs/recipes.md` says which
-published models a family stands for. What SGLang serves on GPUs only is rehearsed (`sglang_dflash.rehearsal`): with a
-GPU's attention backend and captured graphs.
+Each family has a target of random weights and a draft that was trained on its loops. Transformers, the server without
+speculation and this plugin must give one text. Each decode step must accept what the plain-torch DFlash accepts.
+`docs/recipes.md` lists the published models of a family. Families that SGLang serves on GPUs only run under GPU
+emulation (`sglang_dflash.rehearsal`) with a GPU's attention backend and captured graphs.
 """
 
 from collections import Counter
@@ -20,19 +19,19 @@ from sglang_dflash.model.generate import DecodedStep, Options, spec_steps
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Pair
 from tests.server.lib.families import FAMILIES, NO_WARMUP, REHEARSED, Family, write_pair
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, tokens_of
 
 pytestmark = pytest.mark.full
 
 ALL = FAMILIES | REHEARSED
 N_PROMPTS, N_TOKENS = 8, 48
-N_AGAIN = 20  # tokens of an answer that its next prompt holds: found in the cache
+N_AGAIN = 20  # tokens of an answer in the next prompt, found in the cache
 COMMITTED_PER_STEP = 2.0
 DIFFERENT_TOKENS = 8.0  # in an answer, on average
 
 
 class Served(NamedTuple):
-    """A family, and the steps of the plain-torch DFlash for each prompt; the first of them is the prompt's own."""
+    """A family, and plain torch's steps for each prompt, beginning with the prompt's own."""
 
     family: Family
     pair: Pair
@@ -70,15 +69,13 @@ def texts(served: Served) -> list[list[int]]:
 
 
 def test_same_tokens(server: Server, served: Served) -> None:
-    answers = ask(server, served.prompts, N_TOKENS)
-    assert [answer.token_ids for answer in answers] == texts(served)
+    assert tokens_of(ask(server, served.prompts, N_TOKENS)) == texts(served)
 
 
 def test_same_tokens_after_a_cached_prefix(server: Server, served: Served) -> None:
     ask(server, served.prompts, N_TOKENS)
     longer = [prompt + text[:N_AGAIN] for prompt, text in zip(served.prompts, texts(served), strict=True)]
-    answers = ask(server, longer, N_TOKENS - N_AGAIN)
-    assert [answer.token_ids for answer in answers] == [text[N_AGAIN:] for text in texts(served)]
+    assert tokens_of(ask(server, longer, N_TOKENS - N_AGAIN)) == [text[N_AGAIN:] for text in texts(served)]
 
 
 @pytest.mark.parametrize("server", ["plugin"], indirect=True)
@@ -92,8 +89,8 @@ def test_steps_are_those_of_plain_torch(server: Server, served: Served) -> None:
     assert sum(len(set(text)) for text in texts(served)) / N_PROMPTS > DIFFERENT_TOKENS, "the texts are monotonous"
 
 
-def test_what_is_rehearsed_is_captured(server: Server, served: Served) -> None:
-    """And nothing else is: SGLang's line about every decode batch says so."""
+def test_graphs_are_captured_under_emulation_only(server: Server, served: Served) -> None:
+    """SGLang's line about every decode batch names the graph."""
     ask(server, served.prompts, N_TOKENS)
     decoded = [line for line in server.log_text().splitlines() if "Decode batch" in line]
     assert decoded

@@ -1,11 +1,12 @@
-"""Every field of a request with values that none should have: the server lives, and its next answer is as before.
+"""Every field of a request with values that none should have: the server lives, and its next answer is unchanged.
 
-The fuzzer puts odd values beside one another; here no field is forgotten, as the lists of them are SGLang's own.
+The fuzzer combines odd values; here no field is forgotten, because the lists of fields are SGLang's own.
 """
 
 import dataclasses
 import json
 from collections.abc import Callable
+from importlib import import_module
 from typing import NamedTuple
 
 import httpx
@@ -17,60 +18,30 @@ from tests.server.lib.fuzz import ODD
 
 pytestmark = pytest.mark.full
 
-# Of shapes that the fuzzer has no use for.
+# Shapes that the fuzzer does not draw.
 SHAPES = (
-    1,
-    2,
-    float("nan"),
-    [0.5],
-    [5, 6],
-    ["a"],
-    [None],
-    [True],
-    [[1, 2]],
-    {"a": 1},
-    {"a": "b"},
-    {"id": "a"},
-    {"1": 1.0},
-)
+    1, 2, float("nan"), [0.5], [5, 6], ["a"], [None], [True], [[1, 2]], {"a": 1}, {"a": "b"}, {"id": "a"}, {"1": 1.0},
+)  # fmt: skip
 
 
 class Door(NamedTuple):
-    """Where a request comes in, the fields it may have there, and the request with some of them."""
+    """An endpoint: the fields of its requests, and a request with some of them."""
 
     names: Callable[[], list[str]]
     request: Callable[..., Bad]
 
 
 def generate_names() -> list[str]:
-    from sglang.srt.managers.io_struct import GenerateReqInput
-
-    return [field.name for field in dataclasses.fields(GenerateReqInput) if field.name != "sampling_params"]
-
-
-def sampling_names() -> list[str]:
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    return list(SamplingParams.__struct_fields__)
+    request = import_module("sglang.srt.managers.io_struct").GenerateReqInput
+    return [field.name for field in dataclasses.fields(request) if field.name != "sampling_params"]
 
 
-def chat_names() -> list[str]:
-    from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
-
-    return list(ChatCompletionRequest.model_fields)
-
-
-def completion_names() -> list[str]:
-    from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-
-    return list(CompletionRequest.model_fields)
-
-
+SAMPLING, OPENAI = "sglang.srt.sampling.sampling_params", "sglang.srt.entrypoints.openai.protocol"
 DOORS = {
     "generate": Door(generate_names, lambda **given: fields(**({"input_ids": PROMPT} | given))),
-    "sampling": Door(sampling_names, sampling),
-    "chat": Door(chat_names, chat),
-    "completion": Door(completion_names, completion),
+    "sampling": Door(lambda: list(import_module(SAMPLING).SamplingParams.__struct_fields__), sampling),
+    "chat": Door(lambda: list(import_module(OPENAI).ChatCompletionRequest.model_fields), chat),
+    "completion": Door(lambda: list(import_module(OPENAI).CompletionRequest.model_fields), completion),
 }
 
 
@@ -81,7 +52,7 @@ def test_no_field_ends_a_server(ours: Server, door: str) -> None:
         for value in (*ODD, *SHAPES):
             bad = DOORS[door].request(**{name: value})
             sent = bad._replace(body=json.dumps(bad.body).encode())  # httpx's own `json` refuses NaN
-            try:  # a connection of its own: after status 500 the server closes it
+            try:  # no shared connection: after status 500 the server closes it
                 httpx.post(f"{ours.url}{sent.path}", timeout=60, **sent.content)
             except httpx.TransportError as error:
                 pytest.fail(f"{name} of {door}: {value!r}, or a value before it: {error}")

@@ -1,6 +1,6 @@
-"""The first question of a fresh server, and an easy one after hopeless text, are drafted for as when asked again.
+"""The first question of a fresh server, and an easy one after hopeless text: drafted for as when asked again.
 
-Steps are counted, not seconds: a request that is not drafted for takes a step per token.
+Steps are counted, not seconds: a request without drafts takes a step per token.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.server.conftest import AS_USERS
 from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 64
-EASY = 2  # of the pairs' held-out questions, one that whole blocks of are accepted
+EASY = 2  # index of a held-out question whose blocks are accepted whole
 
 
 def n_steps(server: Server, prompt: list[int]) -> int:
@@ -22,8 +22,8 @@ def n_steps(server: Server, prompt: list[int]) -> int:
 
 
 @pytest.mark.parametrize("target", ["dense", pytest.param("hybrid", marks=pytest.mark.full)])
-def test_first_request_is_drafted_for(server: Callable, questions: Callable, target: str) -> None:
-    fresh = {"TEST_FIRST_REQUEST": "1"}  # no other test has asked this server
+def test_first_request_gets_drafts(server: Callable, questions: Callable, target: str) -> None:
+    fresh = {"TEST_FIRST_REQUEST": "1"}  # no other test uses this server
     ours = server(target=target, flags=VARIANTS[target].flags, env=AS_USERS | fresh)
     easy = questions(3, target=target)[EASY]
     first = n_steps(ours, easy)
@@ -31,5 +31,5 @@ def test_first_request_is_drafted_for(server: Callable, questions: Callable, tar
         n_steps(ours, prompt)
     after_hopeless = n_steps(ours, easy)
     again = n_steps(ours, easy)
-    assert again <= MAX_NEW_TOKENS / 4, "this text is not easy; the test could not fail"
-    assert max(first, after_hopeless) * 0.9 <= again + 1, "one step looks at the whole block, if it has to"
+    assert again <= MAX_NEW_TOKENS / 4, "this text is not easy; the test cannot fail"
+    assert max(first, after_hopeless) * 0.9 <= again + 1, "drafting starts too late"

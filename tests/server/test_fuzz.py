@@ -1,4 +1,4 @@
-"""Requests drawn by chance, sent to a server without speculation and to ours: statuses equal, greedy answers equal."""
+"""Random requests to a server without speculation and to this plugin's: equal statuses, equal greedy answers."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ SETTINGS = settings(
 
 
 def fuzzed(off: Server, ours: Server, n_requests: int, start: int) -> int:
-    """How many requests agreed, which are at least `n_requests`."""
+    """Return the number of requests that agreed, at least `n_requests`."""
     n_sent = 0
 
     @seed(start)
@@ -61,12 +61,11 @@ def test_short(off: Server, ours: Server) -> None:
 )
 def test_long(server: Callable, start: int, flags: tuple[str, ...], env: dict[str, str]) -> None:
     context = TIGHT[TIGHT.index("--context-length") :][:2] if set(TIGHT) <= set(flags) else ()
-    off = server("off", flags=context)  # an answer without a limit ends where the context does
+    off = server("off", flags=context)  # an answer without a limit ends with the context
     fuzzed(off, server(flags=flags, env=env), N_LONG, start)
 
 
 def test_most_requests_are_answered_and_many_are_refused(off: Server) -> None:
-    """A test that cannot fail is none: what is drawn must reach the schedulers, and their refusals."""
     statuses: list[int] = []
 
     @seed(1)
@@ -80,7 +79,7 @@ def test_most_requests_are_answered_and_many_are_refused(off: Server) -> None:
     assert 0.4 < share < 0.9
 
 
-def test_a_difference_is_seen(off: Server) -> None:
+def test_differences_are_found(off: Server) -> None:
     asked = {"temperature": 0, "max_new_tokens": 4}
     greedy = Request("/generate", {"input_ids": [5], "sampling_params": asked, "return_logprob": True})
     right = send(off, greedy)

@@ -1,4 +1,4 @@
-"""Servers that are started by their command lines, as users do, answer like Transformers."""
+"""Servers started by their command lines, as users do: answers equal to Transformers'."""
 
 from collections.abc import Callable
 
@@ -22,5 +22,5 @@ def test_greedy_answers_are_those_of_transformers(
     assert any("spec_verify_ct" in answer.meta for answer in answers) == (arm != "off")
 
 
-def test_a_server_is_started_once(server: Callable) -> None:
+def test_server_is_started_once(server: Callable) -> None:
     assert server("off") is server("off")

@@ -1,7 +1,7 @@
-"""A prefix that went to the host's memory and came back brings the draft's K/V with the target's.
+"""Prefixes that went to host memory and came back: the draft's K/V come back with the target's.
 
-Answers would be right without them. So steps are compared: after a prefix from the host a step accepts what it accepts
-after a full prefill. With a window nothing of a prefix is in the draft's ring, wherever it was found.
+Answers would be right without the draft's K/V, so steps are compared: after a prefix from the host a step accepts as
+many drafts as after a full prefill. With a window the draft's ring holds nothing of a prefix, wherever it was found.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,18 +13,22 @@ from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.talk import as_prompt, conversation, steps
+from tests.server.lib.talk import as_prompt, conversation, steps, tokens_of
 from tests.server.lib.variants import TRACK, window
 
 pytestmark = pytest.mark.full
 
 MAX_NEW_TOKENS = 48
 PROMPT_LEN = 300
-N_PROMPTS = 8  # more than the device's pool holds
+N_PROMPTS = 8  # more prompts than fit in the device's pool
 SMALL = ("--max-total-tokens", "1536", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")
 ENABLED = ("--enable-hierarchical-cache", "--enable-cache-report", "--hicache-io-backend", "direct", *SMALL)
 BY_LAYERS = (*ENABLED, "--hicache-mem-layout", "layer_first")
-BY_PAGES = (*ENABLED, "--hicache-mem-layout", "page_first_direct")  # SGLang's pool of recurrent states has no other
+BY_PAGES = (
+    *ENABLED,
+    "--hicache-mem-layout",
+    "page_first_direct",
+)  # the only layout of SGLang's pool of recurrent states
 
 
 class Kind(NamedTuple):
@@ -47,19 +51,12 @@ class Serving(NamedTuple):
     prompts: list[list[int]]
 
 
-def prompts_for(target: str) -> list[list[int]]:
-    return [(as_prompt(conversation(seed, n_turns=6), target) * 3)[:PROMPT_LEN] for seed in range(N_PROMPTS)]
-
-
-@pytest.fixture(
-    scope="module",
-    params=list(KINDS.values()),
-    ids=list(KINDS),
-)
+@pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
 def serving(request: pytest.FixtureRequest, pool: Any) -> Iterator[Serving]:
     kind: Kind = request.param
     running = pool.get(target=kind.target, flags=kind.flags)
-    yield Serving(running, kind, prompts_for(kind.target))
+    prompts = [(as_prompt(conversation(n, n_turns=6), kind.target) * 3)[:PROMPT_LEN] for n in range(N_PROMPTS)]
+    yield Serving(running, kind, prompts)
     pool.drop(running)
 
 
@@ -68,24 +65,19 @@ def cold(server: Server, prompt: list[int]) -> Generation:
     return server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
 
 
-def from_host(answer: Generation) -> int:
-    return (answer.meta["cached_tokens_details"] or {}).get("host", 0)
-
-
-def test_steps_after_a_prefix_from_the_host_are_those_after_a_full_prefill(
-    serving: Serving, reference: Callable
-) -> None:
+def test_steps_after_a_prefix_from_the_host_equal_those_after_a_prefill(serving: Serving, reference: Callable) -> None:
     server, prompts = serving.server, serving.prompts
-    unhurried = [cold(server, prompt) for prompt in prompts]
+    uncached = [cold(server, prompt) for prompt in prompts]
     server.flush_cache()
     first = server.generate_many(prompts, concurrency=4, max_new_tokens=MAX_NEW_TOKENS)
     again = [server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
-    assert sum(from_host(answer) > PROMPT_LEN // 2 for answer in again) >= N_PROMPTS // 2, "hardly a hit on the host"
+    from_host = [(answer.meta["cached_tokens_details"] or {}).get("host", 0) for answer in again]
+    assert sum(n > PROMPT_LEN // 2 for n in from_host) >= N_PROMPTS // 2, "too few hits on the host"
     expected = [reference(prompt, MAX_NEW_TOKENS, serving.kind.target) for prompt in prompts]
-    for answers in (unhurried, first, again):
-        assert [answer.token_ids for answer in answers] == expected
+    for answers in (uncached, first, again):
+        assert tokens_of(answers) == expected
     if serving.kind.draft_window is None:
-        assert list(map(steps, again)) == list(map(steps, unhurried))
+        assert list(map(steps, again)) == list(map(steps, uncached))
         return
     expert = oracle(PAIRS[serving.kind.target], None, serving.kind.draft_window)
     assert list(map(steps, again)) == [
@@ -96,12 +88,12 @@ def test_steps_after_a_prefix_from_the_host_are_those_after_a_full_prefill(
 
 def test_sglangs_own_worker_takes_the_same_steps(serving: Serving, pool: Any) -> None:
     if serving.kind.draft_window is not None:
-        pytest.skip("its windows are not rings")
+        pytest.skip("SGLang's windows are not rings")
     prompts = serving.prompts
     serving.server.flush_cache()
     ours = [serving.server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts * 2]
     server = pool.get(Arm.STOCK, target=serving.kind.target, flags=serving.kind.flags)
     theirs = [server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts * 2]
     pool.drop(server)
-    assert [answer.token_ids for answer in theirs] == [answer.token_ids for answer in ours]
+    assert tokens_of(theirs) == tokens_of(ours)
     assert list(map(steps, theirs)) == list(map(steps, ours))

@@ -1,12 +1,13 @@
-"""Requests that end early, start late, do not fit or are put back; and servers that pause, learn or start again.
+"""Requests that end early, start late, do not fit or are retracted, and servers that pause, update or restart.
 
-Whatever happens to one request, the tokens of every other one, and its own up to that moment, are Transformers'.
+Every other request must give Transformers' tokens, and the affected request must do so up to its end.
 """
 
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from random import Random
 from typing import Any, Self
 
@@ -16,22 +17,18 @@ from safetensors.torch import load_file
 
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import HYBRID
-from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, steps, stream, together
+from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, steps, stream, together, tokens_of
 from tests.server.lib.variants import TRACK
 
 MAX_NEW_TOKENS = 80
-PATIENCE_S = 120.0  # a server that has done nothing for so long has stopped
-# For requests that ignore the end SGLang sets all their memory aside: eight of these fit at once.
+PATIENCE_S = 120.0  # a server without progress for so long has stopped
+# SGLang reserves all memory of requests that ignore the end token: eight of these fit at once.
 ENDLESS = {"max_new_tokens": 600, "ignore_eos": True}
 CONTEXT = 256
 END = 2
-# Room for three requests at the context limit where eight run, at page size 1, and admission that hopes for the best.
-TIGHT = (
-    *TRACK,
-    *("--context-length", str(CONTEXT)),
-    *("--max-total-tokens", "896"),
-    *("--schedule-conservativeness", "0.05"),
-)
+# Memory for three of eight requests at the context limit, at page size 1, and optimistic admission.
+TIGHT_FLAGS = f"--context-length {CONTEXT} --max-total-tokens 896 --schedule-conservativeness 0.05"
+TIGHT = (*TRACK, *TIGHT_FLAGS.split())
 KV_FULL = "KV cache pool is full. Retract requests"
 
 
@@ -47,7 +44,7 @@ def expected(prompts: list[list[int]], reference: Callable) -> list[list[int]]:
 
 @pytest.fixture
 def steady(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> Iterator[None]:
-    """Four clients ask the first questions over and over while the test runs; no answer may differ."""
+    """Four clients ask the first questions repeatedly while a test runs; no answer may differ."""
     over = threading.Event()
 
     def ask(i: int) -> int:
@@ -72,7 +69,7 @@ def submit(clients: ThreadPoolExecutor, server: Server, prompts: Sequence[list[i
 
 
 class Streams:
-    """Requests on their way, each in a stream, so that a test acts on how far they are and not on how long it waited.
+    """Streamed requests in flight: a test acts on their progress, not on elapsed time.
 
     Leaving the block waits for the last one to end.
     """
@@ -80,7 +77,7 @@ class Streams:
     def __init__(self, server: Server, prompts: Sequence[list[int]], **options: Any) -> None:
         self.server, self.options = server, options
         self.begun = threading.Semaphore(0)
-        self.came: list[Generation] = []  # of all of them, in the order they came
+        self.arrived: list[Generation] = []  # chunks of all requests, in order of arrival
         self.clients = ThreadPoolExecutor(len(prompts))
         self.asked = [self.clients.submit(self._ask, prompt) for prompt in prompts]
 
@@ -94,22 +91,22 @@ class Streams:
         mine = []
         for chunk in stream(self.server, prompt, **self.options):
             mine.append(chunk)
-            self.came.append(chunk)
+            self.arrived.append(chunk)
             if len(mine) == 1:
                 self.begun.release()
         return mine[-1]
 
     def wait_begun(self, n: int) -> None:
-        """Until `n` requests have answered with something; call it once."""
+        """Wait until `n` requests have sent a first chunk; call this once."""
         for _ in range(n):
-            assert self.begun.acquire(timeout=PATIENCE_S), "not even begun"
+            assert self.begun.acquire(timeout=PATIENCE_S), "no first chunk"
 
     def wait_quiet(self) -> None:
-        """Until nothing has come for a second: a server that goes on is quiet only once all have ended."""
-        n_came, deadline = -1, time.monotonic() + PATIENCE_S
-        while len(self.came) != n_came:
-            assert time.monotonic() < deadline, "it went on"
-            n_came = len(self.came)
+        """Wait until no chunk has arrived for a second; a server that runs on is quiet only after all have ended."""
+        n_arrived, deadline = -1, time.monotonic() + PATIENCE_S
+        while len(self.arrived) != n_arrived:
+            assert time.monotonic() < deadline, "the server did not pause"
+            n_arrived = len(self.arrived)
             time.sleep(1.0)
 
     @property
@@ -120,12 +117,12 @@ class Streams:
         return [future.result() for future in self.asked]
 
 
-# ---------------------------------------------------------------------------------------------- ends before its end
+# -- early ends ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("steady")
-def test_an_aborted_request_returns_what_it_had(ours: Server, prompts: list[list[int]], reference: Callable) -> None:
-    """Aborts by id, at any moment, in a stream: what came is the beginning of the answer, and the stream ends."""
+def test_aborted_request_returns_its_tokens_so_far(ours: Server, prompts: list[list[int]], reference: Callable) -> None:
+    """Abort streams by id at any moment; each must have sent the beginning of its answer, and end."""
     random, kinds = Random(0), set()
     for i in range(8):
         prompt = prompts[4 + i]
@@ -138,13 +135,13 @@ def test_an_aborted_request_returns_what_it_had(ours: Server, prompts: list[list
                 assert post(ours, "/abort_request", {"rid": rid}).status_code == 200
                 leave_at = 10**9
         kinds.add(reason["type"])
-        known = reference(prompt, 120)  # as far as the end token, which the stream ignores
+        known = reference(prompt, 120)  # up to the end token, which the stream ignores
         assert seen[: len(known)] == known[: len(seen)]
     assert "abort" in kinds, "nothing was aborted in time"
 
 
 def endless_ends(asked: Streams) -> set[str]:
-    """How `ENDLESS` answers ended: aborted, or, on a slow machine, at the limit before the abort reached them."""
+    """Return how `ENDLESS` answers ended: aborted, or at their limit if the abort came late on a slow machine."""
     ended = {(answer.meta["finish_reason"]["type"], len(answer.token_ids)) for answer in asked.answers()}
     assert all(kind == "abort" or (kind, n) == ("length", ENDLESS["max_new_tokens"]) for kind, n in ended), ended
     return {kind for kind, _ in ended}
@@ -153,20 +150,19 @@ def endless_ends(asked: Streams) -> set[str]:
 def test_abort_all_leaves_a_server_that_answers(
     ours: Server, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """Running and queued ones alike: twelve requests where eight fit."""
+    """Abort running and queued requests: twelve where eight fit."""
     with Streams(ours, prompts[:8], **ENDLESS) as running, ThreadPoolExecutor(4) as clients:
         running.wait_begun(8)
         queued = submit(clients, ours, prompts[8:], **ENDLESS)
-        while not all(future.done() for future in (*running.asked, *queued)):  # some may only now be coming in
+        while not all(future.done() for future in (*running.asked, *queued)):  # some may arrive only now
             assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
             time.sleep(0.05)
         assert "abort" in endless_ends(running)
-    answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == expected
+    assert tokens_of(ours.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)) == expected
 
 
 def test_a_stop_string_inside_a_block(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """The block goes on past the stop; the text does not, in one piece or streamed."""
+    """The block extends past the stop; the text must not, whole or streamed."""
     random = Random(2)
     for prompt, tokens in zip(prompts, expected, strict=True):
         text = as_text(tokens)
@@ -182,7 +178,7 @@ def test_a_stop_string_inside_a_block(ours: Server, prompts: list[list[int]], ex
         assert last.text == answer.text
 
 
-# ------------------------------------------------------------------------------------------------- limits of memory
+# -- limits of memory ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -192,16 +188,16 @@ def tight(server: Callable) -> Server:
 
 @pytest.fixture(scope="module")
 def long_prompts() -> list[list[int]]:
-    """Natural text, to be cut from the left to any length up to the context."""
+    """Prompts of natural text, to be cut from the left to any length up to the context."""
     return [as_prompt(conversation(seed, n_turns=7)) for seed in range(300, 308)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("n", [5, 6, 15, 16, 17, 18, 33])
-def test_at_the_context_limit_no_other_s_tokens_change(
+def test_context_limit_changes_no_tokens_of_others(
     tight: Server, long_prompts: list[list[int]], reference: Callable, n: int
 ) -> None:
-    """Requests that run into the limit after `n` tokens reserve past it; a row's end must not reach the next row."""
+    """Requests that hit the limit after `n` tokens reserve past it; a row's end must not reach the next row."""
     at_limit = [prompt[-(CONTEXT - 2 - n) :] for prompt in long_prompts[:2]]
     neighbours = [prompt[-60:] for prompt in long_prompts[2:5]]
     for order in ([*at_limit, *neighbours], [*neighbours, *at_limit]):
@@ -209,12 +205,12 @@ def test_at_the_context_limit_no_other_s_tokens_change(
         limits = [n if prompt in at_limit else MAX_NEW_TOKENS for prompt in order]
         expected = [reference(prompt, limit) for prompt, limit in zip(order, limits, strict=True)]
         asked = [(prompt, {"max_new_tokens": limit}) for prompt, limit in zip(order, limits, strict=True)]
-        assert [answer.token_ids for answer in together(tight, asked)] == expected
+        assert tokens_of(together(tight, asked)) == expected
 
 
 @pytest.mark.full
-def test_the_limit_ends_an_answer_where_it_says(tight: Server, long_prompts: list[list[int]]) -> None:
-    """SGLang keeps a position back: prompt and answer together are two short of the context length."""
+def test_context_limit_ends_an_answer(tight: Server, long_prompts: list[list[int]]) -> None:
+    """SGLang keeps one position: prompt and answer together are two short of the context length."""
     for n_prompt in (CONTEXT - 7, CONTEXT - 8, CONTEXT - 20, CONTEXT - 40):
         answer = tight.generate(long_prompts[0][-n_prompt:], max_new_tokens=CONTEXT - n_prompt, ignore_eos=True)
         assert answer.meta["finish_reason"]["type"] == "length"
@@ -222,7 +218,7 @@ def test_the_limit_ends_an_answer_where_it_says(tight: Server, long_prompts: lis
 
 
 @pytest.mark.full
-def test_requests_that_do_not_fit_are_refused_and_the_rest_is_served(
+def test_requests_that_do_not_fit_are_refused(
     tight: Server, long_prompts: list[list[int]], reference: Callable
 ) -> None:
     fits = long_prompts[0][-100:]
@@ -235,10 +231,12 @@ def test_requests_that_do_not_fit_are_refused_and_the_rest_is_served(
 
 
 @pytest.mark.full
-def test_retracted_for_want_of_memory(tight: Server, server: Callable, long_prompts: list[list[int]]) -> None:
-    """Eight requests of 230 tokens in a pool of 896: some are put back, start again, and say the same.
+def test_retracted_requests_give_the_same_tokens(
+    tight: Server, server: Callable, long_prompts: list[list[int]]
+) -> None:
+    """Eight requests of 230 tokens in a pool of 896: some are retracted and start again.
 
-    The end token is forbidden, not ignored: for requests that ignore it SGLang sets all their memory aside.
+    The end token is forbidden, not ignored: SGLang reserves all memory of requests that ignore it.
     """
     prompts = [prompt[-80:] for prompt in long_prompts]
     endless = {"max_new_tokens": 150, "logit_bias": {str(END): -100.0}}
@@ -246,16 +244,14 @@ def test_retracted_for_want_of_memory(tight: Server, server: Callable, long_prom
     before = tight.log_text().count(KV_FULL)
     for _ in range(3):
         tight.flush_cache()
-        answers = tight.generate_many(prompts, concurrency=8, **endless)
-        assert [answer.token_ids for answer in answers] == expected
-    assert tight.log_text().count(KV_FULL) > before, "memory sufficed; this test could not fail"
+        assert tokens_of(tight.generate_many(prompts, concurrency=8, **endless)) == expected
+    assert tight.log_text().count(KV_FULL) > before, "memory sufficed; this test cannot fail"
 
 
-# --------------------------------------------------------------------------------------------- between and meanwhile
+# -- changes while requests run ------------------------------------------------------------------------------------
 
 
-def test_flush_cache_between_and_meanwhile(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """An idle server forgets; a busy one refuses to. Neither changes an answer."""
+def test_flush_cache_idle_and_busy(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
     with ThreadPoolExecutor(8) as clients:
         asked = submit(clients, ours, prompts, max_new_tokens=MAX_NEW_TOKENS)
         statuses = []
@@ -263,7 +259,7 @@ def test_flush_cache_between_and_meanwhile(ours: Server, prompts: list[list[int]
             statuses.append(post(ours, "/flush_cache").status_code)
             time.sleep(0.05)
         assert [future.result().token_ids for future in asked] == expected
-    assert 400 in statuses, "never busy; this test could not fail"
+    assert 400 in statuses, "never busy; this test cannot fail"
     for prompt, tokens in zip(prompts[:4], expected[:4], strict=True):
         ours.flush_cache()
         answer = ours.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
@@ -271,8 +267,17 @@ def test_flush_cache_between_and_meanwhile(ours: Server, prompts: list[list[int]
         assert answer.token_ids == tokens
 
 
+@contextmanager
+def paused(server: Server, mode: str) -> Iterator[None]:
+    assert post(server, "/pause_generation", {"mode": mode}).status_code == 200
+    try:
+        yield
+    finally:
+        assert post(server, "/continue_generation").status_code == 200
+
+
 def in_time(attempt: Callable[[], bool]) -> None:
-    """On a busy machine what is meant for the middle of requests may arrive after their end: then once more."""
+    """Retry: on a busy machine an action meant for the middle of requests may come after their end."""
     assert any(attempt() for _ in range(5)), "too late five times"
 
 
@@ -281,45 +286,38 @@ def in_time(attempt: Callable[[], bool]) -> None:
 def test_pause_and_continue(
     ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str, n_begun: int
 ) -> None:
-    """Put away in the middle, with their KV or without: taken up again, they say the same."""
+    """Requests are put back midway, with their KV or without; resumed, they give the same tokens."""
 
     def pause_midway() -> bool:
         ours.flush_cache()
         with Streams(ours, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
             asked.wait_begun(n_begun)
-            assert post(ours, "/pause_generation", {"mode": mode}).status_code == 200
-            try:
+            with paused(ours, mode):
                 asked.wait_quiet()
                 midway = asked.n_ended < len(prompts)
-            finally:
-                assert post(ours, "/continue_generation").status_code == 200
-            assert [answer.token_ids for answer in asked.answers()] == expected
+            assert tokens_of(asked.answers()) == expected
         return midway
 
     in_time(pause_midway)
 
 
 def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """All have begun before the pause: one that comes later is held back until the server continues."""
+    """All begin before the pause: a later one is held back until the server continues."""
 
     def abort_midway() -> bool:
         with Streams(ours, prompts[:8], **ENDLESS) as asked:
             asked.wait_begun(8)
-            assert post(ours, "/pause_generation", {"mode": "abort"}).status_code == 200
-            try:
+            with paused(ours, "abort"):
                 return endless_ends(asked) == {"abort"}
-            finally:
-                assert post(ours, "/continue_generation").status_code == 200
 
     in_time(abort_midway)
     assert ours.generate(prompts[0], max_new_tokens=MAX_NEW_TOKENS).token_ids == expected[0]
 
 
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("retract", marks=pytest.mark.full)])
-def test_the_draft_changes_in_the_middle_of_requests(
+def test_draft_update_in_the_middle_of_requests(
     whole: Server, prompts: list[list[int]], expected: list[list[int]], mode: str
 ) -> None:
-    """No token changes; how many a step commits does."""
     original = {name: tensor.float() for name, tensor in load_file(HYBRID.draft / "model.safetensors").items()}
     torch.manual_seed(0)
     useless = {name: torch.randn_like(tensor) * tensor.std() for name, tensor in original.items() if tensor.ndim == 2}
@@ -327,26 +325,23 @@ def test_the_draft_changes_in_the_middle_of_requests(
     def ask_across(tensors: dict[str, torch.Tensor]) -> list[Generation]:
         with Streams(whole, prompts, max_new_tokens=MAX_NEW_TOKENS) as asked:
             asked.wait_begun(5)
-            assert post(whole, "/pause_generation", {"mode": mode}).status_code == 200
-            try:
+            with paused(whole, mode):
                 assert push(whole, tensors, selector="draft", flush_cache=False).status_code == 200
-            finally:
-                assert post(whole, "/continue_generation").status_code == 200
             return asked.answers()
 
     def quiet_steps() -> list[dict[int, int]]:
         whole.flush_cache()
         answers = whole.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected
         return [steps(answer) for answer in answers]
 
     before = quiet_steps()
     try:
-        assert [answer.token_ids for answer in ask_across(useless)] == expected
+        assert tokens_of(ask_across(useless)) == expected
         worse = quiet_steps()
     finally:
         across_back = ask_across({name: original[name] for name in useless})
-    assert [answer.token_ids for answer in across_back] == expected
+    assert tokens_of(across_back) == expected
     n_worse, n_before = (sum(sum(counts.values()) for counts in answers) for answers in (worse, before))
     assert n_worse > 2 * n_before, "the draft did not change"
     assert quiet_steps() == before
@@ -356,7 +351,7 @@ def test_the_draft_changes_in_the_middle_of_requests(
 def test_a_restarted_server_gives_the_same_answers_and_steps(
     tight: Server, prompts: list[list[int]], reference: Callable
 ) -> None:
-    """Stopped in the middle of requests, as a deployment is."""
+    """Stop the server in the middle of requests, as a deployment does."""
 
     def ask() -> list[tuple[list[int], dict[int, int]]]:
         tight.flush_cache()

@@ -1,7 +1,4 @@
-"""Adapters of the target beside a draft that knows none: every answer, and every step, is that of the merged target.
-
-Requests of several adapters share a batch with requests of the base model; each has the prefix cache of its adapter.
-"""
+"""LoRA adapters of the target with a draft that has none: answers and steps are those of the merged target."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +14,8 @@ from tests.server.conftest import PAIRS
 from tests.server.lib import adapters
 from tests.server.lib.adapters import Adapter
 from tests.server.lib.oracle import Oracle, oracle
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
-from tests.server.lib.talk import post, steps
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
+from tests.server.lib.talk import post, steps, tokens_of
 from tests.server.lib.variants import RANDOM_WIDTHS, TRACK, TWO_NODES
 
 pytestmark = pytest.mark.full
@@ -30,8 +27,6 @@ Asked = list[tuple[str, list[int]]]  # an adapter's name, a prompt
 
 
 class Kind(NamedTuple):
-    """One way to serve them."""
-
     target: str
     lora_backend: str = "torch_native"
     flags: tuple[str, ...] = ()
@@ -41,12 +36,12 @@ class Kind(NamedTuple):
 
     @property
     def brief(self) -> bool:
-        """What one server of its target's shows is not shown again."""
+        """True for a kind that skips tests which another kind of its target covers."""
         return bool(self.env)
 
 
-# In captured graphs, whose memory of which row has which adapter SGLang makes anew for every width.
-REHEARSED = {"flags": (*attention("fa3"), *GRAPHS), "env": SM90, "n_prompts": 1, "max_new_tokens": 16}
+# With captured graphs, SGLang allocates the adapter of each row for every width.
+REHEARSED = {"flags": (*FA3, *GRAPHS), "env": SM90, "n_prompts": 1, "max_new_tokens": 16}
 KINDS = {
     "dense": Kind("dense"),
     "dense-two-ranks": Kind("dense", flags=("--tp", "2"), env=TWO_NODES, n_prompts=3),
@@ -71,7 +66,7 @@ class Serving(NamedTuple):
             return list(clients.map(lambda pair: self.ask(server, *pair), asked))
 
     def shuffled(self, seed: int) -> Asked:
-        """Every prompt with every adapter and with the base model."""
+        """Return every prompt with every adapter and with the base model, in random order."""
         pairs = [(name, prompt) for name in (BASE, *AT_START) for prompt in self.prompts]
         return Random(seed).sample(pairs, len(pairs))
 
@@ -85,11 +80,7 @@ class Serving(NamedTuple):
         return self.expert(name).accepted_histogram(prompt, self.kind.max_new_tokens)
 
 
-@pytest.fixture(
-    scope="module",
-    params=list(KINDS.values()),
-    ids=list(KINDS),
-)
+@pytest.fixture(scope="module", params=list(KINDS.values()), ids=list(KINDS))
 def serving(
     request: pytest.FixtureRequest, pool: Any, questions: Callable, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Serving]:
@@ -114,15 +105,15 @@ def empty_cache(serving: Serving) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_answers_and_steps_are_those_of_the_merged_target(serving: Serving, concurrency: int) -> None:
-    """Also where a batch mixes adapters and the base model: the rows of each request's block have its own."""
+    """In a mixed batch the rows of each request's block must use its own adapter."""
     asked = serving.shuffled(seed=concurrency)
     answers = serving.ask_all(serving.server, asked, concurrency)
-    assert [answer.token_ids for answer in answers] == [serving.expected(*pair) for pair in asked]
+    assert tokens_of(answers) == [serving.expected(*pair) for pair in asked]
     assert list(map(steps, answers)) == [serving.expected_steps(*pair) for pair in asked]
 
 
 def test_a_prefix_is_found_under_its_own_adapter_only(serving: Serving) -> None:
-    """The draft's context lies with the target's K/V, and was made of features with the adapter."""
+    """The draft's context is stored with the target's K/V and was computed with the adapter."""
     prompt = [token for prompt in serving.prompts * 6 for token in prompt][:120]
     found = []
     for name in (BASE, *AT_START) * 2:
@@ -134,16 +125,16 @@ def test_a_prefix_is_found_under_its_own_adapter_only(serving: Serving) -> None:
 
 
 def test_adapters_change_answers_and_drafts_are_still_accepted(serving: Serving) -> None:
-    """Otherwise the tests here could not fail. The draft was trained for the base model: it fits an adapter less."""
+    """Otherwise these tests cannot fail. The draft was trained for the base model and fits an adapter less."""
     if serving.kind.brief:
         pytest.skip("too few answers")
-    said = {
+    answered = {
         name: [serving.ask(serving.server, name, prompt) for prompt in serving.prompts] for name in (BASE, *AT_START)
     }
-    assert len({tuple(tuple(answer.token_ids) for answer in answers) for answers in said.values()}) == len(said)
+    assert len({tuple(tuple(answer.token_ids) for answer in answers) for answers in answered.values()}) == len(answered)
     per_step = {
         name: sum(len(a.token_ids) for a in answers) / sum(a.meta["spec_verify_ct"] for a in answers)
-        for name, answers in said.items()
+        for name, answers in answered.items()
     }
     assert per_step[BASE] > per_step["wild"] > 1.2, per_step
 
@@ -159,38 +150,38 @@ def test_adapters_come_and_go_while_others_are_served(serving: Serving) -> None:
             assert post(server, "/load_lora_adapter", load).status_code == 200
             assert serving.ask(server, "late", prompt).token_ids == serving.expected("late", prompt)
             assert post(server, "/unload_lora_adapter", {"lora_name": "late"}).status_code == 200
-    assert [answer.token_ids for answer in meanwhile.result()] == [serving.expected(*pair) for pair in asked]
+    assert tokens_of(meanwhile.result()) == [serving.expected(*pair) for pair in asked]
 
 
 def test_widths_may_change_at_random(serving: Serving, pool: Any) -> None:
     server, asked = serving.start(env=dict(RANDOM_WIDTHS)), serving.shuffled(seed=4)
     answers = serving.ask_all(server, asked, 8)
     pool.drop(server)
-    assert [answer.token_ids for answer in answers] == [serving.expected(*pair) for pair in asked]
+    assert tokens_of(answers) == [serving.expected(*pair) for pair in asked]
 
 
 @pytest.mark.parametrize("arm", [Arm.OFF, Arm.STOCK])
-def test_the_other_workers_say_the_same(serving: Serving, pool: Any, arm: Arm) -> None:
-    """Without speculation, and SGLang's own worker, with the same flags; its steps are ours."""
+def test_other_workers_give_the_same_answers(serving: Serving, pool: Any, arm: Arm) -> None:
+    """Compare with no speculation and with SGLang's own worker, whose steps must be equal too."""
     if serving.kind.brief:
         pytest.skip("shown by another kind")
     server, asked = serving.start(arm), serving.shuffled(seed=5)
     theirs = serving.ask_all(server, asked, 8)
     pool.drop(server)
     ours = serving.ask_all(serving.server, asked, 8)
-    assert [answer.token_ids for answer in theirs] == [answer.token_ids for answer in ours]
+    assert tokens_of(theirs) == tokens_of(ours)
     if arm is Arm.STOCK:
         assert list(map(steps, theirs)) == list(map(steps, ours))
 
 
 @pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
-def test_an_adapter_of_what_the_draft_borrows_leaves_it_its_own(
+def test_adapter_of_a_borrowed_layer_leaves_the_draft_unchanged(
     serving: Serving, pool: Any, tmp_path: Path, end: str
 ) -> None:
-    """SGLang puts a layer around it that asks who is in the batch; the draft embeds and scores as the base model.
+    """SGLang wraps the layer by one that reads the batch; the draft embeds and scores as the base model.
 
-    Of prompts that are read together SGLang's layer around the head gives some a neighbour's adapter, without
-    speculation too: they are asked one by one.
+    SGLang's wrapper of the head gives some prompts that are read together a neighbour's adapter, without speculation
+    too. Those prompts are sent one by one.
     """
     if serving.kind is not KINDS["dense"]:
         pytest.skip("one server shows it")
@@ -202,4 +193,4 @@ def test_an_adapter_of_what_the_draft_borrows_leaves_it_its_own(
     pool.drop(server)
     experts = {BASE: serving.expert(BASE), "wild": Oracle(known["wild"].merged, None, None)}
     expected = [experts[name].continuation(prompt, serving.kind.max_new_tokens) for name, prompt in asked]
-    assert [answer.token_ids for answer in answers] == expected
+    assert tokens_of(answers) == expected

@@ -1,4 +1,4 @@
-"""What servers allocate for the draft's context K/V: by the target's tokens, or with a window by requests alone."""
+"""Memory for the draft's context K/V: by the target's tokens, or with a window by requests alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,14 +24,14 @@ def draft_kv_bytes(server: Callable, *flags: str) -> int:
 
 
 @pytest.mark.full
-def test_rings_take_the_same_whatever_the_context(server: Callable) -> None:
+def test_ring_memory_does_not_depend_on_the_context(server: Callable) -> None:
     window = ("--speculative-draft-window-size", str(WINDOW))
     short = draft_kv_bytes(server, *window, "--context-length", "512", "--max-total-tokens", "2048")
     long = draft_kv_bytes(server, *window, "--context-length", "4096", "--max-total-tokens", "8192")
-    # One ring for padding, and SGLang's pools have a page more than they are asked for.
+    # One ring is for padding, and SGLang's pools have an extra page.
     assert short == long == ((N_REQUESTS + 1) * ring_slots(WINDOW, BLOCK, 1) + 1) * slot_bytes()
 
 
 @pytest.mark.full
-def test_without_a_window_there_is_a_slot_for_each_of_the_target_s(server: Callable) -> None:
+def test_without_a_window_each_target_slot_has_a_draft_slot(server: Callable) -> None:
     assert draft_kv_bytes(server, "--max-total-tokens", "2048") == 2049 * slot_bytes()

@@ -1,4 +1,4 @@
-"""`/metrics` of real servers: what is counted there is what the requests say of themselves, exactly."""
+"""`/metrics` of real servers: counts there equal the sums of the requests' own counts."""
 
 import json
 import time
@@ -20,19 +20,17 @@ from tests.server.lib.variants import window
 
 BLOCK = 16
 MAX_NEW_TOKENS = 48
-RING_WINDOW = 128  # longer than what is always read of a prompt, so that a hit leaves a gap
+RING_WINDOW = 128  # longer than the part of a prompt that is always read, so that a hit leaves a gap
 
 
 class Scrape:
-    """What a server exports at one moment."""
-
     def __init__(self, server: Server) -> None:
         text = httpx.get(f"{server.url}/metrics", timeout=60.0).text
         families = text_string_to_metric_families(text)
         self.samples = [sample for family in families for sample in family.samples]
 
     def total(self, name: str, **labels: object) -> float:
-        """Over all series with these labels."""
+        """Sum all series with these labels."""
         wanted = {key: str(value) for key, value in labels.items()}.items()
         return sum(s.value for s in self.samples if s.name == f"sglang:{name}" and wanted <= s.labels.items())
 
@@ -44,13 +42,13 @@ class Scrape:
         return found
 
     def committed(self) -> Counter[int]:
-        """Blocks by committed tokens; Prometheus has them cumulated."""
+        """Return blocks by committed tokens; Prometheus has cumulative counts."""
         up_to = [self.total("dflash_committed_tokens_bucket", le=f"{n}.0") for n in range(1, BLOCK + 1)]
         return Counter({n: int(b - a) for n, (a, b) in enumerate(zip([0, *up_to], up_to, strict=False), start=1)})
 
 
 def scrape_with(server: Server, n_blocks: float) -> Scrape:
-    """Once so many blocks are counted: an answer may arrive before the scheduler comes to rest and writes."""
+    """Scrape once `n_blocks` are counted: an answer may arrive before the scheduler writes its counts."""
     deadline = time.monotonic() + 20
     while (scrape := Scrape(server)).total("dflash_committed_tokens_count") < n_blocks and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -58,7 +56,6 @@ def scrape_with(server: Server, n_blocks: float) -> Scrape:
 
 
 def histogram(answers: Sequence[Generation], field: str) -> Counter[int]:
-    """A histogram of theirs, summed."""
     found = Counter[int]()
     for answer in answers:
         found.update(dict(enumerate(answer.meta[field])))
@@ -70,7 +67,7 @@ def summed(answers: Sequence[Generation], field: str) -> int:
 
 
 def require_same_counts(before: Scrape, after: Scrape, answers: Sequence[Generation]) -> None:
-    """Between two scrapes these requests were served and no others."""
+    """Require the growth between two scrapes to equal the counts of these requests."""
     accepted, widths = (histogram(answers, f) for f in ("spec_correct_drafts_histogram", "spec_cap_lens_histogram"))
     n_blocks = summed(answers, "spec_verify_ct")
 
@@ -88,9 +85,9 @@ def require_same_counts(before: Scrape, after: Scrape, answers: Sequence[Generat
         assert after.by("position", name) - before.by("position", name) == +Counter(reached)
 
 
-def test_the_sums_are_those_of_the_requests(whole: Server, questions: Callable) -> None:
+def test_counts_are_the_sums_of_the_requests(whole: Server, questions: Callable) -> None:
     for concurrency in (1, 4):
-        time.sleep(0.5)  # what ran before is written
+        time.sleep(0.5)  # earlier requests are written
         before = Scrape(whole)
         answers = whole.generate_many(questions(6, seed=3), concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
         n_blocks = summed(answers, "spec_verify_ct")
@@ -110,22 +107,22 @@ def test_the_sums_are_those_of_the_requests(whole: Server, questions: Callable) 
     assert after.total("dflash_cut_blocks_total") == 0
 
 
-def test_all_are_exported_with_sglang_s_labels(whole: Server, questions: Callable) -> None:
+def test_all_metrics_are_exported_with_sglangs_labels(whole: Server, questions: Callable) -> None:
     whole.generate(questions(1)[0], max_new_tokens=MAX_NEW_TOKENS)
     samples = Scrape(whole).samples
-    (sglang_s,) = [sample.labels for sample in samples if sample.name == "sglang:num_running_reqs"]
-    assert sglang_s["model_name"]
+    (sglangs,) = [sample.labels for sample in samples if sample.name == "sglang:num_running_reqs"]
+    assert sglangs["model_name"]
     for metric in METRICS:
         found = [sample for sample in samples if sample.name in metric.exported()]
         assert {sample.name for sample in found} == metric.exported()
         for sample in found:
             own = {key: value for key, value in sample.labels.items() if key not in (*metric.labels, "le")}
-            assert own == sglang_s
+            assert own == sglangs
 
 
 @pytest.mark.full
 def test_widths_and_cut_contexts_are_those_of_the_trace(pool: Any, tmp_path: Path) -> None:
-    """A prompt again: its prefix is in the target's cache and not in the draft's ring."""
+    """Prompts are repeated: the target's cache has their prefix, the draft's ring does not."""
     ours = pool.get(
         target="dense",
         flags=(*window(RING_WINDOW), *ENABLED),

@@ -1,7 +1,7 @@
-"""What a request gets beside its tokens is what it gets without speculation: hidden states and sampling masks.
+"""Outputs of a request beyond its tokens, equal to those without speculation: hidden states and sampling masks.
 
-Hidden states are also among the cases of `test_parity.py`; under chunked prompts, retraction and widths that change
-they are compared in `test_exact.py`, and in captured graphs, whose next replay overwrites them, in `test_rehearsal.py`.
+`test_parity.py` has hidden states among its cases. `test_exact.py` compares them under chunked prompts, retraction and
+changing widths, and `test_rehearsal.py` in captured graphs, whose next replay overwrites them.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.rows import GAP, require_rows
-from tests.server.lib.talk import post, steps, stream, together
+from tests.server.lib.talk import post, steps, stream, together, tokens_of
 from tests.tools.parameters import BAN_TOKENS, COMMA
 
 ASKED = {"return_hidden_states": True}
@@ -22,7 +22,7 @@ MASKED = {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
 MAX_NEW_TOKENS = 40
 
 
-def test_the_prompt_s_rows_come_as_without_speculation(whole: Server, off: Server, questions: Callable) -> None:
+def test_rows_of_a_prompt_equal_those_without_speculation(whole: Server, off: Server, questions: Callable) -> None:
     for prompt in questions(2, seed=21):
         first, second = (s.generate(prompt, fields=ASKED, max_new_tokens=1).meta["hidden_states"] for s in (whole, off))
         assert len(first) == len(second) == 1
@@ -30,13 +30,13 @@ def test_the_prompt_s_rows_come_as_without_speculation(whole: Server, off: Serve
         torch.testing.assert_close(torch.tensor(first), torch.tensor(second), atol=GAP, rtol=GAP)
 
 
-def test_asking_changes_no_step_and_gives_nothing_to_others(whole: Server, questions: Callable) -> None:
+def test_outputs_change_no_step_and_go_to_their_request_only(whole: Server, questions: Callable) -> None:
     prompts = questions(6, seed=22)
     plain = whole.generate_many(prompts, concurrency=6, max_new_tokens=MAX_NEW_TOKENS)
     fields = [ASKED, {}, MASKED, ASKED | MASKED, {}, ASKED]
     requests = [{"fields": field, "max_new_tokens": MAX_NEW_TOKENS} for field in fields]
     asked = together(whole, list(zip(prompts, requests, strict=True)))
-    assert [answer.token_ids for answer in asked] == [answer.token_ids for answer in plain]
+    assert tokens_of(asked) == tokens_of(plain)
     assert list(map(steps, asked)) == list(map(steps, plain))
     for prompt, field, answer in zip(prompts, fields, asked, strict=True):
         assert ("hidden_states" in answer.meta) == ("return_hidden_states" in field)
@@ -62,7 +62,7 @@ def test_hidden_states_of_any_kind_of_request(whole: Server, questions: Callable
         require_rows(HYBRID.target, prompt, answer)
 
 
-def test_each_of_several_answers_has_its_own(whole: Server, questions: Callable) -> None:
+def test_each_of_several_answers_has_its_own_outputs(whole: Server, questions: Callable) -> None:
     (prompt,) = questions(1, seed=24)
     sampling = {"n": 2, "temperature": 1.5, "top_k": 50, "max_new_tokens": MAX_NEW_TOKENS}
     answers = post(whole, "/generate", {"input_ids": prompt, "sampling_params": sampling} | ASKED | MASKED).json()
@@ -72,7 +72,7 @@ def test_each_of_several_answers_has_its_own(whole: Server, questions: Callable)
         require_masks(answer["output_ids"], answer["meta_info"])
 
 
-def test_a_stream_has_as_many_rows_as_tokens_at_any_time(whole: Server, questions: Callable) -> None:
+def test_stream_has_as_many_rows_as_tokens_at_any_time(whole: Server, questions: Callable) -> None:
     (prompt,) = questions(1, seed=25)
     events = list(stream(whole, prompt, fields=ASKED | MASKED, max_new_tokens=MAX_NEW_TOKENS))
     assert len(events) > 2
@@ -104,7 +104,7 @@ def require_masks(token_ids: Sequence[int], meta: dict[str, Any]) -> None:
 
 
 def test_masks_are_those_without_speculation(whole: Server, off: Server, questions: Callable) -> None:
-    """A token's mask follows from the text before it: what was drawn here is put before a request there."""
+    """A mask follows from the text before its token, so text drawn here is the prompt there."""
     prompts = questions(len(DRAWN), seed=26)
     requests = [masked(kind) | {"max_new_tokens": 12} for kind in DRAWN]
     answers = together(whole, list(zip(prompts, requests, strict=True)))
@@ -112,8 +112,8 @@ def test_masks_are_those_without_speculation(whole: Server, off: Server, questio
     for prompt, kind, answer in zip(prompts, DRAWN, answers, strict=True):
         require_masks(answer.token_ids, answer.meta)
         texts = [prompt + answer.token_ids[:i] for i in range(len(answer.token_ids))]
-        there = together(off, [(text, masked(kind) | {"max_new_tokens": 1}) for text in texts])
-        for i, one in enumerate(there):
+        masks_off = together(off, [(text, masked(kind) | {"max_new_tokens": 1}) for text in texts])
+        for i, one in enumerate(masks_off):
             assert of_mask(answer.meta, i) == pytest.approx(of_mask(one.meta, 0), abs=1e-3), (kind, i)
 
 
@@ -122,13 +122,13 @@ def masked(kind: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_mask(meta: dict[str, Any], i: int) -> dict[int, float]:
-    """The logprob of every token in the mask of token `i`."""
+    """Return the logprob of every token in the mask of token `i`."""
     masks, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
     return dict(zip(masks[i], logprobs[i], strict=True))
 
 
-def test_one_logprob_of_each_token_unless_all_are_asked_for(whole: Server, questions: Callable) -> None:
-    """Beside a request that asks for all of them, and one that asks for none."""
+def test_selected_logprobs_have_one_value_per_token(whole: Server, questions: Callable) -> None:
+    """The batch has a request for all logprobs, and one for none."""
     kind = {"temperature": 1.5, "top_k": 10, "max_new_tokens": 12}
     fields = [MASKED | {"sampling_logprobs_mode": "selected"}, MASKED, {}]
     requests = [kind | {"fields": field} for field in fields]
@@ -140,7 +140,7 @@ def test_one_logprob_of_each_token_unless_all_are_asked_for(whole: Server, quest
     assert all(-30 < logprob <= 0 for logprob in logprobs)
 
 
-def test_what_sglang_refuses_of_masks_is_refused_alike(whole: Server, off: Server, questions: Callable) -> None:
+def test_refusals_of_masks_equal_those_without_speculation(whole: Server, off: Server, questions: Callable) -> None:
     (prompt,) = questions(1)
     body = {"input_ids": prompt, "sampling_params": {"temperature": 1.0}, "return_sampling_mask": True}  # no top_k
     answers = [post(server, "/generate", body) for server in (whole, off)]

@@ -1,9 +1,8 @@
-"""Whatever a request asks for, at temperature 0 its answer is the one without speculation, token for token, in fp32.
+"""All request parameters at temperature 0: the answer without speculation, token for token, in fp32.
 
-Every case of `tests.tools.parameters.EXACT` is asked with every question, all in one shuffle at concurrency 8: a batch
-holds penalties beside grammars beside stop strings. Text, finish reason, token counts, logprobs and hidden
-states must agree as well. That the answers are the same means little where a parameter changed nothing or no draft was
-accepted, so both are counted.
+Every case of `tests.tools.parameters.EXACT` is asked with every question, all in one shuffle at concurrency 8, so a
+batch mixes penalties, grammars and stop strings. Text, finish reason, token counts, logprobs and hidden states must
+agree too. Equal answers mean little if a parameter changes nothing or no draft is accepted, so both are counted.
 """
 
 from collections.abc import Callable
@@ -19,25 +18,20 @@ from tests.tools import parameters
 from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
 
 FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, *parameters.REQUEST_FLAGS)}
-GAP = 1e-4  # of fp32 sums in another order
-COMMITTED_PER_STEP = 2.0  # over all cases; grammars and bans, which drafts know nothing of, pull it down
+GAP = 1e-4  # fp32 sums in another order
+COMMITTED_PER_STEP = 2.0  # over all cases; drafts ignore grammars and bans, which lowers it
 
 
 class Battery(NamedTuple):
-    """What both servers answered: one reply per question for every case."""
+    """Replies of both servers: one per question for every case."""
 
     off: dict[str, list[Reply]]  # by the case's name
     ours: dict[str, list[Reply]]
 
 
-def shuffled(cases: tuple[Case, ...], prompts: list[list[int]], seed: int) -> list[tuple[int, Case]]:
-    """Every case with every prompt's number, in an order that puts different cases next to each other."""
-    pairs = [(i, case) for case in cases for i in range(len(prompts))]
-    return Random(seed).sample(pairs, len(pairs))
-
-
 def answer_all(server: Server, cases: tuple[Case, ...], prompts: list[list[int]], seed: int) -> dict[str, list[Reply]]:
-    order = shuffled(cases, prompts, seed)
+    pairs = [(i, case) for case in cases for i in range(len(prompts))]
+    order = Random(seed).sample(pairs, len(pairs))
     replies = parameters.ask_all(server, [(prompts[i], case) for i, case in order])
     by_pair = {(i, case.name): reply for (i, case), reply in zip(order, replies, strict=True)}
     return {case.name: [by_pair[i, case.name] for i in range(len(prompts))] for case in cases}
@@ -49,7 +43,7 @@ def battery(request: pytest.FixtureRequest, server: Callable) -> Battery:
     prompts = [chat(question, target) for question in QUESTIONS]
     ours = server(target=target, flags=FLAGS[target])
     off = server("off", target=target)
-    # Different shuffles: a request's neighbours must not matter either.
+    # Shuffles differ, because a request's neighbours must not matter either.
     return Battery(off=answer_all(off, EXACT, prompts, seed=1), ours=answer_all(ours, EXACT, prompts, seed=2))
 
 
@@ -97,11 +91,11 @@ def test_the_case_changes_answers(battery: Battery, case: Case) -> None:
     """Otherwise a server that ignores the parameter would pass."""
     plain = [sample.outcome for sample in samples(battery.off[PLAIN.name])]
     changed = sum(reply[0].outcome != before for reply, before in zip(battery.off[case.name], plain, strict=True))
-    assert changed >= case.bites, f"{case}: changed {changed} of {len(plain)} answers; ask for something stronger"
+    assert changed >= case.bites, f"{case}: changed {changed} of {len(plain)} answers; use a stronger value"
 
 
 def test_drafts_are_accepted(battery: Battery) -> None:
-    """Otherwise nothing but the first slot of a block was tested."""
+    """Otherwise only the first slot of a block is tested."""
     steps, accepted = dict[str, int](), dict[str, int]()
     for case in EXACT:
         metas = [sample.meta for sample in samples(battery.ours[case.name])]

@@ -1,4 +1,4 @@
-"""Thoughts and tool calls: counted and streamed as without speculation, however many tokens come at once."""
+"""Thoughts and tool calls: counted and streamed as without speculation, however many tokens arrive at once."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.server.lib.variants import VARIANTS
 from tests.tools.parameters import QUESTIONS
 from tests.tools.tool_answers import WRITERS, Call
 
-# An increment holds whole calls, as a step does where a call has few tokens.
+# An increment holds whole calls, as a step does if calls are short.
 PARSERS = ("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--stream-interval", "40")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
 CALLS: tuple[list[Call], ...] = (

@@ -1,7 +1,7 @@
-"""Penalties through real servers, against their definition over Transformers' logits, token by token.
+"""Penalties on real servers, against their definition over Transformers' logits, token by token.
 
-Not against a server without speculation: under the overlap schedule SGLang 0.5.23 counts one token late (the last
-prompt token first, the newest never), and a retracted request's history is forgotten.
+A server without speculation is no reference: under the overlap schedule SGLang 0.5.23 counts one token late (the last
+prompt token first, the newest never), and forgets the history of a retracted request.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from sglang_dflash.servers.server import Server
 from tests.fixtures.sequential import penalised
 from tests.server.conftest import PAIRS
 from tests.server.lib.rows import model
-from tests.server.lib.talk import together
+from tests.server.lib.talk import together, tokens_of
 from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 
 N_PROMPTS = 12
@@ -50,8 +50,7 @@ SERVINGS = {
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name == "hybrid" else pytest.mark.full) for name in SERVINGS],
+    scope="module", params=[pytest.param(name, marks=() if name == "hybrid" else pytest.mark.full) for name in SERVINGS]
 )
 def serving(request: pytest.FixtureRequest, server: Callable) -> Serving:
     target, flags, env = SERVINGS[request.param]
@@ -63,7 +62,7 @@ Rule = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    """`answer(prompt, rule, target)`: greedy, each token from Transformers' logits after `rule(output, logits_V)`."""
+    """`answer(prompt, rule, target)`: greedy tokens from Transformers' logits after `rule(output, logits_V)`."""
 
     def generate(prompt: Sequence[int], rule: Rule, target: str) -> list[int]:
         def process(ids_1T: torch.Tensor, logits_1V: torch.Tensor) -> torch.Tensor:
@@ -72,12 +71,9 @@ def answer() -> Answer:
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             out = model(PAIRS[target].target).generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=MAX_NEW_TOKENS,
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=MAX_NEW_TOKENS,
                 logits_processor=[process],
-            )
+            )  # fmt: skip
         return out[0, len(prompt) :].tolist()
 
     return generate
@@ -92,21 +88,19 @@ def end_token(target: str) -> int:
 
 
 def test_each_penalty_alone_and_in_a_mix(serving: Serving, questions: Callable, answer: Answer) -> None:
-    """One at a time, then all of them at once beside requests that ask for nothing."""
     server, target, _ = serving
     prompts, end = questions(N_PROMPTS, target, seed=25), end_token(target)
     jobs = [(prompt, asked) for i, prompt in enumerate(prompts) for asked in [ASKED[i % len(ASKED)], {}]]
     expected = [answer(prompt, penalty_rule(asked, end), target) for prompt, asked in jobs]
     changed = [expected[i] != expected[i + 1] for i in range(0, len(jobs), 2)]
-    assert sum(changed) > N_PROMPTS / 2, "the penalties change too little; this test could not fail"
+    assert sum(changed) > N_PROMPTS / 2, "the penalties change too little; this test cannot fail"
 
     requests = [(prompt, {"max_new_tokens": MAX_NEW_TOKENS} | asked) for prompt, asked in jobs]
     for n in (1, 8):
-        assert [answer.token_ids for answer in together(server, requests, n)] == expected, f"{n} at a time"
+        assert tokens_of(together(server, requests, n)) == expected, f"{n} at a time"
 
 
 def test_drafts_are_still_accepted(serving: Serving, questions: Callable) -> None:
-    """A penalty is no way back to one token per step."""
     prompts = questions(N_PROMPTS, serving.target, seed=25)
     answers = serving.server.generate_many(prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS, presence_penalty=0.5)
     n_steps = sum(a.meta["spec_verify_ct"] for a in answers)
@@ -132,8 +126,8 @@ def test_logprobs_are_those_of_the_penalised_logits(serving: Serving, questions:
     assert logprobs == pytest.approx(want, abs=1e-4)
 
 
-def test_a_custom_processor_reads_the_text_so_far(serving: Serving, questions: Callable, answer: Answer) -> None:
-    """SGLang's own n-gram blocker, which reads the output: no trigram of prompt and output comes twice."""
+def test_custom_processor_reads_the_output_so_far(serving: Serving, questions: Callable, answer: Answer) -> None:
+    """SGLang's n-gram blocker reads the output: no trigram of prompt and output may repeat."""
     server, target, retracts = serving
     if retracts:
         pytest.skip("started without custom processors")
@@ -153,4 +147,4 @@ def test_a_custom_processor_reads_the_text_so_far(serving: Serving, questions: C
         answers = server.generate_many(
             prompts, concurrency=concurrency, fields=fields, max_new_tokens=MAX_NEW_TOKENS, custom_params=NGRAM
         )
-        assert [a.token_ids for a in answers] == expected
+        assert tokens_of(answers) == expected

@@ -1,8 +1,8 @@
-"""A prefix that other requests left behind changes nothing: no token, no step, and no word of theirs comes along.
+"""Prefixes that other requests left in the cache: no change of tokens or steps, and no leak of another's text.
 
-The draft's context lies in the target's KV slots, so a prefix found in the cache is found with its context, and a step
-after a hit has to accept exactly what it accepts after a full prefill. With a window it lies in a ring per request,
-which has nothing of a hit: then a step has to accept what the plain-torch draft accepts that never saw the hit.
+The draft's context is in the target's KV slots, so a cached prefix is found with its context, and a step after a hit
+accepts as many drafts as after a full prefill. With a window the context is in a ring per request, which holds nothing
+of a hit. Then a step accepts what the plain-torch draft accepts without seeing the hit.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ import pytest
 from sglang_dflash.servers.server import Generation, Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.oracle import oracle
-from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream, together
+from tests.server.lib.talk import as_prompt, as_text, conversation, steps, stream, together, tokens_of
 from tests.server.lib.variants import VARIANTS, Variant
 
 MAX_NEW_TOKENS = 64
@@ -40,7 +40,7 @@ class Serving(NamedTuple):
         return self.reference(prompt, n, self.target)
 
     def steps_after(self, prompt: Sequence[int], hit: Generation, cold: Generation) -> dict[int, int]:
-        """How the steps of `hit` have to go, given how they went after a full prefill."""
+        """Return the expected steps of `hit`, given those after a full prefill."""
         window = self.variant.draft_window
         if window is None:
             return steps(cold)
@@ -80,30 +80,29 @@ def test_a_hit_gives_the_tokens_and_the_steps_of_a_full_prefill(serving: Serving
             expected = serving.steps_after(whole[:cut], hit, cold)
             assert steps(hit) == expected, f"cut at {cut} of {len(prompt)} + {len(answer)}"
         n_hits += (warm.meta["cached_tokens"] > 0) + (warmer.meta["cached_tokens"] > 0)
-    assert n_hits >= len(cuts), "too few hits; this test could not fail"
+    assert n_hits >= len(cuts), "too few hits; this test cannot fail"
 
 
 @pytest.mark.parametrize("seed", range(40, 44))
-def test_steps_do_not_depend_on_who_wrote_the_context(serving: Serving, seed: int) -> None:
-    """Context that decode left behind, block by block, drafts like the context of a prefill."""
-    server, said, beyond_prompt = serving.server, as_prompt(conversation(seed, n_turns=1), serving.target), 0
+def test_context_of_decode_steps_equals_that_of_a_prefill(serving: Serving, seed: int) -> None:
+    server, history, beyond_prompt = serving.server, as_prompt(conversation(seed, n_turns=1), serving.target), 0
     turns = []
     for turn in range(4):
-        warm = server.generate(said, max_new_tokens=MAX_NEW_TOKENS)
-        assert warm.token_ids == serving.expected(said), f"turn {turn}"
+        warm = server.generate(history, max_new_tokens=MAX_NEW_TOKENS)
+        assert warm.token_ids == serving.expected(history), f"turn {turn}"
         beyond_prompt += warm.meta["cached_tokens"] > len(turns[0][0]) if turns else 0
-        turns.append((said, warm))
-        said = said + warm.token_ids + as_prompt(conversation(100 * seed + turn, n_turns=1), serving.target)
-    for turn, (said, warm) in enumerate(turns):
+        turns.append((history, warm))
+        history = history + warm.token_ids + as_prompt(conversation(100 * seed + turn, n_turns=1), serving.target)
+    for turn, (history, warm) in enumerate(turns):
         server.flush_cache()
-        cold = server.generate(said, max_new_tokens=MAX_NEW_TOKENS)
+        cold = server.generate(history, max_new_tokens=MAX_NEW_TOKENS)
         assert cold.token_ids == warm.token_ids, f"turn {turn}"
-        assert steps(warm) == serving.steps_after(said, warm, cold), f"turn {turn}"
-    assert beyond_prompt >= 2, "hardly a hit inside generated text; this test could not fail"
+        assert steps(warm) == serving.steps_after(history, warm, cold), f"turn {turn}"
+    assert beyond_prompt >= 2, "too few hits inside generated text; this test cannot fail"
 
 
-def test_an_extended_prompt_hits_what_a_running_request_has_written(serving: Serving) -> None:
-    """The second request arrives while the first, whose prompt it extends, still decodes."""
+def test_extended_prompt_hits_the_prefix_of_a_running_request(serving: Serving) -> None:
+    """The second request extends the prompt of the first, which still decodes."""
     first = as_prompt(conversation(10, n_turns=4), serving.target)
     second = first + serving.expected(first)[:20] + as_prompt(conversation(11, n_turns=1), serving.target)
     running = stream(serving.server, first, max_new_tokens=MAX_NEW_TOKENS)
@@ -115,41 +114,41 @@ def test_an_extended_prompt_hits_what_a_running_request_has_written(serving: Ser
 
 
 def test_conversations_over_the_openai_api(serving: Serving) -> None:
-    """Four at once, five turns each: every turn sends all that was said, the server's own answers included."""
+    """Four conversations of five turns at once: every turn sends the whole history, with the server's answers."""
     client = serving.server.openai()
 
     def converse(seed: int) -> int:
-        said = []
+        history = []
         for turn in range(5):
-            said += conversation(100 * seed + turn, n_turns=1)
+            history += conversation(100 * seed + turn, n_turns=1)
             answer = client.chat.completions.create(
-                model="tiny", messages=said, temperature=0, max_tokens=MAX_NEW_TOKENS
+                model="tiny", messages=history, temperature=0, max_tokens=MAX_NEW_TOKENS
             )
             text = answer.choices[0].message.content
-            assert text == as_text(serving.expected(as_prompt(said, serving.target)), serving.target), f"turn {turn}"
-            said.append({"role": "assistant", "content": text})
-        return len(said)
+            assert text == as_text(serving.expected(as_prompt(history, serving.target)), serving.target), f"turn {turn}"
+            history.append({"role": "assistant", "content": text})
+        return len(history)
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(converse, range(1, 5))) == [10] * 4
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_requests_that_share_a_prefix_and_part(serving: Serving, warm: bool) -> None:
-    """Sixteen at once: a common beginning, then a question of their own; and some that never part."""
+def test_requests_that_share_a_prefix_and_diverge(serving: Serving, warm: bool) -> None:
+    """Sixteen requests share a beginning, then differ; some are equal."""
     common = conversation(20, n_turns=3)[:-1]  # ends with an answer
     prompts = [as_prompt([*common, *conversation(30 + i % 12, n_turns=1)], serving.target) for i in range(16)]
     expected = [serving.expected(prompt) for prompt in prompts]
     if warm:
         serving.server.generate(as_prompt(common, serving.target), max_new_tokens=1)
     answers = serving.server.generate_many(prompts, concurrency=16, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == expected
+    assert tokens_of(answers) == expected
     if warm:
         assert sum(answer.meta["cached_tokens"] > 0 for answer in answers) >= len(answers) // 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_keeps_its_own_grammar(serving: Serving, temperature: float) -> None:
+def test_each_request_keeps_its_own_grammar(serving: Serving, temperature: float) -> None:
     markers = [f"m{i:02d}" for i in range(100, 124)]
     prompts = [as_prompt(conversation(200 + i % 6, n_turns=1), serving.target) for i in range(len(markers))]
     options = [

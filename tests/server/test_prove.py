@@ -1,4 +1,4 @@
-"""`sglang-dflash prove`, rehearsed: what it finds here, and that it can find the opposite."""
+"""`sglang-dflash prove` under GPU emulation: its findings, and that a fault changes them."""
 
 import json
 import os
@@ -16,23 +16,16 @@ COPIES = ("drafts, copies", "steps, copies", "answers, copies")
 NEED_A_GPU = {"bandwidth", "draft graph", "one token"}
 ONE_SERVER = ("drafts", "steps", "answers", "padding", "memory", "stages")
 FAULTS = Path(__file__).parent / "faults"
-MINUTES = 14  # many times what a quiet machine takes
+MINUTES = 14  # many times the duration on an idle machine
 
 
 def prove(
     tmp_path: Path, *words: str, env: dict[str, str] | None = None, form: tuple[str, ...] = ("--short",)
 ) -> tuple[int, dict[str, Any]]:
-    """The exit status and the document."""
     out = tmp_path / "prove.json"
     command = [sys.executable, "-m", "sglang_dflash.prove", *form, "--minutes", str(MINUTES), "--out", str(out)]
-    ended = subprocess.run(
-        [*command, *words],
-        env=os.environ | {"SGLANG_DFLASH_REHEARSE": "sm90"} | (env or {}),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = os.environ | {"SGLANG_DFLASH_REHEARSE": "sm90"} | (env or {})
+    ended = subprocess.run([*command, *words], env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert out.exists(), ended.stdout + ended.stderr
     document = json.loads(out.read_text())
     assert document["level"] == "R: sm90 rehearsed on a CPU"
@@ -45,7 +38,7 @@ def by_name(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.full
-def test_one_server_holds_what_is_said_of_it(tmp_path: Path) -> None:
+def test_checks_of_one_server_pass(tmp_path: Path) -> None:
     status, document = prove(tmp_path, "--only", *ONE_SERVER)
     results = by_name(document)
     assert {name: result["status"] for name, result in results.items()} == dict.fromkeys(ONE_SERVER, "passed"), results
@@ -76,15 +69,12 @@ def test_the_short_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_drafts_left_in_the_graph_are_seen(tmp_path: Path) -> None:
-    """The mistake that answers do not show: the target overwrites the drafts before they are compared."""
+def test_drafts_left_in_the_graph_are_found(tmp_path: Path) -> None:
+    """Answers do not show this fault: the target overwrites the drafts before they are compared."""
     fault = parameters.path_with(FAULTS) | {"FAULT": "drafts_in_the_graph"}
     status, document = prove(tmp_path, "--only", "drafts", "steps", "answers", env=fault)
     results = by_name(document)
     assert status == 1
-    assert {name: result["status"] for name, result in results.items()} == {
-        "drafts": "failed",
-        "steps": "failed",
-        "answers": "passed",
-    }
+    statuses = {name: result["status"] for name, result in results.items()}
+    assert statuses == {"drafts": "failed", "steps": "failed", "answers": "passed"}
     assert "other drafts after the target's replay" in results["drafts"]["text"]

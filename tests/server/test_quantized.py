@@ -1,7 +1,7 @@
-"""Quantized targets: what they say without speculation, in the steps of SGLang's own worker.
+"""Quantized targets: the answers without speculation, in the steps of SGLang's own worker.
 
-The draft borrows the target's embedding and head. Its weights are its own, and stay plain unless it is asked for.
-SGLang's loader of text-only Qwen3.5 drops the scale of a quantized head, so the head is the dense target's.
+The draft borrows the target's embedding and head. Its own weights stay plain unless a flag quantizes them. SGLang's
+loader of text-only Qwen3.5 drops the scale of a quantized head, so a quantized head is tested on the dense target.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ from sglang_dflash.servers.server import Generation, Server
 from sglang_dflash.tiny.pairs import Arm
 from tests.server.conftest import KIND_FLAGS, PAIRS
 from tests.server.lib.quantized import quantized
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
-from tests.server.lib.talk import post, steps
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
+from tests.server.lib.talk import post, steps, tokens_of
 from tests.server.lib.variants import TWO_NODES
 from tests.server.test_weight_update import changed_copy
 
@@ -23,14 +23,14 @@ N_PROMPTS, MAX_NEW_TOKENS = 6, 48
 ARMS = (Arm.OFF, Arm.PLUGIN, Arm.STOCK)
 FP8_DRAFT = ("--speculative-draft-model-quantization", "fp8")
 TWO_RANKS = {"flags": ("--tp", "2"), "env": dict(TWO_NODES)}
-REHEARSED = (*attention("fa3"), *GRAPHS)
+REHEARSED = (*FA3, *GRAPHS)
 
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture
 def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
-    """Servers of one test: `served(arm, "hybrid", "fp8")`, quantized, or plain without a format."""
+    """`served(arm, "hybrid", "fp8")`: a server of this test, quantized, or plain without a format."""
     started: list[Server] = []
 
     def get(arm: Arm, target: str, form: str | None = None, **kwargs: Any) -> Server:
@@ -54,7 +54,7 @@ def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
         ("hybrid", "int8", {}),
         ("dense", "int8-head", {}),
         ("dense", "awq", {}),
-        # A rank scales what it has of a token's activations: two do not say what one says.
+        # A rank scales its part of a token's activations, so two ranks differ from one.
         ("hybrid", "int8", TWO_RANKS),
     ],
 )
@@ -62,37 +62,37 @@ def test_answers_are_the_targets_and_steps_the_built_in_workers(
     served: Callable, questions: Callable, target: str, form: str, how: dict[str, Any]
 ) -> None:
     off, ours, stock = (answers(served(arm, target, form, **how), questions(N_PROMPTS, target)) for arm in ARMS)
-    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
+    assert tokens_of(ours) == tokens_of(off)
     assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
     require_accepted(ours)
 
 
-def test_a_quantized_head_is_scored_by_two_ranks(served: Callable, questions: Callable) -> None:
-    """SGLang's own worker ends when it is to score drafts with one."""
+def test_quantized_head_on_two_ranks(served: Callable, questions: Callable) -> None:
+    """SGLang's own worker crashes when it scores drafts with such a head."""
     off, ours = (
         answers(served(arm, "dense", "int8-head", **TWO_RANKS), questions(N_PROMPTS, "dense"))
         for arm in (Arm.OFF, Arm.PLUGIN)
     )
-    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in off]
+    assert tokens_of(ours) == tokens_of(off)
     require_accepted(ours)
 
 
-def test_new_weights_reach_a_target_in_fp8(served: Callable, questions: Callable, tmp_path: Path) -> None:
-    """Those of int8 do not: they end SGLang's scheduler, without speculation as well."""
+def test_weight_update_of_a_target_in_fp8(served: Callable, questions: Callable, tmp_path: Path) -> None:
+    """An update of int8 weights ends SGLang's scheduler, without speculation as well."""
     prompts, pair = questions(N_PROMPTS, "dense"), PAIRS["dense"]
     off, ours = (served(arm, "dense", "fp8") for arm in (Arm.OFF, Arm.PLUGIN))
     before = answers(ours, prompts)
     changed = pair._replace(target=changed_copy(pair.target, tmp_path / "changed"))
     new = {"model_path": str(quantized(changed, "fp8", tmp_path / "new").target)}
     assert [post(server, "/update_weights_from_disk", new).status_code for server in (off, ours)] == [200, 200]
-    said, after = answers(off, prompts), answers(ours, prompts)
-    assert [answer.token_ids for answer in after] == [answer.token_ids for answer in said]
-    assert [answer.token_ids for answer in after] != [answer.token_ids for answer in before]
+    without, after = answers(off, prompts), answers(ours, prompts)
+    assert tokens_of(after) == tokens_of(without)
+    assert tokens_of(after) != tokens_of(before)
     require_accepted(after)
 
 
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_a_draft_in_fp8_drafts_as_the_built_in_workers(
+def test_fp8_draft_drafts_as_the_built_in_workers(
     served: Callable, questions: Callable, reference: Callable, target: str
 ) -> None:
     prompts = questions(N_PROMPTS, target)
@@ -100,7 +100,7 @@ def test_a_draft_in_fp8_drafts_as_the_built_in_workers(
         answers(served(arm, target, flags=flags), prompts)
         for arm, flags in ((Arm.PLUGIN, ()), (Arm.PLUGIN, FP8_DRAFT), (Arm.STOCK, FP8_DRAFT))
     )
-    assert [answer.token_ids for answer in ours] == [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
+    assert tokens_of(ours) == [reference(prompt, MAX_NEW_TOKENS, target) for prompt in prompts]
     assert [steps(answer) for answer in ours] == [steps(answer) for answer in stock]
     assert [steps(answer) for answer in ours] != [steps(answer) for answer in plain], "the draft was not quantized"
     require_accepted(ours)

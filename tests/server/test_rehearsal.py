@@ -1,6 +1,6 @@
-"""The GPU's paths, rehearsed on a CPU: captured graphs and the GPU's attention backends change nothing.
+"""The GPU's paths under emulation on a CPU: captured graphs and the GPU's attention backends change nothing.
 
-Answers alone would not show a wrong draft, so every request's steps are compared too, with the plain-torch draft's.
+Answers alone do not show a wrong draft, so the steps of every request are compared with the plain-torch draft's.
 """
 
 import re
@@ -19,7 +19,7 @@ from tests.server.lib.oracle import oracle
 from tests.server.lib.pairs import pair_of
 from tests.server.lib.rehearsals import REHEARSALS, Rehearsal
 from tests.server.lib.rows import require_rows
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, tokens_of
 from tests.tools import parameters
 from tests.tools.parameters import REQUEST_FLAGS
 
@@ -56,12 +56,9 @@ def serving(
     prompts = questions(rehearsal.n_prompts, rehearsal.target)
     expected = [reference(prompt, rehearsal.max_new_tokens, rehearsal.target) for prompt in prompts]
     running = pool.get(
-        rehearsal.arm,
-        target=rehearsal.target,
-        pair=pair,
-        flags=("--decode-log-interval", "1", *rehearsal.flags),
+        rehearsal.arm, target=rehearsal.target, pair=pair, flags=("--decode-log-interval", "1", *rehearsal.flags),
         env=dict(rehearsal.env),
-    )
+    )  # fmt: skip
     yield Serving(running, rehearsal, pair, prompts, expected)
     pool.drop(running)
 
@@ -69,15 +66,15 @@ def serving(
 @pytest.mark.parametrize("concurrency", [1, 3, 8])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
     answers = serving.generate(concurrency)
-    assert [answer.token_ids for answer in answers] == serving.expected
+    assert tokens_of(answers) == serving.expected
     if serving.rehearsal.knows_steps:
         expert = oracle(serving.pair, None, serving.rehearsal.draft_window, serving.rehearsal.page_size)
         n_new = serving.rehearsal.max_new_tokens
         assert list(map(steps, answers)) == [expert.accepted_histogram(prompt, n_new) for prompt in serving.prompts]
 
 
-def test_what_should_be_captured_is(serving: Serving) -> None:
-    """The line SGLang writes about every decode batch says whether a graph ran."""
+def test_captured_graphs_run(serving: Serving) -> None:
+    """SGLang's line about every decode batch names the graph."""
     serving.generate(concurrency=1)
     decoded = [line for line in serving.server.log_text().splitlines() if "Decode batch" in line]
     assert len(decoded) > 20
@@ -97,8 +94,8 @@ def running(line: str) -> int:
     return int(found[1])
 
 
-def test_what_cuda_has_by_default_is_captured(serving: Serving) -> None:
-    """Gated DeltaNet's projections on two streams, and fused with the convolution for one token and for no block."""
+def test_cuda_only_paths_are_captured(serving: Serving) -> None:
+    """Gated DeltaNet has projections on two streams, fused with the convolution for one token but not a block."""
     rehearsal, log = serving.rehearsal, serving.server.log_text()
     captured = rehearsal.captures and rehearsal.target == "hybrid"
     widths = re.findall(r"Captured the fused projection of Gated DeltaNet for (\d+) token", log)
@@ -107,11 +104,11 @@ def test_what_cuda_has_by_default_is_captured(serving: Serving) -> None:
     assert ("A captured forward also runs on stream" in log) == (captured and rehearsal.watches_streams)
 
 
-def test_after_a_hit_the_draft_sees_what_it_should(serving: Serving, questions: Callable) -> None:
-    """A ring has nothing of a prefix that was found in the cache: its lengths are others than the target's."""
+def test_draft_after_a_cached_prefix(serving: Serving, questions: Callable) -> None:
+    """A ring holds nothing of a cached prefix, so its lengths differ from the target's."""
     rehearsal = serving.rehearsal
     if not rehearsal.knows_steps:
-        pytest.skip("the oracle cannot know how steps go here")
+        pytest.skip("steps are not predicted here")
     expert = oracle(serving.pair, None, rehearsal.draft_window, rehearsal.page_size)
     text = [token for prompt in questions(8, rehearsal.target, seed=6) for token in prompt][:300]
     for n_first, n_second in ((150, 180), (210, 300)):
@@ -123,8 +120,8 @@ def test_after_a_hit_the_draft_sees_what_it_should(serving: Serving, questions: 
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_what_is_returned_is_the_step_s_own(serving: Serving, concurrency: int) -> None:
-    """A graph's next replay overwrites the hidden states of the last, while the host still reads them."""
+def test_outputs_are_those_of_their_step(serving: Serving, concurrency: int) -> None:
+    """The next replay overwrites a graph's hidden states while the host still reads the last ones."""
     if REQUEST_FLAGS[-1] not in serving.rehearsal.flags:
         pytest.skip("the server was not started for hidden states")
     serving.server.flush_cache()
@@ -133,23 +130,23 @@ def test_what_is_returned_is_the_step_s_own(serving: Serving, concurrency: int) 
     answers = serving.server.generate_many(
         serving.prompts[:6], concurrency=concurrency, fields=asked, max_new_tokens=n_new
     )
-    assert [answer.token_ids for answer in answers] == serving.expected[:6]
+    assert tokens_of(answers) == serving.expected[:6]
     for prompt, answer in zip(serving.prompts, answers, strict=False):
         require_rows(serving.pair.target, prompt, answer)
         assert answer.meta["output_token_sampling_mask"] == [[token] for token in answer.token_ids]
 
 
-# -- and what it is for: mistakes that no server without captured graphs shows ---------------------------------------
+# -- faults that no server without captured graphs shows -----------------------------------------------------------
 
 FAULTS = Path(__file__).parent / "faults"
 CAPTURED = "not permitted while a stream is captured; at faults/sitecustomize"
 FAULTY = {
-    # fault: how the server is launched, and what shows it: its answers, its steps, or the error it ends with
+    # fault: (server, evidence: different answers, more steps, or the error that ends the server)
     "drafts_in_the_graph": (REHEARSALS["fa3-graphs"], "steps"),
     "a_value_read_in_the_draft": (REHEARSALS["fa3-graphs"], CAPTURED),
     "a_host_length_in_the_draft": (REHEARSALS["fa3-graphs"], "steps"),
     "a_page_table_in_new_memory": (REHEARSALS["fa3-graphs"], "answers"),
-    # SGLang sees that its metadata was made for another number of requests; of another backend it would not.
+    # SGLang notices that its metadata is for another number of requests; another backend would not.
     "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "full-CG prefill metadata"),
     "a_barrier_left_out": (REHEARSALS["fa3-graphs-streams"], "UnorderedAccess"),
     "a_branch_not_forked": (
@@ -163,11 +160,11 @@ FAULTY = {
 @pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_fault_is_seen(fault: str, pool: Any, questions: Callable, reference: Callable) -> None:
-    rehearsal, shown_by = FAULTY[fault]
+    rehearsal, evidence = FAULTY[fault]
     env = dict(rehearsal.env) | parameters.path_with(FAULTS) | {"FAULT": fault}
     prompts = questions(6, rehearsal.target)
-    if shown_by not in ("steps", "answers"):
-        with pytest.raises(ServerError, match=shown_by), ExitStack() as stack:  # noqa: PT012, at launch or later
+    if evidence not in ("steps", "answers"):
+        with pytest.raises(ServerError, match=evidence), ExitStack() as stack:  # noqa: PT012, at launch or later
             server = pool.get(target=rehearsal.target, flags=rehearsal.flags, env=env)
             stack.callback(pool.forget, server)
             server.generate_many(prompts, concurrency=3, max_new_tokens=48)
@@ -177,10 +174,10 @@ def test_a_fault_is_seen(fault: str, pool: Any, questions: Callable, reference: 
     answers = server.generate_many(prompts, concurrency=1, max_new_tokens=48)
     pool.drop(server)
     expected = [reference(prompt, 48, rehearsal.target) for prompt in prompts]
-    if shown_by == "answers":
-        assert [answer.token_ids for answer in answers] != expected
+    if evidence == "answers":
+        assert tokens_of(answers) != expected
         return
-    assert [answer.token_ids for answer in answers] == expected  # a draft spoils no answer
+    assert tokens_of(answers) == expected  # a wrong draft changes no answer
     expert = oracle(PAIRS[rehearsal.target], None, None)
     wanted = [sum(expert.accepted_histogram(prompt, 48).values()) for prompt in prompts]
     assert sum(answer.meta["spec_verify_ct"] for answer in answers) > 3 * sum(wanted)

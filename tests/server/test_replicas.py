@@ -1,4 +1,4 @@
-"""Replicas: several servers that share no state, as ranks of one (`--dp-size`) and behind SGLang's router."""
+"""Replicas: servers that share no state, as ranks of one server (`--dp-size`) and behind SGLang's router."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +9,7 @@ import pytest
 
 from sglang_dflash.servers.server import Server
 from tests.server.lib.router import end, n_answered, routed
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, tokens_of
 from tests.server.lib.variants import TWO_NODES, VARIANTS
 
 pytestmark = pytest.mark.full
@@ -19,19 +19,19 @@ MAX_NEW_TOKENS = 64
 # -- ranks of one server -------------------------------------------------------------------------------------------
 
 
-def test_two_ranks_say_what_one_says_in_as_many_steps(
+def test_two_ranks_answer_like_one_in_as_many_steps(
     server: Callable, whole: Server, questions: Callable, reference: Callable
 ) -> None:
     prompts = questions(10, seed=80)
     expected = [steps(whole.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)) for prompt in prompts]
     two = server(flags=("--dp-size", "2"), env=dict(TWO_NODES))
     answers = two.generate_many(prompts, concurrency=6, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    assert tokens_of(answers) == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     assert [steps(answer) for answer in answers] == expected
     states = two.server_info()["internal_states"]
     n_steps = [sum(state["dflash"]["width"]["n_steps"].values()) for state in states]
     assert len(n_steps) == 2
-    assert min(n_steps) > 0, "one rank had nothing to do"
+    assert min(n_steps) > 0, "one rank was idle"
 
 
 # -- servers behind a router ---------------------------------------------------------------------------------------
@@ -50,17 +50,17 @@ def fleet(server: Callable, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield Fleet(router, replicas)
 
 
-def test_the_router_s_answers_are_those_of_one_server(fleet: Fleet, questions: Callable, reference: Callable) -> None:
+def test_answers_of_the_router_are_those_of_one_server(fleet: Fleet, questions: Callable, reference: Callable) -> None:
     prompts = questions(16, seed=81)
     before = [n_answered(replica) for replica in fleet.replicas]
     answers = fleet.router.generate_many(prompts, concurrency=8, max_new_tokens=MAX_NEW_TOKENS)
-    assert [answer.token_ids for answer in answers] == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    assert tokens_of(answers) == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     after = [n_answered(replica) for replica in fleet.replicas]
-    assert all(a > b for a, b in zip(after, before, strict=True)), "one replica had nothing to do"
+    assert all(a > b for a, b in zip(after, before, strict=True)), "one replica was idle"
 
 
-def test_a_conversation_stays_where_its_prefix_is(fleet: Fleet, questions: Callable) -> None:
-    """Its turns are read by the server that has the turns before them in its cache."""
+def test_conversation_stays_on_the_server_of_its_prefix(fleet: Fleet, questions: Callable) -> None:
+    """The router sends each turn to the server that has the earlier turns in its cache."""
     (history,) = questions(1, seed=82)
     cached = []
     for _ in range(4):
@@ -70,7 +70,7 @@ def test_a_conversation_stays_where_its_prefix_is(fleet: Fleet, questions: Calla
     assert all(n > 0 for n in cached[1:]), cached
 
 
-def test_the_openai_door_streams_through_the_router(fleet: Fleet) -> None:
+def test_openai_api_streams_through_the_router(fleet: Fleet) -> None:
     client = fleet.router.openai()
     asked = {"messages": [{"role": "user", "content": "Spell the words candle and castle."}], "temperature": 0}
     whole = client.chat.completions.create(model="tiny", max_tokens=40, **asked).choices[0].message.content
@@ -78,17 +78,17 @@ def test_the_openai_door_streams_through_the_router(fleet: Fleet) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == whole
 
 
-def test_a_replica_that_is_killed_loses_no_request_of_the_other(
+def test_killed_replica_loses_no_request(
     fleet: Fleet, questions: Callable, reference: Callable, pool: Callable
 ) -> None:
-    """Requests that the dead one was answering are asked again of the other, by the router."""
+    """The router repeats requests of the killed server on the other one."""
     prompts = questions(24, seed=84)
     with ThreadPoolExecutor(6) as clients:
         asked = [clients.submit(fleet.router.generate, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
         asked[3].result()
         end(fleet.replicas[1])
         answers = [one.result() for one in asked]
-    assert [answer.token_ids for answer in answers] == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
+    assert tokens_of(answers) == [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     assert httpx.get(f"{fleet.router.url}/health", timeout=30).status_code == 200
     pool.forget(fleet.replicas[1])
     after = [fleet.router.generate(prompt, max_new_tokens=8).token_ids for prompt in prompts[:4]]

@@ -25,9 +25,9 @@ PLAIN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "extra_key": ({"extra_key": "a"}, {}),
     "cache_salt": ({"cache_salt": "a"}, {}),
     "kv_hints": ({"kv_hints": {"protocol_version": "1", "message_id": "a", "actions": []}}, {}),
-    "image_data": ({"image_data": "http://127.0.0.1:9/x.png"}, {}),  # not looked at by a text-only target
+    "image_data": ({"image_data": "http://127.0.0.1:9/x.png"}, {}),  # ignored by a text-only target
     "return_routed_experts": ({"return_routed_experts": True}, {}),  # no experts, nothing to return
-    "sampling_seed": ({}, {"sampling_seed": 3}),  # greedy all the same
+    "sampling_seed": ({}, {"sampling_seed": 3}),  # no effect on greedy requests
 }
 
 
@@ -40,21 +40,17 @@ def test_the_answer_is_the_one_without_speculation(
         assert (a.token_ids, a.text, a.meta["finish_reason"]) == (b.token_ids, b.text, b.meta["finish_reason"])
 
 
-def say_in_turns(server: Server, questions: list[list[int]], *, streaming: bool = False) -> list[Any]:
-    """A session in which every turn but the last is the context of the next; what each answers, and to how much."""
+def run_session(server: Server, questions: list[list[int]], *, streaming: bool = False) -> list[Any]:
+    """Run a session whose every turn but the last is the context of the next; return statuses and answers."""
     opened = post(server, "/open_session", {"capacity_of_str_len": 1000, "session_id": "s", "streaming": streaming})
-    said: list[Any] = [opened.status_code]
+    results: list[Any] = [opened.status_code]
     ends: list[dict[str, Any]] = [
-        {},
-        {"stop": "."},
-        {"max_new_tokens": 23},
-        {"stop": [" is", ","]},
-        {"ignore_eos": True},
-    ]
+        {}, {"stop": "."}, {"max_new_tokens": 23}, {"stop": [" is", ","]}, {"ignore_eos": True},
+    ]  # fmt: skip
     ways: list[dict[str, Any]] = [{}] * 5
     if not streaming:
         ends += [{}] * 4
-        ways += [{"offset": 30}, {"drop_previous_output": True}, {"rid": "never heard of"}, {"replace": True}]
+        ways += [{"offset": 30}, {"drop_previous_output": True}, {"rid": "unknown"}, {"replace": True}]
     rid = None
     for question, end, way in zip(questions, ends, ways, strict=True):
         body = {
@@ -64,23 +60,23 @@ def say_in_turns(server: Server, questions: list[list[int]], *, streaming: bool 
             "return_logprob": True,
         }
         answer = post(server, "/generate", body)
-        said.append(answer.status_code)
+        results.append(answer.status_code)
         if answer.status_code == 200:
             meta = answer.json()["meta_info"]
             rid = meta["id"]
             logprobs = [round(logprob, 3) for logprob, *_ in meta["output_token_logprobs"]]
-            said.append((answer.json()["output_ids"], meta["prompt_tokens"], meta["finish_reason"], logprobs))
-    said.append(post(server, "/close_session", {"session_id": "s"}).status_code)
-    return said
+            results.append((answer.json()["output_ids"], meta["prompt_tokens"], meta["finish_reason"], logprobs))
+    results.append(post(server, "/close_session", {"session_id": "s"}).status_code)
+    return results
 
 
-def test_a_session_goes_on_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
-    """Also where a turn ended inside a block: what the block went on with is no part of the session."""
+def test_session_continues_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
+    """If a turn ended inside a block, the rest of the block must not enter the session."""
     asked = questions(9, seed=12)
-    said = say_in_turns(off, asked)
-    assert say_in_turns(ours, asked) == said
-    assert said.count(200) == 10, said
-    assert said.count(400) == 1, "the unknown turn"
+    results = run_session(off, asked)
+    assert run_session(ours, asked) == results
+    assert results.count(200) == 10, results
+    assert results.count(400) == 1, "the unknown turn"
 
 
 def test_a_streaming_session_needs_its_flag(ours: Server, off: Server) -> None:
@@ -92,20 +88,20 @@ def test_a_streaming_session_needs_its_flag(ours: Server, off: Server) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_a_streaming_session_goes_on_as_without_speculation(server: Callable, questions: Callable, target: str) -> None:
-    """Also with recurrent layers, whose state a turn that ends inside a block leaves past its end."""
+def test_streaming_session_continues_as_without_speculation(server: Callable, questions: Callable, target: str) -> None:
+    """A turn that ends inside a block leaves recurrent state past its end."""
     servers = [server(arm, target=target, flags=("--enable-streaming-session",)) for arm in ("plugin", "off")]
     for seed in range(13, 17):
         asked = questions(5, target=target, seed=seed)
-        said = [say_in_turns(s, asked, streaming=True) for s in servers]
-        assert said[0] == said[1]
-        assert said[0].count(200) == 7
+        results = [run_session(s, asked, streaming=True) for s in servers]
+        assert results[0] == results[1]
+        assert results[0].count(200) == 7
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_a_prompt_of_embeddings(server: Callable, questions: Callable, reference: Callable, target: str) -> None:
-    """The draft's context is what the target makes of them, whatever they are."""
+    """The draft's context is computed from the target's features, whatever the input."""
     served = server(target=target, flags=("--disable-radix-cache",))
     model = AutoModelForCausalLM.from_pretrained(PAIRS[target].target, dtype=torch.float32)
     for prompt in questions(4, target=target, seed=14):
@@ -125,7 +121,7 @@ REFUSED_BY_SGLANG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fields", REFUSED_BY_SGLANG.values(), ids=REFUSED_BY_SGLANG)
-def test_what_the_server_was_not_started_for_is_refused_alike(
+def test_refusals_equal_those_without_speculation(
     ours: Server, off: Server, questions: Callable, fields: dict[str, Any]
 ) -> None:
     prompt = {} if "input_embeds" in fields else {"input_ids": questions(1)[0]}
@@ -136,12 +132,12 @@ def test_what_the_server_was_not_started_for_is_refused_alike(
 
 @pytest.mark.full
 def test_a_grammar_ends_an_answer_that_ignores_ends(ours: Server, off: Server, server: Callable) -> None:
-    """SGLang's rule for speculation. Without it SGLang asks before the grammar has the token, and says one more."""
+    """With speculation SGLang ends at the grammar's end; without, it checks a step too late and adds a token."""
     stock = server("stock", flags=VARIANTS["hybrid"].flags)
     for rule in ("(yes|no)", "[0-9]{3}"):
         options = {"max_new_tokens": 17, "regex": rule, "ignore_eos": True}
-        said, builtin, without = (one.generate([5, 6, 7], **options).token_ids for one in (ours, stock, off))
-        assert said == builtin == without[:-1]
+        plugin, builtin, without = (one.generate([5, 6, 7], **options).token_ids for one in (ours, stock, off))
+        assert plugin == builtin == without[:-1]
 
 
 def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off: Server, questions: Callable) -> None:
@@ -153,9 +149,8 @@ def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off
             assert answer.token_ids == off.generate(prompts[i], **bodies[i]).token_ids
 
 
-def test_sampled_tokens_follow_the_target_s_distribution(ours: Server, off: Server) -> None:
-    """One of the settings that `test_law.py` compares."""
+def test_sampled_tokens_follow_the_targets_distribution(ours: Server, off: Server) -> None:
     case = next(case for case in parameters.SAMPLED if case.name == "top_p 0.8")
     drawn, wanted = (parameters.draws(server, case, 400) for server in (ours, off))
     assert not law.violations(wanted, drawn)
-    assert len(set(wanted)) > 3, "the draws show no randomness; this test could not fail"
+    assert len(set(wanted)) > 3, "the draws show no randomness; this test cannot fail"

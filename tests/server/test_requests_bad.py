@@ -1,4 +1,4 @@
-"""What no server should serve is refused as without speculation: same status, same sentence, and the server lives."""
+"""Invalid requests: refused as without speculation, with the same status and message, and the server lives."""
 
 import contextlib
 import re
@@ -26,12 +26,12 @@ from tests.server.lib.bad_requests import (
 from tests.server.lib.variants import METRICS, VARIANTS
 
 MAX_NEW_TOKENS = 8
-# What differs between two answers of one server: the time at which a grammar failed to compile.
+# The time at which a grammar failed to compile differs between answers.
 CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")
 
 
 def answer_to(server: Server, bad: Bad) -> tuple[int, Any]:
-    """The status, and the message of a refusal or what was said: one JSON value."""
+    """Return the status, and the message of a refusal or the answers."""
     response = httpx.post(f"{server.url}{bad.path}", timeout=60, **bad.content)
     if response.status_code != 200:
         return response.status_code, CLOCK.sub("[now]", response.text)
@@ -49,22 +49,22 @@ def test_refused_or_served_as_without_speculation(ours: Server, off: Server, kin
     assert alive == off.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
 
 
-SAYS = {
-    **dict.fromkeys(NO_PROMPT, "the prompt has no tokens|Prompt cannot be empty"),  # the latter at the OpenAI door
+REFUSALS = {
+    **dict.fromkeys(NO_PROMPT, "the prompt has no tokens|Prompt cannot be empty"),  # the second from the OpenAI API
     **dict.fromkeys(NO_TOKEN, r"its vocabulary, 0\.\.1023"),
     **dict.fromkeys((*NO_PARAMETER, *TOO_MANY), "; (send|ask for|leave it)"),
 }
 
 
-@pytest.mark.parametrize("kind", SAYS)
-def test_what_would_end_a_server_is_refused_by_name(ours: Server, off: Server, kind: str) -> None:
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_fatal_requests_are_refused_by_name(ours: Server, off: Server, kind: str) -> None:
     for server in (ours, off):
         status, text = answer_to(server, KINDS[kind])
         assert status == 400
-        assert re.search(SAYS[kind], text), text
+        assert re.search(REFUSALS[kind], text), text
 
 
-def test_labels_that_would_end_a_server_are_refused_by_name(ours: Server) -> None:
+def test_fatal_labels_are_refused_by_name(ours: Server) -> None:
     status, text = answer_to(ours, NO_LABEL["custom_labels-unknown"])
     assert status == 400
     assert "custom_labels has team, by which this server does not count" in text
@@ -76,12 +76,12 @@ def test_labels_that_would_end_a_server_are_refused_by_name(ours: Server) -> Non
     "kind", [kind for kind in (*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER, *NO_LABEL) if kind not in OUTLIVED]
 )
 def test_without_the_plugin_the_server_ends(server: Callable, pool: Any, kind: str) -> None:
-    """What is refused has to be: SGLang's own worker, and nothing of ours in its processes."""
+    """Refusals are needed: these requests end SGLang's own worker in a process without the plugin."""
     stock = server("stock", flags=METRICS)
     bad = (KINDS | NO_LABEL)[kind]
     with contextlib.suppress(httpx.TransportError):
         httpx.post(f"{stock.url}{bad.path}", timeout=30, **bad.content)
-    ends = time.monotonic() + 120  # SGLang waits a minute for what a GPU would leave behind
+    ends = time.monotonic() + 120  # SGLang first waits a minute for a core dump of CUDA
     while stock.running and time.monotonic() < ends:
         time.sleep(0.2)
     assert not stock.running
@@ -89,8 +89,7 @@ def test_without_the_plugin_the_server_ends(server: Callable, pool: Any, kind: s
 
 
 @pytest.mark.full
-def test_several_processes_that_tokenize_refuse_too(server: Callable, off: Server) -> None:
-    """Requests in a row reach any of them."""
+def test_several_tokenizer_processes_refuse_too(server: Callable, off: Server) -> None:
     ours = server(
         flags=[*VARIANTS["hybrid"].flags, "--tokenizer-worker-num", "2"],
         env={"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "300"},  # on few cores SGLang takes long to import
@@ -101,8 +100,8 @@ def test_several_processes_that_tokenize_refuse_too(server: Callable, off: Serve
     assert answer.token_ids == off.generate(PROMPT, max_new_tokens=MAX_NEW_TOKENS).token_ids
 
 
-def test_a_session_s_turn_is_checked_too(ours: Server) -> None:
-    """A turn may have no tokens of its own, where the session has some."""
+def test_turns_of_a_session_are_checked(ours: Server) -> None:
+    """A turn may have no tokens of its own if the session has some."""
     session = httpx.post(f"{ours.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=60).json()
     for ids, status in (([], 400), ([5, 1024], 400), (PROMPT, 200), ([1024], 400), ([8, 9], 200)):
         body = {"input_ids": ids, "sampling_params": GREEDY, "session_params": {"id": session, "rid": None}}
@@ -112,14 +111,12 @@ def test_a_session_s_turn_is_checked_too(ours: Server) -> None:
 
 
 def test_most_of_them_are_refused(off: Server) -> None:
-    """The list holds bad requests, not good ones: a server that serves everything is not compared with itself."""
     refused = [kind for kind, bad in KINDS.items() if 400 <= answer_to(off, bad)[0] < 500]
     assert len(refused) >= 50, refused
     assert not [kind for kind, bad in KINDS.items() if answer_to(off, bad)[0] >= 500]
 
 
 def test_bad_requests_do_not_disturb_good_ones(ours: Server, questions: Callable, reference: Callable) -> None:
-    """One client sends all of them while others are served."""
     prompts = questions(12, seed=60)
     with ThreadPoolExecutor(1) as nuisance:
         sent = [nuisance.submit(answer_to, ours, bad) for bad in KINDS.values()]

@@ -1,4 +1,4 @@
-"""What a running server says of its DFLASH, by `GET /server_info`."""
+"""The state that a running server reports at `GET /server_info`."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from tests.server.lib.variants import VARIANTS
 MAX_NEW_TOKENS = 48
 
 
-def test_it_counts_the_steps_that_were_taken(whole: Server, questions: Callable) -> None:
+def test_steps_are_counted(whole: Server, questions: Callable) -> None:
     before = served.fetch(whole.url)["width"]
     answers = whole.generate_many(questions(4), concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
     after = served.fetch(whole.url)["width"]
@@ -19,13 +19,13 @@ def test_it_counts_the_steps_that_were_taken(whole: Server, questions: Callable)
     assert set(after["n_steps"]) == {"16"}
     n_steps = after["n_steps"]["16"] - before["n_steps"].get("16", 0)
     answered = sum(answer.meta["spec_verify_ct"] for answer in answers)
-    # Under the overlap schedule a step is under way when the one that ended an answer becomes known.
+    # Under the overlap schedule the next step already runs when the last step of an answer is read.
     assert answered <= n_steps <= answered + len(answers)
     assert after["committed"] - before["committed"] >= sum(len(answer.token_ids) - 1 for answer in answers)
 
 
 @pytest.mark.full
-def test_it_says_what_steps_cost_and_which_widths_it_chose(server: Callable, questions: Callable) -> None:
+def test_step_times_and_chosen_widths_are_reported(server: Callable, questions: Callable) -> None:
     variant = VARIANTS["hybrid-chosen-widths"]
     ours = server(flags=variant.flags, env=dict(variant.env))
     ours.generate_many(questions(8), concurrency=4, max_new_tokens=MAX_NEW_TOKENS)

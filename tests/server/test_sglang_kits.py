@@ -1,7 +1,7 @@
-"""SGLang's own server kits, from its wheel: what passes with its built-in worker passes with ours.
+"""SGLang's own server kits, from its wheel: tests that its built-in worker passes, this plugin's passes too.
 
-Kits that ask for a large model's sense, or for a GPU's speed, fail with both and say nothing; what is returned with
-hidden states and sampling masks must pass with ours whatever the built-in does.
+Kits that need a large model's sense or a GPU's speed fail with both workers. Tests of hidden states and sampling masks
+must pass with this plugin whatever the built-in worker does.
 """
 
 import unittest
@@ -19,13 +19,8 @@ from sglang_dflash.tiny.pairs import DENSE, Arm
 
 KITS = {
     "spec_server_kits": (
-        "SpecCorrectnessKit",
-        "SpecLogprobKit",
-        "SpecPenaltyKit",
-        "SpecFeatureKit",
-        "SpecHiddenStatesKit",
-        "SpecGrammarKit",
-        "SpecSamplingMaskKit",
+        "SpecCorrectnessKit", "SpecLogprobKit", "SpecPenaltyKit", "SpecFeatureKit", "SpecHiddenStatesKit",
+        "SpecGrammarKit", "SpecSamplingMaskKit",
     ),
     "matched_stop_kit": ("MatchedStopMixin",),
     "regex_constrained_kit": ("RegexConstrainedMixin",),
@@ -36,13 +31,13 @@ KITS = {
     "basic_decode_correctness_kit": ("BasicDecodeCorrectnessMixin",),
     "basic_scheduler_stress_kit": ("BasicSchedulerStressMixin",),
     "abort_timeout_kit": ("AbortAllMixin",),
-}
+}  # fmt: skip
 OURS_ALONE = ("test_return_hidden_states", "test_sampling_mask")
 LEFT_OUT = (
-    # They send token ids past the tiny vocabulary, which end SGLang's scheduler.
+    # These send token ids past the tiny vocabulary, which end SGLang's scheduler.
     "test_logprob_mixed",
     "test_radix_attention",
-    # They draw words of any length, and a tiny model ends them or does not, by luck.
+    # These draw words of any length, which a tiny model ends only by luck.
     "test_regex_generate_custom_log_format",
     "test_regex_generate_email",
     "test_ebnf_generate_custom_log_format",
@@ -54,7 +49,7 @@ pytestmark = pytest.mark.full
 
 
 class Client:
-    """What kits expect of the fixtures that they are mixed into."""
+    """Attributes that kits expect of the fixtures that they are mixed into."""
 
     server: Server
 
@@ -96,7 +91,6 @@ def tests() -> list[tuple[type, str]]:
 
 
 def failure(kit: type, name: str, server: Server) -> str | None:
-    """The first thing that went wrong, or None."""
     case = type(kit.__name__, (kit, Client, unittest.TestCase), {"server": server})(name)
     result = unittest.TestResult()
     case.run(result)
@@ -105,7 +99,7 @@ def failure(kit: type, name: str, server: Server) -> str | None:
 
 
 @pytest.mark.parametrize(("kit", "name"), tests(), ids=lambda value: value if isinstance(value, str) else "")
-def test_what_the_built_in_passes_ours_passes(
+def test_kits_that_the_built_in_worker_passes(
     server: Callable, passed: dict[str, set[str]], kit: type, name: str
 ) -> None:
     theirs = failure(kit, name, server(Arm.STOCK, target="dense", flags=CONTEXT))
@@ -116,7 +110,7 @@ def test_what_the_built_in_passes_ours_passes(
     assert ours is None or (theirs is not None and name not in OURS_ALONE), ours
 
 
-def test_most_of_them_say_something(passed: dict[str, set[str]]) -> None:
+def test_built_in_worker_passes_most_kits(passed: dict[str, set[str]]) -> None:
     assert len(passed[Arm.STOCK]) > 20, passed
 
 

@@ -1,8 +1,8 @@
-"""Two ranks, over gloo: they emit what one rank emits, draw the same tokens, and exchange little for greedy requests.
+"""Two ranks, over gloo: the answers of one rank, the same draws on both, and little exchange for greedy requests.
 
-SGLang seeds its ranks alike, and ranks that draw alike need no exchange to agree. Here each has random numbers of
-its own (`unlike_ranks/`). With `SGLANG_SPEC_TP_SYNC=off`, which lets each keep what it drew, the last test fails: their
-steps differ in length, and the server stops answering.
+SGLang seeds its ranks alike, and ranks that draw alike agree without an exchange. Here each has its own random numbers
+(`unlike_ranks/`). With `SGLANG_SPEC_TP_SYNC=off` each rank keeps its own draw and the last test fails: steps differ in
+length, and the server stops answering.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ import pytest
 from sglang_dflash.rehearsal.exchange import steps_in
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
-from tests.server.lib.rehearsals import GRAPHS, SM90, attention
+from tests.server.lib.rehearsals import FA3, GRAPHS, SM90
 from tests.server.lib.rows import GAP, require_logprobs
-from tests.server.lib.talk import chat
+from tests.server.lib.talk import chat, tokens_of
 from tests.server.lib.variants import TRACK, TWO_NODES
 from tests.tools import parameters
 from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, REQUEST_FLAGS, Case, Reply, greedy
@@ -31,8 +31,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module", params=["fixed", "auto", "window"])
 def two_ranks(request: pytest.FixtureRequest, server: Callable) -> Server:
-    """`auto`: the ranks time their steps each with a clock of its own, and must choose the same width. `window`: the
-    draft's K/V are a ring per request, which each rank keeps for its own heads."""
+    """Servers: `auto` ranks have their own clocks and must choose one width; `window` has a ring per rank's heads."""
     env = {"SGLANG_DFLASH_WIDTHS": "auto"} if request.param == "auto" else {}
     window = ("--speculative-draft-window-size", "64") if request.param == "window" else ()
     ranks = server(flags=[*TWO_RANKS["flags"], *window], env=TWO_RANKS["env"] | env)
@@ -40,36 +39,32 @@ def two_ranks(request: pytest.FixtureRequest, server: Callable) -> Server:
     return ranks
 
 
-def test_two_ranks_say_what_one_says(two_ranks: Server, questions: Callable, reference: Callable) -> None:
+def test_two_ranks_answer_like_one(two_ranks: Server, questions: Callable, reference: Callable) -> None:
     prompts = questions(8)
     expected = [reference(prompt, MAX_NEW_TOKENS) for prompt in prompts]
     for concurrency in (1, 8):
         answers = two_ranks.generate_many(prompts, concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected
     assert sum(answer.meta["spec_verify_ct"] for answer in answers) < len(prompts) * MAX_NEW_TOKENS / 4
 
 
 def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> None:
-    """Each rank keeps its heads of the K/V of the tokens it drew. Were they different ones, the next logits would not
-    be the target's: the log-probabilities that come with sampled text are compared with Transformers' own."""
+    """Compare log-probabilities of sampled text with Transformers'.
+
+    Each rank stores its heads of the K/V of the tokens it drew. If draws differed, the next logits would be wrong.
+    """
     prompts = questions(8, seed=11)
-    answers = two_ranks.generate_many(
-        prompts,
-        concurrency=4,
-        max_new_tokens=MAX_NEW_TOKENS,
-        temperature=1.0,
-        ignore_eos=True,
-        fields={"return_logprob": True},
-    )
+    sampling = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
+    answers = two_ranks.generate_many(prompts, concurrency=4, fields={"return_logprob": True}, **sampling)
     assert len({tuple(answer.token_ids) for answer in answers}) == len(prompts)
     for prompt, answer in zip(prompts, answers, strict=True):
         require_logprobs(HYBRID.target, prompt, answer)
 
 
-# -- what a step exchanges --------------------------------------------------------------------------------------------
+# -- exchange per step ---------------------------------------------------------------------------------------------
 
-VOCABULARY = 1024  # of the tiny pair
-# Two ranks' best value and token id, of the verify and of the draft, whose graph is padded to less than twice its rows.
+VOCABULARY = 1024  # size in the tiny pair
+# Two ranks' best value and token id, for the verify and for the draft, whose graph has less than twice the rows.
 PER_ROW = 2 * 2 * (1 + 2)
 NEEDS_LOGITS = (
     greedy("frequency_penalty", "penalised", 0, frequency_penalty=1.2),
@@ -85,13 +80,10 @@ NEEDS_LOGITS = (
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param((TRACK, ()), id="cpu"),
-        pytest.param(((*attention("fa3"), *GRAPHS, *TRACK), SM90), id="rehearsed"),
-    ],
+    params=[pytest.param((TRACK, ()), id="cpu"), pytest.param(((*FA3, *GRAPHS, *TRACK), SM90), id="emulated")],
 )
 def counted(request: pytest.FixtureRequest, server: Callable) -> Server:
-    """Its ranks say what each step exchanged; `rehearsed`: every verify of up to eight requests is a captured graph."""
+    """Server whose ranks log each step's exchange; `emulated` captures every verify of up to eight requests."""
     flags, env = request.param
     return server(flags=[*flags, "--tp", "2", *REQUEST_FLAGS], env=dict(env) | dict(TWO_NODES) | COUNTED)
 
@@ -99,7 +91,7 @@ def counted(request: pytest.FixtureRequest, server: Callable) -> Server:
 def gathered_per_row(
     server: Server, asked: list[tuple[list[int], Case]], concurrency: int = 8
 ) -> tuple[list[Reply], list[float]]:
-    """The answers, and of every step how many elements a rank had gathered when it ended, for each row it verified."""
+    """Return the replies, and for every step the elements that a rank gathered per verified row."""
     n_before = len(server.log_text())
     replies = parameters.ask_all(server, asked, concurrency=concurrency)
     steps = steps_in(server.log_text()[n_before:])
@@ -115,14 +107,14 @@ def test_greedy_steps_gather_numbers_not_logits(counted: Server) -> None:
 
 @pytest.mark.parametrize("case", NEEDS_LOGITS, ids=str)
 def test_steps_that_need_logits_gather_them(counted: Server, case: Case) -> None:
-    """This also shows that the count sees a gather, in a captured graph's step too."""
+    """This also shows that the count includes gathers, even in a captured graph's step."""
     _, gathered = gathered_per_row(counted, [(chat(QUESTIONS[0]), case)])
     assert len(gathered) >= 2
     assert min(gathered) >= VOCABULARY
 
 
 def test_mixed_batches_answer_as_without_speculation(counted: Server, off: Server) -> None:
-    """Every case beside others and beside plain ones: steps of both kinds take turns."""
+    """Cases are mixed with each other and with plain requests, so both kinds of steps alternate."""
     cases = [*EXACT, *[PLAIN] * len(EXACT)]
     asked = [(chat(question), case) for case in cases for question in QUESTIONS[:2]]
     Random(0).shuffle(asked)

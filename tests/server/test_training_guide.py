@@ -1,4 +1,4 @@
-"""The guide to training, followed to the letter: train a draft on the CPU, serve it, ask it something."""
+"""The training guide, followed literally: train a draft on the CPU, serve it, and send a request."""
 
 import json
 import os
@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, list[list[str]]]:
-    """A folder where the guide's first two commands were given, and the commands that come next."""
+    """Run the guide's first two commands in a folder; return it with the commands that follow."""
     folder = tmp_path_factory.mktemp("guide")
-    (folder / "sglang_dflash").symlink_to(guide.ROOT / "sglang_dflash")  # the guide's paths begin here
+    (folder / "sglang_dflash").symlink_to(guide.ROOT / "sglang_dflash")  # the guide's paths start here
     chats, draft, *rest = guide.commands(guide.DOCS / "training.md")
     for command in (chats, draft):
         assert command[:2] == ["sglang-dflash", "train"]
@@ -30,7 +30,7 @@ def trained(tmp_path_factory) -> tuple[Path, list[list[str]]]:
     return folder, rest
 
 
-def test_the_draft_that_is_trained_guesses(trained):
+def test_trained_draft_is_accepted(trained):
     folder, _ = trained
     last = json.loads((folder / "my-draft" / LOG).read_text().splitlines()[-1])
     assert last["step"] == 300

@@ -1,4 +1,4 @@
-"""Weights that change while serving, the draft's or the target's: from tensors, and from a checkpoint on disk."""
+"""Weight updates while serving, of the draft or the target: from tensors, and from a checkpoint on disk."""
 
 import shutil
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.oracle import Oracle
-from tests.server.lib.talk import post, push, steps
+from tests.server.lib.talk import post, push, steps, tokens_of
 
 MAX_NEW_TOKENS = 48
 NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", "layers.1.self_attn.v_proj.weight",
          "layers.1.self_attn.k_norm.weight")  # fmt: skip
 
 
-def test_an_updated_draft_drafts_as_if_it_had_been_loaded(whole: Server, questions: Callable) -> None:
-    """It reaches the block and the context alike: there is no second copy to go stale."""
+def test_updated_draft_drafts_as_if_loaded(whole: Server, questions: Callable) -> None:
+    """The update affects block and context alike: no second copy of a weight stays old."""
     prompts = questions(4, seed=11)
     original = {name: tensor.float() for name, tensor in load_file(HYBRID.draft / "model.safetensors").items()}
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def test_an_updated_draft_drafts_as_if_it_had_been_loaded(whole: Server, questio
     try:
         assert push(whole, changed, selector="draft").status_code == 200
         expert.draft.load_state_dict(changed, strict=False)
-        assert expected() != before, "the change is too small to see; this test could not fail"
+        assert expected() != before, "the change is too small to see; this test cannot fail"
         assert served_steps(whole, prompts) == expected()
     finally:
         assert push(whole, {name: original[name] for name in NAMES}, selector="draft").status_code == 200
@@ -45,7 +45,7 @@ def test_an_updated_draft_drafts_as_if_it_had_been_loaded(whole: Server, questio
 
 
 def changed_copy(checkpoint: Path, folder: Path) -> Path:
-    """The same model with other matrices."""
+    """Copy a checkpoint and change its matrices."""
     shutil.copytree(checkpoint, folder)
     torch.manual_seed(1)
     tensors = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
@@ -56,10 +56,10 @@ def changed_copy(checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_checkpoint_from_disk_goes_to_the_model_it_belongs_to(
+def test_checkpoint_from_disk_updates_the_model_it_belongs_to(
     whole: Server, off: Server, questions: Callable, tmp_path: Path
 ) -> None:
-    """A target's changes the text as it does without speculation; a draft's changes how many drafts are accepted."""
+    """A target's changes text as without speculation; a draft's changes acceptance."""
     prompts, (new_target, new_draft) = questions(2, seed=12), (changed_copy(p, tmp_path / p.name) for p in HYBRID)
 
     def load(server: Server, path: Path) -> int:
@@ -70,7 +70,7 @@ def test_a_checkpoint_from_disk_goes_to_the_model_it_belongs_to(
         assert [off.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids for prompt in prompts] == [
             answer.token_ids for answer in answers
         ]
-        return [answer.token_ids for answer in answers], list(map(steps, answers))
+        return tokens_of(answers), list(map(steps, answers))
 
     before = served()
     try:
@@ -87,7 +87,7 @@ def test_a_checkpoint_from_disk_goes_to_the_model_it_belongs_to(
     assert served() == before
 
 
-def test_a_draft_that_does_not_fit_is_refused(whole: Server, tmp_path: Path) -> None:
+def test_draft_that_does_not_fit_is_refused(whole: Server, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(HYBRID.draft, tmp_path / "draft"))
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"mask_token_id": 3', '"mask_token_id": 4'))
@@ -103,7 +103,7 @@ def served_steps(server: Server, prompts: list[list[int]]) -> list[dict[int, int
 
 @pytest.mark.parametrize("part", ["model.layers.0.", "model.norm.weight", ""])
 def test_target_push_leaves_draft(whole: Server, questions: Callable, part: str) -> None:
-    """Without a selector, as trainers push: one layer, one norm whose name the draft has too, and everything."""
+    """Push without a selector, as trainers do: one layer, a norm whose name the draft has too, and everything."""
     prompts = questions(3, seed=13)
     before = served_steps(whole, prompts)
     tensors = {name: t for name, t in load_file(HYBRID.target / "model.safetensors").items() if part in name}
@@ -143,7 +143,7 @@ def test_target_push_over_group_leaves_draft(whole: Server, questions: Callable)
 
 
 def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
-    """A draft knows all its names: what is not among them fails the push, and nothing of it is loaded."""
+    """A draft has a fixed set of names: another name fails the push, which then loads nothing."""
     prompts = questions(3, seed=13)
     before = served_steps(whole, prompts)
     tensors = {"norm.weight": torch.zeros(64), "lm_head.bias": torch.zeros(8)}
@@ -157,7 +157,7 @@ def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
 
 
 def test_draft_uses_head_of_updated_target(whole: Server, off: Server, questions: Callable) -> None:
-    """With another head and embedding text is as without speculation, and steps as plain torch's with both."""
+    """With new head and embedding, text is that without speculation and steps are plain torch's with both."""
     prompts, original = questions(3, seed=13), load_file(HYBRID.target / "model.safetensors")
     names = [name for name in original if "lm_head" in name or "embed_tokens" in name]
     torch.manual_seed(0)
@@ -169,7 +169,7 @@ def test_draft_uses_head_of_updated_target(whole: Server, off: Server, questions
         expert.target.load_state_dict(changed, strict=False)
         answers = [whole.generate(prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]
         expected = [off.generate(prompt, max_new_tokens=MAX_NEW_TOKENS).token_ids for prompt in prompts]
-        assert [answer.token_ids for answer in answers] == expected
+        assert tokens_of(answers) == expected
         after = list(map(steps, answers))
         assert after != before, "the change is too small to see"
         assert after == [expert.accepted_histogram(prompt, MAX_NEW_TOKENS) for prompt in prompts]

@@ -1,12 +1,11 @@
-"""Compile every kernel for GPUs that are not here, and read the machine code: `python -m tests.tools.compile_kernels`.
+"""Compile every kernel for GPUs that are not present, and read the machine code.
 
     python -m tests.tools.compile_kernels [--archs 80 90 100] [--short]
 
-The project's own launchers run on tensors without memory, of the sizes of published models, behind a driver that
-compiles and does not launch. So dtypes, strides and what Triton specialises on are those of a server, and Triton's own
-compiler and assembler make the code. Fails if a kernel spills registers, or for blocks takes more than `REGISTERS`, or
-if Triton compiles where `sglang_dflash_kernels.specialisations` names nothing new: that would be a compilation while
-serving.
+The project's launchers run on meta tensors of the sizes of published models, behind a driver that compiles and does not
+launch. So dtypes, strides and specialisations are those of a server, and Triton's own compiler and assembler are used.
+Fails if a kernel spills registers, or takes more than `REGISTERS` for a block. Also fails if Triton compiles where
+`sglang_dflash_kernels.specialisations` lists nothing new, which would be a compilation while serving.
 
 Columns: registers per thread; shared memory in bytes; programs that fit on a multiprocessor; instructions in the code,
 and of each innermost loop; tensor-core instructions. The last line of stdout is one JSON document.
@@ -51,7 +50,7 @@ from tests.tools import sass
 
 MODELS = ("Qwen3.5-27B", "Qwen3.5-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3-Coder-Next")
 WIDTHS = (1, 2, 4, 6, 8, 12, 16)
-WIDE = (24, 32)  # copies continue a block as far
+WIDE = (24, 32)  # blocks extended by n-gram copies
 BLOCKS = (8, 16)
 BATCHES = (1, 2, 3, 8, 16, 64)
 VOCABULARY, MASK_TOKEN_ID, TABLE_ROWS, CONTEXT, N_STATES = 248320, 248070, 65, 40980, 65
@@ -60,21 +59,14 @@ KERNELS = {
     name: vars(import_module(f"sglang_dflash_kernels.{name}"))[f"_{name}_kernel"] for name in specialisations.KERNELS
 }
 REGISTERS = {
-    "plan_block": 32,
-    "accept": 32,
-    "penalise": 48,
-    "append_context": 40,
-    "gdn_verify": 192,
-    "gdn_fold": 104,
-    "block_conv": 80,
-    "select_path": 80,
-    "copy_draft": 96,  # so that five programs of four warps fit on a multiprocessor
-    "weigh_copies": 56,
-}
+    "plan_block": 32, "accept": 32, "penalise": 48, "append_context": 40, "gdn_verify": 192, "gdn_fold": 104,
+    "block_conv": 80, "select_path": 80,
+    "copy_draft": 96, "weigh_copies": 56,  # copy_draft: five programs of four warps fit on a multiprocessor
+}  # fmt: skip
 
 
 class Device(NamedTuple):
-    """What a multiprocessor holds, by NVIDIA's documentation."""
+    """Capacity of a multiprocessor, from NVIDIA's documentation."""
 
     n_multiprocessors: int
     shared_bytes: int
@@ -83,7 +75,7 @@ class Device(NamedTuple):
     warps: int = 64
 
     def resident(self, n_registers: int, n_warps: int, shared: int) -> int:
-        """Programs that fit on a multiprocessor at once; registers are handed out 256 to a warp."""
+        """Return the programs that fit on a multiprocessor at once; registers come 256 to a warp."""
         per_warp = -(-n_registers * 32 // 256) * 256
         by_registers = self.registers // (per_warp * n_warps)
         return min(by_registers, self.warps // n_warps, self.shared_bytes // (shared + 1024), 32)
@@ -92,17 +84,17 @@ class Device(NamedTuple):
 DEVICES = {80: Device(108, 164 << 10, 166912), 90: Device(132, 228 << 10, 232448), 100: Device(148, 228 << 10, 232448)}
 
 
-OTHERS = (Second(S=4, H=2048, J=16, K=10, R=64), Second(S=3, H=2880, J=90, K=1, R=96))  # no draft is like them
+OTHERS = (Second(S=4, H=2048, J=16, K=10, R=64), Second(S=3, H=2880, J=90, K=1, R=96))  # sizes of no published draft
 
 
 class KernelLaunch(NamedTuple):
     kernel: str
     detail: str
-    specialisation: Hashable  # by `specialisations`
+    specialisation: Hashable  # key in `specialisations`
     run: Callable[[], object]
-    fixed: Hashable = ()  # what a server never changes
-    refused: bool = False  # it does not compile, and `config` refuses to serve it
-    wide: bool = False  # verifies more than a block; may take what registers there are
+    fixed: Hashable = ()  # sizes that a server never changes
+    refused: bool = False  # does not compile; `config` refuses to serve it
+    wide: bool = False  # verifies more than a block; no limit on registers
 
 
 class Compiled(NamedTuple):
@@ -117,43 +109,31 @@ class Compiled(NamedTuple):
 
 
 class Driver:
-    """What Triton asks of a driver, with one that notes a launch in the place of the launcher."""
+    """The part of a driver that Triton uses; it records launches instead of launching."""
 
     def __init__(self, arch: int) -> None:
-        self.arch, self.utils = arch, self
+        self.utils = self
         self.launched: list[tuple[tuple[int, int, int], Any, Any]] = []
         self.launcher_cls = lambda source, metadata: (
             lambda x, y, z, *others: self.launched.append(((x, y, z), source, metadata))
         )
 
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": DEVICES[self.arch].program_shared_bytes}
-
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, ...]:
-        return 1, 1, 0, 0, 1024  # module, function, registers, spills, threads at most
-
-    def unload_module(self, module: int) -> None:
-        return
+        self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+        self.get_active_torch_device = lambda: torch.device("cpu")
+        self.get_device_properties = lambda device: {"max_shared_mem": DEVICES[arch].program_shared_bytes}
+        # Module, function, registers, spills, largest number of threads.
+        self.load_binary = lambda name, kernel, shared, device: (1, 1, 0, 0, 1024)
+        self.unload_module = lambda module: None
 
 
 def compilations(arch: int, launches: Iterator[KernelLaunch]) -> Iterator[Compiled | str]:
-    """What Triton compiles in the course of `launches`; a complaint where it does and should not, or the reverse."""
+    """Yield what Triton compiles for `launches`, and a complaint for each missing or unexpected compilation."""
     device = Driver(arch)
     driver.set_active(device)
     for kernel in KERNELS.values():
-        kernel.device_caches.clear()  # it asks for the target once
+        kernel.device_caches.clear()  # Triton caches the target
     seen = set()
     for launch in launches:
         known = KERNELS[launch.kernel].device_caches[0][0]
@@ -184,7 +164,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def step_launches(B: int, N: int) -> Iterator[KernelLaunch]:
-    """Of every model. An odd number of requests leaves the rows behind it off 16-byte boundaries."""
+    """Yield launches of every model's step; with an odd B the row after it is off 16-byte boundaries."""
     tokens, prefix = empty(B, N, dtype=I64), empty(3, B, dtype=I64)[1]
 
     def plan() -> None:
@@ -224,7 +204,7 @@ def penalise_launches(P: int, N: int, E: int) -> Iterator[KernelLaunch]:
 
 
 def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: int) -> Iterator[KernelLaunch]:
-    """T rows, of B requests or of a prompt; K and V as `draft_model.context_kv` leaves them."""
+    """Yield launches for T rows, of B requests or a prompt; K and V as `draft_model.context_kv` returns them."""
     L, G, E = draft.n_layers, draft.n_kv_heads, draft.head_dim
     k, v = empty(L, T, 2, G, E).transpose(0, 1).unbind(2)
     where = empty(3, T, dtype=I64)
@@ -246,7 +226,7 @@ def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: in
 
 
 def verify_launch(layers: sizes.RecurrentSizes, B: int, N: int) -> KernelLaunch:
-    """q, k and v are views of one convolution's output, a and b of one projection's, as SGLang's backend has them."""
+    """Return a launch with q, k, v views of one convolution, a and b of one projection, as in SGLang's backend."""
     H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
     T, X = B * N, record_width(H, V, G, K)
     q, k, v = empty(T, 2 * G * K + H * V).split([G * K, G * K, H * V], dim=-1)
@@ -277,7 +257,7 @@ def fold_launch(layers: sizes.RecurrentSizes, B: int, N: int, *, tracked: bool) 
 
 
 def second_launches(draft: Second, B: int, N: int) -> Iterator[KernelLaunch]:
-    """Of a DFlash 2 draft: both sides of a sublayer, whose changes are halves of one projection, and the walk."""
+    """Yield launches of a DFlash 2 draft: both sides of a sublayer, halves of one projection, and the path."""
     S, H, J, K, R = draft
     x, base, change = empty(B * N, H), empty(2, S, H), empty(B * N, 2, S, J)
     for side in (0, 1):
@@ -287,11 +267,6 @@ def second_launches(draft: Second, B: int, N: int) -> Iterator[KernelLaunch]:
     tables = {f"{name}_VR": empty(VOCABULARY, R) for name in ("predecessor", "successor")}
     select = functools.partial(select_path.select_path_triton, *inputs, **tables)
     yield KernelLaunch("select_path", f"K={K} R={R} B={B} N={N}", specialisations.select_path(K), select, R)
-
-
-def on_one_rank(layers: sizes.RecurrentSizes, tp_size: int) -> sizes.RecurrentSizes:
-    heads = layers.n_value_heads // tp_size, layers.n_key_heads // tp_size
-    return dataclasses.replace(layers, n_value_heads=heads[0], n_key_heads=heads[1])
 
 
 def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> Iterator[KernelLaunch]:
@@ -312,7 +287,8 @@ def launches(arch: int, names: tuple[str, ...], tp_sizes: tuple[int, ...]) -> It
             attention = dataclasses.replace(draft.attention, n_kv_heads=draft.attention.n_kv_heads // tp_size)
             for T, B in ((1, None), (511, None), (8192, None), *((B * N, B) for B in BATCHES for N in BLOCKS)):
                 yield from append_launches(attention, T, B, arch)
-            rank = on_one_rank(layers, tp_size)
+            heads = {name: getattr(layers, name) // tp_size for name in ("n_value_heads", "n_key_heads")}
+            rank = dataclasses.replace(layers, **heads)
             for B in BATCHES:
                 for N in WIDTHS[1:] + WIDE:
                     yield verify_launch(rank, B, N)._replace(wide=N in WIDE)
@@ -335,21 +311,12 @@ def row(compiled: Compiled, arch: int) -> dict[str, Any]:
     code = compiled.code
     resident = DEVICES[arch].resident(code.registers, compiled.n_warps, compiled.shared)
     return {
-        "arch": arch,
-        "kernel": compiled.launch.kernel,
-        "launch": compiled.launch.detail,
-        "wide": compiled.launch.wide,
-        "specialisation": str(compiled.launch.specialisation),
-        "grid": compiled.grid,
-        "warps": compiled.n_warps,
-        "registers": code.registers,
-        "stack": code.stack,
-        "shared": compiled.shared,
-        "resident": resident,
-        "instructions": len(code.instructions),
-        "loops": [loop.last - loop.first + 1 for loop in code.loops],
+        "arch": arch, "kernel": compiled.launch.kernel, "launch": compiled.launch.detail, "wide": compiled.launch.wide,
+        "specialisation": str(compiled.launch.specialisation), "grid": compiled.grid, "warps": compiled.n_warps,
+        "registers": code.registers, "stack": code.stack, "shared": compiled.shared, "resident": resident,
+        "instructions": len(code.instructions), "loops": [loop.last - loop.first + 1 for loop in code.loops],
         "tensor": code.count("HMMA", "HGMMA", "UTCHMMA"),
-    }
+    }  # fmt: skip
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

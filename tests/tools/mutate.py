@@ -1,10 +1,10 @@
-"""Mistakes made on purpose: each row of tests/mutations/*.toml is put into a copy of the tree, and its test must fail.
+"""Mistakes made on purpose: each row of tests/mutations/*.toml edits a copy of the tree, and its test must fail.
 
-    python -m tests.tools.mutate            # all of them, two at a time
-    python -m tests.tools.mutate gdn_verify # where the file's name, or what the mistake is, has this word
+    python -m tests.tools.mutate            # all rows, two at a time
+    python -m tests.tools.mutate gdn_verify # rows whose file name or description has this word
 
-A row is one edit of one file (`old` stands there once) and the test that sees it, which starts no server. The tests
-that a row names pass without the edit: `make test` runs them.
+A row is one edit of one file (`old` occurs there once) and the test that detects it, which starts no server. Without
+the edit `make test` runs the same tests, and they pass.
 """
 
 import argparse
@@ -33,10 +33,10 @@ class Mutation(NamedTuple):
     """One edit of one file.
 
     Attributes:
-        file: from the root of the tree.
-        old: stands in it once; `new` takes its place.
-        test: a pytest node that fails then, or several with a space in between.
-        what: what would be wrong with it.
+        file: path from the root of the tree.
+        old: text that occurs once in the file; `new` replaces it.
+        test: a pytest node that fails then, or several separated by spaces.
+        what: the mistake, in words.
     """
 
     file: str
@@ -49,10 +49,10 @@ class Mutation(NamedTuple):
         return f"{self.file}: {self.what}"
 
     def apply(self, tree: Path) -> str:
-        """Edits the file below `tree`, and returns what it was."""
+        """Edit the file below `tree`; return its text before the edit."""
         text = (tree / self.file).read_text()
         if text.count(self.old) != 1:
-            raise SystemExit(f"{self}: {self.old!r} stands there {text.count(self.old)} times, not once; fix the row")
+            raise SystemExit(f"{self}: {self.old!r} occurs {text.count(self.old)} times, not once; fix the row")
         (tree / self.file).write_text(text.replace(self.old, self.new))
         return text
 
@@ -63,13 +63,13 @@ def read(tables: Path = TABLES) -> Iterator[Mutation]:
 
 
 def status(mutation: Mutation, tree: Path, env: dict[str, str]) -> int:
-    """Of pytest, with the edit in `tree`, which is as before afterwards."""
+    """Return pytest's exit status with the edit in `tree`, which is restored afterwards."""
     before = mutation.apply(tree)
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *mutation.test.split()]
     try:
         return subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=LIMIT_S).returncode
     except subprocess.TimeoutExpired:
-        return FAILED  # it waits for what never comes: seen
+        return FAILED  # a test that hangs has detected the mistake
     finally:
         (tree / mutation.file).write_text(before)
 
@@ -91,7 +91,7 @@ def main() -> None:
             path = {"PYTHONPATH": f"{links}{os.pathsep}{tree}", "PYTHONSAFEPATH": "1"}
             free.put((tree, os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | path))
 
-        def seen(mutation: Mutation) -> bool:
+        def detected(mutation: Mutation) -> bool:
             tree, env = free.get()
             try:
                 found = status(mutation, tree, env)
@@ -100,7 +100,7 @@ def main() -> None:
                 free.put((tree, env))
 
         survivors = 0
-        for mutation, killed in zip(mutations, pool.map(seen, mutations), strict=True):
+        for mutation, killed in zip(mutations, pool.map(detected, mutations), strict=True):
             survivors += not killed
             print("killed  " if killed else "SURVIVED", mutation, flush=True)
     print(f"{len(mutations) - survivors} killed, {survivors} survived")

@@ -1,4 +1,4 @@
-"""What a request may ask for, as a table, and how one request is asked and read.
+"""Table of request parameters, and functions that send one request and read its answer.
 
 Token ids are those of the tiny pair's tokenizer.
 """
@@ -18,7 +18,7 @@ from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Server
 from tests.server.lib.talk import chat, token_ids
 
-# Some are what the tiny pair was trained on, and drafts are accepted; in others it is unsure, and parameters bite.
+# The pair was trained on some of them, so drafts are accepted; in others it is unsure, so parameters have an effect.
 QUESTIONS = (
     "Tell a short story about Anna, a driver in Oslo.",
     "How much is 527 plus 244?",
@@ -33,14 +33,14 @@ MAX_NEW_TOKENS = 48
 NEWLINE, COMMA, FULL_STOP, ONE, COLON, EQUALS, END = 202, 15, 17, 20, 29, 278, 2
 ONE_DAY = 872  # " One"
 
-# SGLang takes a processor as a pickled class, and a pickle may name its class: `c`, module, name, `.`
+# SGLang takes a processor as a pickled class: a pickle may name its class by `c`, module, name, `.`
 BAN_TOKENS = json.dumps(
     {"callable": b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n.".hex()}
 )
-# Without these SGLang refuses a request that brings a processor, and one that asks for hidden states.
+# Without these flags SGLang refuses requests with a processor or for hidden states.
 REQUEST_FLAGS = ("--enable-custom-logit-processor", "--enable-return-hidden-states")
-# Of the server without speculation. Under the overlap schedule SGLang 0.5.23 counts output for penalties one token
-# late, and the prompt's last token in place of the first: what is then penalised is not what the parameter says.
+# For the server without speculation. Under the overlap schedule SGLang 0.5.23 counts output for penalties one token
+# late, starting with the prompt's last token, so its penalties are wrong.
 REFERENCE_FLAGS = (*REQUEST_FLAGS, "--disable-overlap-schedule")
 STAND_INS = Path(__file__).parent / "stand_ins"
 AFTER_LOADING = Path(__file__).parent / "after_loading"
@@ -58,13 +58,13 @@ SUM = 'root ::= number (" + " number)+ " = " number\nnumber ::= [0-9]+'
 
 
 class Case(NamedTuple):
-    """One way to ask."""
+    """One set of request parameters."""
 
-    row: str  # the parameter, as the table of exactness.md calls it
+    row: str  # row in the table of exactness.md
     name: str
     sampling: Mapping[str, Any] = {}  # sampling parameters
     fields: Mapping[str, Any] = {}  # other fields of the request
-    bites: int = 0  # answers to QUESTIONS that must differ from the plain ones: what changes nothing shows nothing
+    bites: int = 0  # answers to QUESTIONS that must differ from the plain ones, or the case tests nothing
 
     def __str__(self) -> str:
         return self.name
@@ -139,7 +139,7 @@ GREEDY = (
     ),
     greedy("mixes", "min_new_tokens + ignore_eos + bias", 3, min_new_tokens=30, ignore_eos=True, logit_bias={"20": 6}),
 )  # fmt: skip
-# Same tokens, and the logprobs that come with them.
+# Same tokens and same logprobs.
 LOGPROBS = (
     asking("logprobs", "logprobs", return_logprob=True),
     asking("top_logprobs", "top 4 logprobs", return_logprob=True, top_logprobs_num=4),
@@ -168,14 +168,14 @@ RETURNED = (
 )
 EXACT = (*GREEDY, *LOGPROBS, *RETURNED, *STREAMED)
 
-# Where drawing is compared. The first token, which the prefill draws, is nearly certain; then the story may go on in
-# many ways, and drafts are accepted between the turns.
+# Prompts for comparing sampling distributions. The first token, drawn by the prefill, is nearly certain. Then the story
+# has many continuations, with accepted drafts in between.
 STORY = QUESTIONS[0], "Anna was a driver who lived in Oslo"
-# What the next number repeats of its first digit, a penalty that scales logits takes away.
+# The next number repeats its first digit, which a penalty that scales logits suppresses.
 NUMBERS_BEGUN = "Count from 11 to 99 by 11.", "Here are the numbers:\n11, 22, 33, "
-# A penalty shows in four tokens only where one may come twice: this makes a second full stop about as likely as not.
+# Four tokens show a penalty only if one may repeat: this bias gives a second full stop a probability of about 0.5.
 REPEATING = {str(FULL_STOP): 9.5}
-# Above temperature 0 the first tokens must be drawn from the same distribution.
+# Above temperature 0 the first tokens must have the same sampling distribution.
 SAMPLED = (
     greedy("temperature > 0", "T 0.5", 0, temperature=0.5),
     greedy("temperature > 0", "T 1", 0, temperature=1.0),
@@ -204,45 +204,40 @@ SAMPLED = (
 
 
 def bare(case: Case) -> Case:
-    """What a case of `SAMPLED` asks for, without its parameter."""
+    """Return a case of `SAMPLED` without the parameter under test."""
     kept = ("temperature",) if case.row == "logit_bias" else ("temperature", "logit_bias")
     return Case(case.row, f"without {case.name}", {name: case.sampling[name] for name in kept if name in case.sampling})
 
 
 def begun(case: Case) -> list[int]:
-    """The prompt of a case of `SAMPLED`: a question, and an answer that has begun."""
+    """Return the prompt of a case of `SAMPLED`: a question and the beginning of an answer."""
     question, answer = NUMBERS_BEGUN if case.row == "repetition_penalty" else STORY
     return chat(question) + token_ids(answer)
 
 
 def path_with(folder: Path) -> dict[str, str]:
-    """The environment in which `folder` comes first on a server's PYTHONPATH, and what its `sitecustomize` needs."""
+    """Return variables that put `folder`, with what its `sitecustomize` needs, first on a server's PYTHONPATH."""
     path = (str(folder), str(AFTER_LOADING), os.environ.get("PYTHONPATH"))
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 REFERENCE_ENV = path_with(STAND_INS)
-# Servers that are compared with seeds.
+# For servers that are compared with seeds.
 SEEDED_FLAGS, SEEDED_ENV = ("--enable-deterministic-inference",), REFERENCE_ENV | {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class Sample(NamedTuple):
-    """One answer of a request."""
-
     token_ids: list[int]
     text: str
     meta: dict[str, Any]
 
     @property
     def outcome(self) -> tuple[Any, ...]:
-        """What must be the same with and without speculation."""
         counts = (self.meta["prompt_tokens"], self.meta["completion_tokens"])
         return self.token_ids, self.text, self.meta["finish_reason"], counts
 
 
 class Refusal(NamedTuple):
-    """The server said no."""
-
     status: int
     message: str
 
@@ -251,7 +246,7 @@ Reply = list[Sample] | Refusal
 
 
 def ask(server: Server, prompt: Sequence[int], case: Case, **sampling: Any) -> Reply:
-    """One request; greedy unless the case says otherwise. `sampling` goes before what the case says."""
+    """Send one request, greedy unless the case changes that; the case overrides `sampling`."""
     defaults = {"temperature": 0.0, "max_new_tokens": MAX_NEW_TOKENS}
     body = {"input_ids": list(prompt), "sampling_params": defaults | sampling | dict(case.sampling), **case.fields}
     with httpx.Client(base_url=server.url, timeout=REQUEST_TIMEOUT_S, trust_env=False) as http:
@@ -266,17 +261,13 @@ def ask(server: Server, prompt: Sequence[int], case: Case, **sampling: Any) -> R
 def ask_all(
     server: Server, asked: Sequence[tuple[Sequence[int], Case]], *, concurrency: int = 8, **sampling: Any
 ) -> list[Reply]:
-    """`ask` for every (prompt, case), at most `concurrency` in flight, replies in the order of `asked`."""
+    """Call `ask` for every (prompt, case), at most `concurrency` in flight; return replies in order."""
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda pair: ask(server, *pair, **sampling), asked))
 
 
 def draws(server: Server, case: Case, n: int, per_request: int = 100) -> list[law.Draw]:
-    """The first tokens of `n` answers to a case of `SAMPLED`, drawn independently.
-
-    Raises:
-        ServerError: the server refuses the case.
-    """
+    """Draw the first tokens of `n` answers to a case of `SAMPLED`; raise ServerError if it is refused."""
     case = case._replace(sampling=case.sampling | {"n": per_request, "max_new_tokens": law.N_POSITIONS})
     found = list[law.Draw]()
     for reply in ask_all(server, [(begun(case), case)] * -(-n // per_request), concurrency=2):
@@ -287,7 +278,6 @@ def draws(server: Server, case: Case, n: int, per_request: int = 100) -> list[la
 
 
 def message_of(response: httpx.Response) -> str:
-    """The sentence of an error, without the JSON around it where there is some."""
     try:
         return str(response.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):
@@ -295,7 +285,7 @@ def message_of(response: httpx.Response) -> str:
 
 
 def streamed(response: httpx.Response) -> dict[str, Any]:
-    """The last event of a stream, after checking that each event goes on from the one before."""
+    """Return the last event of a stream; require each event to extend the one before."""
     events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: {")]
     for before, after in pairwise(events):
         n = len(before["output_ids"])
@@ -305,7 +295,7 @@ def streamed(response: httpx.Response) -> dict[str, Any]:
 
 
 def numbers_of(sample: Sample) -> dict[str, list[Any]]:
-    """Every logprob of an answer, by the name SGLang gives the list, and the hidden states of its tokens."""
+    """Return every logprob of an answer by SGLang's name of the list, and the hidden states of its tokens."""
     numbers = {name: rows for name, rows in sample.meta.items() if name.endswith("logprobs") and rows}
     if "hidden_states" in sample.meta:
         numbers["hidden_states"] = chosen_from(sample.meta["hidden_states"])
@@ -313,16 +303,16 @@ def numbers_of(sample: Sample) -> dict[str, list[Any]]:
 
 
 def chosen_from(hidden_states: Sequence[Any]) -> list[list[float]]:
-    """One row for each token of an answer, that which it was chosen from.
+    """Return one row per token of an answer: the hidden state that the token was chosen from.
 
-    SGLang gives the rows of a prompt, as far as they were not in the prefix cache, in one list; its token was chosen
-    from the last one.
+    SGLang returns the rows of a prompt that were not in the prefix cache as one list; the last row chose the first
+    token.
     """
     return [rows[-1] if isinstance(rows[0], list) else rows for rows in hidden_states]
 
 
 def furthest(a: Any, b: Any) -> float:
-    """The largest difference between two answers' numbers; infinite where the shape or a token differs.
+    """Return the largest difference between two answers' numbers; inf if a shape or a token differs.
 
     A row is a number, [logprob, token, text] or a list of such rows.
     """

@@ -1,8 +1,8 @@
-"""Read the machine code of a kernel: its instructions, its loops, and how long one warp takes to go through them.
+"""A kernel's machine code: its instructions, its loops, and the cycles that one warp takes.
 
-`nvdisasm` prints every instruction with its 128 bits. The upper ones hold what the assembler decided about time: cycles
-until the next instruction may issue, which of six scoreboards this one sets, and which it waits for. So one warp can be
-followed without a GPU: a predicted latency, of which the only guesses are the `CYCLES` that loads and their like take.
+`nvdisasm` prints every instruction with its 128 bits. The upper ones hold the assembler's schedule: cycles until the
+next instruction may issue, the scoreboard that this one sets (of six), and those that it waits for. That gives the
+latency of one warp without a GPU. Only the `CYCLES` of loads and the like are guesses.
 """
 
 import re
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-NOTHING = 7  # a scoreboard that is none
-# From issue to result, of what sets a scoreboard. Guesses for Hopper: microbenchmarks agree to a fifth or so.
+NOTHING = 7  # no scoreboard
+# From issue to result, for instructions that set a scoreboard. Guesses for Hopper, within 20 % of microbenchmarks.
 CYCLES = {
     **{"LDG": 800, "LDGSTS": 800, "ATOMG": 800, "MEMBAR": 800},
     **{"LDS": 30, "LDSM": 33, "SHFL": 24, "MUFU": 22, "BAR": 30, "HMMA": 33},
@@ -26,14 +26,14 @@ OTHERS_CYCLES = 25
 READ_CYCLES = 12  # until a store has read its operands
 
 INSTRUCTION = re.compile(
-    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_.]*)(?P<rest>.*?);"  # behind its address and guard
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_.]*)(?P<rest>.*?);"  # after its address and guard
     r".*\n\s*/\* 0x(?P<control>\w{16}) \*/"
 )
 LABEL = re.compile(r"^(\.L_\w+):", re.M)
 
 
 class Instruction(NamedTuple):
-    op: str  # with its suffixes, as LDG.E.128
+    op: str  # with suffixes, as in LDG.E.128
     rest: str
     stall: int  # cycles until the next may issue
     sets: int  # scoreboard of its result
@@ -46,7 +46,7 @@ class Instruction(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """An innermost loop: positions of its first instruction and of the branch back."""
+    """Innermost loop: positions of its first instruction and of the branch back."""
 
     first: int
     last: int
@@ -59,30 +59,30 @@ class Code(NamedTuple):
     stack: int  # bytes per thread; more than 0 where registers are spilled
 
     def count(self, *names: str) -> int:
-        """Instructions, anywhere in the code, whose name is one of these; without suffixes."""
+        """Count instructions with one of these names, without suffixes."""
         return sum(i.name in names for i in self.instructions)
 
     def executed(self, trips: Sequence[int]) -> list[Instruction]:
-        """One warp's way through the code if loop i runs `trips[i]` times and no forward branch is taken.
+        """Return one warp's instructions if loop i runs `trips[i]` times and no forward branch is taken.
 
         Raises:
             ValueError: the code has another number of innermost loops.
         """
-        way, at = [], 0
+        path, at = [], 0
         for (first, last), n in zip(self.loops, trips, strict=True):
-            way += self.instructions[at:first] + self.instructions[first : last + 1] * n
+            path += self.instructions[at:first] + self.instructions[first : last + 1] * n
             at = last + 1
-        return way + self.instructions[at:]
+        return path + self.instructions[at:]
 
 
-def stages(way: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Cut a way after each EXIT: programs may leave there, and the others go on."""
-    cuts = [0, *(at + 1 for at, i in enumerate(way) if i.name == "EXIT"), len(way)]
-    return [list(way[first:last]) for first, last in pairwise(cuts)]
+def stages(path: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Split an execution after each EXIT, where some programs leave and the others go on."""
+    cuts = [0, *(at + 1 for at, i in enumerate(path) if i.name == "EXIT"), len(path)]
+    return [list(path[first:last]) for first, last in pairwise(cuts)]
 
 
 def read(cubin: bytes) -> Code:
-    """The code of a compiled kernel, by NVIDIA's tools that come with Triton."""
+    """Read the code of a compiled kernel with NVIDIA's tools that Triton includes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -115,18 +115,20 @@ def innermost(instructions: list[Instruction], labels: dict[str, int]) -> list[L
     loops = []
     for at, instruction in enumerate(instructions):
         target = re.search(r"`\((\.L_\w+)\)", instruction.rest)
-        if instruction.name == "BRA" and target and labels[target[1]] < at:  # the last branch goes to itself, for ever
+        if (
+            instruction.name == "BRA" and target and labels[target[1]] < at
+        ):  # the last branch of a kernel jumps to itself
             loops.append(Loop(labels[target[1]], at))
     return [a for a in loops if not any(b != a and a.first <= b.first and b.last <= a.last for b in loops)]
 
 
-def cycles(way: Sequence[Instruction]) -> int:
-    """Of one warp that is alone: from its first instruction to its last."""
+def cycles(path: Sequence[Instruction]) -> int:
+    """Return the cycles of one warp that runs alone, from its first instruction to its last."""
     now = 0
     ready = [0] * NOTHING
     groups: list[int] = []  # when copies to shared memory arrive, by group
     arrives = 0
-    for i in way:
+    for i in path:
         now = max([now, *(at for board, at in enumerate(ready) if i.waits >> board & 1)])
         latency = CYCLES.get(i.name, OTHERS_CYCLES)
         if i.name == "LDGSTS":

@@ -1,6 +1,6 @@
 """Answers with tool calls, written by hand in the format of each of SGLang's tool-call parsers.
 
-`WRITERS[parser](text, calls)` returns the answer that says `text` and then makes `calls`.
+`WRITERS[parser](text, calls)` returns an answer with `text` and then `calls`.
 """
 
 import json
@@ -18,12 +18,11 @@ def js(value: Any) -> str:
 
 
 def between_tags(value: Any) -> str:
-    """Write a string as it is, anything else as JSON."""
     return value if isinstance(value, str) else js(value)
 
 
 def tags(form: str) -> Written:
-    """Write each argument as `form`, where KEY, VALUE, TYPE and IS_STRING stand for what they say."""
+    """Write each argument as `form`, with KEY, VALUE, TYPE and IS_STRING replaced."""
 
     def write(arguments: Arguments) -> str:
         parts = []
@@ -38,7 +37,7 @@ def tags(form: str) -> Written:
 
 
 def each(form: str, *, start: str = "", end: str = "", between: str = "", arguments: Written = js) -> Writer:
-    """Write each call as `form`, where NAME, ARGUMENTS and NUMBER stand for the call's; `start` and `end` frame all."""
+    """Write each call as `form`, with NAME, ARGUMENTS and NUMBER replaced; `start` and `end` enclose all calls."""
 
     def write(text: str, calls: Sequence[Call]) -> str:
         written = [
@@ -102,7 +101,7 @@ def harmony(text: str, calls: Sequence[Call]) -> str:
 
 
 def beam(_: str, calls: Sequence[Call]) -> str:
-    """Write calls without a text: this format has none before a call but thoughts, which another parser reads."""
+    """Write calls only: this format has no text before a call except thoughts, which another parser reads."""
     return each(
         " to=NAME<|channel|>analysis <|constrain|>xml<|message|>ARGUMENTS",
         between="<|end|><|start|>assistant",
@@ -112,15 +111,15 @@ def beam(_: str, calls: Sequence[Call]) -> str:
 
 
 def muse(text: str, calls: Sequence[Call]) -> str:
-    said = f" to=user<|message|>{text}" if text or not calls else ""
+    message = f" to=user<|message|>{text}" if text or not calls else ""
     body = '<atem:function_calls>\n<atem:invoke name="NAME">\nARGUMENTS</atem:invoke>\n</atem:function_calls>'
     call = each(
         f" to=NAME<|message|>{body}",
-        start="<|eom|><|start|>assistant" if said else "",
+        start="<|eom|><|start|>assistant" if message else "",
         between="<|eom|><|start|>assistant",
         arguments=tags('<atem:parameter name="KEY">VALUE</atem:parameter>\n'),
     )
-    return call(said, calls) + "<|eot|>"
+    return call(message, calls) + "<|eot|>"
 
 
 def kimi_k3(text: str, calls: Sequence[Call]) -> str:
@@ -142,10 +141,9 @@ OBJECT_2 = '{"name": "NAME", "parameters": ARGUMENTS}'
 GLM = each("<tool_call>NAME\nARGUMENTS</tool_call>", between="\n", arguments=pairs("\n"))
 QWEN = each(f"<tool_call>\n{OBJECT}\n</tool_call>", between="\n")
 CODER = each(
-    "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
-    between="\n",
+    "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>", between="\n",
     arguments=tags("<parameter=KEY>\nVALUE\n</parameter>\n"),
-)
+)  # fmt: skip
 DEEPSEEK = {"start": "<｜tool▁calls▁begin｜>", "end": "<｜tool▁calls▁end｜>"}
 INVOKE = {
     "form": '<invoke name="NAME">\nARGUMENTS</invoke>\n',
@@ -156,14 +154,11 @@ WRITERS: dict[str, Writer] = {
     "apertus2509": apertus,
     "beam": beam,
     "cohere_command4": each(
-        '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": ARGUMENTS}',
-        start="<|START_ACTION|>[\n",
-        end="\n]<|END_ACTION|>",
-        between=",\n",
+        '{"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": ARGUMENTS}', start="<|START_ACTION|>[\n",
+        end="\n]<|END_ACTION|>", between=",\n",
     ),
     "deepseekv3": each(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>",
-        between="\n",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```<｜tool▁call▁end｜>", between="\n",
         **DEEPSEEK,
     ),
     "deepseekv31": each("<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS<｜tool▁call▁end｜>", **DEEPSEEK),
@@ -180,24 +175,19 @@ WRITERS: dict[str, Writer] = {
     "gpt-oss": harmony,
     "hermes": each(f"<tool_call>{OBJECT}</tool_call>", between="\n"),
     "hunyuan": each(
-        "<tool_call>NAME<tool_sep>\nARGUMENTS</tool_call>\n",
-        start="<tool_calls>\n",
-        end="</tool_calls>",
+        "<tool_call>NAME<tool_sep>\nARGUMENTS</tool_call>\n", start="<tool_calls>\n", end="</tool_calls>",
         arguments=pairs("\n"),
     ),
     "inkling": each('<|message_model|>NAME<|content_invoke_tool_json|>{"name":"NAME","args":ARGUMENTS}<|end_message|>'),
     "interns1": each(f"<|action_start|> <|plugin|>\n{OBJECT_2}<|action_end|>", between="\n"),
     "iquest_q1": each("<iquest_tool_call>NAMEARGUMENTS</iquest_tool_call>", arguments=pairs("")),
     "k2_horizon": each(
-        "<ifm|tool_call>NAME\nARGUMENTS</ifm|tool_call>\n",
-        start="<ifm|tool_calls>\n",
-        end="</ifm|tool_calls>",
+        "<ifm|tool_call>NAME\nARGUMENTS</ifm|tool_call>\n", start="<ifm|tool_calls>\n", end="</ifm|tool_calls>",
         arguments=pairs("\n", "ifm|arg_"),
     ),
     "kimi_k2": each(
         "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>ARGUMENTS<|tool_call_end|>",
-        start="<|tool_calls_section_begin|>",
-        end="<|tool_calls_section_end|>",
+        start="<|tool_calls_section_begin|>", end="<|tool_calls_section_end|>",
     ),
     "kimi_k3": kimi_k3,
     "lfm2": each(
@@ -206,20 +196,15 @@ WRITERS: dict[str, Writer] = {
     "ling3": GLM,
     "llama3": each(OBJECT_2, start="<|python_tag|>", between=";"),
     "mimo": each(
-        "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>",
-        between="\n",
+        "<tool_call>\n<function=NAME>\nARGUMENTS</function>\n</tool_call>", between="\n",
         arguments=tags("<parameter=KEY>VALUE</parameter>\n"),
     ),
     "minicpm5": each(
-        '<function name="NAME">ARGUMENTS</function>',
-        between="\n",
-        arguments=tags('<param name="KEY">VALUE</param>'),
+        '<function name="NAME">ARGUMENTS</function>', between="\n", arguments=tags('<param name="KEY">VALUE</param>')
     ),
     "minimax-m2": each(start="<minimax:tool_call>\n", end="</minimax:tool_call>", **INVOKE),
     "minimax-m3": each(
-        f'{M3}<invoke name="NAME">ARGUMENTS{M3}</invoke>\n',
-        start=f"{M3}<tool_call>\n",
-        end=f"{M3}</tool_call>",
+        f'{M3}<invoke name="NAME">ARGUMENTS{M3}</invoke>\n', start=f"{M3}<tool_call>\n", end=f"{M3}</tool_call>",
         arguments=minimax,
     ),
     "mistral": each("[TOOL_CALLS]NAME[ARGS]ARGUMENTS"),
@@ -241,7 +226,7 @@ WRITERS: dict[str, Writer] = {
     ),
     "step3p5": CODER,
     "trinity": QWEN,
-}
-# Older models of one parser write this, and so does an answer that must be calls (`tool_choice`).
+}  # fmt: skip
+# Formats of older Mistral models, and of an answer that must be calls (`tool_choice`).
 MISTRAL_ARRAY = each(OBJECT, start="[TOOL_CALLS] [", end="]", between=", ")
 ARRAY = each(OBJECT_2, start="[", end="]", between=", ")

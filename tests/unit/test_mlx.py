@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.cases import CASES, IN_FP32, ORACLE
-from tests.engines.write_oracle import said
+from tests.engines.write_oracle import reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", IN_FP32)
 def test_the_oracle_is_as_it_was_written(name: str) -> None:
     wanted = json.loads(ORACLE.read_text())[name][:1]
-    assert json.loads(json.dumps(list(said(CASES[name], 1)))) == wanted
+    assert json.loads(json.dumps(list(reference(CASES[name], 1)))) == wanted
 
 
 @pytest.mark.full

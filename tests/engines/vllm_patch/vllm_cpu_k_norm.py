@@ -1,12 +1,14 @@
-"""vLLM 0.32 on a CPU normalises the context keys of every draft layer with the first layer's weights: its kernel reads
-one row of what `DFlashQwen3Model._normalize_context_k` hands it. Drafts get worse, answers stay right. Mended here, as
-a plugin that every process of vLLM loads."""
+"""vLLM plugin, loaded by every process of vLLM, that fixes the norm of draft keys on a CPU.
+
+vLLM 0.32 on a CPU normalises context keys of every draft layer with the first layer's weights: its kernel reads only
+one row of the weights that `DFlashQwen3Model._normalize_context_k` passes. Drafts get worse, answers stay right.
+"""
 
 import torch
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
 
-def mend() -> None:
+def patch() -> None:
     def normalize(self: DFlashQwen3Model, keys_LTGE: torch.Tensor) -> torch.Tensor:
         keys = keys_LTGE.float()
         keys = keys * torch.rsqrt(keys.pow(2).mean(-1, keepdim=True) + self._rms_norm_eps)

@@ -1,7 +1,4 @@
-"""Every rank writes down what each of its steps exchanged, in processes that have this folder on PYTHONPATH.
-
-Python imports `sitecustomize` before anything else, so the worker is met while it is being loaded.
-"""
+"""Log of what each step of every rank exchanges, in processes that have this folder on PYTHONPATH."""
 
 from after_loading import edit_after_loading
 

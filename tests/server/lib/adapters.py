@@ -1,7 +1,7 @@
-"""LoRA adapters of the tiny targets, and each merged into its target: what a server with the adapter has to say.
+"""LoRA adapters of the tiny targets, and targets with them merged in, whose answers a server must give.
 
-The draft beside a merged target is the base model's all the same, as it is when the target's requests bring adapters:
-no adapter touches the embedding or the head that the draft borrows, but where a test asks for one that does.
+The draft of a merged target is the base model's, as when requests bring adapters. Adapters leave the embedding and the
+head, which the draft borrows, unchanged, except in a test that changes them on purpose.
 """
 
 import json
@@ -18,17 +18,16 @@ MODULES = {
     "dense": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "hybrid": ("gate_proj", "up_proj", "down_proj"),
 }
-RANKS = {"calm": 4, "wild": 8, "late": 8}  # adapters by name; a batch may hold several ranks
-STRENGTH = {"calm": 0.3, "wild": 0.6, "late": 0.45}  # of a matrix's own standard deviation
+RANKS = {"calm": 4, "wild": 8, "late": 8}  # LoRA rank by adapter; a batch may mix ranks
+STRENGTH = {"calm": 0.3, "wild": 0.6, "late": 0.45}  # relative to a matrix's standard deviation
 
 
 class Adapter(NamedTuple):
     path: Path  # in PEFT's format
-    merged: Pair  # the target with it merged in, the draft as it is
+    merged: Pair  # the target with the adapter merged in, the draft unchanged
 
 
 def write(name: str, pair: Pair, modules: tuple[str, ...], folder: Path) -> Adapter:
-    """A random adapter of all matrices of the target that bear these names."""
     rank, tensors = RANKS[name], dict[str, torch.Tensor]()
     torch.manual_seed(rank + len(name))
     weights = {key: tensor.float() for key, tensor in load_file(pair.target / "model.safetensors").items()}
@@ -54,7 +53,7 @@ def write(name: str, pair: Pair, modules: tuple[str, ...], folder: Path) -> Adap
 
 
 def flags(adapters: dict[str, Adapter], backend: str = "torch_native") -> tuple[str, ...]:
-    """A server with these from the start, and room for others of their kind."""
+    """Return flags of a server with these adapters at start and room for others of the same kind."""
     paths = [f"{name}={adapter.path}" for name, adapter in adapters.items()]
     return (
         *("--enable-lora", "--lora-paths", *paths),

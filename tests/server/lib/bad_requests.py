@@ -1,4 +1,4 @@
-"""Requests no server should serve, or that stand on the edge of what it serves: what is posted, and where."""
+"""Requests that no server should serve, or at the edge of what one serves: paths and bodies."""
 
 from typing import Any, NamedTuple
 
@@ -9,11 +9,11 @@ GREEDY = {"temperature": 0, "max_new_tokens": 8}
 
 class Bad(NamedTuple):
     path: str
-    body: Any  # JSON; bytes are sent as they are
+    body: Any  # JSON value; bytes are sent unchanged
 
     @property
     def content(self) -> dict[str, Any]:
-        """What httpx is to send."""
+        """Arguments of httpx that send the body."""
         if isinstance(self.body, bytes):
             return {"content": self.body, "headers": {"Content-Type": "application/json"}}
         return {"json": self.body}
@@ -37,40 +37,20 @@ def completion(**asked: Any) -> Bad:
     return Bad("/v1/completions", {"model": "tiny", "prompt": "Spell", "temperature": 0, "max_tokens": 8} | asked)
 
 
-# Sampling parameters, through SGLang's own endpoint.
+# Sampling parameters, through SGLang's own endpoint, with invalid or extreme values; `GREEDY` has max_new_tokens 8.
+SAMPLING_VALUES: dict[str, tuple[Any, ...]] = {
+    "temperature": (-1, "warm"), "top_p": (0, 2), "min_p": (2,), "max_new_tokens": (-1, 0, "many"),
+    "min_new_tokens": (9, -1), "frequency_penalty": (3,), "presence_penalty": (-3,), "repetition_penalty": (0,),
+    "logit_bias": ({"1024": 1.0}, {"-1": 1.0}, {"one": 1.0}), "sampling_seed": ("dice",), "n": (0, -1), "stop": (5,),
+    "stop_token_ids": (["end"],), "temprature": (0,), "regex": ("([",), "json_schema": ("{", '{"type": "feather"}'),
+    "ebnf": ("root ::= ",), "structural_tag": ("{}",),
+}  # fmt: skip
 SAMPLING = {
-    "temperature-negative": sampling(temperature=-1),
-    "temperature-text": sampling(temperature="warm"),
-    "top_p-zero": sampling(top_p=0),
-    "top_p-two": sampling(top_p=2),
-    "top_k-minus-five": sampling(top_k=-5, temperature=1),
-    "top_k-zero": sampling(top_k=0, temperature=1),
-    "min_p-two": sampling(min_p=2),
-    "max_new_tokens-negative": sampling(max_new_tokens=-1),
-    "max_new_tokens-zero": sampling(max_new_tokens=0),
-    "max_new_tokens-text": sampling(max_new_tokens="many"),
-    "min_new_tokens-past-max": sampling(min_new_tokens=9),
-    "min_new_tokens-negative": sampling(min_new_tokens=-1),
-    "frequency_penalty-three": sampling(frequency_penalty=3),
-    "presence_penalty-minus-three": sampling(presence_penalty=-3),
-    "repetition_penalty-zero": sampling(repetition_penalty=0),
-    "logit_bias-past-vocabulary": sampling(logit_bias={"1024": 1.0}),
-    "logit_bias-negative-id": sampling(logit_bias={"-1": 1.0}),
-    "logit_bias-not-an-id": sampling(logit_bias={"one": 1.0}),
-    "sampling_seed-text": sampling(sampling_seed="dice"),
-    "n-zero": sampling(n=0),
-    "n-negative": sampling(n=-1),
-    "stop-number": sampling(stop=5),
-    "stop_token_ids-text": sampling(stop_token_ids=["end"]),
-    "unknown-parameter": sampling(temprature=0),
-    "two-grammars": sampling(regex="[a-z]+", json_schema='{"type": "object"}'),
-    "regex-broken": sampling(regex="(["),
-    "json_schema-broken": sampling(json_schema="{"),
-    "json_schema-unknown-type": sampling(json_schema='{"type": "feather"}'),
-    "ebnf-broken": sampling(ebnf="root ::= "),
-    "structural_tag-broken": sampling(structural_tag="{}"),
+    f"{name} {value}": sampling(**{name: value}) for name, values in SAMPLING_VALUES.items() for value in values
 }
-# The request around them.
+SAMPLING |= {f"top_k {value}": sampling(top_k=value, temperature=1) for value in (-5, 0)}
+SAMPLING["two grammars"] = sampling(regex="[a-z]+", json_schema='{"type": "object"}')
+# Other fields of the request.
 REQUESTS = {
     "json-broken": Bad("/generate", b'{"input_ids": [5, 6'),
     "json-list": Bad("/generate", []),
@@ -93,33 +73,22 @@ REQUESTS = {
     "token_ids_logprob-past-vocabulary": fields(input_ids=PROMPT, return_logprob=True, token_ids_logprob=[5000]),
     "session-unknown": fields(input_ids=PROMPT, session_params={"id": "none-such"}),
 }
-OPENAI = {
-    "chat-messages-empty": chat(messages=[]),
+BROKEN_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "feather"}}}
+CHAT_VALUES: dict[str, tuple[Any, ...]] = {
+    "messages": ([], "hello", [{"role": "wizard", "content": "hello"}], [{"role": "user", "content": ""}]),
+    "model": ("none-such",), "n": (0,), "temperature": (-1,), "top_p": (2,), "max_tokens": (-1, 0), "stop": (5,),
+    "logit_bias": ({"4000": 1},), "response_format": ({"type": "poem"}, BROKEN_SCHEMA), "tool_choice": ("required",),
+}  # fmt: skip
+OPENAI = {f"chat {name} {value}": chat(**{name: value}) for name, values in CHAT_VALUES.items() for value in values} | {
     "chat-messages-missing": Bad("/v1/chat/completions", {"model": "tiny"}),
-    "chat-messages-text": chat(messages="hello"),
-    "chat-role-unknown": chat(messages=[{"role": "wizard", "content": "hello"}]),
-    "chat-content-empty": chat(messages=[{"role": "user", "content": ""}]),
-    "chat-model-unknown": chat(model="none-such"),
-    "chat-n-zero": chat(n=0),
-    "chat-temperature-negative": chat(temperature=-1),
-    "chat-top_p-two": chat(top_p=2),
-    "chat-max_tokens-negative": chat(max_tokens=-1),
-    "chat-max_tokens-zero": chat(max_tokens=0),
-    "chat-stop-number": chat(stop=5),
-    "chat-logit_bias-past-vocabulary": chat(logit_bias={"4000": 1}),
-    "chat-response_format-unknown": chat(response_format={"type": "poem"}),
-    "chat-json_schema-broken": chat(
-        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "feather"}}}
-    ),
     "chat-too-long": chat(messages=[{"role": "user", "content": "apple " * 5000}]),
-    "chat-tool_choice-without-tools": chat(tool_choice="required"),
     "chat-json-broken": Bad("/v1/chat/completions", b'{"model": '),
     "completion-prompt-missing": Bad("/v1/completions", {"model": "tiny"}),
     "completion-prompt-empty-list": completion(prompt=[]),
     "completion-n-zero": completion(n=0),
     "completion-best_of-text": completion(best_of="two"),
 }
-# Each of them ends a server that has no plugin to refuse it, but for a few.
+# Most of these end a server without the plugin; `OUTLIVED` are the exceptions.
 NO_PROMPT = {
     "text-empty": fields(text=""),
     "text-empty-beside-another": fields(text=["Spell", ""]),
@@ -152,24 +121,19 @@ NO_PARAMETER = {
     "lora_id-list": fields(input_ids=PROMPT, lora_id=[]),
     "positional_embed_overrides": fields(input_ids=PROMPT, positional_embed_overrides={"a": 1}),
 }
-# It ends a server that has metrics, and only there it is refused.
+# Ends a server that has metrics, and is refused only there.
 NO_LABEL = {"custom_labels-unknown": fields(input_ids=PROMPT, custom_labels={"team": "a"})}
-# They take the memory of whatever runs on the machine, so SGLang is not shown to end with them.
+# They exhaust the machine's memory, so no test shows that SGLang ends with them.
 TOO_MANY = {
     "n-past-memory": sampling(n=2**31),
     "n-of-several-prompts": Bad("/generate", {"input_ids": [PROMPT] * 64, "sampling_params": GREEDY | {"n": 1025}}),
     "chat-n-past-memory": chat(n=2**40),
     "completion-n-past-memory": completion(n=2**16 + 1),
 }
-# SGLang outlives these on a CPU: it answers an empty prompt that is read beside another, draws from NaN (token 0), and
-# looks stop ids up only where a neighbour has min_new_tokens. The OpenAI door refuses an empty string by itself.
+# SGLang survives these on a CPU: it answers an empty prompt beside another, draws token 0 from NaN, and looks up stop
+# ids only if a neighbour has min_new_tokens. The OpenAI API itself refuses an empty string.
 OUTLIVED = {
-    "text-empty-beside-another",
-    "input_ids-empty-beside-others",
-    "completion-prompt-empty",
-    "logit_bias-past-fp32",
-    "temperature-past-fp32",
-    "repetition_penalty-of-no-size",
-    "stop_token_ids-past-vocabulary",
-}
+    "text-empty-beside-another", "input_ids-empty-beside-others", "completion-prompt-empty", "logit_bias-past-fp32",
+    "temperature-past-fp32", "repetition_penalty-of-no-size", "stop_token_ids-past-vocabulary",
+}  # fmt: skip
 KINDS = {**SAMPLING, **REQUESTS, **OPENAI, **NO_PROMPT, **NO_TOKEN, **NO_PARAMETER, **TOO_MANY}

@@ -22,17 +22,13 @@ TIMEOUT_S = 60.0
 
 
 class Page:
-    """One tab; commands one after the other. `said` are the page's console messages and errors."""
+    """One tab with commands in sequence; `console` holds its console messages and errors."""
 
     def __init__(self, address: str) -> None:
-        self.address, self.n_sent, self.said = address, 0, list[str]()
+        self.address, self.n_sent, self.console = address, 0, list[str]()
 
     def evaluate(self, expression: str) -> Any:
-        """What it is in the page; a promise is waited for.
-
-        Raises:
-            RuntimeError: it throws.
-        """
+        """Return the value of an expression in the page, awaiting promises; raise RuntimeError if it throws."""
         asked = {"expression": expression, "awaitPromise": True, "returnByValue": True}
         result = self.send("Runtime.evaluate", **asked)
         if "exceptionDetails" in result:
@@ -42,7 +38,9 @@ class Page:
     def wait_for(self, expression: str, timeout_s: float = TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not self.evaluate(expression):
-            assert time.monotonic() < deadline, f"{expression} is not so after {timeout_s:.0f} s; console: {self.said}"
+            assert time.monotonic() < deadline, (
+                f"{expression} is false after {timeout_s:.0f} s; console: {self.console}"
+            )
             time.sleep(0.1)
 
     def screenshot(self, path: Path) -> None:
@@ -54,22 +52,22 @@ class Page:
     async def _send(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         self.n_sent += 1
         async with aiohttp.ClientSession() as session, session.ws_connect(self.address, max_msg_size=0) as socket:
-            for domain in ("Runtime.enable", "Log.enable"):  # tells what was said before, too
+            for domain in ("Runtime.enable", "Log.enable"):  # these also report earlier messages
                 await socket.send_json({"id": 0, "method": domain})
             await socket.send_json({"id": self.n_sent, "method": method, "params": parameters})
-            said: list[str] = []
+            messages: list[str] = []
             while True:
                 message = await socket.receive_json(timeout=TIMEOUT_S)
                 if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
-                    said.append(json.dumps(message["params"]))
+                    messages.append(json.dumps(message["params"]))
                 if message.get("id") == self.n_sent:
-                    self.said = said
+                    self.console = messages
                     return message["result"]
 
 
 @contextmanager
 def opened(url: str, *, width: int = 1200, height: int = 900) -> Iterator[Page]:
-    """The page at `url`, loaded."""
+    """Open the page at `url` and wait until it is loaded."""
     assert CHROMIUM, "no chromium on PATH"
     with tempfile.TemporaryDirectory() as folder:
         command = [CHROMIUM, *FLAGS, f"--window-size={width},{height}", f"--user-data-dir={folder}", "about:blank"]
@@ -82,7 +80,6 @@ def opened(url: str, *, width: int = 1200, height: int = 900) -> Iterator[Page]:
 
 
 def new_tab(process: subprocess.Popen[str], url: str) -> str:
-    """Its DevTools address."""
     assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"DevTools listening on ws://([\w.:]+)/", line):

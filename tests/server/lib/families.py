@@ -1,7 +1,7 @@
-"""A tiny pair for every family of targets that DFlash drafts were published for, made on the spot.
+"""A tiny pair for every family of targets that has published DFlash drafts, made when needed.
 
-A target has random weights: its architecture is what is tested, and it writes in loops, which a draft of two layers
-learns in seconds. So drafts are accepted, and which ones depends on the target's features.
+A target has random weights: its architecture is under test. Its texts are loops, which a draft of two layers learns in
+seconds. So drafts are accepted, and acceptance depends on the target's features.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ GATED_DELTA_NET = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 MROPE = {
-    "partial_rotary_factor": 0.5,  # Transformers reads the other one, SGLang this
+    "partial_rotary_factor": 0.5,  # read by SGLang; Transformers reads the one below
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
         "mrope_interleaved": True, "mrope_section": [2, 1, 1],
@@ -55,9 +55,9 @@ VISION = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "in_channels": 3, "patch_size": 16,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16, "out_hidden_size": HIDDEN,
 }  # fmt: skip
-# Inside the vocabulary; no prompt holds one.
+# Inside the vocabulary; not in any prompt.
 IMAGES = {"image_token_id": 127, "video_token_id": 126, "vision_start_token_id": 125, "vision_end_token_id": 124}
-# SGLang warms up with English, which a vocabulary of 128 cannot spell, or with an image; the CPU route is for text.
+# SGLang warms up with English, which a vocabulary of 128 cannot spell, or with an image, which the CPU does not serve.
 NO_WARMUP = ("--skip-server-warmup",)
 
 
@@ -72,19 +72,19 @@ GEMMA4 = {
     "sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "global_head_dim": 32,
     "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
-    "initializer_range": 0.03,  # of the embeddings, in effect: everything else is normalised after it is multiplied
+    "initializer_range": 0.03,  # affects embeddings only: other products are normalised
 }  # fmt: skip
 GEMMA4_OUTER = {
     "vision_config": {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 2, "head_dim": 16,
     },
-    "image_token_id": 1000, "video_token_id": 1001, "audio_token_id": 1002, "audio_config": None,  # never said
+    "image_token_id": 1000, "video_token_id": 1001, "audio_token_id": 1002, "audio_config": None,  # never output
 }  # fmt: skip
 
 
 class Family(NamedTuple):
-    """`model` and `config` are names in Transformers; `fields` are those of its text model, `outer` of the whole."""
+    """`model` and `config` are names in Transformers, `fields` those of the text model, `outer` of the whole."""
 
     model: str
     config: str
@@ -109,34 +109,28 @@ def rehearsed(
     flags: tuple[str, ...] = (),
     outer: Mapping[str, Any] = MappingProxyType({}),
 ) -> Family:
-    """A family that is served as on a GPU, with captured graphs."""
+    """Return a family that is served as on a GPU, with captured graphs."""
     return Family(model, config, fields, (*flags, *attention(backend), *GRAPHS), bool(outer), outer, SM90)
 
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "LlamaConfig", DENSE_MLP | LLAMA3_ROPE),
-    # As Qwen3-4B: one matrix is embedding and head.
+    # As in Qwen3-4B, one matrix is embedding and head.
     "qwen3-tied": Family("Qwen3ForCausalLM", "Qwen3Config", DENSE_MLP | {"tie_word_embeddings": True}),
     "qwen3-moe": Family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", DENSE_MLP | EXPERTS),
     "qwen3.5": Family(
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5Config",
-        DENSE_MLP | GATED_DELTA_NET | MROPE,
-        HYBRID_FLAGS,
+        "Qwen3_5ForConditionalGeneration", "Qwen3_5Config", DENSE_MLP | GATED_DELTA_NET | MROPE, HYBRID_FLAGS,
         vision=True,
     ),
     "qwen3.5-moe": Family(
-        "Qwen3_5MoeForConditionalGeneration",
-        "Qwen3_5MoeConfig",
-        EXPERTS | GATED_DELTA_NET | MROPE | {"shared_expert_intermediate_size": 32},
-        HYBRID_FLAGS,
-        vision=True,
+        "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig",
+        EXPERTS | GATED_DELTA_NET | MROPE | {"shared_expert_intermediate_size": 32}, HYBRID_FLAGS, vision=True,
     ),
-}
+}  # fmt: skip
 
-# What SGLang serves with the attention backends, or the layers, of GPUs only.
+# Families that SGLang serves with attention backends or layers of GPUs only.
 REHEARSED = {
-    # Every other layer slides; each head has a sink.
+    # Every other layer has a sliding window; each head has a sink.
     "gpt-oss": rehearsed(
         "GptOssForCausalLM",
         "GptOssConfig",
@@ -150,17 +144,9 @@ REHEARSED = {
     "minimax-m2": rehearsed(
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
-        {
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "intermediate_size": 32,
-            "rotary_dim": 8,
-            # SGLang reads these.
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-            "scoring_func": "sigmoid",
-            "use_routing_bias": True,
-        },
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "rotary_dim": 8}
+        | {"use_qk_norm": True, "qk_norm_type": "per_layer"}  # read by SGLang, like the next two
+        | {"scoring_func": "sigmoid", "use_routing_bias": True},
     ),
     "qwen3-next": rehearsed(
         "Qwen3NextForCausalLM",
@@ -168,7 +154,7 @@ REHEARSED = {
         EXPERTS | GATED_DELTA_NET | DENSE_MLP | {"shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5},
         flags=HYBRID_FLAGS,
     )._replace(env=STREAMS),  # in captured forwards the norm of K and the experts run on a second stream
-    # SGLang refuses it fa3, and this one has no heads that fa4 could not take.
+    # SGLang refuses fa3 here; fa4 supports the head widths of this one.
     "gemma-4": rehearsed(
         "Gemma4ForConditionalGeneration", "Gemma4Config", DENSE_MLP | GEMMA4, backend="fa4", outer=GEMMA4_OUTER
     ),
@@ -185,7 +171,7 @@ REHEARSED = {
 
 
 def make_target(family: Family) -> PreTrainedModel:
-    """Random weights, fp32, wide enough that what a token's past says decides what comes next."""
+    """Return a target of random fp32 weights, wide enough that the next token depends on the context."""
     torch.manual_seed(0)
     fields = COMMON | {"initializer_range": 0.16} | dict(family.fields)
     config_class = getattr(transformers, family.config)
@@ -205,7 +191,7 @@ def make_target(family: Family) -> PreTrainedModel:
 
 
 def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
-    """Target and draft on disk, and prompts whose answers the draft was taught."""
+    """Write target and draft; return them with prompts whose answers the draft was trained on."""
     pair = Pair(folder / "target", folder / "draft")
     target = make_target(family)
     target.save_pretrained(pair.target)
@@ -216,14 +202,14 @@ def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
     reader.save_pretrained(pair.target)
     rows = texts(target)
     data = Data(rows_at=lambda step: rows, held_out=[rows], prompts=[], facts={})
-    reading = read_rows(target, rows, FEATURE_LAYERS)  # once: every step trains on the same rows
+    reading = read_rows(target, rows, FEATURE_LAYERS)  # read once: every step trains on the same rows
     settings = Settings(n_anchors=16)
     train_draft(target, draft_config(), data, RECIPE, out=pair.draft, settings=settings, read=lambda rows: reading)
     return pair, rows.ids_RL[:, :N_PROMPT].tolist()
 
 
 def texts(target: PreTrainedModel) -> Rows:
-    """What the target says after random prompts."""
+    """Return what the target writes after random prompts."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(MASK + 1, VOCABULARY - len(IMAGES), (N_TEXTS, N_PROMPT), generator=generator)
     with torch.inference_mode():
@@ -231,25 +217,15 @@ def texts(target: PreTrainedModel) -> Rows:
             prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=N_ANSWER,
             min_new_tokens=N_ANSWER,
         )  # fmt: skip
-    ids_RL = ids_RL.clone()  # out of inference mode
+    ids_RL = ids_RL.clone()  # leaves inference mode
     is_response_RL = torch.arange(ids_RL.shape[1]).expand_as(ids_RL) >= N_PROMPT
     return Rows(ids_RL, is_response_RL, torch.full((N_TEXTS,), -1))
 
 
 def draft_config() -> Checkpoint:
     return Checkpoint(
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        intermediate_size=96,
-        vocab_size=VOCABULARY,
-        block_size=BLOCK_SIZE,
-        mask_token_id=MASK,
-        target_layer_ids=FEATURE_LAYERS,
-        num_target_layers=N_LAYERS,
-        layer_types=(FULL, FULL),
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        max_position_embeddings=512,
-    )
+        hidden_size=HIDDEN, num_hidden_layers=2, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM, intermediate_size=96, vocab_size=VOCABULARY, block_size=BLOCK_SIZE, mask_token_id=MASK,
+        target_layer_ids=FEATURE_LAYERS, num_target_layers=N_LAYERS, layer_types=(FULL, FULL),
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}, max_position_embeddings=512,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Servers that are forked from a process which has imported SGLang, where that makes no difference."""
+"""Servers forked from a process that has imported SGLang, where this makes no difference."""
 
 from __future__ import annotations
 
@@ -13,21 +13,16 @@ from sglang_dflash.servers.server import Process, Server
 from tests.fixtures.forking import ForkedProcess
 from tests.tools.parameters import REFERENCE_ENV
 
-# Read when a server starts, not at import. With any other variable a server is started from its command line.
+# Variables read when a server starts, not at import. Other variables require a start from the command line.
 READ_LATER = (
-    "CUDA_VISIBLE_DEVICES",
-    "OMP_NUM_THREADS",
-    "PYTHONUNBUFFERED",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS",
-    "SGLANG_CPU_OMP_THREADS_BIND",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY",
-    "SGLANG_MAMBA_CONV_DTYPE",
+    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "SGLANG_CHECK_KV_PAGE_INVARIANTS",
+    "SGLANG_CPU_OMP_THREADS_BIND", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_MAMBA_CONV_DTYPE",
     "SGLANG_TEST_RETRACT",
-)
+)  # fmt: skip
 
 
 class ForkedServer(Server):
-    """A server that is forked, and that ends at once: SGLang takes 5 s to leave after SIGTERM."""
+    """Forked server that ends at once: SGLang takes 5 s to exit after SIGTERM."""
 
     ENDED_BY = (signal.SIGCONT, signal.SIGKILL)
 
@@ -38,9 +33,9 @@ class ForkedServer(Server):
 
 
 def make_server(command: Sequence[str], env: Mapping[str, str], **options: Any) -> Server:
-    """Return a server, not started: one that is forked if no variable of `env` is read at import.
+    """Return a server, not started, which is forked if no variable of `env` is read at import.
 
-    Servers without speculation share the path that makes them references, so they have a forking process of their own.
+    Servers without speculation share the PYTHONPATH of references, so they have a forking process of their own.
     """
     early = {name: env[name] for name in env if name not in READ_LATER and not name.startswith("SGLANG_DFLASH_")}
     forks = early in ({}, REFERENCE_ENV)

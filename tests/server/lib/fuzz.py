@@ -1,7 +1,7 @@
-"""Requests by chance, good and odd ones, for two servers that must say the same: hypothesis draws, repeats and shrinks.
+"""Random requests, valid and odd, for two servers that must answer alike; hypothesis draws, repeats and shrinks them.
 
-A request is drawn field by field from what clients send, and now and then a field has a value that none should have.
-Several are sent at once, so each is also somebody's neighbour.
+A request is drawn field by field from what clients send; now and then a field has a value that none should have.
+Several are sent at once, so each is also a neighbour of others.
 """
 
 import json
@@ -16,7 +16,7 @@ from sglang_dflash.servers.server import Server
 MAX_NEW_TOKENS = 24
 TIMEOUT_S = 120.0
 TEMPERATURES = [0, 0.7, 1.5]
-CONTEXT_ATOL = 2e-3  # of log-probabilities: a prompt in one piece and in two rounds differently
+CONTEXT_ATOL = 2e-3  # log-probabilities: one prefill and two round differently
 GRAMMARS = {
     "regex": ["(yes|no)", "[a-z]{3,9}", r"\d{2}-\d{2}", "a*"],
     "json_schema": [
@@ -27,7 +27,7 @@ GRAMMARS = {
     "ebnf": ['root ::= "x" [a-f]+', 'root ::= ("yes" | "no") "!"'],
     "structural_tag": ['{"type": "structural_tag", "format": {"type": "const_string", "value": "ok"}}'],
 }
-SAID = ["e", "the ", "\n", '"', "0", "é", "a b c", "<|im_end|>", "�", "ab" * 40]
+STOPS = ["e", "the ", "\n", '"', "0", "é", "a b c", "<|im_end|>", "�", "ab" * 40]
 
 
 class Request(NamedTuple):
@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
     @property
     def asked(self) -> Any:
-        """Its sampling parameters: a mapping, but where what was drawn is odd."""
+        """Sampling parameters: a mapping, unless the drawn value is odd."""
         return self.body.get("sampling_params", self.body)
 
     @property
@@ -44,51 +44,33 @@ class Request(NamedTuple):
         if not isinstance(self.asked, dict):
             return False
         temperature = self.asked.get("temperature")
-        # At 1e9 all probabilities are the same number, and the first of them depends on who shares the batch.
+        # At 1e9 all probabilities are equal, and the first one depends on the other requests of the batch.
         return temperature == 0 or (self.asked.get("top_k") == 1 and temperature in TEMPERATURES)
 
     @property
-    def has_its_own_scores(self) -> bool:
-        """Whether neighbours change no log-probability.
+    def has_independent_logprobs(self) -> bool:
+        """True if neighbours change no log-probability.
 
-        SGLang divides logits by the temperature, 1 where 0 was asked, only if some token of the batch is drawn.
+        SGLang divides logits by the temperature (1 where 0 was asked) only if some token of the batch is drawn.
         """
         return self.is_greedy and self.asked["temperature"] == 0
 
 
 class Outcome(NamedTuple):
-    """A status, and what was said: one answer per choice, (tokens or text, why it ended, log-probabilities)."""
+    """Status, and one answer per choice: (tokens or text, finish reason, log-probabilities)."""
 
     status: int
     answers: list[tuple[Any, Any, list[float]]]
-    text: str  # of the whole reply, for people
+    text: str  # the whole reply, for messages
 
 
-# -- what is drawn -------------------------------------------------------------------------------------------------
+# -- drawing requests ----------------------------------------------------------------------------------------------
 
 ODD: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    0,
-    1.5,
-    2**31,
-    2**40,
-    2**63,
-    2**70,
-    -(2**63),
-    1e308,
-    -1e308,
-    1e-320,
-    "",
-    "many",
-    [],
-    [[]],
-    {},
-    [-1],
-)
+    None, True, -1, 0, 1.5, 2**31, 2**40, 2**63, 2**70, -(2**63), 1e308, -1e308, 1e-320, "", "many", [], [[]], {}, [-1],
+)  # fmt: skip
 odd = st.sampled_from(ODD)
-token = st.integers(1, 1023)  # 0 is the padding, whose row is zeros: all logits would tie
+token = st.integers(1, 1023)  # 0 is padding with a row of zeros, after which all logits tie
 short = st.lists(token, min_size=1, max_size=40)
 words = st.one_of(
     st.sampled_from(["Spell the words candle and castle.", "apple " * 30, "7 x 8 ="]),
@@ -97,7 +79,7 @@ words = st.one_of(
 
 
 def one_in(draw: st.DrawFn, n: int) -> bool:
-    """False is the simpler one, towards which hypothesis shrinks."""
+    """Draw True with probability 1/n; False is simpler, so hypothesis shrinks towards it."""
     return draw(st.integers(1, n)) == n
 
 
@@ -113,7 +95,7 @@ SAMPLING = {
     "presence_penalty": st.sampled_from([-2.0, 0.3, 2.0]),
     "repetition_penalty": st.sampled_from([0.5, 1.0, 1.3, 2.0]),
     "min_new_tokens": st.integers(0, 8),
-    "stop": st.one_of(st.sampled_from(SAID), st.lists(st.sampled_from(SAID), max_size=4)),
+    "stop": st.one_of(st.sampled_from(STOPS), st.lists(st.sampled_from(STOPS), max_size=4)),
     "stop_token_ids": st.lists(st.integers(-2, 1100), max_size=4),
     "stop_regex": st.sampled_from(["e.", r"\d\d", "^x$"]),
     "ignore_eos": st.booleans(),
@@ -136,7 +118,7 @@ FIELDS = {
     "bootstrap_room": st.integers(0, 5),
     "routed_experts_start_len": st.integers(-2, 5),
 }
-# Of these most values are refused, if only beside others.
+# Fields of which most values are refused, some only beside others.
 ODD_FIELDS = {
     "logprob_start_len": st.integers(-3, 12),
     "top_logprobs_num": st.integers(1020, 1030),
@@ -156,11 +138,7 @@ ODD_FIELDS = {
 OPENAI = {
     "n": st.integers(1, 2),
     "seed": st.integers(-(2**63), 2**63 - 1),
-    "stop": SAMPLING["stop"],
-    "logit_bias": SAMPLING["logit_bias"],
-    "presence_penalty": SAMPLING["presence_penalty"],
-    "frequency_penalty": SAMPLING["frequency_penalty"],
-    "top_p": SAMPLING["top_p"],
+    **{name: SAMPLING[name] for name in ("stop", "logit_bias", "presence_penalty", "frequency_penalty", "top_p")},
     "ignore_eos": st.booleans(),
     "min_tokens": st.integers(0, 8),
     "echo": st.booleans(),
@@ -176,14 +154,14 @@ def sampling(draw: st.DrawFn) -> dict[str, Any]:
     if one_in(draw, 4):
         kind = draw(st.sampled_from(sorted(GRAMMARS)))
         chosen[kind] = draw(st.sampled_from(GRAMMARS[kind]))
-        for name in ("ignore_eos", "min_new_tokens"):  # neither goes with an answer that is complete: docs/exactness.md
+        for name in ("ignore_eos", "min_new_tokens"):  # neither works with a complete grammar: docs/exactness.md
             chosen.pop(name, None)
     return chosen
 
 
 @st.composite
-def spoilt(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
-    """One in four with a value that no client should send."""
+def with_odd_value(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
+    """Replace one value, in one of four draws, by one that no client should send."""
     if fields and one_in(draw, 4):
         fields = fields | {draw(st.sampled_from(sorted(fields))): draw(odd)}
     return fields
@@ -195,8 +173,7 @@ prompts = st.one_of(
     st.lists(short, min_size=1, max_size=3).map(lambda ids: {"input_ids": ids}),
 )
 odd_prompts = st.one_of(
-    st.lists(st.integers(-1, 1100).filter(bool), max_size=4).map(lambda ids: {"input_ids": ids}),
-    st.just({"text": ""}),
+    st.lists(st.integers(-1, 1100).filter(bool), max_size=4).map(lambda ids: {"input_ids": ids}), st.just({"text": ""})
 )
 
 
@@ -204,23 +181,22 @@ odd_prompts = st.one_of(
 def generate(draw: st.DrawFn) -> Request:
     """One in six has a prompt that none should have, and one in four a field that few servers serve."""
     body = draw(odd_prompts if one_in(draw, 6) else prompts)
-    asked = draw(sampling().flatmap(spoilt))
+    asked = draw(sampling().flatmap(with_odd_value))
     few = {name: FIELDS[name] for name in draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True))}
     if one_in(draw, 4):
         name = draw(st.sampled_from(sorted(ODD_FIELDS)))
         few[name] = ODD_FIELDS[name]
-    fields = draw(mapping(few, {}).flatmap(spoilt))
+    fields = draw(mapping(few, {}).flatmap(with_odd_value))
     return Request("/generate", body | {"sampling_params": asked} | fields)
 
 
 @st.composite
 def openai(draw: st.DrawFn) -> Request:
     length = st.integers(0, MAX_NEW_TOKENS)
-    body = draw(mapping({"temperature": temperature, "max_tokens": length}, OPENAI).flatmap(spoilt))
+    body = draw(mapping({"temperature": temperature, "max_tokens": length}, OPENAI).flatmap(with_odd_value))
     body["model"] = "tiny"
     if draw(st.booleans()):
-        content = draw(words)
-        return Request("/v1/chat/completions", body | {"messages": [{"role": "user", "content": content}]})
+        return Request("/v1/chat/completions", body | {"messages": [{"role": "user", "content": draw(words)}]})
     return Request("/v1/completions", body | {"prompt": draw(st.one_of(words, short, st.lists(words, max_size=2)))})
 
 
@@ -228,7 +204,7 @@ requests = st.one_of(generate(), generate(), openai())
 neighbours = st.lists(requests, min_size=1, max_size=8)
 
 
-# -- what is compared ----------------------------------------------------------------------------------------------
+# -- comparing answers ---------------------------------------------------------------------------------------------
 
 
 def send(server: Server, request: Request) -> Outcome:
@@ -239,20 +215,20 @@ def send(server: Server, request: Request) -> Outcome:
         return Outcome(reply.status_code, [], reply.text)
     body = reply.json()
     if request.path == "/generate":
-        answers = [said(answer) for answer in (body if isinstance(body, list) else [body])]
+        answers = [outcome_of(answer) for answer in (body if isinstance(body, list) else [body])]
     else:
         answers = [(choice.get("message") or choice["text"], choice["finish_reason"], []) for choice in body["choices"]]
     return Outcome(200, answers, reply.text)
 
 
-def said(answer: dict[str, Any]) -> tuple[Any, Any, list[float]]:
+def outcome_of(answer: dict[str, Any]) -> tuple[Any, Any, list[float]]:
     meta = answer["meta_info"]
     scores = [score for score, *_ in meta.get("output_token_logprobs") or []]
     return answer["output_ids"], meta["finish_reason"], scores
 
 
 def difference(request: Request, off: Outcome, ours: Outcome) -> str:
-    """Nothing where they agree as far as they must: on the status, and on the answer where nothing is drawn."""
+    """Return the difference of two outcomes, or "": statuses must agree, and answers if nothing is drawn."""
     if off.status != ours.status:
         return f"status {off.status} without speculation, {ours.status} with it: {ours.text[:300]}"
     if len(off.answers) != len(ours.answers):
@@ -262,19 +238,21 @@ def difference(request: Request, off: Outcome, ours: Outcome) -> str:
     for (tokens, end, scores), (our_tokens, our_end, our_scores) in zip(off.answers, ours.answers, strict=True):
         if (tokens, end) != (our_tokens, our_end):
             return f"{tokens} {end} without speculation, {our_tokens} {our_end} with it"
-        if not tokens:  # max_new_tokens 0: with speculation SGLang scores a token that it does not say
+        if not tokens:  # max_new_tokens 0: with speculation SGLang scores a token that it does not output
             continue
         if len(scores) != len(our_scores):
             return f"{len(scores)} log-probabilities without speculation, {len(our_scores)} with it"
         pairs = zip(scores, our_scores, strict=True)
-        if request.has_its_own_scores and any(abs(a - b) > CONTEXT_ATOL for a, b in pairs if a != b):
+        if request.has_independent_logprobs and any(abs(a - b) > CONTEXT_ATOL for a, b in pairs if a != b):
             return f"log-probabilities {scores} without speculation, {our_scores} with it"
     return ""
 
 
 def differences(off: Server, ours: Server, sent: list[Request]) -> list[str]:
-    """Of requests that are sent at once to each."""
+    """Send all requests at once to each server; return the differences."""
     with ThreadPoolExecutor(len(sent)) as pool:
-        said_off, said_ours = (list(pool.map(lambda one, to=to: send(to, one), sent)) for to in (off, ours))
-    found = ((difference(request, *pair), request) for request, *pair in zip(sent, said_off, said_ours, strict=True))
+        outcomes_off, outcomes_ours = (list(pool.map(lambda one, to=to: send(to, one), sent)) for to in (off, ours))
+    found = (
+        (difference(request, *pair), request) for request, *pair in zip(sent, outcomes_off, outcomes_ours, strict=True)
+    )
     return [f"{request.path} {json.dumps(request.body)}: {text}" for text, request in found if text]

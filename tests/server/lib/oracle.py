@@ -1,4 +1,4 @@
-"""How each step of a generation must go, according to the plain-torch DFlash."""
+"""Expected steps of a generation, from the plain-torch DFlash."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from sglang_dflash.model.generate import Options, accepted_at, spec_steps
 from sglang_dflash.model.target import stop_token_ids
 from sglang_dflash.servers.server import Generation
 from sglang_dflash.tiny.pairs import Pair
-from tests.server.lib.talk import steps
+from tests.server.lib.talk import steps, tokens_of
 
 
 class Oracle:
-    """One pair in fp32, greedy."""
-
     def __init__(self, pair: Pair, block_size: int | None, draft_window: int | None, page_size: int = 1) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32).eval()
         self.draft = DraftModel.from_pretrained(pair.draft, dtype=torch.float32)
         self.block_size, self.draft_window, self.page_size = block_size, draft_window, page_size
 
     def continuation(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-        """Transformers' own."""
+        """Return the continuation by Transformers' own `generate`."""
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             out = self.target.generate(
@@ -44,27 +42,20 @@ class Oracle:
         copies: bool = False,
         width: int | None = None,
     ) -> dict[int, int]:
-        """How many decode steps accepted 0, 1, 2, ... drafts; the prompt's own step is not one of them."""
+        """Return decode steps by number of accepted drafts, without the prompt's own step."""
         options = Options(
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids(self.target),
-            block_size=self.block_size,
-            draft_window=self.draft_window,
-            page_size=self.page_size,
-            n_unseen=n_unseen,
-            copies=copies,
-            width=width,
-        )
+            max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids(self.target), block_size=self.block_size,
+            draft_window=self.draft_window, page_size=self.page_size, n_unseen=n_unseen, copies=copies, width=width,
+        )  # fmt: skip
         _, *steps = spec_steps(self.draft, self.target, torch.tensor([prompt]), options)
         return dict(Counter(step.n_accepted for step in steps))
 
-    def said(self, prompts: list[list[int]], max_new_tokens: int) -> Said:
-        expected = [self.continuation(prompt, max_new_tokens) for prompt in prompts]
+    def expect(self, prompts: list[list[int]], max_new_tokens: int) -> Expected:
+        token_ids = [self.continuation(prompt, max_new_tokens) for prompt in prompts]
         steps = [self.accepted_histogram(prompt, max_new_tokens) for prompt in prompts]
-        return Said(prompts, max_new_tokens, expected, steps)
+        return Expected(prompts, max_new_tokens, token_ids, steps)
 
     def accepted_at(self, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-        """See `generate.accepted_at`."""
         return accepted_at(
             self.draft, self.target, prompt, answer, block_size=self.block_size, draft_window=self.draft_window
         )
@@ -79,17 +70,15 @@ class Asked(Protocol):
     def generate_many(self, prompts: list[list[int]], *, concurrency: int, **sampling: Any) -> list[Generation]: ...
 
 
-class Said(NamedTuple):
-    """What plain torch says of some prompts, and in which steps."""
-
+class Expected(NamedTuple):
     prompts: list[list[int]]
     max_new_tokens: int
-    expected: list[list[int]]  # Transformers' continuations
-    steps: list[dict[int, int]]  # accepted drafts: decode steps that accepted as many
+    token_ids: list[list[int]]  # Transformers' continuations
+    steps: list[dict[int, int]]  # accepted drafts: number of decode steps
 
-    def asked_of(self, server: Asked, concurrency: int) -> list[Generation]:
-        """Its answers, which are these to the token and to the step."""
+    def require_from(self, server: Asked, concurrency: int) -> list[Generation]:
+        """Ask the server; require its tokens and steps to be these, and return the answers."""
         answers = server.generate_many(self.prompts, concurrency=concurrency, max_new_tokens=self.max_new_tokens)
-        assert [answer.token_ids for answer in answers] == self.expected
+        assert tokens_of(answers) == self.token_ids
         assert [steps(answer) for answer in answers] == self.steps
         return answers

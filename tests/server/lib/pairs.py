@@ -11,7 +11,7 @@ from tests.server.lib.variants import WINDOW, Variant
 
 
 def pair_of(row: Variant | Rehearsal, folder: Path) -> Pair:
-    """A tiny pair; or one whose draft, copied into `folder`, has other layer types than it was trained with.
+    """Return a tiny pair, or one whose draft, copied into `folder`, has other layer types than in training.
 
     Such a draft is worse, and its steps are as well defined. Its sliding layers look back 64 tokens, their own
     included. With `both_ways` they see their whole block too.

@@ -1,4 +1,4 @@
-"""Tiny targets with quantized weights, in the formats of published checkpoints: written from the plain ones.
+"""Tiny targets with quantized weights in the formats of published checkpoints, written from the plain ones.
 
 Formats: fp8 in blocks of 128 x 128 (Qwen's own FP8 checkpoints), int8 by output channel as compressed-tensors, its head
 too, and 4-bit AWQ in groups of 128.
@@ -17,7 +17,7 @@ from sglang_dflash.tiny.pairs import Pair
 
 PLAIN = ("in_proj_a", "in_proj_b", "lm_head")  # too narrow for blocks, and the head
 FP8_MAX, INT8_MAX, BLOCK = 448.0, 127.0, 128
-AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each four bits of an int32 hold
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in the order of the four-bit fields of an int32
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -47,7 +47,7 @@ def awq_groups(name: str, weight_NK: torch.Tensor) -> Tensors:
 
 
 def packed(numbers: torch.Tensor) -> torch.Tensor:
-    """Eight of [..., N] to an int32."""
+    """Pack eight values of [..., N] into an int32."""
     eights = numbers.to(torch.int64).unflatten(-1, (-1, 8))[..., AWQ_OUTPUTS]
     word = (eights << torch.arange(8) * 4).sum(-1)
     return word.where(word < 2**31, word - 2**32).to(torch.int32)
@@ -60,31 +60,27 @@ INT8_GROUP = {
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "int-quantized"}
 FORMATS: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], tuple[str, ...], dict[str, Any]]] = {
     "fp8": (
-        fp8_blocks,
-        PLAIN,
+        fp8_blocks, PLAIN,
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
     ),
     "int8": (
-        int8_channels,
-        ("lm_head",),
+        int8_channels, ("lm_head",),
         COMPRESSED | {"config_groups": {"group_0": INT8_GROUP | {"targets": ["Linear"]}}, "ignore": ["lm_head"]},
     ),
     "int8-head": (
-        int8_channels,
-        (),
+        int8_channels, (),
         COMPRESSED | {"config_groups": {"group_0": INT8_GROUP | {"targets": ["Linear", "re:.*lm_head"]}}, "ignore": []},
     ),
     "awq": (
-        awq_groups,
-        PLAIN,
+        awq_groups, PLAIN,
         {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "zero_point": True, "version": "gemm"},
     ),
-}
+}  # fmt: skip
 
 
 def quantized(pair: Pair, form: str, folder: Path) -> Pair:
-    """`pair` with a copy of its target in `folder`, linear layers in one of `FORMATS`."""
-    write, plain, says = FORMATS[form]
+    """Return `pair` with a copy of its target in `folder`, linear layers in one of `FORMATS`."""
+    write, plain, config_fields = FORMATS[form]
     target = folder / form
     shutil.copytree(pair.target, target)
     tensors: dict[str, torch.Tensor] = {}
@@ -101,6 +97,6 @@ def quantized(pair: Pair, form: str, folder: Path) -> Pair:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
     config = json.loads((target / "config.json").read_text())
     left_out = {"fp8": "modules_to_not_convert", "awq": "modules_to_not_convert"}.get(form, "ignore")
-    config["quantization_config"] = says | {left_out: kept}
+    config["quantization_config"] = config_fields | {left_out: kept}
     (target / "config.json").write_text(json.dumps(config))
     return pair._replace(target=target)

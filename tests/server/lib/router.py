@@ -1,4 +1,4 @@
-"""SGLang's router in front of servers, and who of them answered."""
+"""SGLang's router in front of servers, and the count of requests that each server answered."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 
-# A replica that is gone is noticed within seconds, and a request that it did not answer goes to another.
+# A lost replica is noticed within seconds, and its unanswered requests go to another.
 FLAGS = (
     *("--policy", "cache_aware", "--cache-threshold", "0.3"),
     *("--health-check-interval-secs", "2", "--health-failure-threshold", "1", "--retry-max-retries", "5"),
@@ -21,13 +21,13 @@ REGISTERED_S = 60.0
 
 @contextmanager
 def routed(servers: Sequence[Server], folder: Path) -> Iterator[Server]:
-    """The router's own door, which is a server's. Nothing is started but the router."""
+    """Start the router in front of running servers; its API is that of a server."""
     urls = [server.url for server in servers]
     prometheus = free_port(34050)
     command = [sys.executable, "-m", "sglang_router.launch_router", *FLAGS, "--prometheus-port", str(prometheus)]
     command += ["--worker-urls", *urls]
     with Server(command, port=free_port(34000), log=folder / "router.log", env={}, name="router") as router:
-        deadline = time.monotonic() + REGISTERED_S  # it answers before it knows its servers
+        deadline = time.monotonic() + REGISTERED_S  # the router answers before it has registered its servers
         while not all(f"{url}" in router.log_text() for url in urls) or not serves(router):
             assert time.monotonic() < deadline, router.log_tail()
             time.sleep(0.5)
@@ -42,11 +42,10 @@ def serves(router: Server) -> bool:
 
 
 def n_answered(server: Server) -> int:
-    """Requests whose prompts this server has read since its start, by its own log."""
+    """Return the number of requests whose prompts this server has read, by its log."""
     return server.log_text().count("Prefill batch")
 
 
 def end(server: Server) -> None:
-    """As a machine that fails: at once, with all its processes."""
     for process in server.processes():
         process.kill()

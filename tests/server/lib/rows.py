@@ -1,4 +1,4 @@
-"""What Transformers, in fp32, chose each token of an answer from: its last hidden states after the norm, and logits."""
+"""Reference for each token of an answer, by Transformers in fp32: last hidden states after the norm, and logits."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sglang_dflash.servers.server import Generation
 from tests.tools.parameters import chosen_from
 
-GAP = 1e-4  # of fp32 sums in another order; the values are about 1
+GAP = 1e-4  # fp32 sums in another order, of values about 1
 
 
 def require_rows(target: Path, prompt: Sequence[int], answer: Generation, n_missing: int = 0) -> None:
-    """One row for each token of the answer but the first `n_missing`, the one that it was chosen from."""
+    """Require one row per token of the answer except the first `n_missing`: the state that chose the token."""
     found = chosen_from(answer.meta["hidden_states"])
     n_tokens = len(answer.token_ids)
     assert n_tokens == answer.meta["completion_tokens"]
@@ -26,7 +26,7 @@ def require_rows(target: Path, prompt: Sequence[int], answer: Generation, n_miss
 
 
 def require_logprobs(target: Path, prompt: Sequence[int], answer: Generation) -> None:
-    """Those of its tokens: had a rank or a server other K/V than of these tokens, they would be others."""
+    """Require the log-probabilities of an answer's tokens; wrong K/V would change them."""
     found = torch.tensor([logprob for logprob, *_ in answer.meta["output_token_logprobs"]])
     ids = torch.tensor([[*prompt, *answer.token_ids[:-1]]])
     with torch.inference_mode():

@@ -1,8 +1,8 @@
-"""Soak: many clients, everything at once, seeded; each client gets its own answer and no other.
+"""Soak test: many clients of every kind at once, seeded; each must get its own answer.
 
-The book of answers is written beforehand, with speculation off. While a server is soaked, clients ask from it, leave
-early, are aborted, ask for nonsense, go on in sessions; some flush, pause and load weights. Each finished greedy answer
-must be the book's, each unfinished one its beginning.
+The book of answers is written beforehand without speculation. During a soak clients ask from the book, leave early, are
+aborted, send invalid requests or continue sessions; some flush, pause and load weights. A finished greedy answer must
+be the book's, an unfinished one its beginning.
 """
 
 import time
@@ -20,15 +20,13 @@ from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.bad_requests import SAMPLING
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
 
-N_TOKENS = 72  # of every answer in the book
+N_TOKENS = 72  # length of every answer in the book
 MIB = 2**20
-# Two prompts and answers of the book have to fit a context of 256.
+# Two prompts and answers of the book must fit a context of 256.
 LONGEST_PROMPT = 150
 
 
 class Entry(NamedTuple):
-    """A greedy request and its answer without speculation."""
-
     prompt: list[int]
     options: dict[str, Any]
     token_ids: list[int]
@@ -37,7 +35,7 @@ class Entry(NamedTuple):
 class Report(NamedTuple):
     asked: Counter[str]
     wrong: list[str]
-    rss_mib: list[float]  # of the scheduler, evenly over the run
+    rss_mib: list[float]  # of the scheduler, at even intervals
     n_retractions: int
     n_steps: int
     seconds: float
@@ -51,7 +49,7 @@ class Report(NamedTuple):
 
 
 def write_book(off: Server, n_entries: int, seed: int) -> list[Entry]:
-    """Plain answers, and some under a bias, a grammar or a stop string."""
+    """Return entries of plain requests, and of some with a bias, a grammar or a stop string."""
     random = Random(seed)
     asked = []
     for i in range(n_entries):
@@ -88,7 +86,6 @@ class Soak:
         seconds = time.monotonic() - began
         return Report(self.asked, self.wrong, self.rss_mib, self.n_retractions, self.n_steps, seconds)
 
-    # What a client may do, and how often.
     def kinds(self) -> dict[Callable[[Random, int], str | None], int]:
         return {
             self.whole: 30, self.shorter: 10, self.first_token: 5, self.resumed: 15, self.sampled: 10,
@@ -131,25 +128,18 @@ class Soak:
         return self._ask(entry.prompt, entry.token_ids[:1], max_new_tokens=1)
 
     def resumed(self, random: Random, i: int) -> str | None:
-        """The prompt and a part of the answer: the rest must follow."""
+        """Send the prompt and a part of the answer; the rest must follow."""
         entry = random.choice(self.plain)
         cut = random.randrange(1, len(entry.token_ids))
         return self._ask(entry.prompt + entry.token_ids[:cut], entry.token_ids[cut:], max_new_tokens=N_TOKENS - cut)
 
     def sampled(self, random: Random, i: int) -> str | None:
-        """At T=1, with a token of its own favoured beyond anything else: that token, and no other."""
+        """Draw at T=1 with one token favoured beyond all others; the answer must be that token alone."""
         entry, token, n = random.choice(self.plain), 3 + i % 1000, random.randrange(1, 40)
-        return self._ask(
-            entry.prompt,
-            [token] * n,
-            temperature=1.0,
-            max_new_tokens=n,
-            ignore_eos=True,
-            logit_bias={str(token): 100.0},
-        )
+        sampling = {"temperature": 1.0, "ignore_eos": True, "logit_bias": {str(token): 100.0}}
+        return self._ask(entry.prompt, [token] * n, max_new_tokens=n, **sampling)
 
     def left(self, random: Random, i: int) -> str | None:
-        """Hangs up after some steps of a stream."""
         entry, seen = random.choice(self.plain), []
         chunks = stream(self.server, entry.prompt, **entry.options)
         for chunk, _ in zip(chunks, range(random.randrange(1, 6)), strict=False):
@@ -158,7 +148,6 @@ class Soak:
         return differs(seen, entry.token_ids[: len(seen)])
 
     def aborted(self, random: Random, i: int) -> str | None:
-        """Aborted by another client, at some moment."""
         entry, seen = random.choice(self.plain), []
         rid, after = f"soak-{self.seed}-{i}.", random.randrange(1, 6)
         for n, chunk in enumerate(stream(self.server, entry.prompt, fields={"rid": rid}, **entry.options), start=1):
@@ -190,7 +179,7 @@ class Soak:
         return None if statuses == [200, 200] else f"statuses {statuses}"
 
     def turns(self, random: Random, i: int) -> str | None:
-        """A session: a part of an answer, then some of what follows as the next turn's prompt."""
+        """Ask for a part of an answer in a session, then send some of what follows as the next prompt."""
         entry, session = random.choice(self.plain), f"soak-{self.seed}-{i}"
         cut = random.randrange(1, len(entry.token_ids) - 8)
         n = random.randrange(1, 4)
@@ -208,9 +197,9 @@ class Soak:
         return differs(first.token_ids, entry.token_ids[:cut]) or differs(second.token_ids, rest)
 
     def updated(self, random: Random, i: int) -> str | None:
-        """New weights that are the old ones, of the target or of the draft; the server waits for who is served.
+        """Load the weights that are served, of the target or of the draft; the server first finishes requests.
 
-        Whoever hung up is served a little longer: then the weights are new, and SGLang says its cache is not empty.
+        While a client that hung up is still served, SGLang loads the weights and reports that its cache is not empty.
         """
         body = {"model_path": str(random.choice(HYBRID)), "flush_cache": True}
         with self.pausing:
@@ -226,11 +215,11 @@ def differs(found: list[int], expected: list[int]) -> str | None:
 
 
 def growth(rss_mib: Sequence[float]) -> tuple[float, float]:
-    """How much the second half of a run rose above the peak of the first, in MiB, and how much it may.
+    """Return the growth of memory in the second half of a run over the peak of the first half, and its limit, MiB.
 
-    The first half warms up: SGLang's caches and the allocator's arenas fill. What it took from its middle to its end
-    it may take once more; 16 MiB are the allocator's. One leaked step holds the logits of its blocks, 64 KiB a request
-    here, so a leak in every step is many times that.
+    The first half warms up: SGLang's caches and the allocator's arenas fill. The limit is what the first half grew
+    after its middle, plus 16 MiB for the allocator. A leaked step would hold the logits of its blocks, 64 KiB a request
+    here, so a leak in every step takes many times that.
     """
     warm, rest = rss_mib[: len(rss_mib) // 2], rss_mib[len(rss_mib) // 2 :]
     still_growing = max(warm) - warm[len(warm) // 2]

@@ -1,10 +1,10 @@
-"""What the batteries say to a server beyond one plain completion: conversations, streams, aborts, and its counters."""
+"""Requests beyond one plain completion: conversations, streams, aborts, weight pushes, and counters of steps."""
 
 import base64
 import json
 import pickle
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from random import Random
@@ -22,7 +22,7 @@ Message = dict[str, str]
 
 @cache
 def tokenizer(target: str = "hybrid") -> Any:
-    from transformers import AutoTokenizer  # and with it Triton, which the kernels' tests import as an interpreter
+    from transformers import AutoTokenizer  # imports Triton, which the kernels' tests import as an interpreter
 
     return AutoTokenizer.from_pretrained({"hybrid": HYBRID, "dense": DENSE}[target].target)
 
@@ -32,7 +32,7 @@ def token_ids(text: str, target: str = "hybrid") -> list[int]:
 
 
 def conversation(seed: int, n_turns: int) -> list[Message]:
-    """`n_turns` held-out questions, all but the last one answered."""
+    """Return `n_turns` held-out questions, all but the last one answered."""
     random = Random(seed)
     messages = []
     for _ in range(n_turns):
@@ -53,18 +53,20 @@ def as_text(token_ids: Sequence[int], target: str = "hybrid") -> str:
     return tokenizer(target).decode(list(token_ids), skip_special_tokens=True)
 
 
+def tokens_of(answers: Iterable[Generation]) -> list[list[int]]:
+    return [answer.token_ids for answer in answers]
+
+
 def steps(answer: Generation) -> dict[int, int]:
-    """How many decode steps accepted 0, 1, 2, ... drafts; an answer that ends with the prompt's own step has none."""
+    """Return decode steps by number of accepted drafts; an answer of the prompt's own step has none."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 
 def post(server: Server, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-    """Whatever it answers: the caller looks at the status."""
     return httpx.post(f"{server.url}{path}", json=body or {}, timeout=REQUEST_TIMEOUT_S)
 
 
 def push(server: Server, tensors: dict[str, Any], **options: Any) -> httpx.Response:
-    """Push tensors through SGLang's own endpoints, while the server runs; return what it says of them."""
     body = {"serialized_named_tensors": [base64.b64encode(pickle.dumps(list(tensors.items()))).decode()], **options}
     assert post(server, "/begin_weight_update").status_code == 200
     answer = post(server, "/update_weights_from_tensor", body)
@@ -73,7 +75,7 @@ def push(server: Server, tensors: dict[str, Any], **options: Any) -> httpx.Respo
 
 
 def together(server: Server, requests: Sequence[tuple[list[int], dict[str, Any]]], n: int = 8) -> list[Generation]:
-    """Answers to prompts, each with options of its own, `n` at a time."""
+    """Return answers to prompts with their own options, `n` at a time."""
     with ThreadPoolExecutor(n) as pool:
         return list(pool.map(lambda request: server.generate(request[0], **request[1]), requests))
 
@@ -81,10 +83,13 @@ def together(server: Server, requests: Sequence[tuple[list[int], dict[str, Any]]
 def stream(
     server: Server, prompt: Sequence[int], *, fields: dict[str, Any] | None = None, **sampling: Any
 ) -> Iterator[Generation]:
-    """The answer as far as it has come, after each step. Closing the iterator hangs up."""
-    body = {"input_ids": list(prompt), "stream": True, "sampling_params": {"temperature": 0} | sampling} | (
-        fields or {}
-    )
+    """Yield the answer so far after each step; closing the iterator hangs up."""
+    body = {
+        "input_ids": list(prompt),
+        "stream": True,
+        "sampling_params": {"temperature": 0} | sampling,
+        **(fields or {}),
+    }
     with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=REQUEST_TIMEOUT_S) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
@@ -93,7 +98,7 @@ def stream(
 
 
 def ask_and_never_read(server: Server, prompt: Sequence[int], **sampling: Any) -> socket.socket:
-    """A stream that nobody reads: it ends in the kernel's buffers, or with the connection."""
+    """Open a stream that nobody reads; it ends in the kernel's buffers, or with the connection."""
     body = json.dumps({"input_ids": list(prompt), "stream": True, "sampling_params": {"temperature": 0} | sampling})
     head = f"POST /generate HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
     connection = socket.create_connection((HOST, server.port), timeout=REQUEST_TIMEOUT_S)

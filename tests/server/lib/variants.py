@@ -1,4 +1,4 @@
-"""The servers of the exactness battery: each is one way to run SGLang under our worker."""
+"""Servers of the exactness battery: each is one way to run SGLang with this plugin's worker."""
 
 from typing import NamedTuple
 
@@ -11,31 +11,30 @@ class Variant(NamedTuple):
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     full: bool = False  # only in `make test-full`
-    # What the oracle is told, and whether it can know how steps go.
-    block_size: int | None = None
+    block_size: int | None = None  # options of the oracle, up to `second`
     draft_window: int | None = None
-    draft_layers: tuple[str, ...] = ()  # layer types of the draft; (): as it was trained
+    draft_layers: tuple[str, ...] = ()  # layer types of the draft; (): as in training
     both_ways: bool = False  # sliding layers see their whole block
     second: bool = False  # the DFlash 2 draft
-    # Not under retraction, which repeats steps, nor with a window rounded up to pages, nor where widths change.
+    # False under retraction, which repeats steps, with a window rounded up to pages, and where widths change.
     knows_steps: bool = True
-    traces_widths: bool = False  # what every step verified and accepted is written down
+    traces_widths: bool = False  # writes a trace of what every step verified and accepted
 
     @property
     def caches_inside_text(self) -> bool:
-        """Whether a prefix that ends inside generated text can be resumed from.
+        """True if a prefix that ends inside generated text can be resumed.
 
-        With a window an attention-only target reads the last 64 tokens again: in whole pages, that begins before it.
+        With a window an attention-only target reads the last 64 tokens again, in whole pages from before the cut.
         """
         if self.target == "dense":
             return not ({*PAGES, *window(64)} <= {*self.flags})
         return "--mamba-track-interval" in self.flags
 
 
-WINDOW = 64  # of drafts whose layers slide
+WINDOW = 64  # sliding window of draft layers, tokens
 NO_OVERLAP = ("--disable-overlap-schedule",)
 CHUNKED = ("--chunked-prefill-size", "64")
-# SGLang gives a CPU rank a NUMA node, and asks where there are more ranks than nodes.
+# SGLang binds each CPU rank to a NUMA node, and needs this variable if there are more ranks than nodes.
 TWO_NODES = (("SGLANG_CPU_OMP_THREADS_BIND", "0|1"),)
 TRACK = ("--mamba-track-interval", "64")
 PAGES = ("--page-size", "16")
@@ -52,8 +51,8 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
     return flag, str(n_tokens)
 
 
-# `make test` serves one for each of: attention-only targets, no overlap and widths that change at random, the default
-# (which other test modules use too, so it comes last).
+# `make test` serves one each for attention-only targets, random widths without overlap, DFlash 2, and the default. The
+# default comes last because other test modules use it too.
 VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED), full=True),
     "dense-pages-chunked-retract": Variant(
@@ -76,12 +75,7 @@ VARIANTS = {
     "dense-sync-chunked": Variant("dense", (*NO_OVERLAP, *CHUNKED), full=True),
     "dense-window": Variant("dense", window(64, "--speculative-dflash-draft-window-size"), full=True, draft_window=64),
     "dense-window-random-widths": Variant(
-        "dense",
-        (*window(64), *REQUEST_FLAGS),
-        RANDOM_WIDTHS,
-        full=True,
-        draft_window=64,
-        knows_steps=False,
+        "dense", (*window(64), *REQUEST_FLAGS), RANDOM_WIDTHS, full=True, draft_window=64, knows_steps=False,
         traces_widths=True,
     ),
     "dense-window-pages": Variant("dense", (*window(64), *PAGES), RANDOM_WIDTHS, full=True, knows_steps=False),
@@ -95,39 +89,21 @@ VARIANTS = {
     "hybrid-dflash2-random-widths": Variant(
         "hybrid", TRACK, RANDOM_WIDTHS, full=True, second=True, knows_steps=False, traces_widths=True
     ),
-    "dense-dflash2-as-published": Variant(  # five sliding layers that see their block, and a block of 8
-        "dense",
-        ("--speculative-num-draft-tokens", "8"),
-        full=True,
-        second=True,
-        draft_layers=(SLIDING, SLIDING),
-        both_ways=True,
-        draft_window=WINDOW,
-        block_size=8,
+    "dense-dflash2-as-published": Variant(
+        "dense", ("--speculative-num-draft-tokens", "8"), full=True, second=True, draft_layers=(SLIDING, SLIDING),
+        both_ways=True, draft_window=WINDOW, block_size=8,
     ),
     "hybrid-chosen-widths": Variant(
-        "hybrid",
-        (*NO_OVERLAP, *TRACK),
-        (("SGLANG_DFLASH_WIDTHS", "auto"),),
-        full=True,
-        knows_steps=False,
+        "hybrid", (*NO_OVERLAP, *TRACK), (("SGLANG_DFLASH_WIDTHS", "auto"),), full=True, knows_steps=False,
         traces_widths=True,
     ),
     "hybrid-lazy-random-widths": Variant(
-        "hybrid",
-        (*strategy("extra_buffer_lazy"), *PAGES, *TRACK),
-        RANDOM_WIDTHS,
-        full=True,
-        knows_steps=False,
+        "hybrid", (*strategy("extra_buffer_lazy"), *PAGES, *TRACK), RANDOM_WIDTHS, full=True, knows_steps=False,
         traces_widths=True,
     ),
     "hybrid-snapshot-random-widths": Variant(
-        "hybrid",
-        TRACK,
-        (*RANDOM_WIDTHS, ("SGLANG_DFLASH_GDN_STATE", "snapshot")),
-        full=True,
-        knows_steps=False,
+        "hybrid", TRACK, (*RANDOM_WIDTHS, ("SGLANG_DFLASH_GDN_STATE", "snapshot")), full=True, knows_steps=False,
         traces_widths=True,
     ),
     "hybrid-snapshot": Variant("hybrid", TRACK, (("SGLANG_DFLASH_GDN_STATE", "snapshot"),), full=True),
-}
+}  # fmt: skip

@@ -1,8 +1,6 @@
-"""Spoils the acceptance of every DFLASH worker in processes that have this folder on PYTHONPATH.
+"""Wrong acceptance of drafts in every DFLASH worker of processes that have this folder on PYTHONPATH.
 
-Python imports `sitecustomize` before anything else, so the worker's module is caught while it is being loaded, and no
-production code knows of this. `WRONG_ACCEPTANCE` names one of the rules below; each is a mistake that could be made,
-and each leaves greedy answers exactly as they are.
+`WRONG_ACCEPTANCE` names one of the rules below. Each is a plausible mistake that leaves greedy answers unchanged.
 """
 
 import dataclasses
@@ -11,16 +9,16 @@ import os
 from after_loading import edit_after_loading
 
 MODULE = "sglang_dflash.stages.build"
-SAID = "acceptance spoilt: "
+LINE = "acceptance spoilt: "
 
 
 def draw_twice(tokens_BN, target_BN, again_BN, probs_BNV):
-    """A rejected draft is followed by a draw from the whole distribution, not from what is left of it."""
+    """Follow a rejected draft with a draw from the whole distribution instead of the residual."""
     return target_BN.where(target_BN == tokens_BN.roll(-1, dims=1), again_BN)
 
 
 def argmax_inside(tokens_BN, target_BN, again_BN, probs_BNV):
-    """Drafts are kept while they are the most probable token; only the token after them is drawn."""
+    """Keep drafts while they are the argmax; draw only the token after them."""
     argmax_BN = probs_BNV.argmax(dim=-1)
     agreed_BN = (argmax_BN == tokens_BN.roll(-1, dims=1)).long().cumprod(dim=1).bool()
     agreed_BN[:, -1] = False
@@ -28,7 +26,7 @@ def argmax_inside(tokens_BN, target_BN, again_BN, probs_BNV):
 
 
 def above_threshold(tokens_BN, target_BN, again_BN, probs_BNV):
-    """Drafts that the target finds probable enough are kept without a draw."""
+    """Keep drafts of probability 0.3 or more without a draw."""
     draft_BN = tokens_BN.roll(-1, dims=1)
     kept_BN = probs_BNV.gather(2, draft_BN[..., None]).squeeze(2) >= 0.3
     kept_BN[:, -1] = False
@@ -50,7 +48,7 @@ def spoil(build) -> None:
         return honest_sample(self, logits_TV, info, positions_BN)
 
     def accept(tokens_BN, target_BN, prefix_len_B):
-        if sampled:  # by this step; greedy steps draw nothing
+        if sampled:  # set by this step; greedy steps draw nothing
             again_BN, probs_TV = sampled
             target_BN = rule(tokens_BN, target_BN, again_BN, probs_TV.view(*tokens_BN.shape, -1))
             sampled.clear()
@@ -58,7 +56,7 @@ def spoil(build) -> None:
 
     build.Choice._sample = sample
     build.ACCEPT = dataclasses.replace(build.ACCEPT, on_cpu=accept)
-    print(SAID + rule.__name__, flush=True)
+    print(LINE + rule.__name__, flush=True)
 
 
 edit_after_loading({MODULE: spoil})

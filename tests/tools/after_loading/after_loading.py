@@ -1,7 +1,7 @@
-"""Edits modules of a process from outside: each once, as soon as it is loaded, before it is used.
+"""Patches of a process from outside: each module is edited once, after it is loaded and before it is used.
 
-For `sitecustomize` modules, which Python imports before anything else. `parameters.path_with` puts this folder on
-PYTHONPATH beside theirs. No production code knows of this.
+For `sitecustomize` modules, which Python imports first, before the modules that they edit. `parameters.path_with` puts
+this folder on PYTHONPATH together with theirs. Production code does not depend on this.
 """
 
 import importlib.abc
@@ -10,7 +10,7 @@ import sys
 
 
 class AfterLoading(importlib.abc.MetaPathFinder):
-    """Finds modules as they would be found, and edits each once it is loaded."""
+    """Finder that leaves module lookup unchanged and edits each module once it is loaded."""
 
     def __init__(self, edits):
         self.edits = dict(edits)
@@ -31,5 +31,5 @@ class AfterLoading(importlib.abc.MetaPathFinder):
 
 
 def edit_after_loading(edits):
-    """`edits`: a function of the module, by the module's name."""
+    """Apply `edits`: module name -> function that edits the module."""
     sys.meta_path.insert(0, AfterLoading(edits))

@@ -1,14 +1,14 @@
-"""What SGLang 0.5.23 needs to be a reference without speculation, in processes with this folder on PYTHONPATH.
+"""Patches that make SGLang 0.5.23 a reference without speculation, in processes with this folder on PYTHONPATH.
 
-Order of penalties: without the overlap schedule SGLang keeps its penalizers in a set, so that which of an additive and
-a scaling penalty comes first differs from process to process. With it, and here, the additive ones do.
+Order of penalties: without the overlap schedule SGLang keeps its penalizers in a set, so the order of additive and
+scaling penalties differs from process to process. With the overlap schedule, and here, additive ones come first.
 
-Seeds: SGLang heeds `sampling_seed` only in its deterministic mode, and refuses that mode on a CPU: it wants an
-attention backend and matrix products that do not depend on the batch, and it hashes seeds in a kernel. In fp32 the tiny
-pair's answers do not depend on the batch; the hash below stands in for the kernel. Every server that is compared with
-seeds runs with it.
+Seeds: SGLang reads `sampling_seed` only in its deterministic mode. It refuses that mode on a CPU, because the mode
+needs an attention backend and matrix products that do not depend on the batch, and a kernel that hashes seeds. In fp32
+the tiny pair's answers do not depend on the batch, and the hash below replaces the kernel. Every server that is
+compared with seeds runs with it.
 
-Python imports `sitecustomize` first of all, so the modules below are met while they are being loaded.
+Python imports `sitecustomize` first, so the modules below are patched while they are loaded.
 """
 
 from after_loading import edit_after_loading
@@ -27,7 +27,7 @@ def leave_products_alone(batch_invariant_ops) -> None:
 
 def hash_in_torch(murmur_hash) -> None:
     def murmur_hash32(seed, positions, col_indices):
-        """[n, m], int64 below 2**32: a hash of each row's seed and position and each column."""
+        """Hash each row's seed and position with each column; [n, m], int64 below 2**32."""
         x_NM = (seed.long() * 0x9E3779B1 + positions.long() * 0x85EBCA77)[:, None] + col_indices.long() * 0xC2B2AE3D
         for shift, factor in ((16, 0x7FEB352D), (15, 0x2C1B3C6D), (16, 0x297A2D39)):
             x_NM = ((x_NM & MASK) ^ ((x_NM & MASK) >> shift)) * factor

@@ -1,9 +1,9 @@
-"""The README's table of requests at once, per model and card. Computed, not measured.
+"""The README's table of concurrent requests per model and card. Computed, not measured.
 
     python -m tests.tools.tables.capacity
 
-Every launch is SGLang's default but for the draft: no flag on memory is given. Cards are the smallest power of two that
-our worker serves on.
+Every launch has SGLang's default flags and a draft. The number of cards is the smallest power of two on which this
+plugin serves.
 """
 
 from sglang_dflash.capacity import geometry
@@ -18,7 +18,7 @@ TARGETS = ("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B", "
 
 
 def cell(model: str, card_gib: float) -> str:
-    """Requests at once, stock → ours, and the cards if it takes several."""
+    """Return concurrent requests, SGLang's worker → this plugin, and the number of cards if above one."""
     target, draft = geometry.read_target(model), geometry.read_draft(models.draft_of(model))
     for tp_size in (1, 2, 4, 8):
         fraction = default_mem_fraction(card_gib, tp_size=tp_size, image_width=target.image_width)
@@ -31,7 +31,7 @@ def cell(model: str, card_gib: float) -> str:
 
 
 def rows() -> list[str]:
-    """The table in Markdown, line by line; targets that come out alike share one."""
+    """Return the table in Markdown, line by line; targets with equal rows share one."""
     models_by_line: dict[str, list[str]] = {}
     for model in TARGETS:
         line = " | ".join(cell(model, gib) for gib in CARDS.values())

@@ -14,12 +14,12 @@ CARD_GIB = {"h200": CARDS["H200 141 GB"], "b200": CARDS["B200 192 GB"]}
 
 
 def flags_of(recipe: Recipe, gpu: str) -> dict[str, str]:
-    """Values by name; a switch has an empty one."""
+    """Return flag values by name; a switch has an empty value."""
     return {flag.name: flag.value for flag in recipe.flags[gpu]}
 
 
 def fits(flags: Mapping[str, str], gpu: str) -> Capacity | None:
-    """What each card then holds, requests of 8,192 tokens; None for a model whose sizes are not known here."""
+    """Return the capacity of each card for requests of 8,192 tokens; None if the model's sizes are not known here."""
     if flags["--model-path"] not in models.TARGETS:
         return None
     target = geometry.read_target(flags["--model-path"])
@@ -40,20 +40,20 @@ def fits(flags: Mapping[str, str], gpu: str) -> Capacity | None:
 
 # -- the table -----------------------------------------------------------------------------------------------------
 
-# Which tiny checkpoint of tests/server/lib/families.py stands for one that has none of its own name.
+# Architecture whose tiny checkpoint in tests/server/lib/families.py replaces a missing one.
 TEXT_MODELS = {"KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM"}
-# Architectures that SGLang serves on GPUs only, and why: they are rehearsed.
+# Architectures that SGLang serves on GPUs only, and why. They are emulated.
 REHEARSED = {
     "DeepseekV3ForCausalLM": "latent attention",
-    "Gemma4ForConditionalGeneration": "SGLang takes it with attention kernels of GPUs only",
-    "GptOssForCausalLM": "SGLang takes it with attention kernels of GPUs only",
+    "Gemma4ForConditionalGeneration": "SGLang requires attention kernels of GPUs",
+    "GptOssForCausalLM": "SGLang requires attention kernels of GPUs",
     "MiniMaxM2ForCausalLM": "norms of q and k in CUDA only",
-    "Qwen3NextForCausalLM": "SGLang asks CUDA for the device when it builds the layers",
+    "Qwen3NextForCausalLM": "SGLang reads the CUDA device when it builds the layers",
 }
 
 
 def rows() -> list[str]:
-    """The table in Markdown, line by line."""
+    """Return the table in Markdown, line by line."""
     head = ["| recipe | draft | H200 | B200 | architecture | proved here |", "|---|---|---|---|---|---|"]
     return head + [row(recipe) for recipe in RECIPES.values()]
 

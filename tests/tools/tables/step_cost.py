@@ -2,31 +2,31 @@
 
     python -m tests.tools.tables.step_cost
 
-Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row takes the larger of its
-bytes over the bandwidth and its products over the arithmetic that a large product reaches; rows follow one another.
-The recurrent kernels are predicted from machine code (kernels/README.md); for SGLang's, bytes alone are counted.
+Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row is the larger of two
+times: its bytes over the bandwidth, and its FLOP over the rate of a large matrix product. Rows are sequential. The
+recurrent kernels are predicted from machine code (kernels/README.md); for SGLang's, only bytes are counted.
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 N, BATCHES = 16, (1, 8, 32)
-BYTES_PER_MS, FLOP_PER_MS = 4.2e9, 0.68e12  # an H200, as large copies and products reach them
-STATE_BYTES_PER_MS = 4.8e9  # of the data sheet, in favour of SGLang's worker, which writes most of them
+BYTES_PER_MS, FLOP_PER_MS = 4.2e9, 0.68e12  # reached by large copies and products on an H200
+STATE_BYTES_PER_MS = 4.8e9  # from the data sheet, which favours SGLang's worker: it writes most of them
 VOCABULARY, HIDDEN = 248320, 5120
 GDN_LAYERS, GDN_BYTES, ATTENTION_LAYERS, ATTENTION_BYTES, MLP_BYTES = 48, 231.7e6, 16, 209.7e6, 534.8e6
 HEAD_BYTES = 2 * VOCABULARY * HIDDEN
 DRAFT_BYTES, CONTEXT_KV_BYTES = 3.2e9, 367e6
-STATES_BYTES = GDN_LAYERS * 4 * 48 * 128 * 128  # of a request
+STATES_BYTES = GDN_LAYERS * 4 * 48 * 128 * 128  # per request
 OUTSIDE_MS = 0.1  # small kernels outside graphs, and the gaps between them
 VERIFY_MS, FOLD_MS = {1: 0.30, 8: 0.58, 32: 2.3}, {1: 0.10, 8: 0.77, 32: 3.1}
-COPY_MS = {1: 0.01, 8: 0.01, 32: 0.02}  # 32k tokens of text a request
+COPY_MS = {1: 0.01, 8: 0.01, 32: 0.02}  # 32k tokens of history per request
 
 TARGET_BYTES = GDN_LAYERS * (GDN_BYTES + MLP_BYTES) + ATTENTION_LAYERS * (ATTENTION_BYTES + MLP_BYTES) + HEAD_BYTES
 
 
 class StageCost(NamedTuple):
-    """Milliseconds of a part of a step, by requests."""
+    """Milliseconds of a part of a step, by number of requests."""
 
     part: str
     ours: dict[int, float]
@@ -34,7 +34,7 @@ class StageCost(NamedTuple):
 
 
 def product(n_bytes: float, n_rows: int) -> float:
-    """Time of a product of bf16 weights of `n_bytes` with `n_rows` rows."""
+    """Return the time of a product of bf16 weights of `n_bytes` with `n_rows` rows."""
     return max(n_bytes / BYTES_PER_MS, n_bytes * n_rows / FLOP_PER_MS)
 
 

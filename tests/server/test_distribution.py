@@ -1,8 +1,8 @@
-"""Above temperature 0 the first tokens are drawn from the distribution they have without speculation.
+"""The sampling distribution of the first tokens above temperature 0: equal to that without speculation.
 
-The comparison and its bound are in `prove/law.py`. With `N` draws on each side a shift of 0.15 in an outcome of
-probability 0.5 is caught five times in six, and one of 0.09 where it is 0.1. A wrong acceptance moves outcomes more, as
-the last tests show on servers whose acceptance is spoilt on purpose.
+`prove/law.py` has the comparison and its bound. `N` draws on each side catch a shift of 0.15 in an outcome of
+probability 0.5 in five of six cases, and one of 0.09 at probability 0.1. A wrong acceptance shifts outcomes more: the
+last tests show this on servers with wrong acceptance.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,21 @@ FLAGS = VARIANTS["hybrid"].flags
 N = 800  # draws per setting and server; about 20 s for both
 PLAIN = next(case for case in SAMPLED if case.name == "T 1")
 ANY_WIDTH = ("T 1", "top_p 0.8", "penalties, top_k and min_p", "regex at T 1.5")
-SPOILER = Path(__file__).parent / "wrong_acceptance"
+FAULT = Path(__file__).parent / "wrong_acceptance"
 
 pytestmark = pytest.mark.full
 
 
 @pytest.fixture(scope="module")
 def drawn_off(server: Callable) -> Callable[[Case], list[Draw]]:
-    """The draws without speculation, made once."""
+    """`drawn_off(case)`: draws without speculation, made once."""
     drawn: dict[str, list[Draw]] = {}
 
     def draws(case: Case) -> list[Draw]:
         off = server("off")
-        asked = repr((parameters.begun(case), case.sampling, case.fields))  # many have the same setting without theirs
+        asked = repr(
+            (parameters.begun(case), case.sampling, case.fields)
+        )  # many cases are equal without their parameter
         if asked not in drawn:
             drawn[asked] = parameters.draws(off, case, N)
         return drawn[asked]
@@ -49,46 +51,45 @@ def compare(server: Server, drawn_off: Callable, case: Case) -> list[law.Cell]:
 
 
 @pytest.mark.parametrize("case", SAMPLED, ids=str)
-def test_the_law_holds(ours: Server, drawn_off: Callable, case: Case) -> None:
+def test_the_sampling_distribution_holds(ours: Server, drawn_off: Callable, case: Case) -> None:
     apart = compare(ours, drawn_off, case)
     assert not apart, f"{case}: {[str(cell) for cell in apart]}"
-    assert len(set(drawn_off(case))) > 3, f"{case}: hardly any randomness; the comparison could not fail"
+    assert len(set(drawn_off(case))) > 3, f"{case}: hardly any randomness; the comparison cannot fail"
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.row != "temperature > 0"], ids=str)
-def test_the_parameter_changes_the_law(drawn_off: Callable, case: Case) -> None:
+def test_the_parameter_changes_the_distribution(drawn_off: Callable, case: Case) -> None:
     """Otherwise a server that ignores it would pass."""
     assert law.violations(drawn_off(parameters.bare(case)), drawn_off(case))
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)
-def test_the_law_holds_whatever_the_width(server: Callable, drawn_off: Callable, case: Case) -> None:
-    """Every step verifies another number of tokens, one at times."""
+def test_the_sampling_distribution_holds_at_any_width(server: Callable, drawn_off: Callable, case: Case) -> None:
+    """Every step verifies a random number of tokens, sometimes one."""
     variant = VARIANTS["hybrid-random-widths"]
     assert not compare(server(flags=variant.flags, env=dict(variant.env)), drawn_off, case)
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)
-def test_the_law_holds_whatever_is_copied(server: Callable, drawn_off: Callable, case: Case) -> None:
+def test_the_sampling_distribution_holds_with_copies(server: Callable, drawn_off: Callable, case: Case) -> None:
     copying = server(flags=FLAGS, env={"SGLANG_DFLASH_COPY": "random"})
     assert not compare(copying, drawn_off, case)
     assert sum(n_blocks for n_blocks, _ in served.fetch(copying.url)["copies"])
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)
-def test_the_law_holds_with_a_dflash_2_draft(pool: Any, drawn_off: Callable, case: Case) -> None:
+def test_the_sampling_distribution_holds_with_a_dflash_2_draft(pool: Any, drawn_off: Callable, case: Case) -> None:
     second = pool.get(target="hybrid", pair=SECOND["hybrid"], flags=VARIANTS["hybrid-dflash2"].flags)
     assert not compare(second, drawn_off, case)
 
 
 @pytest.mark.parametrize("rule", ["draw_twice", "argmax_inside", "above_threshold"])
-def test_a_wrong_acceptance_is_caught(server: Callable, drawn_off: Callable, rule: str) -> None:
-    """The negative control: the same comparison, the same number of draws, a server that accepts wrongly."""
-    spoilt = server(flags=FLAGS, env=parameters.path_with(SPOILER) | {"WRONG_ACCEPTANCE": rule})
-    assert f"acceptance spoilt: {rule}" in spoilt.log_text()
-    assert compare(spoilt, drawn_off, PLAIN), f"{rule} passed for exact: the law test would miss it too"
-    # And it is subtle: greedy answers are what they should be.
+def test_wrong_acceptance_is_found(server: Callable, drawn_off: Callable, rule: str) -> None:
+    wrong = server(flags=FLAGS, env=parameters.path_with(FAULT) | {"WRONG_ACCEPTANCE": rule})
+    assert f"acceptance spoilt: {rule}" in wrong.log_text()
+    assert compare(wrong, drawn_off, PLAIN), f"{rule} is not found: the tests above would miss it too"
+    # Greedy answers do not show the fault.
     off = server("off")
     prompt = parameters.begun(PLAIN)
-    greedy = [s.generate(prompt, max_new_tokens=parameters.MAX_NEW_TOKENS).token_ids for s in (off, spoilt)]
+    greedy = [s.generate(prompt, max_new_tokens=parameters.MAX_NEW_TOKENS).token_ids for s in (off, wrong)]
     assert greedy[0] == greedy[1]
