@@ -1,4 +1,4 @@
-"""The best candidates where ranks share the head: those of the whole vocabulary, wherever they lie."""
+"""Best candidates where ranks share the head: equal to those of the whole vocabulary."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ RANKS, SHARD, K = 3, 10, 4
 
 
 class Group:
-    """One rank's view of a group whose other ranks have given their values already."""
+    """One rank's view of a group whose other ranks have contributed already."""
 
     def __init__(self, others: list[list[torch.Tensor]], rank: int) -> None:
         self.others, self.rank, self.n_gathered = others, rank, 0
@@ -25,7 +25,7 @@ class Group:
 
 
 def ends_of(rank: int, weight_VH: torch.Tensor, group: Any) -> Any:
-    """The ends of a rank with its shard of the head."""
+    """Return the ends of a rank with its shard of the head."""
     shard = weight_VH[rank * SHARD : (rank + 1) * SHARD]
     return SimpleNamespace(
         head=SimpleNamespace(weight=shard), n_vocab=SHARD, first_token=rank * SHARD, tp_group=group, fp8_head=None,
@@ -34,7 +34,7 @@ def ends_of(rank: int, weight_VH: torch.Tensor, group: Any) -> Any:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_candidates_are_those_of_the_whole_vocabulary(rank: int) -> None:
+def test_candidates_equal_those_of_the_whole_vocabulary(rank: int) -> None:
     torch.manual_seed(0)
     weight_VH, hidden_TH = torch.randn(RANKS * SHARD, 8), torch.randn(5, 8)
     given = [

@@ -61,7 +61,7 @@ def test_a_row_of_zeros_has_logits_of_zero() -> None:
     assert logits_TV[1].tolist() == [0] * V
 
 
-def test_the_copy_takes_the_bytes_that_are_computed() -> None:
+def test_the_copy_has_the_computed_size() -> None:
     copy = Fp8Head(Head(torch.bfloat16))
     assert copy.rows_VH.nbytes + copy.scale_V1.nbytes == fp8_head_bytes(V, H)
 
@@ -114,7 +114,7 @@ def test_a_gpu_multiplies_by_sglangs_fp8_kernel(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_logits_are_the_definitions() -> None:
+def test_gpu_logits_equal_cpu_logits() -> None:
     copy, hidden_TH = Fp8Head(Head(torch.bfloat16)), torch.randn(5, H, dtype=torch.bfloat16)
     on_gpu = Fp8Head(Head(torch.bfloat16).cuda())
     expected_TV = copy.logits(hidden_TH)
