@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dflash.width import acceptance as beliefs
+from sglang_dflash.width import acceptance as acceptance_module
 from sglang_dflash.width.acceptance import ALL_DECAY, DECAY, WARM_UP, Acceptance, Counts, Own, odds
 from sglang_dflash.width.cost import StepCost
 from sglang_dflash.width.policy import EARLY, EXPLORE, REST, SETTLE, Adaptive, Decision, Rhythm
@@ -172,7 +172,7 @@ def test_weights_never_outgrow_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rescaling the weights leaves estimates unchanged."""
     history = [(["a", "b"], N, [7, i % N]) for i in range(50)] + [(["a"], 1, [0])] * 50
     heavy = trained(history)
-    monkeypatch.setattr(beliefs, "HEAVY", 3.0)
+    monkeypatch.setattr(acceptance_module, "HEAVY", 3.0)
     light = trained(history)
     assert light.weight < 3 < heavy.weight
     np.testing.assert_allclose(light.expected(["a", "b"]), heavy.expected(["a", "b"]))
