@@ -42,28 +42,28 @@ def test_one_group_of_ranks_needs_no_synchronisation():
 
 
 def test_tell_all_announces_the_same_request_count_for_every_rank(together):
-    told = list[Any]()
+    sent = list[Any]()
     batch = SimpleNamespace(
-        batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: told.extend(args)
+        batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: sent.extend(args)
     )
     together.tell_all(batch)
-    said, device = told
-    assert (said.global_num_tokens, said.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
+    info, device = sent
+    assert (info.global_num_tokens, info.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
 
 
 def test_a_draft_runs_in_its_scope():
-    said = list[str]()
+    order = list[str]()
 
     @contextmanager
     def scope() -> Iterator[None]:
-        said.append("in")
+        order.append("in")
         yield
-        said.append("out")
+        order.append("out")
 
-    forward = ranks.within(scope, lambda batch: said.append("forward"))
+    forward = ranks.within(scope, lambda batch: order.append("forward"))
     for _ in range(2):
         forward(None)
-    assert said == ["in", "forward", "out"] * 2
+    assert order == ["in", "forward", "out"] * 2
 
 
 def test_a_draft_is_built_for_its_block_at_any_verify_width(monkeypatch):
