@@ -58,7 +58,7 @@ def test_the_reservation_is_as_wide_as_the_verify(monkeypatch: pytest.MonkeyPatc
 
 
 def test_draft_positions_reach_past_the_longest_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of a context of 100, one verify of 12 is in flight and another is being planned."""
+    """One verify of 12 is in flight at the end of a context of 100, and another is being planned."""
     reached = list[int]()
     model = SimpleNamespace(attach=lambda ends, max_position: reached.append(max_position))
     made = SimpleNamespace(draft_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))

@@ -202,7 +202,6 @@ def test_a_draft_must_be_named(launch, pair):
 
 
 def test_bad_input_in_a_real_process(pair):
-    """Run the command as typed in a shell."""
     line = CPU.format(target=pair["hybrid"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"
     ended = subprocess.run(
         [sys.executable, "-m", "sglang.launch_server", *line.split()],

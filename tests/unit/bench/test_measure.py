@@ -111,7 +111,7 @@ def test_answers_are_read_after_the_clock_has_stopped(machine):
 
 @pytest.mark.parametrize(("others_s", "other_cores"), [(3.0, 1.5), (-0.1, 0.0)])
 def test_other_cores_exclude_the_engine_and_this_process(machine, others_s, other_cores):
-    """In 2 s of wall clock the engine computed 5 s and this process 1 s. Clocks may tick apart."""
+    """The engine computed 5 s and this process 1 s in 2 s of wall clock. Clocks may tick apart."""
 
     def ask(prompt: str) -> Callable[[], Completion]:
         machine.now_s += 2

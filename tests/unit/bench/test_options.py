@@ -104,9 +104,6 @@ def test_torchrun_is_refused(monkeypatch, capsys):
     assert "with python instead of torchrun" in refused(capsys, *TORCH)
 
 
-# -------------------------------------------------------------------------------------------------------- prompts
-
-
 def test_bundled_questions_are_held_out_and_different():
     questions = [conversation[0]["content"] for conversation in workloads.held_out(16)]
     assert len(set(questions)) == 16
@@ -208,9 +205,6 @@ def test_a_second_turn_follows_the_first_arms_answer():
     second = [*asked("First."), {"role": "assistant", "content": "First.!"}, *asked("Then.")]
     assert done.prompts == [asked("First."), second, asked("Only.")]
     assert is_complete(done)
-
-
-# ----------------------------------------------------------------------------------------------------------- arms
 
 
 def test_arms_differ_only_in_speculation_flags():

@@ -78,11 +78,7 @@ def lines_of(document: dict[str, Any], **wanted: object) -> list[dict[str, Any]]
     return [line for line in document["summary"] if wanted.items() <= line.items()]
 
 
-# ------------------------------------------------------------------------------------------------ servers that run
-
-
 def test_the_published_guides_command_line_works(fake, bench, monkeypatch):
-    """The published guides' command line works with a server other than this plugin's."""
     asked = []
 
     def load_dataset(path: str, config: str | None, *, split: str) -> list[dict[str, str]]:
@@ -183,9 +179,6 @@ def test_a_key_is_not_published(fake, bench):
     assert ran.document["summary"][0]["ttft_ms"] == {"p50": None, "p99": None}
 
 
-# -------------------------------------------------------------------------------------------- servers started here
-
-
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_arms_are_started_measured_and_stopped(bench, serve, together, tmp_path):
     ran = bench(*SMALL, "--require-equal", *([] if together else ["--one-at-a-time"]), *serve)
@@ -251,9 +244,6 @@ def test_the_preset_of_widths(bench, serve, tmp_path):
     assert str(tmp_path) not in json.dumps(document)
     assert str(ROOT) not in json.dumps(document)
     assert running(FAKE) == []
-
-
-# -------------------------------------------------------------------------------------------- answers must be equal
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--one-at-a-time",), marks=pytest.mark.full)])

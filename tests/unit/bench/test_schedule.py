@@ -70,7 +70,7 @@ def bench_of(n_prompts: int, concurrency: Sequence[int], *, together: bool = Tru
 
 
 def test_each_turn_begins_with_unmeasured_prompts() -> None:
-    """Two after emptying the prefix cache, at first as many as are in flight. Turns have four prompts, then two."""
+    """Two prompts follow an emptied prefix cache, at first as many as are in flight. Turns have 4 prompts, then 2."""
     engine, bench = bench_of(6, [1, 3])
     bench.repeat(0)
     assert engine.n_asked == [2, 4, 2, 2, 3, 6]

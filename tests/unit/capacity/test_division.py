@@ -49,9 +49,6 @@ def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
     return params(heads | widths | {"conv_kernel": recurrent.conv_window + 1}, recurrent.n_layers, tp_size)
 
 
-# -- bytes ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("kind", [RecordPool, MambaPool])
 def test_recurrent_bytes_equal_allocated_bytes(kind, tp_size, monkeypatch):
@@ -102,9 +99,6 @@ def test_ring_slots(window, block, page, slots):
     assert ring_slots(window, block, page) == slots
     # A window that begins anywhere in a page fits, with the block after it.
     assert all(sizes.round_up(start + window + block, page) <= slots for start in range(page))
-
-
-# -- the division of memory ----------------------------------------------------------------------------------------
 
 
 class SGLang:
@@ -176,7 +170,7 @@ LAUNCHES = (
 @pytest.mark.parametrize("radix", RadixStates)
 @pytest.mark.parametrize(("card_gib", "changes"), LAUNCHES)
 def test_memory_is_divided_as_sglang_does(worker, radix, card_gib, changes, monkeypatch):
-    """Without a prefix cache SGLang allocates states for all requests regardless of memory, so use twelve."""
+    """SGLang without a prefix cache allocates states for all requests regardless of memory, so use twelve."""
     if radix is RadixStates.OFF and worker is Worker.STOCK:
         changes = changes | {"max_requests": 12}
     serving = Serving(**{"mem_fraction": 0.95, "block_size": 16, "context": 1, "radix": radix} | changes)
@@ -300,9 +294,6 @@ def test_unsplittable_recurrent_layers_are_refused():
     target, draft = replace(QWEN_27B, n_heads=32), replace(DRAFT_27B, n_heads=32)
     with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp 32"):
         capacity(target, draft, launched(tp_size=32), 141, Worker.PLUGIN)
-
-
-# -- SGLang's default fraction -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("gib", [16, 24, 44.99, 79.65, 140.4, 179])

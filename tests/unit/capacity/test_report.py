@@ -30,9 +30,6 @@ def write(folder: Path, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-# -- configs -------------------------------------------------------------------------------------------------------
-
-
 def draft_bytes(name: str) -> int:
     draft = read_draft(name)
     return draft.split_bytes + draft.whole_bytes
@@ -40,7 +37,6 @@ def draft_bytes(name: str) -> int:
 
 @pytest.mark.parametrize("pair", ["tiny", "tiny_dense"])
 def test_parameters_equal_those_of_the_checkpoint(pair, tmp_path):
-    """Parameters computed from the config alone have as many bytes as the pair's files."""
     folder = ASSETS / pair / "target"
     counted = read_target(str(folder))
     assert counted.weights_from == "headers of the safetensors files"
@@ -196,8 +192,6 @@ def test_unknown_models_are_refused(name, message):
         read_target(name)
 
 
-# -- the report ----------------------------------------------------------------------------------------------------
-
 ASKED = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4"]
 
 
@@ -223,7 +217,6 @@ def test_as_json(capsys):
 
 
 def test_promised_lifts_hold(capsys):
-    """The report with a flag has the number of requests promised for that flag."""
     flags = {"--speculative-draft-window-size": "--window", "--tp-size": "--tp"}
     for changes in ([], ["--context", "65536"], ["--gpu-memory", "60"], ["--max-running-requests", "4"]):
         asked = [*ASKED, "--mem-fraction", "0.85", "--json", *changes]

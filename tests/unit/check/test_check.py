@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -154,14 +155,7 @@ def test_missing_names_of_sglang_are_reported(monkeypatch):
     )
 
 
-class Child(NamedTuple):
-    """The result of `subprocess.run`."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
+Child = partial(subprocess.CompletedProcess, ())
 FLAGS = ["--model-path", "here"]
 ANSWERED = Child(0, f"SGLang says hello\n{json.dumps([vars(Finding('plugin', True, 'ours'))])}\n", "a warning\n")
 ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: --speculativ\n")

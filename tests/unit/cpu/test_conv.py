@@ -11,7 +11,7 @@ F_, W, P, SLOTS = 6, 4, 3, 5
 def one_by_one(
     x_NF: torch.Tensor, carried_FP: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """silu(bias + w . last W inputs) [N, F], and the state after every token, each [F, P]."""
+    """Return silu(bias + w . last W inputs) [N, F], and the state after every token, each [F, P]."""
     seen = list(carried_FP.T)
     outputs, states = [], []
     for x_F in x_NF:

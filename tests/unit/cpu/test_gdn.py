@@ -40,7 +40,6 @@ def one_by_one(inputs: Inputs, tokens: range, state_HVK: torch.Tensor) -> tuple[
 
 
 def test_the_definition_equals_transformers():
-    """The recurrence that the tests below use equals Qwen3.5's reference implementation."""
     inputs = Inputs(9)
     outputs, states = one_by_one(inputs, range(9), inputs.pool[2])
     want, final = torch_recurrent_gated_delta_rule(
@@ -193,7 +192,6 @@ def test_an_update_writes_the_slot():
 
 
 def test_a_block_is_computed_alike_in_any_batch():
-    """The result depends neither on the rest of the batch nor on the block's length."""
     inputs, wide = Inputs(32), torch.zeros(2, 16, H, V, K)
     both = verify_into(wide, [0, 1], inputs, [2, 4], inputs.pool)
     alone, narrow = Inputs(32), torch.zeros(2, 16, H, V, K)

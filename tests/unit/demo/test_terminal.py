@@ -67,9 +67,6 @@ def test_the_questions_are_held_out() -> None:
     assert all(is_held_out(question) for _, question in questions())
 
 
-# -- one streamed question -------------------------------------------------------------------------------------------
-
-
 def chunk(text: str | None, n_tokens: int | None, **extra: Any) -> Any:
     """Return a chunk of a stream. SGLang counts steps in a chunk without choices, and tokens in chunks with text."""
     choices = [] if text is None else [SimpleNamespace(delta=SimpleNamespace(content=text))]

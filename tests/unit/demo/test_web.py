@@ -28,9 +28,6 @@ def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
     return StepTrace(folder)
 
 
-# -- the tokens of a step ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("step", "verified", "shown"),
     [
@@ -72,9 +69,6 @@ def test_steps_of_a_request_are_read_while_others_are_written(tmp_path):
     trace(tmp_path, {"width": 1, "accepted": {"b": 0}}, {"width": 1, "accepted": {"b": 0}})
     assert steps.of("b", 2) == [Verified(1, 0, 0)] * 2
     assert steps.of("b", 1) == []
-
-
-# -- the requests that are answered ------------------------------------------------------------------------------------
 
 
 def client(*chunks: tuple[str, int]) -> Any:

@@ -144,32 +144,29 @@ def test_a_trained_mask_embedding_is_refused(folder):
         checkpoint.read(str(folder))
 
 
+def refused(path: Path, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        checkpoint.read(str(path))
+
+
 def test_files_that_are_not_a_draft(folder):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
-        checkpoint.read(str(folder))
+    refused(folder, "cannot be read as safetensors")
     weights.rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"holds pytorch_model\.bin, and only safetensors are loaded"):
-        checkpoint.read(str(folder))
+    refused(folder, r"holds pytorch_model\.bin, and only safetensors are loaded")
     (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(ValueError, match=r"no \*\.safetensors; fetch the draft's weights"):
-        checkpoint.read(str(folder))
+    refused(folder, r"no \*\.safetensors; fetch the draft's weights")
     (folder / "config.json").write_text('{"architectures": ')
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
-        checkpoint.read(str(folder))
+    refused(folder, r"config\.json is not JSON")
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="holds a list, not an object"):
-        checkpoint.read(str(folder))
-    with pytest.raises(ValueError, match=r"is a file; give the draft's directory"):
-        checkpoint.read(str(folder / "config.json"))
+    refused(folder, "holds a list, not an object")
+    refused(folder / "config.json", r"is a file; give the draft's directory")
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        checkpoint.read(str(folder))
+    refused(folder, r"has no config\.json")
 
 
 @pytest.mark.parametrize("path", ["/no/such/draft", "no-such-owner/no such draft"])
-def test_no_draft_at_all(path):
-    with pytest.raises(ValueError, match=f"{path} is no directory and cannot be fetched .* give a directory"):
-        checkpoint.read(path)
+def test_a_missing_draft_is_refused(path):
+    refused(Path(path), f"{path} is no directory and cannot be fetched .* give a directory")

@@ -67,7 +67,7 @@ class Doubles:
 
 
 def test_a_quantized_head_uses_its_own_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head uses its own method over its real rows. The last row is padding and scores highest."""
+    """The last row is padding and scores highest."""
     head = torch.nn.Module()
     head.register_parameter("packed", torch.nn.Parameter(torch.tensor([[1.0, 0], [0, 1], [9, 9]])))
     head.quant_method, head.tp_size, head.org_vocab_size = Doubles(), 1, 2

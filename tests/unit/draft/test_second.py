@@ -71,7 +71,7 @@ def test_the_path_equals_plain_torch(fields: dict[str, float | None]) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Lists the matrix products that run inside the context."""
+    """A list of the matrix products that run inside the context."""
 
     def __init__(self) -> None:
         super().__init__()

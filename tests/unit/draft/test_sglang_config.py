@@ -39,7 +39,6 @@ def test_overrides_of_the_target_do_not_change_the_draft(overrides, draft):
 
 
 def test_fields_equal_those_of_sglangs_reader(draft):
-    """Every field of the draft's file has the value that SGLang's own reader gives."""
     ours, stock = read(draft).to_dict(), get_config(str(draft), trust_remote_code=False).to_dict()
     given = json.loads((draft / "config.json").read_text())
     dflash, rope = given.pop("dflash_config"), given.pop("rope_parameters")

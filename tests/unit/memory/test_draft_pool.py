@@ -118,9 +118,6 @@ def test_a_drafts_kv_are_offloaded_with_the_targets():
     assert draft.kv.tolist() == [0, 0, 0, 12, 0, 11, 0, 0]
 
 
-# -- token histories --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("copy", "disaggregation", "kept"),
     [

@@ -34,7 +34,7 @@ def test_computed_bytes_equal_allocated_bytes(n_requests: int, n_tokens: int) ->
 
 
 def test_every_request_of_a_captured_batch_has_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks share a batch's rows, SGLang captures a multiple of the rank count, possibly more than run."""
+    """SGLang captures a multiple of the rank count where ranks share a batch's rows, possibly more than run."""
     monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: -(-n_requests // 8) * 8)
     for n_requests, n_rows in ((3, 8), (8, 9), (9, 16)):
         assert make_pool(RecordPool, n_requests, 4).mamba_cache.intermediate_ssm.shape[1] == n_rows

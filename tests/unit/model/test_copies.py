@@ -20,7 +20,7 @@ def test_the_history_grows_by_the_kept_tokens() -> None:
 
 
 def test_counts_compare_copies_with_the_block() -> None:
-    """First the copy's two drafts are accepted and none of the block's, then none against one."""
+    """The copy's two drafts are accepted first and none of the block's, then none against one."""
     copies = Copies(TEXT)
     copies.copy(torch.tensor([16, 60, 61]))
     copies.weigh(DecodedStep([17, 18, 19], 2))

@@ -183,8 +183,6 @@ def test_tokens_of_a_card_are_counted_for_an_own_pair() -> None:
     assert inside.counted_tokens(H200, own, watched_bytes(2)) > 1_000_000
 
 
-# -- the timed draft forward -------------------------------------------------------------------------------------------
-
 SMALL = Shapes(n_layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=12, n_vocab=20, block=4)
 
 

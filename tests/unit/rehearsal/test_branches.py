@@ -184,9 +184,6 @@ def test_host_waits_inside_a_capture_are_refused(wait):
     wait()
 
 
-# -- SGLang's own forwards -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def qwen_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put Qwen3.5 into the state it has while a GPU captures."""

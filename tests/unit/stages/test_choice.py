@@ -172,9 +172,6 @@ def test_min_p_holds_for_every_slot_of_its_request():
     assert not (drawn_TN[:, 2] == drawn_TN[0, 2]).all()
 
 
-# -- custom processors ------------------------------------------------------------------------------------------------
-
-
 def entries(*pairs: tuple[CustomLogitProcessor, list[int]]) -> dict[int, ProcessorEntry]:
     return {i: ProcessorEntry(processor, rows, torch.tensor(rows)) for i, (processor, rows) in enumerate(pairs)}
 
@@ -236,9 +233,6 @@ def test_texts_are_fetched_only_for_processors_that_read_them(monkeypatch):
     logits_TV = torch.zeros(N, V)
     Processors().apply(batch, SimpleNamespace(width=N), torch.zeros(1, N), logits_TV)
     assert logits_TV[:, 5].isinf().all()
-
-
-# -- a step ----------------------------------------------------------------------------------------------------------
 
 
 class Kinds(Whole):

@@ -26,9 +26,6 @@ from sglang_dflash.step import Block, Plan
 BLOCK, V = 4, 11
 
 
-# -- which batches ----------------------------------------------------------------------------------------------------
-
-
 def kernel(size: int) -> tuple[bool, bool, int]:
     """Return what Triton specialises on: whether `size` is 1, whether a multiple of 16, and its power of two."""
     return size == 1, size % 16 == 0, (size - 1).bit_length()
@@ -54,9 +51,6 @@ def test_batch_sizes_cover_every_specialisation_of_a_server(n_requests: int, n_v
 def test_few_heads_are_tiled_in_two_ways_and_many_in_one(n_value_heads: int, n_tiles: int) -> None:
     server = Server((16,), 16, range(1, 65), n_value_heads=n_value_heads, value_width=128, tracks=False)
     assert len(of_server(server)["gdn_verify"]) == n_tiles
-
-
-# -- which steps ------------------------------------------------------------------------------------------------------
 
 
 class Recorded:
@@ -166,7 +160,7 @@ def test_positions_have_three_axes_where_the_target_s_do(monkeypatch):
 
 
 def test_the_end_resets_the_event_late_rows_and_counts(monkeypatch):
-    """Otherwise SGLang's next barrier would wait for that event instead of the first prompt."""
+    """SGLang's next barrier would otherwise wait for that event instead of the first prompt."""
     dry, recorded = make(monkeypatch)
     ended = list[str]()
     recorded.late = SimpleNamespace(forget=lambda: ended.append("late rows"))
@@ -178,7 +172,7 @@ def test_the_end_resets_the_event_late_rows_and_counts(monkeypatch):
 
 
 def test_steps_on_a_device_are_timed_consecutively(monkeypatch):
-    """Consecutive steps hide the host's launches as serving does. On CPU there is nothing to hide."""
+    """Consecutive steps hide the host's launches as serving does. A CPU has nothing to hide."""
     for device, n_runs in (("cuda", IN_A_ROW), ("cpu", 1)):
         waits, runs = list[int](), list[int]()
         module = SimpleNamespace(synchronize=lambda waits=waits, runs=runs: waits.append(len(runs)))
@@ -199,9 +193,6 @@ def test_each_request_has_its_own_state_during_a_dry_run():
     assert pool.req_index_to_mamba_index_mapping.tolist() == [0, 7, 0, 0, 0]
     with own_states(SimpleNamespace(), 4):
         pass
-
-
-# -- the parts that are not stages' own -------------------------------------------------------------------------------
 
 
 def test_a_penalty_dry_run_changes_nothing(monkeypatch):

@@ -17,7 +17,7 @@ V, N = 32, 4
 
 
 class Counts(BaseGrammarObject):
-    """Allows the successor of the last token. From `breaks_at` on it fails, as a matcher in error does."""
+    """A grammar that allows the successor of the last token, and fails from `breaks_at` on as a matcher in error."""
 
     def __init__(self, breaks_at: int = V) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ VERIFY = ForwardMode.TARGET_VERIFY
 @CAPTURED
 @DTYPES
 def test_ranks_find_the_argmax_from_two_numbers_per_row(dtype, captured):
-    """Compared with gathered logits, the lowest id wins ties and padding never wins."""
+    """The lowest id wins ties and padding never wins, as with gathered logits."""
     hidden_TH, weight_VH = hidden_and_head(dtype)
     found, group = on_ranks(
         weight_VH, lambda one, shards: shards.likeliest(one.forward(hidden_TH, VERIFY, captured=captured))

@@ -18,7 +18,7 @@ N = 4
 
 @pytest.fixture(params=[CaptureHiddenMode.NULL, CaptureHiddenMode.LAST, CaptureHiddenMode.FULL])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CaptureHiddenMode:
-    """The most that the server returns."""
+    """Set and return the most that the server returns."""
     monkeypatch.setattr(outputs, "get_server_return_hidden_states_mode", lambda: request.param)
     return request.param
 

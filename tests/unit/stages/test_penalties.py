@@ -172,7 +172,6 @@ def test_min_new_tokens_suppresses_all_stop_tokens():
 
 
 def test_the_scaling_formula_equals_sglangs():
-    """Compare with the function that SGLang scales logits with."""
     logits_1V, req = torch.randn(1, V), Request({"repetition_penalty": 1.6}, 1)
     want_V = req.wanted(logits_1V[0], [0, 4])
     apply_scaling_penalties.__wrapped__(logits_1V, torch.tensor([[1.6, 1, 1, 1, 1.6, 1, 1]]))

@@ -61,7 +61,7 @@ def test_a_step_of_any_width_drafts_the_whole_block_and_width_one_nothing(width:
     exact=st.booleans(),
 )
 def test_no_block_ends_past_its_bound(width: int, requests: list[tuple[int, int]], exact: bool) -> None:
-    """Under the overlap schedule the host knows lengths before the step in flight, which commits up to `WIDEST`.
+    """The overlap schedule's host knows lengths before the step in flight, which commits up to `WIDEST`.
 
     The host reserves twice that.
     """

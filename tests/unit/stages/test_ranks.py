@@ -18,7 +18,7 @@ BLOCK = 8
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> ranks.Groups:
-    """Three groups of ranks."""
+    """Return three groups of ranks."""
     monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=3))
     return ranks.Groups()
 

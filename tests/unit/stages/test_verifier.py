@@ -163,7 +163,7 @@ def test_only_a_plain_target_on_the_host_is_called_directly(on_host, model, grap
 
 
 def test_experts_indexer_and_metrics_reach_the_scheduler(monkeypatch):
-    """As with SGLang's own worker, a step's result carries the routed experts of its rows."""
+    """A step's result carries the routed experts of its rows, as with SGLang's own worker."""
     monkeypatch.setattr(results, "DraftInput", lambda **fields: SimpleNamespace(**fields))
     output = SimpleNamespace(sampling_mask_output=None)
     run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")

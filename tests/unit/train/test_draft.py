@@ -141,7 +141,6 @@ def test_transformers_4_finds_the_rotary_base(saved):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_config_of_the_tiny_pairs_is_unchanged(dtype):
-    """The config for the shipped targets equals the shipped one."""
     for pair in ("tiny", "tiny_dense"):
         target = AutoModelForCausalLM.from_pretrained(ASSETS / pair / "target", dtype=dtype)
         config = draft_config_for(target, n_layers=2, block_size=16, mask_token_id=3, target_layer_ids=(0, 1, 2))

@@ -34,7 +34,6 @@ def cache_of(folder, target, documents=DOCUMENTS, layers=LAYERS, lines=None) -> 
 
 
 def test_cached_features_equal_the_targets(tmp_path, target):
-    """Padded batches of the cache and of the target are equal wherever there is a token."""
     cache, batches = cache_of(tmp_path, target), Batches(DOCUMENTS, n_rows=2, pad_id=0, seed=0)
     for rows in [batches.at(0), batches.at(1), *batches.held_out]:
         choices_RL, features_RLC = cache.read(rows)

@@ -164,7 +164,7 @@ def test_the_loss_in_parts_equals_the_loss_of_all_logits(monkeypatch, second, sc
 
 
 def test_the_selector_learns_from_the_right_previous_token():
-    """In three slots the label is the best token, the third best, and none of the three candidates."""
+    """The labels are the best token, the third best, and none of the three candidates."""
     draft, _ = make_pair(qwen3, SECOND)
     selector = draft.candidate_selector
     logits, hidden = torch.zeros(3, VOCAB), torch.randn(3, 32)

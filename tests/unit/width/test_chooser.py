@@ -62,11 +62,8 @@ def test_an_outcome_of_another_batch_is_refused():
         chooser.observe([1], 0.0)
 
 
-# ------------------------------------------------------------------------------------------------------------ the clock
-
-
 def test_time_of_a_prompt_between_two_steps_is_not_counted():
-    """Under the overlap schedule a prompt is launched before the outcome of the previous step is known.
+    """The overlap schedule launches a prompt before the outcome of the previous step is known.
 
     The chooser never sees the prompt's own result. Steps take 10 ms, the prompt 300.
     """
@@ -98,7 +95,7 @@ def took(launch: Launch) -> float:
 class Loop:
     """SGLang's loops: each launch is followed by the outcome of the one before it (overlap schedule) or its own.
 
-    On a CPU a launch has run when it returns. A device runs launches one after the other.
+    A launch on a CPU has run when it returns. A device runs launches one after the other.
     """
 
     def __init__(self, launches: Sequence[Launch], *, overlap: bool, host_computes: bool) -> None:
@@ -153,9 +150,6 @@ def test_all_but_the_ends_of_equal_runs_are_timed(host_computes, overlap):
     assert min(n_timed) >= 8
 
 
-# ----------------------------------------------------------------------------------------------------- what is reported
-
-
 def test_outcomes_are_traced_as_they_arrive(tmp_path):
     chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new", None).add)
     chooser.decide(["a"])
@@ -192,7 +186,7 @@ def test_a_report_covers_all_steps(caplog):
 
 @pytest.mark.parametrize(("useful", "n_warnings"), [(0, 1), (9, 1), (10, 0)])
 def test_a_draft_that_is_never_accepted_is_warned_of_once(useful, n_warnings, caplog):
-    """Of 500 blocks fewer than 10 commit a draft. Steps of one token are not counted."""
+    """Fewer than 10 of 500 blocks commit a draft. Steps of one token are not counted."""
     chooser = Chooser(Scripted([1, 8] * 1000))
     for step in range(2000):
         chooser.decide(["a"])
@@ -204,9 +198,6 @@ def test_the_report_before_the_first_step_is_empty():
     assert Chooser(Fixed(4)).describe() == {
         "policy": "always 4", "seconds": {}, "n_steps": {}, "committed": 0, "expected": 0.0, "account": "",
     }  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------- widths and their policies
 
 
 def asked(value: str, block_size: int = 16, **where: str) -> tuple[int, ...]:

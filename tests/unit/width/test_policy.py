@@ -24,7 +24,7 @@ Step = tuple[list[str], int, list[int]]
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Requests, a width, and the number of accepted drafts per request."""
+    """Draw requests, a width, and the number of accepted drafts per request."""
     rids = draw(st.lists(st.sampled_from(RIDS), min_size=1, unique=True))
     width = draw(st.sampled_from(WIDTHS))
     return rids, width, [draw(st.integers(0, width - 1)) for _ in rids]
@@ -52,14 +52,11 @@ def conditional(acceptance: Acceptance, rid: str) -> np.ndarray:
 
 
 def alone(seconds_SW: np.ndarray) -> None:
-    """One rank agrees with itself."""
+    """Leave the costs as they are: a single rank needs no agreement."""
 
 
 def step_cost(seconds_W: Sequence[float], widths: Sequence[int] = WIDTHS) -> StepCost:
     return StepCost(widths, {1: seconds_W}, alone)
-
-
-# ---------------------------------------------------------------------------------------------------------- acceptance
 
 
 @given(st.lists(steps(), max_size=30), steps())
@@ -134,7 +131,7 @@ def test_failed_first_drafts_leave_later_positions_unchanged() -> None:
 
 
 def test_one_step_distinguishes_a_good_request_from_bad_ones() -> None:
-    """After 100 requests that accept nothing, one full acceptance raises the estimate of its own request."""
+    """One full acceptance raises its request's estimate, even after 100 requests that accept nothing."""
     acceptance = trained([([f"bad-{i}"], N, [0]) for i in range(100)])
     assert acceptance.expected(["good"])[N] < 1.1
     acceptance.observe(["good"], N, [D])
@@ -160,7 +157,7 @@ def test_warm_up_requests_are_not_learned_from() -> None:
 
 
 def test_observations_decay() -> None:
-    """After `MEMORY` steps a request's observation weighs 1/e, even if the steps draft nothing or are others'."""
+    """A request's observation weighs 1/e after `MEMORY` steps, even if they draft nothing or are others'."""
     drafted_once = trained([(["a"], N, [7])] + [(["a"], 1, [0])] * MEMORY)
     others = trained([(["a"], N, [7])] + [(["b"], N, [7])] * MEMORY)
     for acceptance in (drafted_once, others):
@@ -197,9 +194,6 @@ def test_a_large_batch_is_forgotten_as_fast_as_a_small_one() -> None:
             acceptance.observe([f"bad-{n_steps[-1] // 20}"], N, [0])
             n_steps[-1] += 1
     assert n_steps[1] <= 1.1 * n_steps[0]
-
-
-# --------------------------------------------------------------------------------------------------------------- costs
 
 
 def make_cost() -> StepCost:
@@ -286,9 +280,6 @@ def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
     np.testing.assert_allclose(policy.cost.of(1)[0], 1.0, rtol=0.25)
 
 
-# --------------------------------------------------------------------------------------------------------- the choice
-
-
 class Certain(Acceptance):
     """An acceptance with fixed estimates."""
 
@@ -321,7 +312,7 @@ def adaptive(committed_N: Sequence[float], seconds_W: Sequence[float]) -> Adapti
 
 @given(st.floats(0.05, 0.99), costs)
 def test_the_width_with_the_best_rate_is_chosen(conditional: float, seconds_W: list[float]) -> None:
-    """At any costs, monotone or not, the first choice has the highest rate unless exploring is almost free."""
+    """The first choice has the highest rate at any costs, unless exploring is almost free."""
     committed_N = committed(conditional)
     rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(WIDTHS, seconds_W, strict=True)]
     chosen = WIDTHS.index(adaptive(committed_N, seconds_W).decide(["a"]).width)
@@ -452,7 +443,7 @@ def served(
 
 
 def test_every_request_is_explored_first() -> None:
-    """After hopeless requests too: a look costs one step of 100 tokens, and at most one more can be saved up."""
+    """A look costs one step of 100 tokens, even after hopeless requests, and at most one more can be saved up."""
     policy = Adaptive(WIDTHS, step_cost(CHEAP))
     assert min(served(policy, [0.0] * 20, 1, 100, CHEAP)[1:]) > 0.98
     assert policy.decide(["new"]).width == N
@@ -494,9 +485,6 @@ def test_costs_are_learned_from_steps_without_drafts() -> None:
         policy.cost.observe(1, 1, 100.0)
     assert set(chosen[: EARLY[0] - 1]) == {1}
     assert chosen[-1] == 8
-
-
-# ------------------------------------------------------------------------------------------------------------- rests
 
 
 def test_rest_factors_stay_one_with_one_kind_of_draft() -> None:
@@ -579,7 +567,7 @@ def test_a_rested_draft_commits_no_more_than_its_width() -> None:
 
 
 def test_exploring_drafts_are_rested_where_nothing_is_drafted() -> None:
-    """On average 0.4 of seven drafts are accepted, after a rest 0.6, which is not worth 4 s."""
+    """A mean of 0.4 of seven drafts is accepted, and 0.6 after a rest, which is not worth 4 s."""
     policy = rhythmic([1, *[1.4] * D])
     (look,) = {decision for decision in (policy.decide(["a"]) for _ in range(1000)) if decision.width > 1}
     assert look == (8, pytest.approx(1.6), True)
