@@ -59,7 +59,7 @@ def test_an_unknown_value_is_refused_by_name(flag: flags.Flag) -> None:
         flags.read({flag.name: "maybe"})
 
 
-def test_a_list_of_widths_is_sorted_and_each_once() -> None:
+def test_width_lists_are_sorted_without_duplicates() -> None:
     found = flags.read({"SGLANG_DFLASH_WIDTHS": "16,4,1,4"})
     assert (found.width_policy, found.widths) == (WidthPolicy.AUTO, (1, 4, 16))
     assert flags.read({"SGLANG_DFLASH_WIDTHS": "Fixed"}).width_policy is WidthPolicy.FIXED

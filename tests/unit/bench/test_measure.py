@@ -147,7 +147,7 @@ def test_parts_are_joined():
     assert (run.n_tokens, run.tokens_per_s, run.steps, run.other_cores) == (8, 2.0, Steps(2, 6), 0.375)
 
 
-def test_percentiles_are_values_that_occurred():
+def test_percentiles_are_observed_values():
     """Half of three values is two of them, 1 % is one."""
     values = [float(i) for i in range(1, 101)]
     assert [percentile(values, p) for p in (50, 99, 100)] == [50, 99, 100]

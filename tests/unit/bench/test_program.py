@@ -124,7 +124,7 @@ def test_servers_are_compared_with_the_first(fake, bench):
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_as_many_requests_are_in_flight_as_asked_for(fake, bench, n):
+def test_the_requested_concurrency_is_kept(fake, bench, n):
     """Unmeasured prompts keep to it too: the stand-in refuses fewer or more requests in flight."""
     few = ("--num-prompts", "6", "--repeats", "1", "--no-latency", "--concurrency", str(n))
     ran = bench("--base-url", fake("--together", str(n)), *few)

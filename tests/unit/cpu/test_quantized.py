@@ -11,7 +11,7 @@ from tests.server.lib import quantized as checkpoints
 torch.manual_seed(0)
 
 
-def test_fp8_blocks_are_each_number_times_its_blocks_scale() -> None:
+def test_fp8_products_apply_the_scale_of_each_block() -> None:
     """The three blocks have four rows by two columns, the last one fewer of both."""
     a, b = torch.randn(3, 5).to(torch.float8_e4m3fn), torch.randn(6, 5).to(torch.float8_e4m3fn)
     scale_a, scale_b = torch.rand(3, 3), torch.rand(2, 3)

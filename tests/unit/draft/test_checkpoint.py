@@ -149,7 +149,7 @@ def refused(path: Path, sentence: str) -> None:
         checkpoint.read(str(path))
 
 
-def test_files_that_are_not_a_draft(folder):
+def test_broken_draft_folders_are_refused(folder):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])

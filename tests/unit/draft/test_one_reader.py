@@ -170,7 +170,7 @@ def write(checkpoints: ModuleType, tmp_path: Path) -> Callable[[dict[str, Any]],
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_all_read_the_same(case: str, write: Callable, tmp_path: Path) -> None:
+def test_all_readers_agree(case: str, write: Callable, tmp_path: Path) -> None:
     changes, meaning = ACCEPTED[case]
     folder, trained = write(changes), tmp_path / "trained"
     server = checkpoint.read(str(folder))
@@ -184,7 +184,7 @@ def test_all_read_the_same(case: str, write: Callable, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_all_refuse_the_same(case: str, write: Callable) -> None:
+def test_all_readers_refuse_alike(case: str, write: Callable) -> None:
     changes, error, sentence = REFUSED[case]
     folder, messages = write(changes), set[str]()
     for reader in (checkpoint.read, DraftModel.from_pretrained):

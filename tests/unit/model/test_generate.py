@@ -190,7 +190,7 @@ def test_width_one_is_plain_decoding(target):
     assert [step.committed for step in steps] == [[token] for token in expected]
 
 
-def test_draft_window_hides_what_lies_further_back():
+def test_the_draft_window_hides_older_context():
     target, *_ = plain_target()
     draft, anchor = make_draft(target), torch.tensor([5])
     features = torch.randn(1, 30, draft.config.feature_size)

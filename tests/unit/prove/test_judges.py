@@ -178,7 +178,7 @@ def test_pools_are_compared_with_their_formulas() -> None:
     assert "(-50.0%)" in half.text
 
 
-def test_tokens_of_a_card_are_counted_for_an_own_pair() -> None:
+def test_tokens_of_a_card_are_counted_for_a_given_pair() -> None:
     own = place(H200, is_own=True)
     assert inside.counted_tokens(H200, own, watched_bytes(2)) > 1_000_000
 

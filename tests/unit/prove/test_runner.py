@@ -165,7 +165,7 @@ def test_without_time_nothing_runs(folder):
         (["--model-path", "M"], "needs both --model-path and --draft-path"),
     ],
 )
-def test_wrong_words_are_refused(folder, words, message):
+def test_wrong_arguments_are_refused(folder, words, message):
     ended = prove(folder, *words)
     assert ended.returncode == 2
     assert message in ended.stderr

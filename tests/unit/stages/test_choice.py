@@ -129,7 +129,7 @@ PARAMETERS = {
 
 @given(st.lists(st.fixed_dictionaries({}, optional=PARAMETERS), min_size=1, max_size=4), st.integers(0, 10**6))
 @settings(max_examples=40)
-def test_every_slot_draws_as_its_request_would_alone_at_that_position(rows, torch_seed):
+def test_every_slot_draws_as_its_request_would_alone(rows, torch_seed):
     """Compare a mixed batch with each request alone: with a seed, a draw depends on seed and position only."""
     torch.manual_seed(torch_seed)
     logits_BNV = 3 * torch.randn(len(rows), N, V)
@@ -262,7 +262,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("need", NEEDS)
-def test_logits_are_whole_only_where_a_request_needs_them(need, monkeypatch):
+def test_logits_are_gathered_whole_only_for_requests_that_need_them(need, monkeypatch):
     """A greedy step passes no logits on and samples nothing."""
     monkeypatch.setattr(choice_module, "allowed", lambda *_: None)
     kinds, fields = Kinds(), dict(NEEDS[need])

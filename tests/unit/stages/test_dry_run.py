@@ -150,7 +150,7 @@ def test_a_dummy_request_fits_into_the_context(monkeypatch):
     assert dry.plan(2, BLOCK).prefix_len_B.tolist() == [dry_run.CONTEXT] * 2
 
 
-def test_positions_have_three_axes_where_the_target_s_do(monkeypatch):
+def test_positions_have_three_axes_where_the_targets_do(monkeypatch):
     dry, recorded = make(monkeypatch)
     dry.runner.model_config.model_is_mrope = True
     verified, forward = list[Any](), recorded.forward

@@ -32,7 +32,7 @@ def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple
 
 
 @pytest.mark.parametrize("free_gib", [10.0, math.inf])
-def test_all_are_built_where_they_fit(free_gib: float) -> None:
+def test_all_widths_are_built_if_they_fit(free_gib: float) -> None:
     assert built(free_gib, 0.5)[0] == [16, 1, 4, 8, 2, 12, 6]
 
 

@@ -99,7 +99,7 @@ def test_ranks_find_the_argmax_from_two_numbers_per_row(dtype, captured):
 @pytest.mark.parametrize("scale", [None, 0.25])
 @CAPTURED
 @DTYPES
-def test_whole_logits_are_those_of_sglangs_forward(dtype, captured, scale):
+def test_whole_logits_equal_sglangs(dtype, captured, scale):
     hidden_TH, weight_VH = hidden_and_head(dtype)
     plain = ThreadRanks(N_RANKS)
     plain_TV, *_ = plain.run(

@@ -42,13 +42,13 @@ def logits_processor() -> LogitsProcessor:
     return processor
 
 
-def test_the_target_keeps_hidden_states_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
+def test_the_target_keeps_hidden_states_if_the_server_returns_them(mode: CaptureHiddenMode) -> None:
     processors = [logits_processor() for _ in range(2)]  # a nested model may have a processor of its own
     outputs.keep_hidden_states(Target([Target([processors[0]]), processors[1]]))
     assert [one.keep_last_hidden_states for one in processors] == [mode != CaptureHiddenMode.NULL] * 2
 
 
-def test_a_target_that_cannot_keep_them_is_refused_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
+def test_a_target_without_hidden_states_is_refused_if_the_server_returns_them(mode: CaptureHiddenMode) -> None:
     if mode == CaptureHiddenMode.NULL:
         outputs.keep_hidden_states(Target())
         return
@@ -56,7 +56,7 @@ def test_a_target_that_cannot_keep_them_is_refused_where_the_server_returns_some
         outputs.keep_hidden_states(Target())
 
 
-def test_nothing_is_copied_where_no_request_asks(mode: CaptureHiddenMode) -> None:
+def test_hidden_states_are_not_copied_unless_requested(mode: CaptureHiddenMode) -> None:
     assert outputs.hidden_states(batch_of(), output_of()) is None
     assert outputs.hidden_states_of_prompts(batch_of(), output_of()) is None
 

@@ -94,7 +94,7 @@ def decode(penalties: Penalties, reqs: list[Request]) -> None:
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=60)
-def test_a_server_s_life(seed):
+def test_random_server_histories_equal_sequential_penalties(seed):
     """Requests arrive, share batches, end and are retracted in any order. Every logit is the sequential one."""
     random = Random(seed)
     torch.manual_seed(seed)
@@ -122,7 +122,7 @@ def test_a_prompt_in_chunks_is_counted_once():
     assert penalties.counts_RV.sum() == 1
 
 
-def test_rows_are_used_again():
+def test_rows_are_reused():
     """The table grows with the requests that run at once, not with all that ever ran."""
     penalties = Penalties(V, torch.device("cpu"))
     kept = []  # so that finished requests are not freed
