@@ -1,4 +1,4 @@
-"""Fixtures that undo what a test sets: environment flags that were read, and hooks on SGLang's classes."""
+"""Fixtures that undo a test's changes: cached environment flags, and hooks on SGLang's classes."""
 
 import sys
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ def flags_are_read_again() -> None:
 
 @pytest.fixture(autouse=True)
 def hooks_are_taken_off() -> Iterator[None]:
-    """Take off the hooks that a test has set; those of a loaded plugin stay, as SGLang loads it once per process."""
+    """Remove a test's hooks. Those of a loaded plugin stay, as SGLang loads the plugin once per process."""
     yield
     if module := sys.modules.get("sglang.srt.plugins.hook_registry"):
         registry = module.HookRegistry
@@ -30,7 +30,7 @@ def hooks_are_taken_off() -> Iterator[None]:
 
 
 def take_off(target: str, registry: str) -> None:
-    """Put the original of a function or method back wherever the wrapper is bound that this file made."""
+    """Restore a function or method wherever the wrapper made by `registry` is bound."""
     path, _, name = target.rpartition(".")
     owner: Any = resolve_name(path)
     hooked = vars(owner)[name]

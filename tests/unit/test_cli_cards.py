@@ -1,7 +1,7 @@
-"""The model cards' SGLang command lines parse with the plugin live, old names included, and mean what the cards say.
+"""SGLang command lines of the model cards: parsed with the plugin loaded, including old flag names.
 
-Only the model paths are swapped for local ones. This machine has no GPU, so a line is tested in two halves: SGLang
-parses it into its arguments here, and the rules that choose the draft's backend are then given the card's GPU.
+Only the model paths are replaced by local ones. Without a GPU a line is tested in two halves: SGLang parses its
+arguments, and the rules that choose the draft's backend then get the card's GPU.
 """
 
 import json
@@ -76,7 +76,7 @@ CARDS = {
 
 @pytest.fixture(scope="module")
 def draft_16(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The cards' drafts have blocks of 16."""
+    """Return a draft with blocks of 16, as the cards' drafts have."""
     return str(checkpoints.write_draft(tmp_path_factory.mktemp("cards") / "draft", block_size=16))
 
 
@@ -88,7 +88,7 @@ def parse(launch: Any, line: str, env: dict[str, str], fields: list[str], *flags
 
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
-def test_a_card_s_line_means_what_the_card_says(name, target, launch, pair, draft_16):
+def test_a_cards_command_line_resolves_as_documented(name, target, launch, pair, draft_16):
     card = CARDS[name]
     line = card.line.format(target=pair[target], draft=draft_16)
     parsed = parse(launch, line, card.env, list(card.fields))
@@ -136,15 +136,15 @@ def test_a_smaller_block_reaches_the_resolved_arguments(launch, pair):
     assert parse(launch, line, {}, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 4
 
 
-def test_the_stock_worker_is_not_held_to_our_rules(launch, pair):
-    """SGLang only warns of a block longer than the trained one; with the stock worker that is its business."""
+def test_the_stock_worker_skips_the_plugins_checks(launch, pair):
+    """SGLang only warns of a block longer than the trained one."""
     line = CPU.format(target=pair["dense"], draft=pair["draft"]) + "--speculative-num-draft-tokens 12"
     stock = {"SGLANG_DFLASH_WORKER": "stock"}
     assert parse(launch, line, stock, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 12
 
 
 def test_a_draft_may_be_a_repository(launch, pair, checkpoints, hub):
-    """As on the cards: the draft is found where the Hugging Face client keeps it, and is checked there."""
+    """The draft is found and checked where the Hugging Face client caches it."""
     checkpoints.write_cached(hub, "z-lab/Tiny-DFlash", block_size=6)
     line = CPU.format(target=pair["dense"], draft="z-lab/Tiny-DFlash")
     assert parse(launch, line, {}, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 6

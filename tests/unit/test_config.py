@@ -1,4 +1,4 @@
-"""The draft, the target and the flags against each other: what is combined, and what is refused."""
+"""DFlashConfig: draft, target and flags combined, and the combinations that are refused."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -32,7 +32,7 @@ def draft(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> 
     return checkpoint.read(str(checkpoints.write_draft(tmp_path_factory.mktemp("config") / "draft")))
 
 
-def test_everything_left_to_the_checkpoint(draft):
+def test_defaults_come_from_the_checkpoint(draft):
     served = combine(ARGUMENTS, TARGET, draft, FLAGS)
     assert (served.block_size, served.draft_window, served.dtype) == (8, None, "bfloat16")
     assert served.draft_attention_backend == "fa3"
@@ -41,33 +41,33 @@ def test_everything_left_to_the_checkpoint(draft):
 
 @pytest.mark.parametrize("block_size", [2, 4, 8])
 def test_a_block_may_be_a_prefix_of_the_trained_one(block_size, draft):
-    """And a window as small as the block."""
+    """The window may be as small as the block."""
     served = combine(replace(ARGUMENTS, block_size=block_size, draft_window=block_size), TARGET, draft, FLAGS)
     assert (served.block_size, served.draft.block_size, served.draft_window) == (block_size, 8, block_size)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_both_in_the_target_s_dtype(dtype, draft):
+def test_the_draft_runs_in_the_targets_dtype(dtype, draft):
     assert combine(ARGUMENTS, replace(TARGET, dtype=dtype), replace(draft, dtype="float32"), FLAGS).dtype == dtype
 
 
 @pytest.mark.parametrize("changes", [{"num_steps": 1, "topk": 1}, {"tp_size": 2}, {"tp_size": 4}], ids=str)
-def test_what_dflash_does_anyway_may_be_asked_for(changes, draft):
-    """And heads may be split."""
+def test_flags_that_restate_the_default_are_accepted(changes, draft):
+    """The heads may be split over ranks."""
     checked(replace(ARGUMENTS, **changes), draft)
 
 
 @pytest.mark.parametrize(
     ("device", "asked", "kept"), [("sm90", None, "fa3"), ("sm100", "fa4", "fa4"), ("sm100", "trtllm_mha", "trtllm_mha")]
 )
-def test_an_fp8_target(device, asked, kept, draft):
-    """Its cache is fp8 as well, or its own where SGLang gives it one."""
+def test_an_fp8_target_keeps_the_drafts_backend(device, asked, kept, draft):
+    """The draft's cache is fp8 too, or its own where SGLang gives it one."""
     arguments = replace(ARGUMENTS, device=device, draft_backend=asked, draft_kv_dtype="fp8_e4m3", page_size=64)
     assert combine(arguments, TARGET, draft, FLAGS).draft_attention_backend == kept
 
 
 def checked(arguments: Arguments, draft: Checkpoint) -> None:
-    """In the order of `DFlashConfig.from_server_args`."""
+    """Check in the order of `DFlashConfig.from_server_args`."""
     check_arguments(arguments, FLAGS)
     combine(arguments, TARGET, draft, FLAGS)
 
@@ -128,7 +128,7 @@ def test_a_draft_for_another_target_is_refused(changes, sentence, draft):
         combine(ARGUMENTS, replace(TARGET, **changes), draft, FLAGS)
 
 
-def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft):
+def test_streaming_sessions_with_pages_refuse_a_window(draft):
     asked = replace(ARGUMENTS, streaming_session=True, draft_window=64)
     combine(replace(asked, page_size=1), TARGET, draft, FLAGS)
     combine(replace(asked, page_size=16, draft_window=None), TARGET, draft, FLAGS)
@@ -136,7 +136,7 @@ def test_a_turn_that_goes_on_inside_a_page_has_no_window(draft):
         combine(replace(asked, page_size=16), TARGET, draft, FLAGS)
 
 
-def test_rings_are_sized_before_graphs_are_captured(draft):
+def test_sizing_after_capture_refuses_a_window(draft):
     asked = replace(ARGUMENTS, sized_after_capture=True)
     combine(asked, TARGET, draft, FLAGS)
     with pytest.raises(NotSupported, match=r"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window .* set it to 0"):
@@ -147,16 +147,16 @@ def test_rings_are_sized_before_graphs_are_captured(draft):
     ("flag", "kept_by_layers", "kept"),
     [
         (None, (None, None), None),
-        (None, (32, None), None),  # one layer sees it all
+        (None, (32, None), None),  # one layer attends to everything
         (None, (32, 32), 32),
-        (None, (8, 8), 8),  # the block's own length
+        (None, (8, 8), 8),  # the block's length
         (64, (None, None), 64),
         (64, (32, None), 64),
         (64, (32, 32), 32),
         (16, (32, 32), 16),
     ],
 )
-def test_the_context_that_is_kept(flag, kept_by_layers, kept, draft):
+def test_the_draft_window_is_the_smallest_sufficient_one(flag, kept_by_layers, kept, draft):
     kinds = tuple(FULL if window is None else SLIDING for window in kept_by_layers)
     window = max((window for window in kept_by_layers if window is not None), default=None)
     draft = replace(draft, layer_types=kinds, sliding_window=window)
@@ -172,18 +172,18 @@ def test_the_context_that_is_kept(flag, kept_by_layers, kept, draft):
     ],
     ids=str,
 )
-def test_a_draft_that_cannot_be_right_is_refused(changes, sentence, draft):
+def test_an_inconsistent_draft_is_refused(changes, sentence, draft):
     with pytest.raises(ValueError, match=sentence):
         combine(ARGUMENTS, TARGET, replace(draft, **changes), FLAGS)
 
 
-def test_a_draft_need_not_say_its_vocabulary(checkpoints, tmp_path):
+def test_a_draft_may_omit_its_vocabulary(checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, vocab_size=None)
     assert combine(ARGUMENTS, TARGET, checkpoint.read(str(folder)), FLAGS).draft.vocab_size is None
 
 
 def test_arguments_are_checked_once_and_first(monkeypatch, draft):
-    """Before a file is opened or fetched."""
+    """The check comes before any file is opened or fetched."""
     order = list[str]()
 
     def noted(name: str, value: Any) -> Any:
@@ -198,12 +198,12 @@ def test_arguments_are_checked_once_and_first(monkeypatch, draft):
 
 
 @pytest.mark.parametrize("value", [0, 4, True, ["a"]])
-def test_zero_is_given_too(value):
+def test_zero_counts_as_given(value):
     assert is_given(value)
     assert not any(map(is_given, (None, False, [])))
 
 
-def test_every_argument_that_is_refused_is_a_name_of_sglang_s():
+def test_refused_arguments_exist_in_sglang():
     known = {member for name in SECTIONS["served"] for member in name.members.split()}
     assert set(UNSUPPORTED) <= known
 
@@ -223,7 +223,7 @@ def test_outlines_is_refused():
         ({"load_format": "flash_rl"}, "with --load-format flash_rl is not supported .*; set it to full"),
     ],
 )
-def test_an_fp8_head_is_refused_where_it_cannot_be(changes, sentence):
+def test_an_fp8_head_is_refused_where_unsupported(changes, sentence):
     check_arguments(replace(ARGUMENTS, **changes), FLAGS)
     with pytest.raises(NotSupported, match=f"^SGLANG_DFLASH_DRAFT_HEAD=fp8 .*{sentence}"):
         check_arguments(replace(ARGUMENTS, **changes), FP8_HEAD)
@@ -237,7 +237,7 @@ SHARED = {"attention_dp": True, "dp_lm_head": True}
 
 
 def decided(draft: Checkpoint, target: dict[str, bool], arguments: dict[str, Any], **env: str) -> config.DFlashConfig:
-    """`env`: environment flags without their prefix."""
+    """Combine with the environment flags `env`, given without their prefix."""
     read = flags.read({f"SGLANG_DFLASH_{name.upper()}": value for name, value in env.items()})
     return combine(replace(ARGUMENTS, **arguments), replace(TARGET, **target), draft, read)
 
@@ -253,7 +253,7 @@ READS = {"widths": (), "copy": Copy.OFF, "gdn_state": None, "slots_are_ours": Fa
         ({}, {}, {}, PLAIN),
         ({}, {}, {"copy": "random"}, PLAIN | {"copy": Copy.RANDOM}),
         ({}, {}, {"copy": "off"}, PLAIN | {"copy": Copy.OFF}),
-        ({}, {"host_cache": True}, {}, PLAIN | {"slots_are_ours": False}),  # others fill them too
+        ({}, {"host_cache": True}, {}, PLAIN | {"slots_are_ours": False}),  # the host cache fills slots too
         ({}, SHARED, {}, PLAIN | {"widths": (8,)}),
         ({}, DECODE, {}, PLAIN | {"copy": Copy.OFF, "slots_are_ours": False}),
         ({}, PREFILL, {}, READS),
@@ -265,7 +265,7 @@ READS = {"widths": (), "copy": Copy.OFF, "gdn_state": None, "slots_are_ours": Fa
         (MAMBA2, PREFILL, {}, READS),
     ],
 )
-def test_what_a_server_decides(draft, target, arguments, env, served):
+def test_widths_copies_and_states_follow_from_the_launch(draft, target, arguments, env, served):
     found = decided(draft, target, arguments, **env)
     assert {name: getattr(found, name) for name in served} == served
     assert found.widest == 8
@@ -286,7 +286,7 @@ def test_narrow_widths_are_refused_before_weights_load(draft, target, arguments,
     assert decided(draft, target, arguments | {"disaggregation": "prefill"}, widths="4").widths == ()
 
 
-def test_a_step_writes_more_than_the_block_where_copies_continue_it(draft):
+def test_copies_may_widen_a_step_past_the_block(draft):
     assert decided(draft, {}, {}, widths="4,24").widest == 24
     with pytest.raises(NotSupported, match=r"24 is wider than the block of 8, .*SGLANG_DFLASH_COPY=off"):
         decided(draft, {}, {}, widths="4,24", copy="off")

@@ -1,4 +1,4 @@
-"""Environment flags: their values, what is refused, and the table in env/README.md."""
+"""Environment flags: values, refusals, and the table in env/README.md."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from sglang_dflash.flags import Copy, Flags, GdnState, Rehearse, WidthPolicy, Wo
 README = Path(__file__).parents[2] / "env" / "README.md"
 
 
-def test_nothing_set_means_our_worker_and_the_overlap_schedule() -> None:
+def test_defaults_are_the_plugin_and_the_overlap_schedule() -> None:
     assert flags.read({}) == Flags(
         worker=Worker.PLUGIN,
         gdn_state=GdnState.FOLD,
@@ -59,14 +59,14 @@ def test_an_unknown_value_is_refused_by_name(flag: flags.Flag) -> None:
         flags.read({flag.name: "maybe"})
 
 
-def test_a_list_of_widths_is_sorted_and_each_once() -> None:
+def test_width_lists_are_sorted_without_duplicates() -> None:
     found = flags.read({"SGLANG_DFLASH_WIDTHS": "16,4,1,4"})
     assert (found.width_policy, found.widths) == (WidthPolicy.AUTO, (1, 4, 16))
     assert flags.read({"SGLANG_DFLASH_WIDTHS": "Fixed"}).width_policy is WidthPolicy.FIXED
 
 
 @pytest.mark.parametrize("value", ["4,", "4;8", "-1", "4.5", ""])
-def test_what_is_no_list_of_widths_is_refused(value: str) -> None:
+def test_malformed_width_lists_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match="is not one of auto, fixed, random, 1,4,8,16; set one"):
         flags.read({"SGLANG_DFLASH_WIDTHS": value})
 
@@ -80,7 +80,7 @@ def test_an_unknown_name_is_refused() -> None:
         flags.read({"SGLANG_DFLASH_WROKER": "stock", "PATH": "/bin"})
 
 
-def test_a_flag_of_the_stock_worker_is_refused_with_ours_and_left_alone_with_stock() -> None:
+def test_flags_of_the_stock_worker_are_refused_with_the_plugin() -> None:
     environ = {"SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1"}
     with pytest.raises(ValueError, match="set SGLANG_DFLASH_WORKER=stock"):
         flags.read(environ)

@@ -1,4 +1,4 @@
-"""What the hooks are put on, and what a launch hands on: a function that nobody calls is right in vain."""
+"""Hooks: every listed one is set, and a launch passes on what they need."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from sglang_dflash.memory.draft_kv import draft_kv
 
 
 def config_of(**more: Any) -> Any:
-    """A recurrent target's decode server, with copies and a draft window: what needs most hooks."""
+    """Return the config of a recurrent decode server with copies and a draft window, which needs most hooks."""
     facts = {
         "block_size": 8, "widest": 12, "attention_dp": False, "copy": Copy.AUTO, "disaggregation": "decode",
         "draft": None, "draft_kv": draft_kv(64, 12, "decode"), "gdn_state": GdnState.FOLD,
@@ -28,7 +28,7 @@ def config_of(**more: Any) -> Any:
     return SimpleNamespace(**facts | more)
 
 
-def test_every_hook_that_is_listed_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_listed_hook_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     hooked = set[str]()
     monkeypatch.setattr(contract, "set_hooks", hooked.update)
     recurrent = config_of()
@@ -38,12 +38,12 @@ def test_every_hook_that_is_listed_is_set(monkeypatch: pytest.MonkeyPatch) -> No
     hook_tokenizer()
     monkeypatch.setattr("sglang_dflash.metrics.meter.Meter.of", lambda reporter: SimpleNamespace(add=None, idle=None))
     plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
-    at_registration = {"create_worker", "add_cli_args", "read_draft", "draft_length"}  # `require_live` asks for them
+    at_registration = {"create_worker", "add_cli_args", "read_draft", "draft_length"}  # required by `require_live`
     assert {name for name, place in HOOKS.items() if place not in hooked} == at_registration
 
 
-def test_what_is_reserved_is_as_wide_as_what_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang reserves KV slots, and sizes rows of req_to_token, by `speculative_num_draft_tokens`."""
+def test_the_reservation_is_as_wide_as_the_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang reserves KV slots and sizes rows of req_to_token by `speculative_num_draft_tokens`."""
     from sglang.srt.arg_groups.overrides import resolving_view
 
     from sglang_dflash.config import DFlashConfig
@@ -57,8 +57,8 @@ def test_what_is_reserved_is_as_wide_as_what_is_verified(monkeypatch: pytest.Mon
     assert (decided.speculative_num_draft_tokens, decided.speculative_dflash_block_size) == (12, 8)
 
 
-def test_the_draft_s_positions_reach_past_the_longest_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verify of 12 in flight and one being planned, at the end of a context of 100."""
+def test_draft_positions_reach_past_the_longest_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One verify of 12 is in flight at the end of a context of 100, and another is being planned."""
     reached = list[int]()
     model = SimpleNamespace(attach=lambda ends, max_position: reached.append(max_position))
     made = SimpleNamespace(draft_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
@@ -74,7 +74,7 @@ def test_the_draft_s_positions_reach_past_the_longest_prefix(monkeypatch: pytest
     assert reached == [100 + 2 * 12]
 
 
-def test_a_decode_server_goes_on_from_the_token_that_it_is_sent() -> None:
+def test_a_decode_server_continues_from_the_token_sent() -> None:
     sent = SimpleNamespace(
         bonus_tokens=torch.tensor([7]), new_seq_lens=torch.tensor([40]), future_indices=torch.tensor([3])
     )

@@ -1,4 +1,4 @@
-"""The MLX path, in an environment of its own that has neither torch nor SGLang; and what it is compared with."""
+"""MLX backend in an environment without torch and SGLang, and its reference answers."""
 
 import json
 import os
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", IN_FP32)
-def test_the_oracle_is_as_it_was_written(name: str) -> None:
+def test_the_oracle_is_reproducible(name: str) -> None:
     wanted = json.loads(ORACLE.read_text())[name][:1]
     assert json.loads(json.dumps(list(reference(CASES[name], 1)))) == wanted
 
 
 @pytest.mark.full
-def test_mlx_says_what_plain_torch_says(tmp_path: Path) -> None:
-    """`tests/engines/mlx_checks.py`, with what the extra `mlx` installs."""
+def test_mlx_output_equals_plain_torch(tmp_path: Path) -> None:
+    """Run `tests/engines/mlx_checks.py` with the packages of the extra `mlx`."""
     uv, python = [sys.executable, "-m", "uv"], tmp_path / "environment" / "bin" / "python"
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["mlx"]
     into = ["--python", str(python), "--constraint", str(ROOT / "env" / "constraints.txt")]

@@ -1,4 +1,4 @@
-"""The hooks' own decisions, with SGLang played by small objects; `test_plugin_launch.py` has the real one."""
+"""Decisions of the plugin's hooks, with stand-ins for SGLang. `test_plugin_launch.py` runs the real one."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ class Bag:
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A package called sglang, of another version, with one module in it."""
+    """Return a package called sglang, of another version, with one module."""
     package, module = ModuleType("sglang"), ModuleType("sglang.bag")
     package.__version__ = "0.5.24"
     module.Bag = Bag
@@ -41,8 +41,8 @@ def stock(algorithm: Any, server_args: Any) -> type:
     return int
 
 
-def test_other_algorithms_get_sglang_s_worker(monkeypatch):
-    monkeypatch.setenv("SGLANG_DFLASH_WROKER", "stock")  # wrong, and no concern of theirs
+def test_other_algorithms_get_sglangs_worker(monkeypatch):
+    monkeypatch.setenv("SGLANG_DFLASH_WROKER", "stock")  # misspelt, but irrelevant to other algorithms
     assert plugin.create_worker(stock, algorithm(is_dflash=False), None) is int
 
 
@@ -51,14 +51,14 @@ def test_stock_hands_dflash_over(monkeypatch):
     assert plugin.create_worker(stock, algorithm(is_dflash=True), None) is int
 
 
-def test_dflash_is_ours_and_checks_the_host_first(monkeypatch, sglang):
+def test_dflash_checks_the_host_first(monkeypatch, sglang):
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
     with pytest.raises(HostMismatch, match=r"sglang 0\.5\.24 is installed; sglang-dflash .* needs sglang 0\.5\.23"):
         plugin.create_worker(stock, algorithm(is_dflash=True), None)
 
 
 def test_another_sglang_ends_the_process(monkeypatch, sglang):
-    """SGLang catches `Exception` around a plugin and goes on; SystemExit is none."""
+    """SGLang catches `Exception` around a plugin and continues. SystemExit is no `Exception`."""
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
     with pytest.raises(SystemExit) as end:
         plugin.register()
@@ -83,7 +83,7 @@ def test_another_sglang_with_the_stock_worker_is_left_alone(monkeypatch, sglang)
         (Name("sglang.sack", "Sack"), "there is no module sglang.sack"),
     ],
 )
-def test_the_running_sglang_is_compared_name_by_name(name, sentence, sglang):
+def test_each_name_of_sglang_is_checked(name, sentence, sglang):
     if not sentence:
         host.check([name])
         return
@@ -96,8 +96,8 @@ def test_the_running_sglang_is_compared_name_by_name(name, sentence, sglang):
     ("layer_types", "stock"),
     [(["sliding_attention"] * 2, "trtllm_mha"), (["sliding_attention", "full_attention"], "fa4")],
 )
-def test_the_draft_s_backend_is_kept_where_sglang_replaces_it(layer_types, stock, monkeypatch, checkpoints, tmp_path):
-    """SGLang's own step, as on a B200: it leaves trtllm_mha to drafts whose layers all slide."""
+def test_the_drafts_backend_is_kept_where_sglang_replaces_it(layer_types, stock, monkeypatch, checkpoints, tmp_path):
+    """SGLang's own step on a B200 keeps trtllm_mha only for drafts whose layers all slide."""
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -117,7 +117,7 @@ def test_the_draft_s_backend_is_kept_where_sglang_replaces_it(layer_types, stock
     assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
 
 
-def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch):
+def test_the_backend_is_restored_after_sglangs_step(monkeypatch):
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     from sglang_dflash.config import DFlashConfig
@@ -141,7 +141,7 @@ def test_sglang_s_step_comes_before_the_backend_is_kept(monkeypatch):
     assert resolving_view(server_args).speculative_draft_attention_backend == "trtllm_mha"
 
 
-def test_requests_are_checked_where_several_processes_tokenize(monkeypatch):
+def test_several_tokenizer_processes_use_the_checking_app(monkeypatch):
     name = "SGLANG_HTTP_SERVER_APP_PATH"
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
     ours = "sglang_dflash.host.http_app:app"
@@ -154,7 +154,7 @@ def test_requests_are_checked_where_several_processes_tokenize(monkeypatch):
         assert os.environ.get(name, "") == served
 
 
-def test_metrics_are_started_where_sglang_reports_its_own(monkeypatch, sglang):
+def test_metrics_start_only_with_sglangs_own(monkeypatch, sglang):
     monkeypatch.setitem(plugin.SECTIONS, "metrics", (Name("sglang.bag", "Bag", "given"),))
     plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=False))
     with pytest.raises(HostMismatch, match="Bag has no member 'given'"):

@@ -1,6 +1,6 @@
-"""Bad input, through the real launch command: each ends it with one clear sentence and a non-zero exit status.
+"""Bad input to the real launch command: each ends the launch with one clear sentence and a non-zero exit status.
 
-The launch entry of SGLang runs here up to the point where it would start processes; nothing good is launched.
+SGLang's launch entry runs only up to starting processes. No launch here succeeds.
 """
 
 import os
@@ -20,7 +20,7 @@ ATTENTION_DP = "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-hea
 
 
 class Bad(NamedTuple):
-    """What is wrong, and the sentence; `draft` and `target` say what is changed in the good ones."""
+    """An expected sentence, and the flags, draft, environment and target that cause it."""
 
     sentence: str
     flags: str = ""
@@ -185,8 +185,8 @@ def without(name: str, draft: Path) -> Path:
     ],
     ids=["does not exist", "no config", "no weights"],
 )
-def test_files_that_are_no_draft_end_the_launch(spoil, sentence, launch, pair, checkpoints, tmp_path):
-    """Before SGLang looks for them; `draft/test_checkpoint.py` has all that can be wrong with them."""
+def test_broken_draft_files_end_the_launch(spoil, sentence, launch, pair, checkpoints, tmp_path):
+    """The launch ends before SGLang looks for the files. `draft/test_checkpoint.py` covers all their faults."""
     draft = spoil(checkpoints.write_draft(tmp_path / "draft"))
     ended = launch("sglang.launch_server", *CPU.format(target=pair["dense"], draft=draft).split())
     assert ended.code not in (0, None), ended.err
@@ -201,8 +201,7 @@ def test_a_draft_must_be_named(launch, pair):
     assert ended.last_line.endswith("ValueError: DFLASH needs a draft model; give --speculative-draft-model-path")
 
 
-def test_in_a_real_process(pair):
-    """The command as a person types it."""
+def test_bad_input_in_a_real_process(pair):
     line = CPU.format(target=pair["hybrid"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"
     ended = subprocess.run(
         [sys.executable, "-m", "sglang.launch_server", *line.split()],

@@ -1,4 +1,4 @@
-"""The one command: every program can be asked for, and what it does not know it says."""
+"""The `sglang-dflash` command: all programs, their help, and errors for unknown names."""
 
 import json
 from pkgutil import resolve_name
@@ -17,16 +17,16 @@ def test_every_program_is_named_in_the_help(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name != NEEDS_MLX])
-def test_every_program_is_there(name: str) -> None:
+def test_every_program_can_be_imported(name: str) -> None:
     assert callable(resolve_name(PROGRAMS[name]))
 
 
-def test_an_unknown_program_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_program_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["benhc"]) == 2
     assert "no program 'benhc'; there are demo, recipe, check" in capsys.readouterr().err
 
 
-def test_the_words_behind_the_name_are_the_program_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_after_the_name_go_to_the_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "qwen3-8b", "--gpu", "h200"]) == 0
     assert "--model-path Qwen/Qwen3-8B" in capsys.readouterr().out
 

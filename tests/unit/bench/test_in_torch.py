@@ -1,4 +1,4 @@
-"""The benchmark without a server: the tiny dense pair in plain torch."""
+"""Benchmark without a server: the tiny dense pair in plain torch."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ PAIR = ("--backend", "transformers", "--model", str(TINY / "target"), "--draft-m
 ASKED = ("--num-prompts", "2", "--max-new-tokens", "24", "--repeats", "1")
 
 
-def test_spec_generate_is_compared_with_the_target_alone(tmp_path: Path) -> None:
+def test_spec_generate_is_compared_with_plain_decoding(tmp_path: Path) -> None:
     main([*PAIR, *ASKED, "--output", str(tmp_path / "out")])
     document = json.loads((tmp_path / "out.json").read_text())
     off, ours = document["summary"]
@@ -29,14 +29,14 @@ def test_spec_generate_is_compared_with_the_target_alone(tmp_path: Path) -> None
     }  # fmt: skip
 
 
-def test_token_ids_are_answered_past_their_end(tmp_path: Path) -> None:
+def test_token_id_prompts_ignore_the_end_token(tmp_path: Path) -> None:
     gate = ("--dataset", "hopeless", "--require-equal")
     main([*PAIR, *ASKED, *gate, "--output", str(tmp_path / "out")])
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["n_prompt_tokens"], row["n_tokens"]) for row in rows] == [(2 * 32, 2 * 24)] * 2
 
 
-def test_what_does_not_belong_together_is_one_line(tmp_path: Path) -> None:
+def test_a_wrong_pair_is_a_one_line_error(tmp_path: Path) -> None:
     pair = ("--model", str(TINY / "target"), "--draft-model", str(tmp_path))
     with pytest.raises(ServerError, match=r"--model .*target, --draft-model .*: "):
         main(["--backend", "transformers", *pair, *ASKED, "--output", str(tmp_path / "out")])

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, by hand."""
+"""Arithmetic of the benchmark, compared with hand-worked numbers."""
 
 import math
 import sys
@@ -29,14 +29,14 @@ def test_differences_name_the_first_token_that_differs():
     ]
 
 
-def test_the_lead_over_a_token_is_infinite_where_it_is_not_among_the_likeliest():
+def test_the_lead_over_an_unlisted_token_is_infinite():
     likeliest = {7: -0.5, 8: -0.75}
     assert [lead(likeliest, token) for token in (7, 8, 9, None, "x")] == [0.0, 0.25, math.inf, math.inf, math.inf]
     assert lead({}, 7) == math.inf
 
 
 def test_a_run_counts_tokens_and_steps():
-    # 2 steps accept 3 drafts between them, 1 step accepts none: (3 + 0 + 3 bonus) / 3 steps
+    # Two steps accept 3 drafts between them, one step accepts none: (3 + 0 + 3 bonus) / 3 steps.
     answers = [Completion(6, steps=Steps(2, 3)), Completion(2, steps=Steps(1, 0))]
     run = Measurement(answers, wall_s=4.0, other_cores=0.0)
     assert (run.tokens_per_s, run.steps) == (2.0, Steps(3, 3))
@@ -44,7 +44,7 @@ def test_a_run_counts_tokens_and_steps():
 
 
 def test_ratios_are_taken_repeat_by_repeat():
-    # The second repeat ran on a machine half as fast: no ratio shows it, though the medians' ratio would.
+    # The second repeat ran on a machine half as fast. No ratio shows it, though the medians' ratio would.
     assert measure.ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
     assert measure.spread([3, 1, 2]) == (2, 1, 3)
 
@@ -64,7 +64,7 @@ def test_every_arm_is_first_in_its_turn():
 
 
 class Machine:
-    """Its clocks, by hand; as `time` and as `psutil` as far as `measure` looks."""
+    """A machine with hand-set clocks, in place of `time` and `psutil`."""
 
     def __init__(self) -> None:
         self.now_s = self.engine_s = self.ours_s = self.others_s = 0.0
@@ -79,7 +79,7 @@ class Machine:
     def process(self, which: str) -> SimpleNamespace:
         return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=getattr(self, which), system=0))
 
-    def Process(self) -> SimpleNamespace:  # as psutil calls this process
+    def Process(self) -> SimpleNamespace:  # psutil's name for this process
         return self.process("ours_s")
 
 
@@ -92,7 +92,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_answers_are_read_after_the_clock_has_stopped(machine):
-    """An answer takes 2 s, reading it 100."""
+    """An answer takes 2 s, reading it 100 s."""
 
     def ask(prompt: str) -> Callable[[], Completion]:
         machine.now_s += 2
@@ -106,12 +106,12 @@ def test_answers_are_read_after_the_clock_has_stopped(machine):
     run = timed(ask, ["a", "b"], concurrency=1, processes=None)
     assert [answer.text for answer in run.completions] == ["a", "b"]
     assert (run.wall_s, run.tokens_per_s) == (4, 1.5)
-    assert math.isnan(run.other_cores), "nothing is known of the engine"
+    assert math.isnan(run.other_cores), "without the engine's processes other cores are unknown"
 
 
 @pytest.mark.parametrize(("others_s", "other_cores"), [(3.0, 1.5), (-0.1, 0.0)])
-def test_cores_of_others_are_neither_the_engines_nor_ours(machine, others_s, other_cores):
-    """In 2 s of wall clock the engine computed 5 s and this process 1 s; clocks do not tick all at once."""
+def test_other_cores_exclude_the_engine_and_this_process(machine, others_s, other_cores):
+    """The engine computed 5 s and this process 1 s in 2 s of wall clock. Clocks may tick apart."""
 
     def ask(prompt: str) -> Callable[[], Completion]:
         machine.now_s += 2
@@ -124,7 +124,7 @@ def test_cores_of_others_are_neither_the_engines_nor_ours(machine, others_s, oth
     assert run.other_cores == other_cores
 
 
-def test_at_most_so_many_requests_are_in_flight_and_no_fewer():
+def test_exactly_the_concurrency_is_in_flight():
     together, in_flight, most = threading.Barrier(3, timeout=20), list[int](), 0
 
     def ask(prompt: int) -> Callable[[], Completion]:
@@ -141,14 +141,14 @@ def test_at_most_so_many_requests_are_in_flight_and_no_fewer():
 
 
 def test_parts_are_joined():
-    """Half of 3 s and none of 1 s are other processes'."""
+    """Other processes used half of 3 s and none of 1 s."""
     parts = (5, 3.0, 0.5), (3, 1.0, 0)
     run = measure.joined([Measurement([Completion(n, steps=Steps(1, n - 1))], *rest) for n, *rest in parts])
     assert (run.n_tokens, run.tokens_per_s, run.steps, run.other_cores) == (8, 2.0, Steps(2, 6), 0.375)
 
 
-def test_percentiles_are_values_that_occurred():
-    """A half of three values is two of them, 1 % of them is one."""
+def test_percentiles_are_observed_values():
+    """Half of three values is two of them, 1 % is one."""
     values = [float(i) for i in range(1, 101)]
     assert [percentile(values, p) for p in (50, 99, 100)] == [50, 99, 100]
     assert [percentile([3.0, 1.0, 2.0], p) for p in (1, 33, 50, 67, 99)] == [1, 1, 2, 3, 3]
@@ -157,12 +157,12 @@ def test_percentiles_are_values_that_occurred():
 
 
 def test_steps_by_position_come_from_the_histogram():
-    # Of 10 steps 4 accepted no draft, 3 one, 1 two, 2 three: 6 reached the first, 3 the second, 2 the third.
+    # Of 10 steps 4 accepted no draft, 3 one, 1 two, 2 three, so 6 reached the first, 3 the second, 2 the third.
     meta = {"spec_verify_ct": 10, "spec_num_correct_drafts": 11, "spec_correct_drafts_histogram": [4, 3, 1, 2]}
     steps = steps_of(meta, n_tokens=22)
     assert steps == Steps(10, 11, (6, 3, 2))
     assert (steps.committed_per_step, steps.acceptance_by_position) == (2.1, [0.6, 0.3, 0.2])
-    assert steps_of({}, n_tokens=5) == Steps(4, 0)  # no speculation: a token a step, after the prefill's
+    assert steps_of({}, n_tokens=5) == Steps(4, 0)  # without speculation: one token per step after the prefill's
     assert steps_of({}, n_tokens=1) == Steps(0, 0)
 
 
@@ -172,11 +172,11 @@ def test_steps_of_several_answers_are_summed():
     assert whole.since(Steps(4, 3, (2, 1, 0))) == Steps(3, 3, (1, 1, 1))
 
 
-def test_a_run_has_steps_only_if_every_answer_tells():
-    told, untold = Completion(2, steps=Steps(1, 0)), Completion(2)
-    assert Measurement([told, untold], 1.0, 0.0).steps is None
+def test_a_run_has_steps_only_if_every_answer_has():
+    counted, uncounted = Completion(2, steps=Steps(1, 0)), Completion(2)
+    assert Measurement([counted, uncounted], 1.0, 0.0).steps is None
     assert math.isnan(Steps(0, 0).committed_per_step)
-    assert Measurement([untold, untold], 1.0, 0.0, counted=Steps(2, 2)).steps == Steps(2, 2)
+    assert Measurement([uncounted, uncounted], 1.0, 0.0, counted=Steps(2, 2)).steps == Steps(2, 2)
 
 
 def test_tables_have_the_model_cards_layout():
@@ -197,7 +197,7 @@ def test_tables_have_the_model_cards_layout():
     ]
 
 
-# Tokens per second at concurrency 1, in two repeats; of ours the second was measured first.
+# Tokens per second at concurrency 1 in two repeats. The arm `ours` was measured in reverse order.
 SPEEDS = {"ours": (300, 360), "off": (100, 90), "stock": (150, 120)}
 ARMS = ["off", "stock", "ours"]
 
@@ -226,7 +226,7 @@ def test_the_summary_compares_arms_per_concurrency():
     assert off.ttft_ms["p50"] == 10
 
 
-def test_a_line_in_a_document_has_its_speedups_by_name():
+def test_json_lines_name_their_speedups():
     *_, ours = summarise(measured(), ARMS, ["off"])
     line = ours.as_json()
     assert line["over_off"] == {"median": 3.5, "low": 3, "high": 4}
@@ -244,7 +244,7 @@ def test_means_weigh_every_concurrency_alike():
     assert means([row for row in measured() if row.concurrency == 8], ARMS, ["off"]) == []
 
 
-def test_a_busy_machine_is_told_apart_from_a_quiet_one():
+def test_only_a_busy_machine_is_reported():
     rows = [replace(measured()[0], other_cores=cores) for cores in (0.02, None, 0.09)]
     assert list(noise(rows, 2)) == []
     (sentence,) = noise([*rows, replace(rows[0], other_cores=0.5)], 2)

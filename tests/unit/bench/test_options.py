@@ -1,4 +1,4 @@
-"""What the benchmark is asked to do: bad options, sets of prompts, and launch flags of the arms."""
+"""Benchmark options: bad ones, sets of prompts, and the arms' launch flags."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ TORCH = ("--backend", "transformers", "--model", "x", "--draft-model", "y")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The last line of what the program says to bad options."""
+    """Return the last line printed for bad options."""
     with pytest.raises(SystemExit, match="2"):
         parse(arguments)
     return capsys.readouterr().err.splitlines()[-1]
@@ -77,7 +77,7 @@ def test_defaults_are_those_of_the_model_cards():
     assert parse([*URL, "--output", "qwen3.5"]).output == Path("qwen3.5")
 
 
-def test_what_is_typed_replaces_a_preset_s_own():
+def test_explicit_options_override_a_preset():
     options = parse(["--preset", "readme"])
     assert [one.name for one in options.launches] == ["off", "stock", "ours"]
     assert (options.concurrency, options.repeats, options.one_at_a_time) == ([1, 8], 5, False)
@@ -90,7 +90,7 @@ def test_what_is_typed_replaces_a_preset_s_own():
     assert [(task.name, len(task.prompts)) for task in options.tasks] == [("hard", 16)]
 
 
-def test_a_preset_may_serve_something_else(tmp_path):
+def test_a_preset_may_serve_another_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     options = parse(["--preset", "readme", "--concurrency", "64", "--", "--model-path", str(tmp_path), *DFLASH])
     assert [one.env for one in options.launches] == [
@@ -102,9 +102,6 @@ def test_a_preset_may_serve_something_else(tmp_path):
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert "with python instead of torchrun" in refused(capsys, *TORCH)
-
-
-# -------------------------------------------------------------------------------------------------------- prompts
 
 
 def test_bundled_questions_are_held_out_and_different():
@@ -134,7 +131,7 @@ def test_a_file_may_hold_token_ids(tmp_path):
     assert not {"input_ids", "ignore_eos"} & set(Sampling(max_new_tokens=8).body("m", task.prompts[1]))
 
 
-def test_repeating_conversations_ask_again_after_the_answer_they_were_given():
+def test_repeating_conversations_include_earlier_answers():
     task = prompts.load("repeating", 8)
     assert not prompts.is_complete(task)
     asked = prompts.complete(task, lambda prompts: [f"answer {len(prompt)}" for prompt in prompts]).prompts
@@ -144,7 +141,7 @@ def test_repeating_conversations_ask_again_after_the_answer_they_were_given():
     assert asked[0] != asked[4]
 
 
-def test_hopeless_answers_are_short_and_go_past_their_end():
+def test_hopeless_answers_are_short_and_ignore_the_end_token():
     task = prompts.load("hopeless", 3)
     assert [len(prompt) for prompt in task.prompts] == [32] * 3
     assert sampling_of(task, Sampling(max_new_tokens=128)) == Sampling(max_new_tokens=48, ignore_eos=True)
@@ -187,12 +184,12 @@ def test_rows_of_published_sets_become_questions(name, monkeypatch):
     row, begins = ROWS[name]
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: [row] * 3))
     task = prompts.load(name, 128)
-    assert len(task.prompts) == 3  # all there are
+    assert len(task.prompts) == 3  # the whole set
     assert task.prompts[0][0]["content"].startswith(begins)
 
 
 @pytest.mark.parametrize("absent", [True, False], ids=["not installed", "no network"])
-def test_a_set_that_cannot_be_had_names_the_ways_out(monkeypatch, absent):
+def test_an_unavailable_set_names_alternatives(monkeypatch, absent):
     def load_dataset(*_: object, **__: object) -> None:
         raise ConnectionError("no route")
 
@@ -210,10 +207,7 @@ def test_a_second_turn_follows_the_first_arms_answer():
     assert is_complete(done)
 
 
-# ----------------------------------------------------------------------------------------------------------- arms
-
-
-def test_every_arm_gets_the_same_flags_but_for_speculation():
+def test_arms_differ_only_in_speculation_flags():
     flags = ["--model-path", "m", *DFLASH, "--tp", "2", "--speculative-num-draft-tokens=8", "--trust-remote-code"]
     shared = ["--model-path", "m", "--tp", "2", "--trust-remote-code"]
     off, mtp, stock, ours = (arms.launch(name, flags, mtp_steps=3) for name in arms.ARMS)
@@ -225,7 +219,7 @@ def test_every_arm_gets_the_same_flags_but_for_speculation():
     assert [one.ours for one in (off, mtp, stock, ours)] == [False, False, False, True]
 
 
-def test_a_comma_parts_variables_where_a_name_follows():
+def test_commas_separate_variables_only_before_a_name():
     assert arms.environment_of("ours:SGLANG_DFLASH_WIDTHS=1,8,16,B=x=y,C=") == {
         "SGLANG_DFLASH_WIDTHS": "1,8,16", "B": "x=y", "C": "",
     }  # fmt: skip
@@ -238,7 +232,7 @@ def test_a_comma_parts_variables_where_a_name_follows():
     ("config", "n_layers"),
     [({}, 0), ({"num_nextn_predict_layers": 1}, 1), ({"text_config": {"mtp_num_hidden_layers": 1}}, 1)],
 )
-def test_mtp_is_an_arm_where_the_model_has_it(tmp_path, config, n_layers):
+def test_mtp_is_an_arm_only_for_models_with_mtp(tmp_path, config, n_layers):
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--model-path", str(tmp_path), *DFLASH]
     names = [one.name for one in arms.launches((), flags, mtp_steps=3)]

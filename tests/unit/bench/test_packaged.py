@@ -1,4 +1,4 @@
-"""Sets of prompts that installed packages bring: no download."""
+"""Sets of prompts from installed packages, without a download."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from sglang_dflash.tiny.workloads import SEED
 
 
 @pytest.mark.parametrize(("name", "asks"), [("edits", "```python"), ("summaries", "text")])
-def test_real_code_and_text_is_asked_about(name: str, asks: str) -> None:
+def test_packaged_code_and_text_become_prompts(name: str, asks: str) -> None:
     task, again = prompts.load(name, 20), prompts.load(name, 20)
     assert task == again
     assert len({json.dumps(list(prompt)) for prompt in task.prompts}) == 20

@@ -1,4 +1,4 @@
-"""`sglang-dflash bench`, the whole program, against stand-in servers."""
+"""`sglang-dflash bench` as a whole program, run on stand-in servers."""
 
 import json
 import re
@@ -31,7 +31,7 @@ FLAGS = ("--model-path", "{model}", "--device", "cpu", "--speculative-algorithm"
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """`fake(*flags)`: the URL of a stand-in that runs."""
+    """Return `fake(*flags)`, which starts a stand-in and returns its URL."""
     with ExitStack() as stack:
 
         def start(*flags: str) -> str:
@@ -49,7 +49,7 @@ def fake(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """`bench(*arguments)`: what the program printed and wrote."""
+    """Return `bench(*arguments)`, which returns the program's output and document."""
 
     def run(*arguments: str) -> SimpleNamespace:
         own, separator, server_flags = list(arguments), [], []
@@ -67,10 +67,10 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., S
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The arguments after which servers of a model without MTP are started, as stand-ins."""
+    """Return the arguments that start stand-ins for servers of a model without MTP."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(arms, "SERVE", (sys.executable, str(FAKE)))
-    monkeypatch.setattr(served, "GIB_PER_SERVER", 0)  # stand-ins are small, and real servers may run beside them
+    monkeypatch.setattr(served, "GIB_PER_SERVER", 0)  # stand-ins are small, and real servers may run too
     return ["--serve", "--port", "31980", "--", *(flag.format(model=tmp_path) for flag in FLAGS)]
 
 
@@ -78,11 +78,7 @@ def lines_of(document: dict[str, Any], **wanted: object) -> list[dict[str, Any]]
     return [line for line in document["summary"] if wanted.items() <= line.items()]
 
 
-# ------------------------------------------------------------------------------------------------ servers that run
-
-
-def test_the_spelling_of_the_guides(fake, bench, monkeypatch):
-    """Asked of a server that is not ours, as the published guides have it."""
+def test_the_published_guides_command_line_works(fake, bench, monkeypatch):
     asked = []
 
     def load_dataset(path: str, config: str | None, *, split: str) -> list[dict[str, str]]:
@@ -98,7 +94,7 @@ def test_the_spelling_of_the_guides(fake, bench, monkeypatch):
     assert document["thinking"] is True
     assert document["tasks"][0]["first"][0]["content"].endswith("put your final answer within \\boxed{}.")
     assert document["arms"]["server"]["prefix_cache"] == "emptied before every turn"
-    assert lines_of(document)[0]["committed_per_step"] == 1.0  # no counters: a token a step
+    assert lines_of(document)[0]["committed_per_step"] == 1.0  # without counters: one token per step
     assert "| GSM8K | 1 |" in ran.out
 
 
@@ -121,21 +117,21 @@ def test_servers_are_compared_with_the_first(fake, bench):
     assert "other: answers that are not off's at the first concurrency: synthetic at 1, 5 of 5; synthetic at 2, 5" in (
         re.sub(r"\s+", " ", ran.out)
     )
-    # What only a server of ours tells, turn by turn: two steps an answer.
+    # Only a server with this plugin counts its widths, turn by turn: two steps per answer.
     turns = [turn for turn in document["widths"] if turn["concurrency"] == 1]
     assert {turn["arm"] for turn in turns} == {"same"}
-    assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # two repeats, and the streamed one
+    assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # two repeats and the streamed one
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_as_many_requests_are_in_flight_as_asked_for(fake, bench, n):
-    """Of the unmeasured prompts too; the stand-in refuses where there are fewer or more."""
+def test_the_requested_concurrency_is_kept(fake, bench, n):
+    """Unmeasured prompts keep to it too: the stand-in refuses fewer or more requests in flight."""
     few = ("--num-prompts", "6", "--repeats", "1", "--no-latency", "--concurrency", str(n))
     ran = bench("--base-url", fake("--together", str(n)), *few)
     assert [row["n_answers"] for row in ran.document["rows"]] == [6]
 
 
-def test_vllm_tells_its_steps_in_its_metrics(fake, bench):
+def test_steps_of_vllm_come_from_its_metrics(fake, bench):
     ran = bench("--backend", "vllm", "--base-url", fake("--kind", "vllm"), *SMALL)
     about = {"url": "", "kind": "vllm", "model": "", "version": "1.0", "prefix_cache": report.KEPT}
     assert ran.document["arms"]["server"] | {"url": "", "model": ""} == about
@@ -144,7 +140,7 @@ def test_vllm_tells_its_steps_in_its_metrics(fake, bench):
     assert "not emptied" in ran.out
 
 
-def test_of_another_server_it_is_said_what_is_not_known(fake, bench):
+def test_unknown_numbers_of_other_servers_are_marked(fake, bench):
     ran = bench("--base-url", fake("--kind", "openai"), "--temperature", "0.7", *SMALL)
     row = ran.document["rows"][0]
     assert (row["committed_per_step"], row["n_equal"], row["other_cores"]) == (None, None, None)
@@ -159,7 +155,7 @@ def test_of_another_server_it_is_said_what_is_not_known(fake, bench):
         (["--stingy"], [], "add --no-latency"),
     ],
 )
-def test_a_server_that_will_not_do_is_named(fake, bench, flags, arguments, message):
+def test_an_unsuitable_server_is_named(fake, bench, flags, arguments, message):
     with pytest.raises(ServerError, match=message):
         bench("--base-url", fake(*flags), *SMALL, *arguments)
 
@@ -171,7 +167,7 @@ def test_a_refused_prompt_ends_the_program(fake, bench, tmp_path):
         bench("--base-url", fake(), "--data", str(data))
 
 
-def test_where_no_server_answers():
+def test_a_missing_server_is_reported():
     with pytest.raises(ServerError, match=r"no server answers at http://127\.0\.0\.1:9"):
         main(["--base-url", "http://127.0.0.1:9"])
 
@@ -183,11 +179,8 @@ def test_a_key_is_not_published(fake, bench):
     assert ran.document["summary"][0]["ttft_ms"] == {"p50": None, "p99": None}
 
 
-# -------------------------------------------------------------------------------------------- servers started here
-
-
 @pytest.mark.parametrize("together", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_the_arms_are_started_measured_and_stopped(bench, serve, together, tmp_path):
+def test_arms_are_started_measured_and_stopped(bench, serve, together, tmp_path):
     ran = bench(*SMALL, "--require-equal", *([] if together else ["--one-at-a-time"]), *serve)
     document = ran.document
     assert document["gate"] == {"equal": True, "tie_gap": 0.0, "n_near_ties": 0}
@@ -203,8 +196,8 @@ def test_the_arms_are_started_measured_and_stopped(bench, serve, together, tmp_p
     assert (tmp_path / "out-ours.log").exists()
 
 
-def test_ours_starts_alone(bench, serve):
-    """It measures what its steps cost; of what else starts then it would measure that too."""
+def test_the_plugins_arm_starts_alone(bench, serve):
+    """This plugin measures step costs while it starts, so other starting servers would disturb it."""
     out = bench(*SMALL, "--no-latency", *serve).out
     assert out.index("ours: ready") < out.index("off: importing")
 
@@ -220,7 +213,7 @@ def test_an_arm_may_have_an_environment(bench, serve, tmp_path):
     assert (tmp_path / "out-ours-FAKE_OFFSET-1-B-2-3.log").exists()
 
 
-def test_too_little_memory_is_told_before_anything_starts(bench, serve, monkeypatch, tmp_path):
+def test_too_little_memory_is_reported_before_anything_starts(bench, serve, monkeypatch, tmp_path):
     monkeypatch.setattr(served, "GIB_PER_SERVER", 1e6)
     message = r"3 servers need about 3000000 GiB of host memory and .* are free; use --one-at-a-time"
     with pytest.raises(ServerError, match=message):
@@ -241,7 +234,7 @@ def test_the_preset_of_widths(bench, serve, tmp_path):
     order = [row["arm"] for row in document["rows"] if (row["task"], row["concurrency"]) == ("hard", 1)]
     assert order == ["off", "ours", *fixed, "ours", *fixed, "off"]
     assert {row["n_prompt_tokens"] for row in document["rows"] if row["task"] == "hopeless"} == {3 * 32}
-    # Of ours, two steps for each of three prompts; those of the unmeasured run before left out.
+    # Each arm with the plugin takes two steps for each of three prompts, the unmeasured run left out.
     assert {turn["arm"] for turn in document["widths"]} == {"ours", *fixed}
     assert all(turn["n_steps"] == {"4": 6} for turn in document["widths"])
     assert all(line["steps_by_width"] == ({} if line["arm"] == "off" else {"4": 1.0}) for line in document["summary"])
@@ -251,9 +244,6 @@ def test_the_preset_of_widths(bench, serve, tmp_path):
     assert str(tmp_path) not in json.dumps(document)
     assert str(ROOT) not in json.dumps(document)
     assert running(FAKE) == []
-
-
-# -------------------------------------------------------------------------------------------- answers must be equal
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--one-at-a-time",), marks=pytest.mark.full)])
@@ -272,24 +262,24 @@ def test_no_speed_is_shown_when_an_answer_differs(flags, serve, tmp_path, capsys
     assert running(FAKE) == []
 
 
-def test_a_streamed_answer_counts_too(serve, tmp_path):
+def test_streamed_answers_must_be_equal_too(serve, tmp_path):
     arms_and_gate = ("--arms", "off", "ours:FAKE_STREAM=other", "--require-equal")
     with pytest.raises(GateError, match=r"10 answers are not off's.*ours:FAKE_STREAM=other, synthetic at 1, prompt 0"):
         main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
 
 
-def test_near_ties_are_forgiven_if_asked_for(bench, serve):
-    """The first arm finds both first tokens on top, half a nat apart."""
+def test_near_ties_are_forgiven_on_request(bench, serve):
+    """The first arm ranks both first tokens on top, half a nat apart."""
     asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
     ran = bench(*asked, "0.5", *serve)
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
     with pytest.raises(GateError, match="10 answers are not off's"):
         bench(*asked, "0.4", *serve)
-    with pytest.raises(GateError, match="10 answers are not off's"):  # never on top
+    with pytest.raises(GateError, match="10 answers are not off's"):  # the token is never on top
         bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
 
 
-def test_an_arm_that_is_not_what_it_says_is_refused(bench, serve, monkeypatch):
+def test_an_arm_without_the_plugin_is_refused(bench, serve, monkeypatch):
     monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
     with pytest.raises(ServerError, match="ours: our worker does not serve here"):
         bench(*SMALL, *serve)

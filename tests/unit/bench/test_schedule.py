@@ -1,4 +1,4 @@
-"""Who answers what when, and what a turn counts."""
+"""Benchmark schedule: the order of turns, and the counts of a turn."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ def test_arms_take_turns() -> None:
     assert then == [(1, 0, False), (0, 0, False), (0, 4, False), (1, 4, False)]
 
 
-def test_one_at_a_time_an_arm_starts_once_a_repeat() -> None:
+def test_arms_run_one_at_a_time_start_once_per_repeat() -> None:
     schedule = Schedule(concurrency=[1, 8], repeats=2, together=False, short_turns=True, latency=False)
     order = [(turn.arm, turn.task, turn.concurrency) for turn in turns(schedule, 1, n_prompts=[8, 8], n_arms=2)]
     places = [(task, concurrency) for task in (0, 1) for concurrency in (1, 8)]
@@ -29,12 +29,12 @@ def test_one_at_a_time_an_arm_starts_once_a_repeat() -> None:
 
 
 class StandIn:
-    """An engine in this process, whose steps accept 0, 1, 2, ... drafts, one more with every answer."""
+    """An engine in this process. Each answer's step accepts one draft more than the last: 0, 1, 2, ..."""
 
-    kind, processes, says = "stand-in", None, 7
+    kind, processes, token = "stand-in", None, 7
 
     def __init__(self) -> None:
-        self.name, self.n_asked = "stand-in", list[int]()  # between one flush and the next
+        self.name, self.n_asked = "stand-in", list[int]()  # number of requests after each flush
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -46,7 +46,7 @@ class StandIn:
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
         self.n_asked[-1] += 1
-        return lambda: Completion(1, token_ids=(self.says,))
+        return lambda: Completion(1, token_ids=(self.token,))
 
     def likeliest(self, context: Sequence[int]) -> dict[int, float]:
         return {}
@@ -70,7 +70,7 @@ def bench_of(n_prompts: int, concurrency: Sequence[int], *, together: bool = Tru
 
 
 def test_each_turn_begins_with_unmeasured_prompts() -> None:
-    """Two, after the prefix cache was emptied; at first as many as are in flight. Four prompts are a turn, then two."""
+    """Two prompts follow an emptied prefix cache, at first as many as are in flight. Turns have 4 prompts, then 2."""
     engine, bench = bench_of(6, [1, 3])
     bench.repeat(0)
     assert engine.n_asked == [2, 4, 2, 2, 3, 6]
@@ -78,25 +78,25 @@ def test_each_turn_begins_with_unmeasured_prompts() -> None:
     assert engine.n_asked[6:] == [2, 4, 2, 2, 2, 6]
 
 
-def test_an_arm_that_was_started_again_is_warmed_up_as_at_first() -> None:
+def test_a_restarted_arm_is_warmed_up_again() -> None:
     engine, bench = bench_of(6, [1, 3], together=False)
     for repeat in (0, 1):
         bench.repeat(repeat)
         assert engine.n_asked[4 * repeat :] == [2, 6, 3, 6]
 
 
-def test_steps_are_those_of_the_turn() -> None:
-    """The unmeasured two accepted 0 and 1 drafts; the measured four 2, 3, 4 and 5."""
+def test_steps_exclude_unmeasured_prompts() -> None:
+    """The two unmeasured prompts accepted 0 and 1 drafts, the four measured 2, 3, 4 and 5."""
     _, bench = bench_of(4, [1])
     (row,) = bench.repeat(0)
     assert row.committed_per_step == 1 + 14 / 4
 
 
 def test_answers_are_compared_with_the_first_repeat() -> None:
-    """Of the first arm too."""
+    """The first arm is compared too."""
     engine, bench = bench_of(4, [1])
     (row,) = bench.repeat(0)
     assert (row.n_equal, row.first_differences) == (4, [])
-    engine.says = 8
+    engine.token = 8
     (row,) = bench.repeat(1)
     assert (row.n_equal, row.first_differences[0]) == (0, "prompt 0, token 0: expected 7, found 8")

@@ -1,4 +1,4 @@
-"""The capacity report: bytes against SGLang's pools, the division of memory against SGLang's own code."""
+"""Capacity: bytes compared with SGLang's pools, and the division of memory compared with SGLang's code."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,26 +43,23 @@ DRAFT_8B = geometry.read_draft("Qwen3-8B-DFlash-b16")
 
 
 def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
-    """As SGLang makes them of a config, for one rank."""
+    """Return SGLang's cache parameters of one rank."""
     heads = {"n_groups": recurrent.n_key_heads, "num_heads": recurrent.n_value_heads}
     widths = {"head_dim": recurrent.value_width, "state_size": recurrent.key_width}
     return params(heads | widths | {"conv_kernel": recurrent.conv_window + 1}, recurrent.n_layers, tp_size)
 
 
-# -- bytes ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("kind", [RecordPool, MambaPool])
-def test_recurrent_bytes_are_what_pools_allocate(kind, tp_size, monkeypatch):
-    # The largest captured batch, as long as nothing rounds it up.
+def test_recurrent_bytes_equal_allocated_bytes(kind, tp_size, monkeypatch):
+    # SGLang's largest captured batch, unless something rounds it up.
     monkeypatch.setattr("sglang_dflash.memory.records.get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     n_slots, n_requests, n_tokens = 6, 4, 8
     rank = TINY.shard(tp_size)
     sizes = {"size": n_slots, "spec_state_size": n_requests, "speculative_num_draft_tokens": n_tokens}
     cache = kind(**sizes, cache_params=params_of(TINY, tp_size), mamba_layer_ids=[0, 1, 2], device="cpu")
     state = cache.mamba_cache
-    # SGLang's pools have a row for padding.
+    # SGLang's pools have one row for padding.
     assert state.temporal.nbytes + sum(conv.nbytes for conv in state.conv) == (n_slots + 1) * rank.state_bytes
     windows = sum(strip.nbytes for strip in cache._intermediate_conv_window_phys)
     allocated = state.intermediate_ssm.nbytes + windows
@@ -73,21 +70,21 @@ def test_recurrent_bytes_are_what_pools_allocate(kind, tp_size, monkeypatch):
     conv_shapes = [(rank.n_channels, rank.conv_window)]
     snapshots = block_bytes(n_tokens, n_layers=3, record_values=values, conv_shapes=conv_shapes, conv_itemsize=2)
     assert allocated == (n_requests + 1) * snapshots
-    # SGLang counts the convolution's window of every token, and keeps them overlapping.
+    # SGLang counts the convolution's window of every token, but stores overlapping windows.
     assert snapshots <= rank.snapshot_bytes(n_tokens)
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
-def test_kv_bytes_are_what_pools_allocate(page_size):
+def test_kv_bytes_equal_allocated_bytes(page_size):
     attention = AttentionSizes(n_layers=3, n_kv_heads=2, head_dim=64, itemsize=2)
     for tp_size, n_heads in ((1, 2), (2, 1), (4, 1)):
         shape = {"dtype": torch.bfloat16, "head_num": n_heads, "head_dim": 64, "layer_num": 3}
         pool = MHATokenToKVPool(size=256, page_size=page_size, **shape, device="cpu", enable_memory_saver=False)
         allocated = sum(buffer.nbytes for buffer in (*pool.k_buffer, *pool.v_buffer))
-        assert allocated == (256 + page_size) * attention.bytes_per_token(tp_size)  # a page is for padding
+        assert allocated == (256 + page_size) * attention.bytes_per_token(tp_size)  # one page is for padding
 
 
-def test_the_pool_and_the_report_share_their_formula():
+def test_pool_and_report_share_their_formula():
     params = params_of(QWEN_27B.recurrent)
     assert state_pool.block_bytes(params, 16) == QWEN_27B.recurrent.record_bytes(16)
     assert state_pool.snapshot_bytes(params, 16) == QWEN_27B.recurrent.snapshot_bytes(16)
@@ -100,15 +97,12 @@ def test_the_pool_and_the_report_share_their_formula():
 def test_ring_slots(window, block, page, slots):
     """Hand-worked: 2048 + 63 + 16 = 2127, the next multiple of 64 is 2176."""
     assert ring_slots(window, block, page) == slots
-    # A window that begins anywhere in a page, and the block after it, fit.
+    # A window that begins anywhere in a page fits, with the block after it.
     assert all(sizes.round_up(start + window + block, page) <= slots for start in range(page))
 
 
-# -- the division of memory ----------------------------------------------------------------------------------------
-
-
 class SGLang:
-    """SGLang's own sizing of a hybrid target, on a stand-in for its configurator and its configuration."""
+    """SGLang's own sizing of a hybrid target, with stand-ins for its configurator and configuration."""
 
     def __init__(self, target: TargetSizes, serving: Serving, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.serving, self.worker = serving, worker
@@ -157,7 +151,7 @@ class SGLang:
         self.configurator._calculate_mamba_ratio = ratio
 
     def divide(self, rest_gib: float, bytes_per_token: int) -> tuple[int, int, int]:
-        """Slots of states, tokens of K and V, requests."""
+        """Return slots of states, tokens of K and V, and requests."""
         left = count_records(KVCacheConfigurator._handle_max_mamba_cache, self.configurator, rest_gib)
         n_tokens = int(left * GIB) // bytes_per_token
         n_requests = KVCacheConfigurator.resolve_max_num_reqs(self.configurator, n_tokens)
@@ -176,18 +170,18 @@ LAUNCHES = (
 @pytest.mark.parametrize("radix", RadixStates)
 @pytest.mark.parametrize(("card_gib", "changes"), LAUNCHES)
 def test_memory_is_divided_as_sglang_does(worker, radix, card_gib, changes, monkeypatch):
-    """Without a prefix cache SGLang makes states for all requests, whether they fit or not; twelve do."""
+    """SGLang without a prefix cache allocates states for all requests regardless of memory, so use twelve."""
     if radix is RadixStates.OFF and worker is Worker.STOCK:
         changes = changes | {"max_requests": 12}
     serving = Serving(**{"mem_fraction": 0.95, "block_size": 16, "context": 1, "radix": radix} | changes)
     weights = (QWEN_27B.weight_bytes + DRAFT_27B.split_bytes) / serving.tp_size + DRAFT_27B.whole_bytes
-    rest = card_gib * GIB * 0.95 - weights - 100 * 2**20  # what SGLang keeps for images
-    # 16 layers of the target, 5 of the draft; K and V of 4 and 8 heads of 256 and 128 numbers of two bytes.
+    rest = card_gib * GIB * 0.95 - weights - 100 * 2**20  # SGLang's reserve for images
+    # 16 layers of the target and 5 of the draft: K and V of 4 and 8 heads of 256 and 128 two-byte numbers.
     per_token = (16 * 2 * 4 * 256 * 2 + 5 * 2 * 8 * 128 * 2) // serving.tp_size
     n_slots, n_tokens, n_requests = SGLang(QWEN_27B, serving, worker, monkeypatch).divide(rest / GIB, per_token)
     mine = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, worker)
     assert mine.n_states == n_slots
-    # The same sum, added up in another order.
+    # The same terms are added in another order.
     assert mine.n_tokens == pytest.approx(n_tokens, abs=1)
     assert min(mine.limits[Bound.STATE], serving.max_requests) == n_requests
 
@@ -200,8 +194,8 @@ def of_27b(worker: Worker = Worker.PLUGIN, card_gib: float = 141, **changes: Any
     return capacity(QWEN_27B, DRAFT_27B, launched(**changes), card_gib, worker)
 
 
-def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests():
-    """The reference arithmetic: 139 GiB, 10 to 18 of them kept back, bf16 weights, fp32 states."""
+def test_snapshots_leave_nine_to_eleven_27b_requests_on_an_h200():
+    """The reference arithmetic: 139 GiB, 10 to 18 of them reserved, bf16 weights, fp32 states."""
     for reserve_gib in (10, 14, 18):
         kept = {"card_gib": 139, "mem_fraction": 1 - reserve_gib / 139}
         stock = of_27b(Worker.STOCK, **kept)
@@ -213,10 +207,10 @@ def test_at_27b_on_a_h200_the_states_per_token_leave_nine_or_ten_requests():
     assert DRAFT_27B.attention.bytes_per_token(1) == 20480
 
 
-def test_every_rank_has_the_whole_of_what_ranks_do_not_share():
+def test_every_rank_holds_unsplit_weights_whole():
     ours = of_8b(tp_size=4)
     assert ours.draft_weights == DRAFT_8B.split_bytes / 4 + DRAFT_8B.whole_bytes
-    assert DRAFT_8B.whole_bytes > 2 * 4096 * 5 * 4096  # what fuses the features of five layers, in bf16
+    assert DRAFT_8B.whole_bytes > 2 * 4096 * 5 * 4096  # fc, which fuses the features of five layers, in bf16
     assert ours.target_weights == QWEN_8B.weight_bytes / 4
 
 
@@ -232,14 +226,14 @@ def test_a_dense_target_differs_only_by_its_rings():
     assert ring.draft_bytes_per_token == 0
     assert ring.n_tokens == int(rest - ring.ring_bytes) // (36 * 8 * 128 * 2 * 2)
     assert of_8b(window=16).ring_bytes == 49 * 32 * 20480, "a window as short as a block"
-    sliding = replace(DRAFT_8B, window=4096)  # which needs no flag
+    sliding = replace(DRAFT_8B, window=4096)  # needs no flag
     assert of_8b(draft=sliding).ring_bytes == 49 * 4112 * 20480
     assert of_8b(Worker.STOCK, sliding).ring_bytes == 0
 
 
 @pytest.mark.parametrize(("page_size", "tokens_of_a_request"), [(1, 100 + 16 + 16), (64, 3 * 64)])
 def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, tokens_of_a_request):
-    """What it verifies next and what is in flight, behind its 100 tokens."""
+    """One block is verified next and one is in flight, after the request's 100 tokens."""
     result = of_8b(context=100, page_size=page_size, max_requests=10**6)
     rest = 80 * GIB * 0.85 - result.target_weights - result.draft_weights
     whole = int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)
@@ -248,8 +242,8 @@ def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, token
     assert result.limits[Bound.TOKENS] == result.n_tokens // tokens_of_a_request
 
 
-def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blocks():
-    """Of our worker alone."""
+def test_copies_need_token_histories_and_longer_blocks():
+    """SGLang's worker has neither."""
     texts, wide = of_27b(window=2048, copies=True), of_27b(window=2048, copies=True, wider=32)
     assert texts.text_bytes == 49 * 262144 * 4
     assert of_27b(window=2048).n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
@@ -259,8 +253,8 @@ def test_copies_take_texts_and_what_they_continue_takes_the_memory_of_longer_blo
     assert of_27b(Worker.STOCK, window=2048, copies=True, wider=32) == of_27b(Worker.STOCK, window=2048)
 
 
-def test_an_fp8_copy_of_the_head_is_taken_off_first():
-    """Each rank copies its shard; SGLang's worker has none."""
+def test_an_fp8_copy_of_the_head_is_subtracted():
+    """Each rank copies its shard. SGLang's worker has no copy."""
     for worker, n_bytes in ((Worker.PLUGIN, 151936 * (4096 + 4) / 2), (Worker.STOCK, 0)):
         full, copied = (of_8b(worker, tp_size=2, fp8_head=fp8) for fp8 in (False, True))
         assert (full.head_copy, copied.head_copy) == (0, n_bytes)
@@ -277,7 +271,7 @@ def test_an_fp8_copy_of_the_head_is_taken_off_first():
         ({"card_gib": 60}, Bound.WEIGHTS),
     ],
 )
-def test_what_bounds(changes, bound):
+def test_the_bound_is_named(changes, bound):
     result = of_27b(**changes)
     assert result.bound is bound
     assert (result.requests == 0) is (bound is Bound.WEIGHTS)
@@ -291,24 +285,21 @@ def test_what_bounds(changes, bound):
         ({"window": 8}, "--window 8 is smaller than the block of 16; give at least 16"),
     ],
 )
-def test_launches_that_do_not_fit(changes, message):
+def test_impossible_launches_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         of_27b(**changes)
 
 
-def test_recurrent_layers_that_cannot_be_split():
+def test_unsplittable_recurrent_layers_are_refused():
     target, draft = replace(QWEN_27B, n_heads=32), replace(DRAFT_27B, n_heads=32)
     with pytest.raises(ValueError, match="recurrent layers: 16 heads cannot be split over --tp 32"):
         capacity(target, draft, launched(tp_size=32), 141, Worker.PLUGIN)
 
 
-# -- SGLang's default fraction -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("gib", [16, 24, 44.99, 79.65, 140.4, 179])
 @pytest.mark.parametrize("tp_size", [1, 4])
 @pytest.mark.parametrize("image_width", [0, 1152])
-def test_the_default_fraction_is_sglangs(gib, tp_size, image_width, monkeypatch):
+def test_the_default_fraction_equals_sglangs(gib, tp_size, image_width, monkeypatch):
     phase = partial(SimpleNamespace, max_bs=None, bs=None)
     graphs = SimpleNamespace(decode=phase(backend=Backend.FULL), prefill=phase(backend=Backend.BREAKABLE))
     model = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""The capacity report: configs read, known models checked against published sizes, text, JSON, and the README."""
+"""Capacity report: configs, known models compared with published sizes, text, JSON, and the README."""
 
 import json
 import struct
@@ -30,17 +30,13 @@ def write(folder: Path, config: dict[str, Any]) -> str:
     return str(folder)
 
 
-# -- configs -------------------------------------------------------------------------------------------------------
-
-
 def draft_bytes(name: str) -> int:
     draft = read_draft(name)
     return draft.split_bytes + draft.whole_bytes
 
 
 @pytest.mark.parametrize("pair", ["tiny", "tiny_dense"])
-def test_parameters_are_those_of_a_checkpoint(pair, tmp_path):
-    """Without weights beside the config, they are computed: as many bytes as the pair's files hold."""
+def test_parameters_equal_those_of_the_checkpoint(pair, tmp_path):
     folder = ASSETS / pair / "target"
     counted = read_target(str(folder))
     assert counted.weights_from == "headers of the safetensors files"
@@ -52,8 +48,8 @@ def test_parameters_are_those_of_a_checkpoint(pair, tmp_path):
         assert draft_bytes(str(draft)) == geometry._header_bytes(file)
 
 
-def test_ranks_share_the_linear_layers_of_a_draft_and_fp8_is_theirs_alone():
-    """Hand-worked, of the tiny DFlash 2 draft: bf16, so that fp8 leaves half of them."""
+def test_only_linear_layers_are_split_and_quantized():
+    """Hand-worked for the tiny DFlash 2 draft in bf16, half of which fp8 leaves."""
     draft = read_draft(str(ASSETS / "tiny" / "draft2"))
     config = json.loads((ASSETS / "tiny" / "draft2" / "config.json").read_text())
     hidden, head_dim = config["hidden_size"], config["head_dim"]
@@ -66,7 +62,7 @@ def test_ranks_share_the_linear_layers_of_a_draft_and_fp8_is_theirs_alone():
 
 
 def drafter_parameters(name: str) -> int:
-    """The checkpoint's own one-layer drafter, which SGLang does not load under DFLASH."""
+    """Count the checkpoint's own one-layer drafter, which SGLang does not load under DFLASH."""
     config = Config(models.find(name, models.TARGETS).config, name)
     hidden = config.count("hidden_size")
     return geometry._attention(config) + geometry._mlp(config, 0) + 2 * hidden + 2 * hidden * hidden + 3 * hidden
@@ -80,7 +76,7 @@ def drafter_parameters(name: str) -> int:
         ("Qwen3.6-27B", 55.56e9, 5e6, True),
     ],
 )
-def test_known_targets_weigh_what_is_published(name, published_bytes, digits, with_drafter):
+def test_known_targets_have_their_published_size(name, published_bytes, digits, with_drafter):
     drafter = 2 * drafter_parameters(name) if with_drafter else 0
     assert read_target(name).weight_bytes + drafter == pytest.approx(published_bytes, rel=0, abs=digits)
 
@@ -99,7 +95,7 @@ EXPERTS = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 
     ],
     ids=["biases", "a dense layer", "one of three layers with experts"],
 )
-def test_parameters_are_those_that_transformers_makes(config):
+def test_parameters_equal_those_of_transformers(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert geometry.n_parameters(Config(config.to_dict(), "x")) == sum(p.numel() for p in model.parameters())
@@ -115,7 +111,7 @@ def test_parameters_are_those_that_transformers_makes(config):
         ("Qwen3-Coder-Next-DFlash", 0.88 * GIB, 0.005 * GIB),
     ],
 )
-def test_known_drafts_weigh_what_is_published(name, published_bytes, digits):
+def test_known_drafts_have_their_published_size(name, published_bytes, digits):
     assert draft_bytes(name) == pytest.approx(published_bytes, abs=digits)
 
 
@@ -132,7 +128,7 @@ def test_every_known_model_can_be_read(name):
         assert read_draft(name).block_size == SHORT_BLOCKS.get(name, 16)
 
 
-def test_the_index_counts_where_there_are_no_files(tmp_path):
+def test_the_index_is_used_without_weight_files(tmp_path):
     folder = write(tmp_path, HYBRID | {"quantization_config": {"quant_method": "fp8"}})
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
     target = read_target(folder)
@@ -149,7 +145,7 @@ def test_a_drafter_in_the_files_is_not_counted(tmp_path):
     assert read_target(folder).weight_bytes == 100
 
 
-def test_layers_by_interval_are_layers_by_name():
+def test_layers_by_interval_equal_layers_by_name():
     by_interval = {key: value for key, value in HYBRID.items() if key != "layer_types"}
     assert Config(by_interval, "x").layer_kinds() == HYBRID["layer_types"]
 
@@ -169,7 +165,7 @@ def test_layers_by_interval_are_layers_by_name():
         ({"quantization_config": {"quant_method": "fp8"}}, "put model.safetensors.index.json beside it"),
     ],
 )
-def test_configs_that_leave_something_open(changes, message, tmp_path):
+def test_incomplete_configs_are_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         read_target(write(tmp_path, HYBRID | changes))
 
@@ -177,7 +173,7 @@ def test_configs_that_leave_something_open(changes, message, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"), [("{", "config.json is not JSON"), ("[]", "config.json holds a list, not an object")]
 )
-def test_files_that_are_no_config(text, message, tmp_path):
+def test_malformed_configs_are_refused(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_target(str(tmp_path / "config.json"))
@@ -191,17 +187,15 @@ def test_files_that_are_no_config(text, message, tmp_path):
         ("no/such-model", "is no directory, no config.json and none of the models known here .*Qwen3.5-27B"),
     ],
 )
-def test_models_that_are_not_known(name, message):
+def test_unknown_models_are_refused(name, message):
     with pytest.raises(ValueError, match=message):
         read_target(name)
 
 
-# -- the report ----------------------------------------------------------------------------------------------------
-
 ASKED = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4"]
 
 
-def test_as_text(capsys):
+def test_the_report_as_text(capsys):
     assert capacity_report.main(ASKED) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Qwen3.5-27B + z-lab/Qwen3.5-27B-DFlash, 1 x 140.4 GiB (computed)" in out
@@ -222,8 +216,7 @@ def test_as_json(capsys):
     assert all(n > ours["requests"] for n in ours["lifts"].values())
 
 
-def test_a_lift_lifts(capsys):
-    """What the report promises of a flag is what it says when the flag is given."""
+def test_promised_lifts_hold(capsys):
     flags = {"--speculative-draft-window-size": "--window", "--tp-size": "--tp"}
     for changes in ([], ["--context", "65536"], ["--gpu-memory", "60"], ["--max-running-requests", "4"]):
         asked = [*ASKED, "--mem-fraction", "0.85", "--json", *changes]
@@ -242,29 +235,29 @@ def test_states_in_half_precision(capsys):
     assert json.loads(capsys.readouterr().out)["workers"]["stock"]["requests"] == 18
 
 
-def test_a_question_without_an_answer(capsys):
+def test_an_unknown_draft_is_refused(capsys):
     assert capacity_report.main(["--model", str(ASSETS / "tiny" / "target"), "--gpu-memory", "80"]) == 1
     assert capsys.readouterr().err.strip().endswith("tiny/target; give --draft")
 
 
-def test_a_card_that_is_too_small(capsys):
+def test_too_small_a_card_is_reported(capsys):
     assert capacity_report.main(["--model", "Qwen3.5-122B-A10B", "--gpu-memory", "80"]) == 1
     assert "sglang-dflash: cannot start, bounded by weights; 9 with --tp-size 4." in capsys.readouterr().out
 
 
-def test_check_hands_over(capsys):
+def test_check_runs_the_capacity_report(capsys):
     pair = ["--model", str(ASSETS / "tiny" / "target"), "--draft", str(ASSETS / "tiny" / "draft")]
     for memory in (["--gpu-memory", "24"], ["--gpu-memory=24"]):
         assert check([*pair, *memory]) == 0
         assert "requests at once" in capsys.readouterr().out
 
 
-def test_it_needs_neither_sglang_nor_torch():
+def test_the_report_needs_neither_sglang_nor_torch():
     code = "import sys; import sglang_dflash.capacity.report; print({'sglang', 'torch'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"
 
 
-def test_the_readme_says_what_is_computed():
+def test_the_readme_has_the_computed_table():
     readme = (ROOT / "README.md").read_text()
     assert "\n".join(readme_table.rows()) in readme

@@ -1,10 +1,11 @@
-"""The report before a launch: its lines, its exit status, and the profiles in env/."""
+"""`sglang-dflash check` before a launch: its lines, its exit status, and the profiles in env/."""
 
 import json
 import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ CPU = (
 
 
 def asked(launch: Any, *argv: str, env: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """name -> what is found by the child, which is the part that imports SGLang."""
+    """Return the findings by name of the child process, which imports SGLang."""
     ended = launch("sglang_dflash.check.launch", *argv, env=env, timeout_s=300)
     assert ended.code == 0, ended.err
     return {finding["name"]: finding for finding in json.loads(ended.out.splitlines()[-1])}
@@ -46,9 +47,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 class Served(NamedTuple):
-    """A draft's changes, further flags, and what the report says of them."""
+    """A draft's changes, further flags, and the expected text of the report."""
 
-    said: str
+    text: str
     draft: dict[str, Any] = {}  # noqa: RUF012
     flags: tuple[str, ...] = ()
     target: str = "dense"
@@ -78,21 +79,21 @@ SERVED = {
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_draft_keeps_its_own_file(name, launch, pair, checkpoints, tmp_path):
+def test_a_draft_is_read_from_its_own_config(name, launch, pair, checkpoints, tmp_path):
     case = SERVED[name]
     draft = str(checkpoints.write_draft(tmp_path, **case.draft))
     found = asked(launch, *CPU.format(target=pair[case.target], draft=draft).split(), *case.flags)["launch"]
-    assert (found["ok"], case.said in found["text"]) == (case.ok, True), found["text"]
+    assert (found["ok"], case.text in found["text"]) == (case.ok, True), found["text"]
 
 
-def test_a_bad_launch_is_the_one_line_that_fails(launch, pair):
+def test_a_bad_launch_is_one_failing_line(launch, pair):
     line = CPU.format(target=pair["dense"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"
     found = asked(launch, *line.split())
     assert [name for name, finding in found.items() if not finding["ok"]] == ["launch"]
     assert found["launch"]["text"].startswith("block size 16 is not within 2..8")
 
 
-def test_widths_that_a_launch_cannot_verify_are_noticed(launch, pair):
+def test_impossible_widths_are_reported(launch, pair):
     line = CPU.format(target=pair["mamba2"], draft=pair["draft"]).split()
     found = asked(launch, *line, env={"SGLANG_DFLASH_WIDTHS": "4"})["launch"]
     assert not found["ok"]
@@ -105,7 +106,7 @@ def test_widths_that_a_launch_cannot_verify_are_noticed(launch, pair):
         assert "widths=(8,)" in found["text"]
 
 
-def test_an_excluded_plugin_is_noticed(launch):
+def test_an_excluded_plugin_is_reported(launch):
     plugin = asked(launch, env={"SGLANG_PLUGINS": "another"})["plugin"]
     assert not plugin["ok"]
     assert "SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out" in plugin["text"]
@@ -117,14 +118,14 @@ def test_the_stock_worker_is_named(launch):
     assert plugin["text"] == "SGLANG_DFLASH_WORKER=stock: SGLang's built-in worker serves DFLASH"
 
 
-def test_flags_that_do_not_ask_for_dflash(launch, pair):
+def test_flags_without_dflash_are_reported(launch, pair):
     line = f"--model-path {pair['dense']} --device cpu --attention-backend torch_native --max-total-tokens 1024"
     found = asked(launch, *line.split())["launch"]
     assert not found["ok"]
     assert "add --speculative-algorithm DFLASH" in found["text"]
 
 
-def test_the_installation_alone_needs_no_sglang(monkeypatch):
+def test_installation_findings_need_no_sglang(monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "ours")
     found = {finding.name: finding for finding in installation()}
     assert "sglang 0.5.23" in found["versions"].text
@@ -134,7 +135,7 @@ def test_the_installation_alone_needs_no_sglang(monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["SGLANG_PLUGINS", "SGLANG_PLATFORM"])
-def test_an_environment_that_leaves_us_out_is_noticed_without_sglang(variable, monkeypatch):
+def test_an_environment_that_excludes_the_plugin_is_reported(variable, monkeypatch):
     monkeypatch.setenv(variable, "another")
     with pytest.raises(ValueError, match=f"{variable}=another makes SGLang leave us out; name sglang_dflash"):
         findings.environment()
@@ -145,7 +146,7 @@ def test_an_environment_that_leaves_us_out_is_noticed_without_sglang(variable, m
     assert findings.environment().startswith("worker plugin")
 
 
-def test_names_that_sglang_lacks_are_in_the_report(monkeypatch):
+def test_missing_names_of_sglang_are_reported(monkeypatch):
     lacked = Name("sglang.srt.utils", "async_h2h")
     monkeypatch.setitem(findings.SECTIONS, "served", (*findings.SECTIONS["served"], lacked))
     found = {finding.name: finding for finding in installation()}["host contract"]
@@ -154,14 +155,7 @@ def test_names_that_sglang_lacks_are_in_the_report(monkeypatch):
     )
 
 
-class Child(NamedTuple):
-    """What `subprocess.run` returns of one."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
+Child = partial(subprocess.CompletedProcess, ())
 FLAGS = ["--model-path", "here"]
 ANSWERED = Child(0, f"SGLang says hello\n{json.dumps([vars(Finding('plugin', True, 'ours'))])}\n", "a warning\n")
 ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: --speculativ\n")
@@ -175,7 +169,7 @@ ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: 
         (Child(-9, "", ""), FLAGS, 1, "FAIL  launch         ended with status -9 and no word"),
     ],
 )
-def test_what_sglang_prints_is_not_in_the_report(child, argv, code, last, monkeypatch, capsys):
+def test_the_report_omits_sglangs_output(child, argv, code, last, monkeypatch, capsys):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: child)
     assert main(argv) == code
     lines = capsys.readouterr().out.splitlines()
@@ -187,7 +181,7 @@ def test_what_sglang_prints_is_not_in_the_report(child, argv, code, last, monkey
 
 
 def test_the_report_of_an_installation_imports_no_sglang():
-    """SGLang takes 15 s to import, and torch, which it brings, two."""
+    """Importing SGLang takes 15 s, and torch two."""
     program = (
         "import sys; from sglang_dflash.check.__main__ import main; status = main([]); "
         "sys.exit(status or repr({'sglang', 'torch'} & set(sys.modules)))"
@@ -198,7 +192,7 @@ def test_the_report_of_an_installation_imports_no_sglang():
 
 
 @pytest.mark.full
-def test_the_whole_report_as_a_person_runs_it(pair):
+def test_the_whole_report_as_a_command(pair):
     flags = CPU.format(target=pair["hybrid"], draft=pair["draft"]).split()
     command = [sys.executable, "-m", "sglang_dflash.check", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -207,7 +201,7 @@ def test_the_whole_report_as_a_person_runs_it(pair):
 
 
 def source(profile: Path) -> dict[str, str]:
-    """The environment after sourcing a profile."""
+    """Return the environment after sourcing a profile."""
     command = f"set -eu; source {shlex.quote(str(profile))}; env -0"
     out = subprocess.run(["bash", "-c", command], env={"PATH": os.environ["PATH"]}, capture_output=True, check=True)
     return dict(line.split("=", 1) for line in out.stdout.decode().split("\0") if line)
@@ -224,7 +218,7 @@ def test_profiles_set_flags_that_exist(profile):
     ("profile", "device", "backend"),
     [("cpu", "cpu", "torch_native"), ("hopper", "sm90", "fa3"), ("blackwell", "sm100", "fa4")],
 )
-def test_a_profile_s_backends_run_the_draft(profile, device, backend):
+def test_a_profiles_backends_can_run_the_draft(profile, device, backend):
     given = source(ENV / f"{profile}.sh")["DFLASH_FLAGS"].split()
     named = dict(zip(given[::2], given[1::2], strict=True))
     chosen = resolve(
@@ -235,7 +229,7 @@ def test_a_profile_s_backends_run_the_draft(profile, device, backend):
     assert chosen == backend
 
 
-def test_what_cannot_be_imported_and_what_another_package_claims_are_findings(monkeypatch):
+def test_import_errors_and_conflicting_entry_points_are_findings(monkeypatch):
     def entry_points(group: str) -> list[Any]:
         name, ours = findings.ENTRY_POINTS[group]
         return [SimpleNamespace(name=name, value=value) for value in (ours, "another.package:register")]

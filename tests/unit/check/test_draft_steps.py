@@ -1,4 +1,4 @@
-"""Is the draft accepted: the tiny pair is, with its slots shifted it would be shifted, and a wrong draft is not."""
+"""Draft acceptance check: the tiny pair is accepted, a shifted one is recognised, and a wrong one is refused."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ def report(draft: object = DENSE.draft) -> tuple[bool, str]:
     ("change", "ok", "begins"),
     [
         (lambda hidden: hidden, True, "accepted as it is: "),
-        # Slot 0 of this one holds what slot 1 of the other does.
+        # Slot 0 of the shifted draft holds the content of slot 1.
         (lambda hidden: hidden.roll(-1, dims=1), False, "would be accepted shifted by one"),
         (torch.randn_like, False, "nothing is accepted"),
     ],
     ids=["the tiny pair", "shifted", "of another target"],
 )
-def test_drafts_are_told_apart(change, ok, begins, monkeypatch):
+def test_acceptance_separates_right_shifted_and_wrong_drafts(change, ok, begins, monkeypatch):
     of_blocks = draft_steps.hidden_of_blocks
     monkeypatch.setattr(draft_steps, "hidden_of_blocks", lambda *args: change(of_blocks(*args)))
     found, text = report()

@@ -1,4 +1,4 @@
-"""What `check --server` shows of a running server, and what it says where there is none."""
+"""`check --server`: the report on a running server, and errors without one."""
 
 import json
 from collections.abc import Iterator
@@ -27,22 +27,22 @@ DFLASH = {
 
 @pytest.fixture
 def url() -> Iterator[tuple[str, dict[str, Any]]]:
-    """A server's address, and what its /server_info says."""
-    says: dict[str, Any] = {"internal_states": [{"dflash": DFLASH}]}
+    """Return a server's address, and the answer of its /server_info."""
+    answer: dict[str, Any] = {"internal_states": [{"dflash": DFLASH}]}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = self.requestline.split()[1]  # two slashes are one in `path`
+            asked = self.requestline.split()[1]  # `path` would merge two slashes
             self.send_response(200 if asked == "/server_info" else 404)
             self.end_headers()
-            self.wfile.write(json.dumps(says).encode())
+            self.wfile.write(json.dumps(answer).encode())
 
         def log_message(self, *_: object) -> None:
             return
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", says
+        yield f"http://127.0.0.1:{server.server_port}", answer
         server.shutdown()
 
 
@@ -64,7 +64,7 @@ def test_as_json(url, capsys):
     assert json.loads(capsys.readouterr().out) == DFLASH
 
 
-def test_a_width_that_is_not_chosen_has_no_costs():
+def test_a_fixed_width_has_no_costs():
     width = {"policy": "always 8", "seconds": {}, "n_steps": {}, "account": ""}
     assert served.render(DFLASH | {"width": width}) == "sglang-dflash 0.1.0, blocks of 8, width always 8"
 
@@ -77,7 +77,7 @@ def test_a_width_that_is_not_chosen_has_no_costs():
         (None, "is no SGLang server"),
     ],
 )
-def test_another_server_is_told(url, states, sentence, monkeypatch, capsys):
+def test_another_server_is_reported(url, states, sentence, monkeypatch, capsys):
     url[1].clear()
     if states is not None:
         url[1]["internal_states"] = states
@@ -87,19 +87,19 @@ def test_another_server_is_told(url, states, sentence, monkeypatch, capsys):
     assert url[0] in line
 
 
-def test_no_server_there_is_one_line(capsys):
+def test_a_missing_server_is_a_one_line_error(capsys):
     assert main(["--server", f"http://127.0.0.1:{free_port(31990)}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("no SGLang server answers at http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("urls", [(), ("a", "b")])
-def test_one_url_is_asked_for(urls, capsys):
+def test_exactly_one_url_is_required(urls, capsys):
     assert main(["--server", *urls]) == 1
     assert capsys.readouterr().err == "--server takes one URL, such as http://127.0.0.1:30000\n"
 
 
-def test_copies_are_counted_where_there_are_any():
+def test_copies_are_reported():
     width = DFLASH["width"] | {"policy": "always 8", "seconds": {}, "n_steps": {}}
     dflash = DFLASH | {"width": width, "copies": [[0, 0], [2, 3], [0, 0], [4, 20], [5, 60]]}
     assert served.render(dflash).splitlines()[1:] == ["copies: 11 blocks continued by one, 83 copied drafts accepted"]

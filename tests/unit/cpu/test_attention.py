@@ -1,4 +1,4 @@
-"""Paged attention against its definition: one request, one query and one head at a time, in fp64."""
+"""Paged attention on CPU, compared in fp64 with its definition for single requests, queries and heads."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ SCALE = 0.3
 
 
 class Pool:
-    """A KV pool of one layer, and the table that says which slots a request's positions live in."""
+    """A KV pool of one layer, and the table of each request's slots."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.k, self.v = torch.randn(SLOTS, G, E).to(dtype), torch.randn(SLOTS, G, E).to(dtype)
@@ -55,7 +55,7 @@ def batch_of(mode: ForwardMode, rows: list[int], **fields: object) -> SimpleName
 
 
 def one_by_one(pool: Pool, q_NAE: torch.Tensor, slots: list[int], first: int, sees) -> torch.Tensor:
-    """Queries at positions first, first + 1, ...; `sees(query position, key position)` is the mask."""
+    """Attend with queries at positions first, first + 1, ... The mask is `sees(query position, key position)`."""
     out = torch.zeros(q_NAE.shape, dtype=torch.float64)
     for n, head in torch.cartesian_prod(torch.arange(q_NAE.shape[0]), torch.arange(A)).tolist():
         visible = [slot for position, slot in enumerate(slots) if sees(first + n, position)]
@@ -100,7 +100,7 @@ def block_batch(rows: list[int], prefix_lens: list[int], n_block: int, **spec: o
 @pytest.mark.parametrize("max_rectangle", [attention.MAX_RECTANGLE, 40])
 @pytest.mark.parametrize(("prefix_lens", "n_block"), [([7], 1), ([0], 5), ([20, 0, 3], 8)], ids=str)
 def test_block(pool, masked, prefix_lens, n_block, max_rectangle, monkeypatch):
-    """Verify (causal) and the draft block (whole block, or a causal window): the prefix, then the block itself."""
+    """Verify is causal. The draft block attends to the whole block or a causal window."""
     monkeypatch.setattr(attention, "MAX_RECTANGLE", max_rectangle)
     layer, sees = masked
     rows = [4, 0, 3][: len(prefix_lens)]
@@ -137,12 +137,12 @@ def test_extend(pool, masked, parts, max_queries, monkeypatch):
         torch.testing.assert_close(got_NF.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_request_does_not_feel_its_neighbours(pool):
-    """Padding must not bring in another request's rows, be they NaN, and its width must not move a result."""
+def test_requests_do_not_affect_their_neighbours(pool):
+    """Padding must not read another request's rows, even if NaN, and the padded width must not change a result."""
     q, backend = torch.randn(2, A * E), backend_of(pool)
     batch = batch_of(ForwardMode.DECODE, [4, 0], seq_lens=torch.tensor([5, 30]))
     pool.req_to_token[4], pool.req_to_token[0] = torch.arange(WIDTH), torch.arange(100, 100 + WIDTH)
-    pool.k[5:100], pool.v[5:100] = torch.nan, torch.nan  # what row 4 would read beyond its own five tokens
+    pool.k[5:100], pool.v[5:100] = torch.nan, torch.nan  # row 4's slots after its own five tokens
     backend.init_forward_metadata(batch)
     together = backend.forward(q, None, None, layer_of(), batch)
     alone = batch_of(ForwardMode.DECODE, [4], seq_lens=torch.tensor([5]))
@@ -159,7 +159,7 @@ def test_a_half_precision_cache_is_read_in_the_queries_type():
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-5)
 
 
-def test_an_idle_batch_has_nothing_to_attend(pool):
+def test_an_idle_batch_has_no_output_rows(pool):
     backend, batch = backend_of(pool), batch_of(ForwardMode.IDLE, [])
     backend.init_forward_metadata(batch)
     assert backend.forward(torch.zeros(0, A * E), None, None, layer_of(), batch).shape == (0, A * E)
@@ -175,14 +175,14 @@ def test_an_idle_batch_has_nothing_to_attend(pool):
         ({}, {"sinks": torch.zeros(A)}, "sinks"),
     ],
 )
-def test_layers_that_are_not_defined_are_refused_by_name(pool, layer, arguments, name):
+def test_undefined_layers_are_refused_by_name(pool, layer, arguments, name):
     backend, batch = backend_of(pool), batch_of(ForwardMode.DECODE, [2], seq_lens=torch.tensor([9]))
     backend.init_forward_metadata(batch)
     with pytest.raises(NotImplementedError, match=name):
         backend.forward(torch.zeros(1, A * E), None, None, layer_of(**layer), batch, **arguments)
 
 
-def test_batches_that_are_not_defined_are_refused_by_name(pool):
+def test_undefined_batches_are_refused_by_name(pool):
     for name, batch in {
         "custom_mask": block_batch([0], [3], 2, custom_mask=torch.ones(2)),
         "ragged_verify_layout": block_batch([0], [3], 2, ragged_verify_layout=object()),

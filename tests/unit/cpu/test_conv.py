@@ -1,4 +1,4 @@
-"""The causal convolution against its definition: every output from the last W inputs, one at a time."""
+"""Causal convolution on CPU, compared with its definition over the last W inputs, one token at a time."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ F_, W, P, SLOTS = 6, 4, 3, 5
 def one_by_one(
     x_NF: torch.Tensor, carried_FP: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """silu(bias + w . last W inputs) [N, F], and the state after every token, each [F, P]."""
+    """Return silu(bias + w . last W inputs) [N, F], and the state after every token, each [F, P]."""
     seen = list(carried_FP.T)
     outputs, states = [], []
     for x_F in x_NF:
@@ -78,7 +78,7 @@ def test_decode(weights):
 
 
 def overlapping_windows(rows: int, steps: int) -> torch.Tensor:
-    """As SGLang stores them: windows [rows, steps, F, P] that share the inputs they have in common."""
+    """Return windows [rows, steps, F, P] as SGLang stores them, sharing their common inputs."""
     strip = torch.full((rows, F_, steps + P - 1), 7.0)
     return strip.as_strided((rows, steps, F_, P), (F_ * (steps + P - 1), 1, steps + P - 1, 1))
 
@@ -103,7 +103,7 @@ def test_verify_keeps_every_window(weights, windows, N: int):
 
 @pytest.mark.parametrize("N", [None, 1, 4], ids=["decode", "verify 1", "verify 4"])
 def test_padded_rows_are_skipped(weights, N: int | None):
-    """A captured batch's last rows, whose slot is negative."""
+    """The last rows of a captured batch are padding with a negative slot."""
     x = torch.randn(3, F_) if N is None else torch.randn(3, N, F_).transpose(1, 2)
     states, alone = weights[2].clone(), weights[2].clone()
     out = update(x, states, weights, [4, -1, -1])
@@ -114,8 +114,8 @@ def test_padded_rows_are_skipped(weights, N: int | None):
     assert out[1:].isnan().all()
 
 
-def test_a_pool_may_hold_more_inputs_than_the_convolution_needs(weights):
-    """The first P are the state; the rest belongs to others."""
+def test_extra_inputs_in_the_pool_are_left_alone(weights):
+    """The first P inputs are the state. The others must stay."""
     weight, bias, _ = weights
     pool = torch.randn(SLOTS, F_, P + 2)
     x_BNF = torch.randn(1, 2, F_)
@@ -128,7 +128,7 @@ def test_a_pool_may_hold_more_inputs_than_the_convolution_needs(weights):
         torch.testing.assert_close(states, want)
 
 
-def test_states_of_another_type_are_rounded_and_the_arithmetic_is_not(weights):
+def test_only_stored_states_are_rounded(weights):
     weight, bias, pool = weights
     x_BF, states = torch.randn(1, F_).bfloat16(), pool.bfloat16()
     out = update(x_BF, states, weights, [1])
@@ -137,7 +137,7 @@ def test_states_of_another_type_are_rounded_and_the_arithmetic_is_not(weights):
     assert torch.equal(states[1], after[-1].bfloat16())
 
 
-def test_what_is_not_defined_is_refused_by_name(weights):
+def test_undefined_arguments_are_refused_by_name(weights):
     weight, _, pool = weights
     with pytest.raises(NotImplementedError, match="retrieve_next_token"):
         conv.causal_conv1d_update(torch.randn(1, F_), pool, weight, retrieve_next_token=torch.zeros(1, 2))

@@ -1,4 +1,4 @@
-"""The gated delta rule against its definition, one token at a time, and against Transformers' Qwen3.5."""
+"""Gated delta rule on CPU, compared with its definition token by token and with Transformers' Qwen3.5."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ class Inputs:
 
 
 def one_by_one(inputs: Inputs, tokens: range, state_HVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: outputs [T, H, V] and the state after every token [T, H, V, K]."""
+    """Return the definition's outputs [T, H, V] and the state after every token [T, H, V, K]."""
     outputs, states = [], []
     for t in tokens:
         q_HK = F.normalize(inputs.q[0, t], dim=-1).repeat_interleave(H // G, 0) * K**-0.5
@@ -39,8 +39,7 @@ def one_by_one(inputs: Inputs, tokens: range, state_HVK: torch.Tensor) -> tuple[
     return torch.stack(outputs), torch.stack(states)
 
 
-def test_the_definition_here_is_transformers():
-    """The sequential recurrence the tests below trust is the one Qwen3.5's reference implementation runs."""
+def test_the_definition_equals_transformers():
     inputs = Inputs(9)
     outputs, states = one_by_one(inputs, range(9), inputs.pool[2])
     want, final = torch_recurrent_gated_delta_rule(
@@ -79,7 +78,7 @@ def prefill(inputs: Inputs, slots: list[int], pool: torch.Tensor, bounds: torch.
 
 
 @pytest.mark.parametrize("lengths", [[1], [64], [65], [5, 130, 64], [1, 1, 200], [63, 0, 2]], ids=str)
-def test_prefill_is_one_token_at_a_time(lengths):
+def test_prefill_equals_one_token_at_a_time(lengths):
     inputs = Inputs(sum(lengths))
     slots, bounds, pool = [4, 0, 2][: len(lengths)], torch.tensor([0, *lengths]).cumsum(0).int(), inputs.pool.clone()
     out, nothing, before = prefill(inputs, slots, pool, bounds)
@@ -161,7 +160,7 @@ def verify(inputs: Inputs, slots: list[int], pool: torch.Tensor, **arguments: ob
 
 
 def verify_into(scratch: torch.Tensor, rows: list[int], *arguments, **more: object) -> torch.Tensor:
-    """Keep the state after every token in rows of `scratch`, and leave the pool as it is."""
+    """Keep the state after every token in rows of `scratch`, leaving the pool unchanged."""
     indices = torch.tensor(rows, dtype=torch.int32)
     keep = {"intermediate_states_buffer": scratch, "intermediate_state_indices": indices}
     return verify(*arguments, disable_state_update=True, **keep, **more)
@@ -169,7 +168,7 @@ def verify_into(scratch: torch.Tensor, rows: list[int], *arguments, **more: obje
 
 @pytest.mark.parametrize("scratch_rows", [[0, 1, 2], [3, 0, 1]], ids=["rows in order", "rows out of order"])
 @pytest.mark.parametrize(("B", "C"), [(1, 1), (1, 16), (3, 5), (3, 16)])
-def test_verify_is_one_token_at_a_time_and_keeps_every_state(B: int, C: int, scratch_rows: list[int]):
+def test_verify_equals_one_token_at_a_time_and_keeps_every_state(B: int, C: int, scratch_rows: list[int]):
     inputs = Inputs(B * C)
     slots, rows = [5, 1, 3][:B], scratch_rows[:B]
     pool, scratch = inputs.pool.clone(), torch.full((4, C + 2, H, V, K), 7.0)
@@ -183,7 +182,7 @@ def test_verify_is_one_token_at_a_time_and_keeps_every_state(B: int, C: int, scr
     torch.testing.assert_close(scratch, want_scratch, **TOLERANCE)
 
 
-def test_the_slot_moves_when_the_update_is_wanted():
+def test_an_update_writes_the_slot():
     inputs = Inputs(6)
     pool = inputs.pool.clone()
     verify(inputs, [2, 4], pool)
@@ -192,8 +191,7 @@ def test_the_slot_moves_when_the_update_is_wanted():
         torch.testing.assert_close(pool[slot], states[-1], **TOLERANCE)
 
 
-def test_a_block_gives_the_same_in_any_batch():
-    """A request's tokens must not depend on who else is in the batch, nor on how far the block goes on."""
+def test_a_block_is_computed_alike_in_any_batch():
     inputs, wide = Inputs(32), torch.zeros(2, 16, H, V, K)
     both = verify_into(wide, [0, 1], inputs, [2, 4], inputs.pool)
     alone, narrow = Inputs(32), torch.zeros(2, 16, H, V, K)
@@ -206,7 +204,7 @@ def test_a_block_gives_the_same_in_any_batch():
 
 
 @pytest.mark.parametrize("argument", ["is_kda", "lower_bound", "retrieve_parent_token"])
-def test_what_is_not_defined_is_refused_by_name(argument: str):
+def test_undefined_arguments_are_refused_by_name(argument: str):
     inputs = Inputs(4)
     with pytest.raises(NotImplementedError, match=argument):
         verify(inputs, [0], inputs.pool, **{argument: True})
@@ -214,7 +212,7 @@ def test_what_is_not_defined_is_refused_by_name(argument: str):
 
 @pytest.mark.parametrize("slots", [[2, -1, -1], [-1, -1, -1]], ids=["one real", "none"])
 def test_padded_rows_of_verify_are_skipped(slots: list[int]):
-    """A captured batch's last rows: they have no tokens, and cu_seqlens stands still."""
+    """The last rows of a captured batch have no tokens, and cu_seqlens repeats its end."""
     inputs, C = Inputs(12), 4
     n_real = sum(slot >= 0 for slot in slots)
     pool, scratch = inputs.pool.clone(), torch.full((3, C, H, V, K), 7.0)

@@ -1,4 +1,4 @@
-"""When the platform speaks up, and that what it installs is really reached by SGLang."""
+"""CPU platform: activation, and the replacement of SGLang's kernels by stand-ins."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def test_active_on_a_machine_without_an_accelerator():
 
 
 @pytest.mark.usefixtures("no_accelerator")
-def test_inactive_where_something_better_serves(monkeypatch: pytest.MonkeyPatch):
+def test_inactive_with_another_engine(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     assert cpu.activate() is None
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "0")
@@ -37,14 +37,13 @@ def test_inactive_where_something_better_serves(monkeypatch: pytest.MonkeyPatch)
     assert cpu.activate() is None
 
 
-def test_asking_costs_no_import():
-    """SGLang loads the entry point in every process, where it has imported torch already."""
+def test_importing_the_entry_point_imports_no_framework():
     found = "sorted(m for m in sys.modules if m.split('.')[0] in ('sglang', 'torch', 'triton', 'transformers'))"
     script = f"import sys, sglang_dflash.cpu; print({found})"
     assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "[]"
 
 
-def test_the_draft_backend_is_a_choice_only_where_the_platform_is_active(monkeypatch: pytest.MonkeyPatch):
+def test_the_draft_backend_is_offered_only_on_the_active_platform(monkeypatch: pytest.MonkeyPatch):
     from sglang.srt import platforms
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES
 
@@ -71,7 +70,7 @@ def stand_in() -> str:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """A home that defines a kernel, a user that copied its name, and an outsider that did too."""
+    """Return a module that defines a kernel, a user that copied its name, and an outsider with a copy."""
     modules = {name: ModuleType(name) for name in ("sglang.fake_home", "sglang.fake_user", "fake_outsider")}
     for name, module in modules.items():
         module.kernel = gpu_kernel
@@ -98,7 +97,7 @@ def test_every_copy_inside_sglang_is_replaced_once(host):
         pytest.param("sglang.fake_home.kernel", lambda: "someone else's", id="a stand-in that was replaced"),
     ],
 )
-def test_what_stops_the_launch(host, place, function):
+def test_unreplaced_kernels_stop_the_launch(host, place, function):
     install.install({"sglang.fake_home.kernel": stand_in})
     module, _, name = place.rpartition(".")
     setattr(host[module], name, function)
@@ -106,7 +105,7 @@ def test_what_stops_the_launch(host, place, function):
         install.verify()
 
 
-def test_an_absent_kernel_gets_its_place_and_nothing_else_changes(host):
+def test_an_absent_kernel_is_installed_at_its_home_only(host):
     host["sglang.fake_home"].kernel = host["sglang.fake_user"].kernel = None
     install.install({"sglang.fake_home.kernel": stand_in})
     install.verify()
@@ -146,8 +145,8 @@ print("checked", len(install._originals))
 """
 
 
-def test_the_real_table_fits_the_installed_sglang():
-    """In a process of its own: SGLang's modules are imported, patched, verified, and every signature compared."""
+def test_stand_ins_fit_the_installed_sglang():
+    """A separate process imports SGLang's modules, patches and verifies them, and compares every signature."""
     out = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr[-2000:]
     assert out.stdout.split()[-2:] == ["checked", "43"]

@@ -1,4 +1,4 @@
-"""Moving recurrent states between slots: each move written out as the assignments it stands for."""
+"""Moves of recurrent states between slots, compared with plain assignments."""
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ def test_tracked_requests_are_copied_in_every_layer():
     for want in (want_conv, want_ssm):
         want[:, 4] = want[:, 1]
     sources, targets = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([3, 4, 5])
-    # The mask may be longer than the batch: what lies past it is stale.
+    # The mask may be longer than the batch. The excess is stale.
     mask = torch.tensor([False, True, False, True])
     mamba_state.track_mamba_states_all_layers(conv, ssm, sources, mask, targets, 3)
     assert torch.equal(conv, want_conv)
     assert torch.equal(ssm, want_ssm)
 
 
-def test_one_layer_may_be_tracked_alone_and_freed_slots_are_left_alone():
+def test_tracking_one_layer_skips_freed_slots():
     conv, ssm = torch.randn(SLOTS, 5), torch.randn(SLOTS, 2, 3)
     want_conv, want_ssm = conv.clone(), ssm.clone()
     want_conv[5], want_ssm[5] = conv[2], ssm[2]
@@ -45,14 +45,14 @@ def test_the_accepted_step_is_committed(source_rows: list[int] | None):
 
 
 @pytest.mark.parametrize(("step", "slot", "row"), [(-1, 0, 0), (STEPS, 0, 0), (0, -1, 0), (0, SLOTS, 0), (0, 0, ROWS)])
-def test_what_lies_outside_is_left_alone(step: int, slot: int, row: int):
+def test_indices_out_of_range_are_skipped(step: int, slot: int, row: int):
     states, scratch = torch.randn(L, SLOTS, 3), torch.randn(L, ROWS, STEPS, 3)
     before = states.clone()
     mamba_state.scatter_states_with_mask(states, scratch, *(torch.tensor([i]) for i in (slot, step, row)))
     assert torch.equal(states, before)
 
 
-def test_overlapping_windows_are_read_as_what_they_show():
+def test_overlapping_windows_are_copied():
     strip = torch.arange(2.0 * ROWS * 5).view(2, ROWS, 1, 5)
     windows = strip.as_strided((2, ROWS, STEPS, 1, 3), (ROWS * 5, 5, 1, 5, 1))
     pool = torch.zeros(2, SLOTS, 1, 3, dtype=torch.bfloat16)

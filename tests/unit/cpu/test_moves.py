@@ -1,4 +1,4 @@
-"""Moves on a host without a device: rows of a pool, to the host's pool, to another engine, through pinned memory."""
+"""Memory moves on a host without a device: within a pool, to the host's pool, between engines, and pinned."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_new_slots_are_written_into_the_rows(ranges: list[tuple[int, int]]):
     assert torch.equal(table, want)
 
 
-def test_rows_move_in_every_buffer_even_onto_each_other():
+def test_overlapping_rows_move_in_every_buffer():
     wide, narrow = torch.randn(6, 2, 4), torch.randn(6, 3).bfloat16()
     want_wide, want_narrow = wide.clone(), narrow.clone()
     for want in (want_wide, want_narrow):
@@ -49,7 +49,7 @@ N_LAYERS, N_SLOTS, WIDTH = 3, 24, 5
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("by_pages", [False, True])
-def test_there_and_back(by_pages: bool, page_size: int) -> None:
+def test_kv_survive_a_round_trip_to_the_host(by_pages: bool, page_size: int) -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, N_LAYERS, N_SLOTS, WIDTH)
     device = [*keys, *values]
@@ -78,7 +78,7 @@ def engine() -> tuple[TransferEngine, str]:
     return made, f"127.0.0.1:{made.get_rpc_port()}"
 
 
-def test_parts_land_where_they_were_sent() -> None:
+def test_parts_are_written_to_their_addresses() -> None:
     here, (there, address) = torch.arange(6, dtype=torch.int32), engine()
     got = torch.full((9,), -1, dtype=torch.int32)
     assert there.register_memory(got.data_ptr(), got.nbytes) == 0
@@ -88,7 +88,7 @@ def test_parts_land_where_they_were_sent() -> None:
     assert got.tolist() == [-1, 4, 5, -1, -1, -1, 0, 1, 2]
 
 
-def test_what_is_not_registered_is_not_written() -> None:
+def test_unregistered_memory_is_not_written() -> None:
     here, got, (there, address) = torch.ones(4), torch.zeros(4), engine()
     there.register_memory(got.data_ptr(), got.nbytes)
     sender = TransferEngine()
@@ -99,7 +99,7 @@ def test_what_is_not_registered_is_not_written() -> None:
     assert got.tolist() == [0, 0, 0, 0]
 
 
-def test_a_peer_that_is_gone_is_a_failed_transfer() -> None:
+def test_transfers_to_a_closed_peer_fail() -> None:
     there, address = engine()
     assert TransferEngine().send_probe(address) == 0
     there.server.shutdown()
@@ -109,13 +109,13 @@ def test_a_peer_that_is_gone_is_a_failed_transfer() -> None:
     assert TransferEngine().transfer_sync_write(address, block.data_ptr(), block.data_ptr(), 4) == -1
 
 
-def test_memory_is_the_bytes_at_an_address() -> None:
+def test_memory_views_bytes_at_an_address() -> None:
     numbers = torch.tensor([1, 2], dtype=torch.uint8)
     memory(numbers.data_ptr(), 2)[1] = 7
     assert numbers.tolist() == [1, 7]
 
 
-def test_pinned_tensors_are_made_and_handed_on() -> None:
+def test_pinned_tensors_are_made_and_passed_on() -> None:
     seen = list[torch.Tensor]()
     module = torch_with(lambda tensor: seen.append(tensor) or tensor)
     pinned = module.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu")
@@ -126,7 +126,7 @@ def test_pinned_tensors_are_made_and_handed_on() -> None:
     assert [tensor is pinned for tensor in seen] == [True]
 
 
-def test_all_else_is_torch_itself() -> None:
+def test_other_attributes_are_torchs_own() -> None:
     module = torch_with(lambda tensor: tensor)
     names = {make.__name__ for make in MAKERS}
     assert all(value is vars(torch)[name] for name, value in vars(module).items() if name not in names)

@@ -1,4 +1,4 @@
-"""Norms, gates and splits against definitions written one row, or one head, at a time."""
+"""Norms, gates and splits, compared with definitions one row or head at a time."""
 
 import math
 
@@ -20,7 +20,7 @@ def test_split_of_the_projections():
     assert torch.equal(got_a, a)
 
 
-def test_gated_norm_is_transformers():
+def test_gated_norm_equals_transformers():
     x, z, reference = torch.randn(5, 8), torch.randn(5, 8), Qwen3_5RMSNormGated(8, eps=1e-3)
     torch.nn.init.normal_(reference.weight)
     got = norm.rms_norm_gated(x=x, weight=reference.weight, bias=None, z=z, eps=1e-3, is_rms_norm=True)
@@ -51,7 +51,7 @@ def test_norm_without_a_gate():
         ({"activation": "gelu"}, "activation='gelu'"),
     ],
 )
-def test_what_is_not_defined_is_refused_by_name(asked: dict, name: str):
+def test_undefined_arguments_are_refused_by_name(asked: dict, name: str):
     arguments = {"x": torch.randn(5, 8), "weight": torch.ones(8), "bias": None, "is_rms_norm": True, **asked}
     with pytest.raises(NotImplementedError, match=name):
         norm.rms_norm_gated(**arguments)
@@ -82,7 +82,7 @@ def test_a_shared_expert_is_gated_row_by_row(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_and_rotation_of_queries_and_keys(dtype: torch.dtype):
-    """Head by head: normalise, round, then turn the pairs (i, i + E/2) by the angle of the position."""
+    """Normalise each head, round, then rotate the pairs (i, i + E/2) by the position's angle."""
     T, n_q, n_k, E, eps = 4, 3, 2, 8, 1e-6
     qkv, q_weight, k_weight = (x.to(dtype) for x in (torch.randn(T, 7 * E), torch.randn(E), torch.randn(E)))
     angle = torch.arange(16)[:, None] * torch.logspace(0, -2, E // 2)
@@ -104,8 +104,8 @@ def test_norm_and_rotation_of_queries_and_keys(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("tp_world", [1, 2])
-def test_norms_of_q_and_k_from_their_sums_of_squares(tp_world: int):
-    """Of two ranks with the same features the sums are twice as large, and the norms the same."""
+def test_norms_of_q_and_k_follow_from_sums_of_squares(tp_world: int):
+    """Two ranks of equal features double the sums and keep the norms."""
     q, k, w_q, w_k = torch.randn(3, 8), torch.randn(3, 4), torch.randn(8), torch.randn(4)
     sums = norm.rms_sumsq_serial(q, k)
     assert sums.tolist() == pytest.approx([sum(x * x for x in row.tolist()) for x2 in (q, k) for row in x2] + [0, 0])

@@ -1,4 +1,4 @@
-"""Products with quantized weights against numbers written one by one."""
+"""Products with quantized weights, compared with scalar arithmetic."""
 
 from itertools import product
 
@@ -11,8 +11,8 @@ from tests.server.lib import quantized as checkpoints
 torch.manual_seed(0)
 
 
-def test_fp8_blocks_are_each_number_times_its_blocks_scale() -> None:
-    """Three blocks of four by two, the last one short on both sides."""
+def test_fp8_products_apply_the_scale_of_each_block() -> None:
+    """The three blocks have four rows by two columns, the last one fewer of both."""
     a, b = torch.randn(3, 5).to(torch.float8_e4m3fn), torch.randn(6, 5).to(torch.float8_e4m3fn)
     scale_a, scale_b = torch.rand(3, 3), torch.rand(2, 3)
     want = torch.zeros(3, 6)
@@ -23,7 +23,7 @@ def test_fp8_blocks_are_each_number_times_its_blocks_scale() -> None:
 
 
 @pytest.mark.parametrize("size", [4, 8])
-def test_the_largest_of_a_group_is_448(size: int) -> None:
+def test_the_largest_number_of_a_group_is_448(size: int) -> None:
     x = torch.randn(3, 8)
     numbers, scale = quantized.per_token_group_quant_fp8(x, size)
     assert numbers.float().unflatten(-1, (-1, size)).abs().amax(-1).eq(448).all()
@@ -42,14 +42,14 @@ def test_int8_is_rounded_and_multiplied_back() -> None:
     torch.testing.assert_close(quantized.int8_scaled_mm(numbers, weight, scale, scale_n, torch.float32, bias), want)
 
 
-def test_awq_reads_what_a_checkpoint_packs() -> None:
-    """Against AutoAWQ's order of columns in an int32: 0, 2, 4, 6, 1, 3, 5, 7."""
+def test_awq_unpacks_packed_checkpoints() -> None:
+    """AutoAWQ packs columns into an int32 in this order: 0, 2, 4, 6, 1, 3, 5, 7."""
     numbers = torch.arange(8)[None]
     word = sum(int(numbers[0, column]) << 4 * place for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
     word = torch.tensor([[word - 2**32 if word >= 2**31 else word]], dtype=torch.int32)
     assert quantized.unpacked(word).tolist() == numbers.tolist()
     assert checkpoints.packed(numbers).tolist() == word.tolist()
-    weight = torch.randn(16, 256)  # outputs, inputs: two groups
+    weight = torch.randn(16, 256)  # outputs, inputs (two groups)
     made = {name.split(".")[1]: tensor for name, tensor in checkpoints.awq_groups("layer", weight)}
     back = quantized.awq_dequantize(made["qweight"], made["scales"], made["qzeros"])
     torch.testing.assert_close(back, weight.T, rtol=0, atol=float(made["scales"].max()) * 0.51)

@@ -1,4 +1,4 @@
-"""Sampled verification of a chain: hand-worked, against the sequential rule, and as a distribution."""
+"""Sampled verification of a chain: a hand-worked case, the sequential rule, and the resulting distribution."""
 
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ def test_hand_worked():
     candidates = torch.tensor([[0, 1, 0]]).expand(4, 3).contiguous()  # anchor, then drafts of probability .6 and .5
     coins = torch.tensor([[0.5, 0.4, 0], [0.5, 0.6, 0], [0.7, 0, 0], [0.7, 0, 0]])
     got = verify(candidates, probs, coins, torch.tensor([0.3, 0.39, 0.2, 0.5]))
-    # both kept, then .3 of [.2 .2 .6]; one kept, then .39 * .5 of [0 .2 .3]; none kept: .2 and .5 of .4 in [.1 0 .3]
+    # Both kept, then .3 of [.2 .2 .6]. One kept, then .39 * .5 of [0 .2 .3]. None kept: .2 and .5 of .4 in [.1 0 .3].
     assert got == Verified([2, 1, 0, 0], [[1, 0, 1], [1, 1], [0], [2]])
 
 
@@ -69,7 +69,7 @@ def sequential(candidates, probs, coins, last_coin, threshold_single, threshold_
 
 
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.4, 0.7)])
-def test_is_the_sequential_rule(thresholds: tuple[float, float]):
+def test_verification_equals_the_sequential_rule(thresholds: tuple[float, float]):
     torch.manual_seed(0)
     B, N, V = 64, 5, 6
     probs = torch.softmax(2 * torch.randn(B, N, V), dim=-1)
@@ -81,7 +81,7 @@ def test_is_the_sequential_rule(thresholds: tuple[float, float]):
 
 
 def test_emitted_tokens_follow_the_target():
-    """Whatever is drafted: x1 ~ p1, and x2 ~ p2 given the draft was kept; every cell within 5 standard errors."""
+    """Tokens follow x1 ~ p1 for any draft, and x2 ~ p2 given the draft was kept, within 5 standard errors."""
     torch.manual_seed(0)
     runs, V = 100_000, 4
     probs_NV = torch.softmax(torch.randn(3, V), dim=-1)
@@ -98,11 +98,11 @@ def test_emitted_tokens_follow_the_target():
         assert error_V.abs().max() < 5
 
 
-def test_a_drafts_own_distribution_is_subtracted_once_it_was_rejected():
+def test_a_rejected_drafts_distribution_is_subtracted():
     probs = torch.tensor([[[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]])
     draft_probs = torch.tensor([[[0.0, 0.3, 0.1], [0.5, 0.3, 0.0]]])
     rejected = verify(torch.tensor([[0, 0]]), probs, torch.ones(1, 2), torch.tensor([0.0]), draft_probs=draft_probs)
-    assert rejected == Verified([0], [[2]])  # 0 was rejected, .3 - .3 is nothing, .2 - .1 is left
+    assert rejected == Verified([0], [[2]])  # 0 was rejected, .3 - .3 is nothing, so .2 - .1 remains
     kept = verify(torch.tensor([[0, 0]]), probs, torch.zeros(1, 2), torch.tensor([0.0]), draft_probs=draft_probs)
     assert kept == Verified([1], [[0, 0]])
 

@@ -8,7 +8,7 @@ from tokenizers.pre_tokenizers import Split
 
 @pytest.fixture
 def letters() -> Tokenizer:
-    """One token per letter."""
+    """Return a tokenizer with one token per letter."""
     tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1, "c": 2, "d": 3, "<": 4}, unk_token="a"))
     tokenizer.pre_tokenizer = Split("", "isolated")
     return tokenizer

@@ -1,4 +1,4 @@
-"""What the demo shows of a step."""
+"""Terminal demo: the display of steps, and the counts of an answer."""
 
 from collections.abc import Callable
 from io import StringIO
@@ -18,16 +18,16 @@ from sglang_dflash.tiny.corpus import is_held_out
 STEPS = [Step("", 0), Step("a", 1), Step("bcd", 3), Step("b", 1), Step("cd", 2), Step("a", 2)]
 
 
-def test_without_colours_accepted_drafts_stand_in_brackets(letters: Tokenizer) -> None:
+def test_accepted_drafts_are_bracketed_without_colours(letters: Tokenizer) -> None:
     out = StringIO()
     painter = Painter(Console(file=out), letters)
     for step in STEPS:
         painter.show(step)
-    # the prefill's token; two drafts and a bonus; a bonus alone; a draft and a bonus; a draft and the end token
+    # The prefill's token, two drafts and a bonus, a bonus alone, a draft and a bonus, a draft and the end token.
     assert out.getvalue() == "a[bc]db[c]d[a]"
 
 
-def test_with_colours_each_step_has_its_own(letters: Tokenizer) -> None:
+def test_each_step_has_its_own_colour(letters: Tokenizer) -> None:
     out = StringIO()
     painter = Painter(Console(file=out, force_terminal=True, color_system="standard", no_color=False), letters)
     for step in STEPS[1:3] + STEPS[4:5]:
@@ -46,18 +46,18 @@ def test_the_last_row_of_the_summary_is_over_all_questions() -> None:
     assert last.split() == ["all", "100", "10", "10.0", "50", "20", "2.5x"]
 
 
-def test_answers_of_the_same_length_that_differ_are_told(letters: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is the same but for its last letter, and both are of four tokens."""
-    said = {"with": "abcd", "without": "abcd"}
+def test_different_answers_of_equal_length_are_reported(letters: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts differ only in their last letter and have four tokens each."""
+    texts = {"with": "abcd", "without": "abcd"}
 
     def answer(client: str, messages: object, show: Callable[[Step], None]) -> Answer:
-        show(Step(said[client], 4))
-        return Answer(said[client], 4, 1.0, 1, 3)
+        show(Step(texts[client], 4))
+        return Answer(texts[client], 4, 1.0, 1, 3)
 
     monkeypatch.setattr(terminal, "ask", answer)
-    on, off = (SimpleNamespace(openai=lambda side=side: side) for side in said)
+    on, off = (SimpleNamespace(openai=lambda side=side: side) for side in texts)
     assert len(compare(on, off, Console(file=StringIO()), letters)) == 4
-    said["without"] = "abca"
+    texts["without"] = "abca"
     with pytest.raises(ServerError, match=r"the answer differs without speculation, .*\nabca"):
         compare(on, off, Console(file=StringIO()), letters)
 
@@ -67,11 +67,8 @@ def test_the_questions_are_held_out() -> None:
     assert all(is_held_out(question) for _, question in questions())
 
 
-# -- one streamed question: what each chunk brought, and what the last one says of all steps ------------------------
-
-
 def chunk(text: str | None, n_tokens: int | None, **extra: Any) -> Any:
-    """A chunk of a stream. SGLang counts steps in a chunk without a choice, and tokens in chunks with text."""
+    """Return a chunk of a stream. SGLang counts steps in a chunk without choices, and tokens in chunks with text."""
     choices = [] if text is None else [SimpleNamespace(delta=SimpleNamespace(content=text))]
     usage = None if n_tokens is None else SimpleNamespace(completion_tokens=n_tokens)
     return SimpleNamespace(choices=choices, usage=usage, model_extra=extra)
@@ -89,24 +86,25 @@ CHUNKS = [
 
 
 def asked(*chunks: Any) -> tuple[Answer, list[Step], dict[str, Any]]:
-    said, shown = dict[str, Any](), list[Step]()
+    request_sent, shown = dict[str, Any](), list[Step]()
 
     def create(**request: Any) -> Any:
-        said.update(request)
+        request_sent.update(request)
         return iter(chunks)
 
     client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
-    return ask(client, "Why?", shown.append, rid="one"), shown, said
+    return ask(client, "Why?", shown.append, rid="one"), shown, request_sent
 
 
-def test_each_chunk_is_a_step_and_the_last_ones_count_them() -> None:
-    answer, shown, said = asked(*CHUNKS)
+def test_chunks_are_steps_and_the_last_ones_have_the_counts() -> None:
+    answer, shown, request_sent = asked(*CHUNKS)
     assert shown == [Step("a", 1), Step("bcd", 3), Step("efgh", 4)]
     assert (answer.text, answer.n_tokens, answer.n_steps, answer.n_accepted) == ("abcdefgh", 8, 2, 5)
     assert answer.committed_per_step == 1 + 5 / 2
-    assert (said["messages"], said["extra_body"]["rid"]) == ([{"role": "user", "content": "Why?"}], "one")
+    assert request_sent["messages"] == [{"role": "user", "content": "Why?"}]
+    assert request_sent["extra_body"]["rid"] == "one"
 
 
-def test_a_server_without_speculation_commits_one_token_a_step() -> None:
+def test_a_server_without_speculation_commits_one_token_per_step() -> None:
     answer, _, _ = asked(*CHUNKS[:4])
     assert (answer.n_steps, answer.n_accepted, answer.committed_per_step) == (0, 0, 1.0)

@@ -1,4 +1,4 @@
-"""The page's server: what it tells of each token, and whom it answers. tests/server looks at the page in a browser."""
+"""Web demo server: the source of each token, and the requests it answers. tests/server runs the page in a browser."""
 
 import json
 from collections.abc import Iterator
@@ -28,24 +28,21 @@ def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
     return StepTrace(folder)
 
 
-# -- what is told of a step ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("step", "verified", "shown"),
     [
-        (Step("a", 1), [], [("own", 1, "a")]),  # the prompt's, or a server without speculation
+        (Step("a", 1), [], [("own", 1, "a")]),  # the prompt's token, or a server without speculation
         (Step("abc", 3), [Verified(4, 2, 0)], [("block", 1, "a"), ("block", 2, "b"), ("own", 3, "c")]),
         (
             Step("abcd", 4),
             [Verified(8, 3, 2)],
             [("block", 1, "a"), ("copy", 2, "b"), ("copy", 3, "c"), ("own", 4, "d")],
         ),
-        (Step("ab", 3), [Verified(8, 2, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # the end has no text
-        (Step("ab", 2), [Verified(8, 5, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # cut at the answer's end
+        (Step("ab", 3), [Verified(8, 2, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # the end token has no text
+        (Step("ab", 2), [Verified(8, 5, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # cut at the end of the answer
         (Step("ab", 2), [Verified(1, 0, 0)] * 2, [("own", 1, "a"), ("own", 1, "b")]),  # two steps in one chunk
-        (Step("abc", 2), [Verified(8, 1, 1)], [("copy", 1, "abc")]),  # a text that is not of its tokens
-        (Step("", 1), [Verified(8, 0, 0)], []),  # the end alone
+        (Step("abc", 2), [Verified(8, 1, 1)], [("copy", 1, "abc")]),  # a text that does not match its tokens
+        (Step("", 1), [Verified(8, 0, 0)], []),  # only the end token
     ],
 )
 def test_each_token_has_its_source_and_place(step, verified, shown, letters):
@@ -53,14 +50,14 @@ def test_each_token_has_its_source_and_place(step, verified, shown, letters):
 
 
 def test_no_space_is_lost_between_tokens():
-    """Offsets are of what a tokenizer takes for a token, and some leave out the spaces before and between them."""
+    """Offsets cover a tokenizer's tokens, and some tokenizers exclude the spaces around them."""
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.pre_tokenizer = WhitespaceSplit()
-    told = pieces(words, Step(" a  b\n", 2), [Verified(8, 1, 0)])
-    assert told == [("block", 1, " a  "), ("own", 2, "b\n")]
+    found = pieces(words, Step(" a  b\n", 2), [Verified(8, 1, 0)])
+    assert found == [("block", 1, " a  "), ("own", 2, "b\n")]
 
 
-def test_a_request_s_steps_are_read_while_others_are_written(tmp_path):
+def test_steps_of_a_request_are_read_while_others_are_written(tmp_path):
     steps = trace(
         tmp_path,
         {"width": 8, "accepted": {"a": 7, "b": 0}, "copied": {"a": 3, "b": 0}},
@@ -74,11 +71,8 @@ def test_a_request_s_steps_are_read_while_others_are_written(tmp_path):
     assert steps.of("b", 1) == []
 
 
-# -- whom it answers -----------------------------------------------------------------------------------------------
-
-
 def client(*chunks: tuple[str, int]) -> Any:
-    """Says these texts, with the number of tokens so far."""
+    """Return a client that streams these texts with the number of tokens so far."""
 
     def create(**asked: Any) -> Iterator[Any]:
         if asked["messages"][-1]["content"] == "refuse":
@@ -93,9 +87,9 @@ def client(*chunks: tuple[str, int]) -> Any:
 @pytest.fixture
 def url(letters: Tokenizer, tmp_path: Path) -> Iterator[str]:
     steps = trace(tmp_path, {"width": 8, "accepted": {"demo-0": 2}, "copied": {"demo-0": 1}})
-    says = client(("<", 1), ("bcd", 4))
+    streaming = client(("<", 1), ("bcd", 4))
     port = free_port(33950)
-    demo = Demo({"with": Side(says, steps), "without": Side(says, None)}, letters)
+    demo = Demo({"with": Side(streaming, steps), "without": Side(streaming, None)}, letters)
     with web_server(demo, port) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{port}"
@@ -107,7 +101,7 @@ def ask(url: str, side: str = "with", body: Any = QUESTION, **headers: str) -> h
     return httpx.post(f"{url}/answer/{side}", content=content, headers={"Content-Type": "application/json"} | headers)
 
 
-def test_an_answer_is_told_step_by_step(url):
+def test_an_answer_is_streamed_step_by_step(url):
     first, second = map(json.loads, ask(url).text.splitlines())
     assert (first["pieces"], first["n_tokens"]) == ([["own", 1, "<"]], 1)
     assert "width" not in first
@@ -117,7 +111,7 @@ def test_an_answer_is_told_step_by_step(url):
     assert [json.loads(line)["n_tokens"] for line in ask(url, "without").text.splitlines()] == [1, 3]
 
 
-def test_what_the_server_refuses_is_told(url):
+def test_errors_of_the_server_are_passed_on(url):
     assert json.loads(ask(url, body=[{"role": "user", "content": "refuse"}]).text) == {"error": "too long"}
 
 
@@ -135,7 +129,7 @@ def test_the_page_runs_its_own_script_and_loads_nothing(url):
     assert "http://" not in reply.text.replace("http://www.w3.org/2000/svg", "")
 
 
-def test_an_example_is_no_end_of_the_script(url, monkeypatch):
+def test_examples_cannot_end_the_script(url, monkeypatch):
     asked = [("markup", '</script><img src=x> & "<!--"')]
     monkeypatch.setattr(web, "questions", lambda: asked)
     page = httpx.get(url).text
@@ -144,30 +138,30 @@ def test_an_example_is_no_end_of_the_script(url, monkeypatch):
     assert json.loads(line.removeprefix("const examples = ").removesuffix(";")) == dict(asked)
 
 
-def test_every_kind_of_token_has_its_look_and_stays_text(url):
-    """What a browser does with it tests/server sees; here only that the page names what it is told."""
+def test_every_kind_of_token_has_a_style_and_stays_text(url):
+    """The page names every kind it receives. tests/server tests its look in a browser."""
     page = httpx.get(url).text
     assert {f"\n.{kind} {{" in page for kind in ("asked", *Verified(8, 2, 1).kinds)} == {True}
     assert "for (const [kind, place, piece] of step.pieces) {\n        add(text, piece, kind, " in page
     assert "  span.textContent = text;\n  span.className = kind;\n" in page
-    for reply in (httpx.get(url), ask(url)):  # nor does a browser guess that an answer is a page
+    for reply in (httpx.get(url), ask(url)):  # a browser must not guess that an answer is a page
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
 
 
 @pytest.mark.parametrize(
     "headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}, {"Content-Type": "text/plain"}]
 )
-def test_other_pages_get_no_answer(url, headers):
+def test_foreign_origins_get_no_answer(url, headers):
     assert ask(url, **headers).status_code == 404
 
 
-def test_other_names_get_no_page(url):
+def test_foreign_hosts_and_paths_get_no_page(url):
     assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 404
     assert httpx.get(url + "/etc/passwd").status_code == 404
     assert httpx.get(url.replace("127.0.0.1", "localhost"), trust_env=False).status_code == 200
 
 
-def test_too_much_is_not_read(url):
+def test_oversized_and_misdirected_requests_are_refused(url):
     assert ask(url, body=b" " * (MOST_BYTES + 1)).status_code == 413
     assert ask(url, side="aside").status_code == 404
 
@@ -186,7 +180,7 @@ def test_too_much_is_not_read(url):
         [*QUESTION, {"role": "assistant", "content": "a"}],
     ],
 )
-def test_what_is_no_conversation_is_refused(url, body):
+def test_malformed_conversations_are_refused(url, body):
     assert ask(url, body=body).status_code == 400
 
 

@@ -1,4 +1,4 @@
-"""Reading a draft checkpoint: what it says, and every way it can be wrong."""
+"""Checkpoint reader: the fields of a valid draft, and the refusal of every invalid one."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ def folder(checkpoints: ModuleType, tmp_path: Path) -> Path:
     return checkpoints.write_draft(tmp_path / "draft")
 
 
-def test_a_draft_says_what_it_is(folder):
+def test_fields_of_a_draft_are_read(folder):
     draft = checkpoint.read(str(folder))
     assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 3, (0, 2))
     assert (draft.num_hidden_layers, draft.hidden_size, draft.intermediate_size) == (2, 64, 96)
@@ -53,7 +53,7 @@ def test_rope_of_either_generation(given, rope, checkpoints, tmp_path):
     assert checkpoint.read(str(folder)).rope_parameters == rope
 
 
-def test_the_target_s_rotary_fields_may_be_carried_along_unused(checkpoints, tmp_path):
+def test_unused_rotary_fields_of_the_target_are_ignored(checkpoints, tmp_path):
     rope = {"rope_type": "default", "rope_theta": 1e7}
     copied = {"partial_rotary_factor": 0.25, "mrope_section": [3, 3, 2], "mrope_interleaved": True, "rope_dim": 16}
     folder = checkpoints.write_draft(tmp_path, rope_parameters=rope | copied)
@@ -66,8 +66,8 @@ def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints, folder
     assert checkpoint.read(str(folder)).num_hidden_layers == 2
 
 
-def test_a_bias_is_as_wide_as_what_its_projection_gives(folder):
-    """Of 4 heads and 2 KV heads of 32, and 64 channels."""
+def test_a_bias_has_the_width_of_its_projection(folder):
+    """4 heads and 2 KV heads of width 32, 64 channels."""
     draft = replace(checkpoint.read(str(folder)), attention_bias=True, head_dim=32)
     shapes = checkpoint.expected_shapes(draft)
     widths = {name: shapes[f"layers.1.self_attn.{name}_proj.bias"] for name in "qkvo"}
@@ -138,38 +138,35 @@ def test_a_wrong_checkpoint_is_refused_in_one_sentence(changes, error, sentence,
 
 
 def test_a_trained_mask_embedding_is_refused(folder):
-    """It would have to be put into the target's embedding."""
+    """The embedding would have to be written into the target's."""
     (folder / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(NotSupported, match=r"has a mask embedding of its own, mask_embedding\.pt"):
         checkpoint.read(str(folder))
 
 
-def test_files_that_are_not_a_draft(folder):
+def refused(path: Path, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        checkpoint.read(str(path))
+
+
+def test_broken_draft_folders_are_refused(folder):
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-100])
-    with pytest.raises(ValueError, match="cannot be read as safetensors"):
-        checkpoint.read(str(folder))
+    refused(folder, "cannot be read as safetensors")
     weights.rename(folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"holds pytorch_model\.bin, and only safetensors are loaded"):
-        checkpoint.read(str(folder))
+    refused(folder, r"holds pytorch_model\.bin, and only safetensors are loaded")
     (folder / "pytorch_model.bin").unlink()
-    with pytest.raises(ValueError, match=r"no \*\.safetensors; fetch the draft's weights"):
-        checkpoint.read(str(folder))
+    refused(folder, r"no \*\.safetensors; fetch the draft's weights")
     (folder / "config.json").write_text('{"architectures": ')
-    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
-        checkpoint.read(str(folder))
+    refused(folder, r"config\.json is not JSON")
     (folder / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="holds a list, not an object"):
-        checkpoint.read(str(folder))
-    with pytest.raises(ValueError, match=r"is a file; give the draft's directory"):
-        checkpoint.read(str(folder / "config.json"))
+    refused(folder, "holds a list, not an object")
+    refused(folder / "config.json", r"is a file; give the draft's directory")
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        checkpoint.read(str(folder))
+    refused(folder, r"has no config\.json")
 
 
 @pytest.mark.parametrize("path", ["/no/such/draft", "no-such-owner/no such draft"])
-def test_no_draft_at_all(path):
-    with pytest.raises(ValueError, match=f"{path} is no directory and cannot be fetched .* give a directory"):
-        checkpoint.read(path)
+def test_a_missing_draft_is_refused(path):
+    refused(Path(path), f"{path} is no directory and cannot be fetched .* give a directory")

@@ -1,4 +1,4 @@
-"""Other trainers' config.json: read as the same draft, or refused by the dialect's name."""
+"""Dialects of config.json by other trainers: read as the same draft, or refused by the dialect's name."""
 
 import json
 from pathlib import Path
@@ -54,11 +54,11 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
     ],
     ids=["speculators", "flat", "speculators, older", "DeepSpec", "DeepSpec, exported", "declared"],
 )
-def test_the_same_draft(config, tmp_path):
+def test_other_dialects_are_read_as_the_same_draft(config, tmp_path):
     read = checkpoint.read(str(write(tmp_path / "other", config)))
     ours = checkpoint.read(str(write_draft(tmp_path / "ours")))
-    said = {"num_target_layers": 4} | read.to_json()  # speculators does not say it
-    assert said == ours.to_json()
+    converted = {"num_target_layers": 4} | read.to_json()  # speculators has no such field
+    assert converted == ours.to_json()
     assert is_draft(read.path)
 
 
@@ -70,7 +70,7 @@ def test_sliding_layers_that_see_their_block(tmp_path):
         assert (draft.sliding_is_causal, draft.layer_windows) == (not both_ways, (32, None))
 
 
-def test_a_label_is_the_outer_one(tmp_path):
+def test_an_outer_dtype_is_used(tmp_path):
     assert checkpoint.read(str(write(tmp_path, SPECULATORS | {"torch_dtype": "float32"}))).dtype == "float32"
 
 
@@ -109,21 +109,21 @@ def nested(**fields: Any) -> dict[str, Any]:
     ],
     ids=str,
 )  # fmt: skip
-def test_others_are_refused_by_name(config, error, sentence, tmp_path):
+def test_unsupported_dialects_are_refused_by_name(config, error, sentence, tmp_path):
     with pytest.raises(error, match=sentence) as refusal:
         checkpoint.read(str(write(tmp_path, config)))
     assert type(refusal.value) is error
     assert "\n" not in str(refusal.value)
 
 
-def test_a_target_is_no_draft():
+def test_a_target_is_not_recognised_as_a_draft():
     assert not names_draft({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     assert not names_draft({"architectures": None})
     assert not names_draft({"architectures": ["DSparkDraftModel"]})  # SGLang's own
 
 
-def test_sglang_reads_it_through_the_one_reader(tmp_path):
-    """Its own reading knows no such model type."""
+def test_sglang_reads_a_dialect_through_this_reader(tmp_path):
+    """SGLang's own reader does not know this model type."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
     from sglang_dflash.draft.sglang_config import read_draft

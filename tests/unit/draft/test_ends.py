@@ -1,4 +1,4 @@
-"""What of a target the draft borrows, and what it cannot."""
+"""Target ends: the embedding and head that a draft borrows, and the targets that are refused."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,15 +12,15 @@ from sglang_dflash.errors import NotSupported
 from tests.fixtures.thread_ranks import ThreadRanks
 
 
-def test_a_target_that_scales_what_is_embedded_is_refused() -> None:
-    """SGLang's own worker asks models for it; a draft would guess badly, without a message."""
+def test_a_target_that_scales_embeddings_is_refused() -> None:
+    """SGLang's own worker asks models for the scale. Without it a draft would silently guess badly."""
     model = SimpleNamespace(get_dflash_noise_embedding_scale=lambda: 8.0)
     with pytest.raises(NotSupported, match="get_dflash_noise_embedding_scale is not applied to what the draft embeds"):
         target_ends(model)
 
 
 def test_a_head_that_is_the_embedding_itself_is_borrowed_whole() -> None:
-    """Gemma's: no vocabulary-parallel layer, so neither a quantization method nor shards, whatever the ranks."""
+    """Gemma's head is no vocabulary-parallel layer: it has neither a quantization method nor shards."""
     embedding = torch.nn.Embedding(5, 4).requires_grad_(False)
     ends = target_ends(SimpleNamespace(lm_head=embedding, get_input_embeddings=lambda: embedding))
     assert (ends.embed, ends.head, ends.n_vocab, ends.tp_group) == (embedding, embedding, 5, None)
@@ -30,7 +30,7 @@ def test_a_head_that_is_the_embedding_itself_is_borrowed_whole() -> None:
 
 
 def test_ends_with_adapters_are_borrowed_without_them() -> None:
-    """SGLang wraps both where an adapter may change them; the wrapper asks which requests are in the batch."""
+    """SGLang wraps both in LoRA layers, which need to know the requests of a batch."""
     layers = [torch.nn.Embedding(5, 4).requires_grad_(False) for _ in range(2)]
     head, embed = (BaseLayerWithLoRA(layer, lora_backend=None) for layer in layers)
     ends = target_ends(SimpleNamespace(lm_head=head, get_input_embeddings=lambda: embed))
@@ -39,8 +39,7 @@ def test_ends_with_adapters_are_borrowed_without_them() -> None:
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_ranks_with_a_shard_of_the_head_each_find_the_same_token(n_ranks: int) -> None:
-    """The whole head's argmax, and on a tie the first of its tokens, though a shard's rows past the vocabulary are
-    padding that scores higher."""
+    """The result is the whole head's argmax, and on a tie its lowest token. Padding rows score higher but never win."""
     torch.manual_seed(n_ranks)
     n_each, group = 5, ThreadRanks(n_ranks)
     weight_VH = torch.randn(n_ranks * n_each, 4)
@@ -67,8 +66,8 @@ class Doubles:
         return 2 * x @ layer.packed.T
 
 
-def test_a_quantized_head_computes_as_it_does_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its own method, over its real rows: the last is padding, and scores highest."""
+def test_a_quantized_head_uses_its_own_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last row is padding and scores highest."""
     head = torch.nn.Module()
     head.register_parameter("packed", torch.nn.Parameter(torch.tensor([[1.0, 0], [0, 1], [9, 9]])))
     head.quant_method, head.tp_size, head.org_vocab_size = Doubles(), 1, 2

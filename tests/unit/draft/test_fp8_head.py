@@ -1,4 +1,4 @@
-"""The fp8 copy of a head: what it computes, that it follows updates, and which heads have none."""
+"""fp8 copy of a head: its logits, its updates, and the heads that cannot have one."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ E4M3 = sorted({float(x) for x in torch.arange(256, dtype=torch.uint8).view(torch
 
 
 class Head(nn.Module):
-    """An unquantized head of SGLang's, without its ranks; the last rows are padding."""
+    """An unquantized head of SGLang's on one rank. The last rows are padding."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -31,19 +31,19 @@ class Head(nn.Module):
         self.shard_indices = SimpleNamespace(num_org_elements=REAL, org_vocab_start_index=0)
 
     def change(self, seed: int) -> None:
-        """Write other weights the way SGLang's loaders do."""
+        """Write other weights as SGLang's loaders do."""
         random = torch.Generator().manual_seed(seed)
         self.weight.data.copy_(torch.randn(V, H, generator=random) * torch.logspace(-4, 2, V)[:, None])
 
 
 def nearest(row: torch.Tensor) -> list[float]:
-    """Round a row to e4m3 by a search among all its values; ties, which go to even, do not occur."""
+    """Round a row to e4m3 by searching all its values. Ties, which go to even, do not occur."""
     scale = max(abs(float(x)) for x in row) / 448
     return [min(E4M3, key=lambda e: abs(e - float(x) / scale)) * scale for x in row]
 
 
 def test_logits_are_products_of_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of very different size, rounded a few at a time: the last chunk is a shorter one."""
+    """Rows differ much in size and are rounded in chunks, the last of them shorter."""
     monkeypatch.setattr(fp8_head, "CHUNK", 7)
     head, hidden_TH = Head(), torch.randn(5, H, generator=torch.Generator().manual_seed(1))
     logits_TV = Fp8Head(head).logits(hidden_TH)
@@ -61,7 +61,7 @@ def test_a_row_of_zeros_has_logits_of_zero() -> None:
     assert logits_TV[1].tolist() == [0] * V
 
 
-def test_the_copy_takes_the_bytes_that_are_computed() -> None:
+def test_the_copy_has_the_computed_size() -> None:
     copy = Fp8Head(Head(torch.bfloat16))
     assert copy.rows_VH.nbytes + copy.scale_V1.nbytes == fp8_head_bytes(V, H)
 
@@ -71,7 +71,7 @@ def test_drafts_come_from_the_copy_without_its_padding() -> None:
     head.weight.data[REAL:] *= 100
     copy, hidden_TH = Fp8Head(head), torch.randn(6, H)
     ends = TargetEnds(nn.Identity(), head, REAL, 0, cast(Any, None), fp8_head=copy)
-    head.weight.data.zero_()  # only the copy remembers
+    head.weight.data.zero_()  # only the copy keeps the weights
     logits_TV = copy.logits(hidden_TH)[:, :REAL]
     assert torch.equal(likeliest(hidden_TH, ends), logits_TV.argmax(-1))
     tokens_TK, best_TK = best_candidates(hidden_TH, ends, 4)
@@ -80,7 +80,7 @@ def test_drafts_come_from_the_copy_without_its_padding() -> None:
 
 
 def test_the_copy_follows_an_update_in_place() -> None:
-    """SGLang ends every way of loading with this call. A captured graph reads the copy by its address."""
+    """SGLang ends every way of loading with this call. A captured graph reads the copy by address."""
     model = nn.Module()
     model.lm_head = head = Head()
     copy, hidden_TH = Fp8Head(head), torch.randn(3, H)
@@ -98,7 +98,7 @@ class OnGpu(torch.Tensor):
 
 
 def test_a_gpu_multiplies_by_sglangs_fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its weight is column-major [H, V] and has a scale per column; it takes bf16 or fp16."""
+    """SGLang's kernel takes a column-major weight [H, V], a scale per column, and bf16 or fp16 input."""
     copy, hidden_TH = Fp8Head(Head()), torch.randn(3, H)
 
     def product(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
@@ -109,12 +109,12 @@ def test_a_gpu_multiplies_by_sglangs_fp8_kernel(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fp8_head, "apply_fp8_linear", product)
     found_TV = copy.logits(hidden_TH.as_subclass(OnGpu)).as_subclass(torch.Tensor)
-    # Hidden states are not rounded to e4m3 here: half of its 3 bits of mantissa, of the largest product.
+    # The GPU does not round hidden states to e4m3. The bound is half of e4m3's 3 mantissa bits, at the largest product.
     assert (found_TV - copy.logits(hidden_TH)).norm() < 2**-4 * found_TV.norm()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpus_logits_are_the_definitions() -> None:
+def test_gpu_logits_equal_cpu_logits() -> None:
     copy, hidden_TH = Fp8Head(Head(torch.bfloat16)), torch.randn(5, H, dtype=torch.bfloat16)
     on_gpu = Fp8Head(Head(torch.bfloat16).cuda())
     expected_TV = copy.logits(hidden_TH)

@@ -1,4 +1,4 @@
-"""A draft's config.json means the same to the server, to plain torch, and to whoever reads what the trainer writes."""
+"""One reader of config.json: the server, the plain-torch draft and the trainer's files agree."""
 
 import json
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 
-# What config.json says -> what is read. The draft is that of `fixtures/checkpoints.py`; None leaves a field out.
+# case: (changes of config.json, fields read). The draft is that of `fixtures/checkpoints.py`. None removes a field.
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as it is": ({}, {"layer_types": (FULL, FULL), "sliding_window": None, "rope_parameters": ROPE, "block_size": 8}),
     "output_multiplier": ({"dflash_config": {"output_multiplier": 0.5}}, {"output_multiplier": 0.5}),
@@ -42,11 +42,11 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": False},
         {"layer_windows": (32, 32), "sliding_is_causal": False},
     ),
-    "and full layers beside them": (
+    "and full layers next to them": (
         WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": False},
         {"layer_windows": (32, None), "sliding_is_causal": False},
     ),
-    "is_causal said twice": (
+    "is_causal given twice": (
         WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": False, "dflash_config": {"causal": False}},
         {"sliding_is_causal": False},
     ),
@@ -82,7 +82,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "is_causal as by default, sliding": (
         WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": True}, {"layer_windows": (32, 32)},
     ),
-    "causal as said, full": ({"dflash_config": {"causal": False}}, {"layer_windows": (None, None)}),
+    "causal, full": ({"dflash_config": {"causal": False}}, {"layer_windows": (None, None)}),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
@@ -170,7 +170,7 @@ def write(checkpoints: ModuleType, tmp_path: Path) -> Callable[[dict[str, Any]],
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_all_read_the_same(case: str, write: Callable, tmp_path: Path) -> None:
+def test_all_readers_agree(case: str, write: Callable, tmp_path: Path) -> None:
     changes, meaning = ACCEPTED[case]
     folder, trained = write(changes), tmp_path / "trained"
     server = checkpoint.read(str(folder))
@@ -178,21 +178,21 @@ def test_all_read_the_same(case: str, write: Callable, tmp_path: Path) -> None:
     plain = DraftModel.from_pretrained(folder)
     assert plain.config == server
     plain.save_pretrained(trained)
-    # The file says what the tensors are; those of the fixture are bf16, whatever its config says.
+    # The saved file names the dtype of the tensors, and the fixture's tensors are bf16.
     written = replace(server, dtype="bfloat16")
     assert checkpoint.read(str(trained)) == DraftModel.from_pretrained(trained).config == written
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_all_refuse_the_same(case: str, write: Callable) -> None:
+def test_all_readers_refuse_alike(case: str, write: Callable) -> None:
     changes, error, sentence = REFUSED[case]
-    folder, said = write(changes), set[str]()
+    folder, messages = write(changes), set[str]()
     for reader in (checkpoint.read, DraftModel.from_pretrained):
         with pytest.raises(error, match=sentence) as refusal:
             reader(str(folder))
         assert type(refusal.value) is error
-        said.add(str(refusal.value))
-    (message,) = said
+        messages.add(str(refusal.value))
+    (message,) = messages
     assert str(folder) in message
     assert "\n" not in message
     config = json.loads((folder / "config.json").read_text())
@@ -218,14 +218,14 @@ def test_all_refuse_the_same(case: str, write: Callable) -> None:
     ],
     ids=str,
 )
-def test_what_would_be_refused_cannot_be_trained(wrong: dict[str, Any], write: Callable) -> None:
+def test_an_invalid_checkpoint_cannot_be_constructed(wrong: dict[str, Any], write: Callable) -> None:
     right = checkpoint.read(str(write({})))
     with pytest.raises(ValueError, match="the draft: "):
         replace(right, path="the draft", **wrong)
 
 
 def test_every_field_is_written(write: Callable) -> None:
-    """A field that `to_json` left out would come back as its default."""
+    """A field that `to_json` omits would be read back as its default."""
     other = replace(
         checkpoint.read(str(write({}))), rms_norm_eps=1e-5, attention_bias=True, max_position_embeddings=64,
         rope_parameters={"rope_type": "linear", "rope_theta": 5.0, "factor": 2.0}, layer_types=(SLIDING, SLIDING),

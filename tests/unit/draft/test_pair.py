@@ -1,4 +1,4 @@
-"""A draft beside its target: whose rows for tokens are used, and the target's tensors in the draft's files."""
+"""A draft and its target: vocabularies, codebooks, and target tensors inside the draft's files."""
 
 import json
 import logging
@@ -33,18 +33,18 @@ def check(draft: Checkpoint, vocab_size: int = 128) -> None:
     check_pair(draft, "target", hidden_size=64, vocab_size=vocab_size, n_layers=4)
 
 
-@pytest.mark.parametrize(("said", "target"), [(100, 128), (128, 136), (None, 128)])
-def test_a_vocabulary_may_be_padded(said, target, checkpoints, tmp_path):
-    check(checkpoint.read(str(checkpoints.write_draft(tmp_path, vocab_size=said))), target)
+@pytest.mark.parametrize(("own", "target"), [(100, 128), (128, 136), (None, 128)])
+def test_a_vocabulary_may_be_padded(own, target, checkpoints, tmp_path):
+    check(checkpoint.read(str(checkpoints.write_draft(tmp_path, vocab_size=own))), target)
 
 
-def test_the_mask_token_is_one_of_the_target_s(checkpoints, tmp_path):
+def test_the_mask_token_must_be_in_the_targets_vocabulary(checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, vocab_size=200, dflash_config={"mask_token_id": 128})
     with pytest.raises(ValueError, match="mask_token_id 128 is outside the target's vocabulary of 128"):
         check(checkpoint.read(str(folder)))
 
 
-def test_codebooks_have_the_target_s_rows(checkpoints, tmp_path):
+def test_codebooks_must_have_the_targets_rows(checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, architectures=["DFlash2DraftModel"], dflash_config=SECOND)
     check(checkpoint.read(str(folder)))
     sentence = r"codebooks of its selector have 128 rows \(config.json: vocab_size\), .* target's vocabulary has 136 \("
@@ -52,7 +52,7 @@ def test_codebooks_have_the_target_s_rows(checkpoints, tmp_path):
         check(checkpoint.read(str(folder)), 136)
 
 
-def test_codebooks_have_the_rows_that_the_config_says(checkpoints, tmp_path):
+def test_codebooks_must_have_the_configs_rows(checkpoints, tmp_path):
     second = {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND}
     folder = checkpoints.write_draft(tmp_path, **second, vocab_size=100)
     sentence = r"codebook has shape \[128, 8\], and config.json says vocab_size 100 .* a row for every token of the voc"
@@ -62,13 +62,13 @@ def test_codebooks_have_the_rows_that_the_config_says(checkpoints, tmp_path):
 
 @pytest.fixture
 def borrowing(checkpoints: ModuleType, tmp_path: Path) -> Path:
-    """A draft with tensors of its target beside its own."""
+    """Return a draft whose files also hold tensors of its target."""
     folder = checkpoints.write_draft(tmp_path / "borrowing")
     checkpoints.write_tensors(folder, checkpoints.draft_shapes() | OF_THE_TARGET)
     return folder
 
 
-def test_the_target_s_tensors_stay_unused(borrowing):
+def test_tensors_of_the_target_stay_unused(borrowing):
     draft = checkpoint.read(str(borrowing))
     assert sorted(draft.borrowed) == NAMES
     check(draft)
@@ -86,7 +86,7 @@ def test_the_target_s_tensors_stay_unused(borrowing):
         ("lm_head.bias", [128], NotSupported, "1 tensors are not part of a DFlash draft, the first is lm_head.bias"),
     ],
 )
-def test_those_of_another_size_are_refused(name, shape, error, sentence, checkpoints, tmp_path):
+def test_target_tensors_of_another_size_are_refused(name, shape, error, sentence, checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path)
     checkpoints.write_tensors(folder, checkpoints.draft_shapes() | {name: shape})
     with pytest.raises(error, match=sentence):
@@ -94,19 +94,19 @@ def test_those_of_another_size_are_refused(name, shape, error, sentence, checkpo
 
 
 @pytest.mark.parametrize(("vocab_size", "ok"), [(128, True), (136, False)])
-def test_an_update_from_disk_leaves_them_out_too(vocab_size, ok, borrowing):
+def test_an_update_from_disk_checks_the_targets_tensors(vocab_size, ok, borrowing):
     update = own_checkpoint_only(checkpoint.read(str(borrowing)), vocab_size)
     draft = SimpleNamespace(get_model=lambda: object.__new__(DFlashDraftModel))
 
     def stock(updater: Any, model_path: str) -> tuple[bool, str]:
         return True, "loaded"
 
-    done, said = update(stock, draft, str(borrowing))
+    done, message = update(stock, draft, str(borrowing))
     assert done is ok
-    assert ok or "embed_tokens.weight has shape [128, 64], and that of the target" in said
+    assert ok or "embed_tokens.weight has shape [128, 64], and that of the target" in message
 
 
-def test_a_push_leaves_them_out_in_one_line(caplog):
+def test_a_push_skips_the_targets_tensors(caplog):
     with caplog.at_level(logging.INFO):
         require_all_known(["norm.weight", "model.embed_tokens.weight", "lm_head.weight"], {"norm.weight"})
     assert caplog.messages == [
@@ -116,7 +116,7 @@ def test_a_push_leaves_them_out_in_one_line(caplog):
         require_all_known(["lm_head.bias"], {"norm.weight"})
 
 
-def test_plain_torch_loads_such_a_draft(borrowing):
+def test_plain_torch_loads_a_draft_with_target_tensors(borrowing):
     from sglang_dflash.model import DraftModel
 
     tensors = load_file(borrowing / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A draft's rotary table at positions that it was not trained for, against plain torch."""
+"""A draft's rotary table past its training length, compared with plain torch."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def draft(rope: dict[str, Any]) -> Checkpoint:
 
 
 @pytest.mark.parametrize("kind", ROPES)
-def test_every_row_is_plain_torch_s(kind: str) -> None:
+def test_every_row_equals_plain_torch(kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 10_000.0} | ROPES[kind]
     rotary = get_rope(HEAD_DIM, HEAD_DIM, TRAINED, 10_000, rope_scaling=rope, dtype=torch.float32)
     reach(rotary, SERVED)

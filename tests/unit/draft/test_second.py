@@ -1,4 +1,4 @@
-"""DFlash 2's parts as SGLang runs them, against those of the plain-torch draft; kernels get tensors they can index."""
+"""DFlash 2's parts in SGLang, compared with the plain-torch draft. Kernels get tensors they can index."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +19,7 @@ from tests.unit.model.test_second import SECOND
 B, N, H, VOCAB = 3, 4, 32, 50
 
 
-def as_sglang_says(**fields: Any) -> SimpleNamespace:
+def config_of(**fields: Any) -> SimpleNamespace:
     return SimpleNamespace(hidden_size=H, vocab_size=VOCAB, dflash_config=fields)
 
 
@@ -30,16 +30,16 @@ def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
     ours.load_state_dict(theirs.state_dict())
 
 
-def test_a_draft_of_dflash_1_has_neither() -> None:
-    assert SGLangBlockConv.of(as_sglang_says()) is None
-    assert SGLangCandidateSelector.of(as_sglang_says()) is None
+def test_a_draft_of_dflash_1_has_neither_part() -> None:
+    assert SGLangBlockConv.of(config_of()) is None
+    assert SGLangCandidateSelector.of(config_of()) is None
     assert torch.equal(convolved(None, lambda x: 2 * x, torch.ones(4, H), N), torch.full((4, H), 2.0))
 
 
-def test_a_convolution_is_the_plain_one() -> None:
-    ours, theirs = SGLangBlockConv.of(as_sglang_says(**SECOND)), plain.BlockConv(make_config(**SECOND))
+def test_the_convolution_equals_plain_torch() -> None:
+    ours, theirs = SGLangBlockConv.of(config_of(**SECOND)), plain.BlockConv(make_config(**SECOND))
     same_weights(ours, theirs)
-    ours.convolve = block_conv  # which looks at what it is given
+    ours.convolve = block_conv  # checks its input
     hidden = torch.randn(B, N, H)
     got = convolved(ours, torch.tanh, hidden.flatten(0, 1), N)
     torch.testing.assert_close(got.view(B, N, H), plain.convolved(theirs, torch.tanh, hidden))
@@ -50,28 +50,28 @@ def test_a_convolution_is_the_plain_one() -> None:
     [
         {},
         {"output_multiplier": 0.3, "final_logit_softcapping": 2.0},
-        {"output_multiplier": None, "final_logit_softcapping": 0.0},  # as a config says that there are none
+        {"output_multiplier": None, "final_logit_softcapping": 0.0},  # a config may spell out that there are none
     ],
     ids=str,
 )
-def test_a_path_is_the_plain_one(fields: dict[str, float | None]) -> None:
-    ours = SGLangCandidateSelector.of(as_sglang_says(**SECOND, **fields))
+def test_the_path_equals_plain_torch(fields: dict[str, float | None]) -> None:
+    ours = SGLangCandidateSelector.of(config_of(**SECOND, **fields))
     theirs = plain.CandidateSelector(make_config(**SECOND, **{name: one for name, one in fields.items() if one}))
     same_weights(ours, theirs)
-    ours.walk = select_path  # which looks at what it is given
+    ours.walk = select_path  # checks its input
     head = torch.randn(VOCAB, H)
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=head), VOCAB, 0, cast(Any, None))
-    # As the draft has them: behind the anchors, and a column of the blocks.
+    # As in the draft: hidden states after the anchors, and the anchors a column of the blocks.
     hidden_BDH, anchor_B = torch.randn(B, N, H)[:, 1:], torch.randint(0, VOCAB, (B, N))[:, 0]
     got = ours.path(hidden_BDH.flatten(0, 1), anchor_B, ends)
     assert torch.equal(got, theirs.walk(hidden_BDH, hidden_BDH @ head.T, anchor_B))
 
 
-# -- the head, by far the draft's largest weight: a block of any number of requests reads it once --------------------
+# -- the head is by far the draft's largest weight ---------------------------------------------------------------------
 
 
 class Products(TorchDispatchMode):
-    """Lists the matrix products that run while it is entered."""
+    """A list of the matrix products that run inside the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
 def test_head_is_read_once_for_all_requests(second: bool) -> None:
-    selector = SGLangCandidateSelector.of(as_sglang_says(**SECOND)) if second else None
+    selector = SGLangCandidateSelector.of(config_of(**SECOND)) if second else None
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=torch.randn(VOCAB, H)), VOCAB, 0, cast(Any, None))
     with Products() as products:
         tokens_BN = filled(torch.randn(B * N, H), torch.zeros(B, N, dtype=torch.int64), selector, ends)

@@ -1,4 +1,4 @@
-"""The config that SGLang builds of a draft is what the reader says, without the target's overrides and as long."""
+"""SGLang's config of a draft: the reader's fields, none of the target's overrides, and the target's length."""
 
 import json
 from pathlib import Path
@@ -34,16 +34,15 @@ def read(model: Path, **overrides: Any) -> PretrainedConfig:
     ],
     ids=["a", "b and c", "d", "e", "fields"],
 )
-def test_overrides_are_the_target_s(overrides, draft):
+def test_overrides_of_the_target_do_not_change_the_draft(overrides, draft):
     assert read(draft, **overrides).to_dict() == read(draft).to_dict()
 
 
-def test_the_draft_is_read_as_before(draft):
-    """Every field of its file has the value that SGLang's own reading gives it."""
+def test_fields_equal_those_of_sglangs_reader(draft):
     ours, stock = read(draft).to_dict(), get_config(str(draft), trust_remote_code=False).to_dict()
-    said = json.loads((draft / "config.json").read_text())
-    dflash, rope = said.pop("dflash_config"), said.pop("rope_parameters")
-    assert {name: ours[name] for name in said} == {name: stock[name] for name in said}
+    given = json.loads((draft / "config.json").read_text())
+    dflash, rope = given.pop("dflash_config"), given.pop("rope_parameters")
+    assert {name: ours[name] for name in given} == {name: stock[name] for name in given}
     assert ours["dflash_config"] == dflash | {"block_size": ours["block_size"]}
     assert ours["rope_parameters"] == {name: stock["rope_parameters"][name] for name in rope}
 
@@ -60,12 +59,12 @@ def test_a_target_is_read_with_its_overrides(checkpoints, tmp_path):
     assert read(target).num_hidden_layers == checkpoints.DENSE["num_hidden_layers"]
 
 
-def test_sglang_s_worker_keeps_sglang_s_reading(draft, monkeypatch):
+def test_sglangs_worker_uses_sglangs_reader(draft, monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     assert read(draft, block_size=4).block_size == 4
 
 
-def test_a_draft_that_is_refused_is_left_to_sglang(checkpoints, tmp_path):
+def test_a_refused_draft_is_left_to_sglang(checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, dflash_config={"markov_rank": 4})
     assert read(folder, vocab_size=7).vocab_size == 7
 

@@ -1,4 +1,4 @@
-"""A checkpoint named in `/update_weights_from_disk` reaches the model it belongs to, and each tensor its parameter."""
+"""Weight updates from disk: each checkpoint reaches its own model, and each tensor its parameter."""
 
 import json
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_each_checkpoint_goes_to_its_own_model(load: Callable) -> None:
 
 @pytest.mark.parametrize("model", [TARGET, DRAFT], ids=["target", "draft"])
 def test_no_graph_is_captured_again(model: SimpleNamespace) -> None:
-    """SGLang would build those of one width, for the attention backend that was used last."""
+    """SGLang would capture graphs of one width only, for the attention backend used last."""
     loaded = list[str]()
 
     def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
@@ -58,41 +58,41 @@ def test_no_graph_is_captured_again(model: SimpleNamespace) -> None:
     assert loaded == []
 
 
-def test_weights_without_a_config_are_the_target_s(load: Callable, tmp_path: Path) -> None:
+def test_weights_without_a_config_belong_to_the_target(load: Callable, tmp_path: Path) -> None:
     assert load(TARGET, tmp_path)[1].startswith("loaded")
     assert load(DRAFT, tmp_path)[1].endswith("is not a DFlash draft.")
 
 
-def test_another_kind_of_draft_is_refused_by_the_field(load: Callable, tmp_path: Path) -> None:
+def test_a_different_draft_is_refused_by_its_field(load: Callable, tmp_path: Path) -> None:
     config = json.loads((HYBRID.draft / "config.json").read_text())
     config["dflash_config"]["mask_token_id"] = 4
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(HYBRID.draft / "model.safetensors")
-    said = f"{tmp_path}: mask_token_id is 4, and the draft being served has 3; restart with it"
-    assert load(DRAFT, tmp_path) == (False, said)
+    message = f"{tmp_path}: mask_token_id is 4, and the draft being served has 3; restart with it"
+    assert load(DRAFT, tmp_path) == (False, message)
 
 
 def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((HYBRID.draft / "config.json").read_bytes())
-    said = f"{tmp_path} has a config.json and no *.safetensors; fetch the draft's weights"
-    assert load(DRAFT, tmp_path) == (False, said)
+    message = f"{tmp_path} has a config.json and no *.safetensors; fetch the draft's weights"
+    assert load(DRAFT, tmp_path) == (False, message)
 
 
-def test_all_that_is_built_from_is_compared() -> None:
-    """The rest: where it lies, its dtype, and what only its training or the launch decided."""
+def test_all_fields_that_models_are_built_from_are_compared() -> None:
+    """The other fields are the path, the dtype, and decisions of training or launch."""
     left_out = {
         "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
     }  # fmt: skip
     assert set(vars(SERVED)) - set(BUILT) == left_out
 
 
-def test_parts_of_a_fused_projection_know_their_place() -> None:
+def test_fused_names_locate_the_parts_of_a_projection() -> None:
     assert fused_name("layers.0.self_attn.k_proj.weight") == ("layers.0.self_attn.qkv_proj.weight", ("k",))
     assert fused_name("layers.1.mlp.up_proj.weight") == ("layers.1.mlp.gate_up_proj.weight", (1,))
     assert fused_name("fc.weight") == ("fc.weight", ())
 
 
-def test_a_model_s_parameters_name_the_tensors_it_needs() -> None:
+def test_checkpoint_names_follow_from_parameters() -> None:
     parameters = ["layers.0.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight", "norm.weight"]
     names = checkpoint_names(parameters)
     parts = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
@@ -100,12 +100,12 @@ def test_a_model_s_parameters_name_the_tensors_it_needs() -> None:
     assert {fused_name(name)[0] for name in names} == set(parameters)
 
 
-def test_an_update_of_a_parameter_is_an_update_of_the_stack() -> None:
+def test_updating_a_parameter_updates_the_stack() -> None:
     layers = [nn.Linear(3, 2, bias=False) for _ in range(4)]
     before = [layer.weight.detach().clone() for layer in layers]
     stack = lay_side_by_side([layer.weight for layer in layers])
     assert torch.equal(stack, torch.stack(before))
     with torch.no_grad():
-        layers[2].weight.copy_(torch.full((2, 3), 7.0))  # what a weight loader does
+        layers[2].weight.copy_(torch.full((2, 3), 7.0))  # as a weight loader does
     assert torch.equal(stack[2], torch.full((2, 3), 7.0))
     assert torch.equal(stack[1], before[1])

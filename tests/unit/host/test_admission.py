@@ -1,4 +1,4 @@
-"""Requests that must not reach a scheduler."""
+"""Admission: requests that must not reach a scheduler."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ MANAGER = SimpleNamespace(
 
 
 def check(request: Any, input_ids: list[int] | None) -> list[Any]:
-    """What SGLang's own check was asked."""
+    """Return the arguments with which SGLang's own check was called."""
     asked: list[Any] = []
     check_prompt(lambda *args: asked.append(args), MANAGER, request, input_ids)
     return asked
@@ -35,12 +35,12 @@ def test_tokens_of_the_vocabulary_pass(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("ids", "named"), [([5, V], V), ([-1, 5], -1), ([V + 7, -3], -3)])
-def test_tokens_outside_it_are_named_with_what_it_is(ids: list[int], named: int) -> None:
+def test_tokens_outside_the_vocabulary_are_named(ids: list[int], named: int) -> None:
     with pytest.raises(ValueError, match=rf"input_ids has {named}, .*0\.\.99$"):
         check(GenerateReqInput(input_ids=ids), ids)
 
 
-def test_a_session_s_ids_are_a_client_s_too() -> None:
+def test_ids_of_a_session_are_checked() -> None:
     with pytest.raises(ValueError, match="input_ids has 100, "):
         check(GenerateReqInput(input_ids=[V, 5], session_params={"id": "a"}), [V, 5])
 
@@ -57,17 +57,17 @@ def test_a_prompt_without_tokens_is_refused(request_: GenerateReqInput) -> None:
 @pytest.mark.parametrize(
     ("request_", "ids"),
     [
-        (GenerateReqInput(input_ids=[], session_params={"id": "a"}), []),  # the session's history is the prompt
+        (GenerateReqInput(input_ids=[], session_params={"id": "a"}), []),  # the prompt is the session's history
         (GenerateReqInput(input_embeds=[[0.5]]), None),
-        (GenerateReqInput(text="words"), [V + 5]),  # the tokenizer's own
+        (GenerateReqInput(text="words"), [V + 5]),  # ids made by the tokenizer
         (EmbeddingReqInput(input_ids=[V]), [V]),
     ],
 )
-def test_what_is_no_clients_prompt_passes(request_: Any, ids: list[int] | None) -> None:
+def test_ids_that_no_client_sent_pass(request_: Any, ids: list[int] | None) -> None:
     assert check(request_, ids)
 
 
-def test_sglang_is_asked_first() -> None:
+def test_sglangs_check_runs_first() -> None:
     def refuse(*args: Any) -> None:
         raise ValueError("too long")
 
@@ -98,10 +98,10 @@ def made(*, sampling: dict[str, Any] | None = None, **fields: Any) -> TokenizedG
         made(return_hidden_states="last"),
         made(positional_embed_overrides=PositionalEmbeds(embeds=[torch.zeros(1, 4)], positions=[0])),
         made(custom_logit_processor=DisallowedTokensLogitsProcessor.to_str()),
-        SimpleNamespace(sampling_params=SamplingParams(top_k=2**40)),  # an embedding's
+        SimpleNamespace(sampling_params=SamplingParams(top_k=2**40)),  # an embedding request
     ],
 )
-def test_what_a_scheduler_survives_passes(made_: Any) -> None:
+def test_harmless_parameters_pass(made_: Any) -> None:
     assert check_parameters(made_, MANAGER, "the request") is made_
 
 
@@ -126,13 +126,13 @@ def test_what_a_scheduler_survives_passes(made_: Any) -> None:
         (made(positional_embed_overrides={"a": 1}), "positional_embed_overrides is SGLang's own"),
     ],
 )
-def test_what_ends_a_scheduler_is_named(made_: Any, sentence: str) -> None:
+def test_parameters_that_would_end_a_scheduler_are_named(made_: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         check_parameters(made_, MANAGER, "the request")
 
 
 def asked(**fields: Any) -> GenerateReqInput:
-    """As SGLang has it when `check_asked` sees it."""
+    """Return a request in the state in which SGLang passes it to `check_asked`."""
     request = GenerateReqInput(**fields)
     request._determine_batch_size()
     request._handle_parallel_sampling()
@@ -154,13 +154,13 @@ def test_answers_past_memory_are_refused(n: int, n_prompts: int) -> None:
         check_asked(None, request)
 
 
-def test_an_adapter_s_id_is_no_client_s() -> None:
+def test_clients_cannot_send_adapter_ids() -> None:
     request = asked(input_ids=[5], lora_path="adapter", lora_id=[])
     with pytest.raises(ValueError, match="lora_id is SGLang's own and no client's"):
         check_asked(None, request)
 
 
-def test_labels_that_a_server_does_not_count_by_are_refused() -> None:
+def test_unknown_metric_labels_are_refused() -> None:
     request = GenerateReqInput(text="words", custom_labels={"tenant": "a", "team": "b", "app": "c"})
     with pytest.raises(ValueError, match="custom_labels has app, team, by which this server does not count; leave"):
         check(request, [5])

@@ -1,4 +1,4 @@
-"""Which backend may run which draft. The rules are pure, so every GPU is tested here, on a CPU."""
+"""Attention backends and the drafts they may run. The rules are pure functions, so every GPU is covered on a CPU."""
 
 import itertools
 
@@ -17,7 +17,7 @@ E4M3 = "fp8_e4m3"
 @pytest.mark.parametrize(
     ("name", "device", "kv_dtype", "fits"),
     [
-        # An H200: fa3 everywhere; fa4 too.
+        # An H200 has fa3 and fa4.
         ("fa3", "sm90", "auto", True),
         ("fa3", "sm90", E4M3, True),
         ("fa3", "sm80", "auto", True),
@@ -25,7 +25,7 @@ E4M3 = "fp8_e4m3"
         ("fa4", "sm100", "auto", True),
         ("fa4", "sm80", "auto", False),
         ("fa4", "sm120", "auto", True),
-        # The other backends, on their GPUs.
+        # The other backends on their GPUs.
         ("trtllm_mha", "sm90", "auto", True),
         ("trtllm_mha", "sm100", "auto", True),
         ("trtllm_mha", "sm100", E4M3, True),
@@ -36,25 +36,25 @@ E4M3 = "fp8_e4m3"
         ("torch_native", "cpu", E4M3, False),
         ("torch_native", "sm90", "auto", False),
         ("flex_attention", "sm90", "auto", False),
-        # fp8: no kernel below 8.9, fa3 on Hopper alone; one of the two fp8 types is written.
+        # fp8: no kernel below 8.9, fa3 only on Hopper, and one of the two fp8 types.
         *((name, "sm80", E4M3, False) for name in BACKENDS),
         ("fa3", "sm89", E4M3, False),
         ("flashinfer", "sm89", E4M3, True),
         ("triton", "sm89", E4M3, True),
         *((name, "sm90", "fp8_e5m2", name == "fa4") for name in BACKENDS),
         *((name, "sm100", "mxfp8", name == "fa4") for name in BACKENDS),
-        # SGLang gives an fa4 draft a cache of its own.
+        # SGLang gives an fa4 draft its own cache.
         ("fa4", "sm100", E4M3, True),
         ("flashinfer", "sm80", "bf16", True),
     ],
 )
-def test_fits(name, device, kv_dtype, fits):
+def test_backends_fit_devices_and_kv_dtypes(name, device, kv_dtype, fits):
     for whole_blocks in (SOME_FULL, ALL_SLIDING):
         assert (why_not(name, Needs(whole_blocks, device, kv_dtype)) == "") is fits
 
 
 @pytest.mark.parametrize(("page_size", "fits"), [(1, False), (16, True), (64, True), (128, True), (256, False)])
-def test_pages(page_size, fits):
+def test_trtllm_needs_its_page_sizes(page_size, fits):
     for name in BACKENDS:
         needs = Needs(ALL_SLIDING, BACKENDS[name].devices[-1], page_size=page_size)
         assert (why_not(name, needs) == "") is (fits or name != "trtllm_mha")
@@ -67,7 +67,7 @@ def test_pages(page_size, fits):
         (None, "fa3", "sm90", SOME_FULL, 1, "fa3"),  # the default on an H200
         ("triton", "fa3", "sm90", SOME_FULL, 1, "triton"),
         (None, "trtllm_mha", "sm90", SOME_FULL, 64, "fa3"),
-        # A B200's default target backend reads the context of a full layer once for every slot.
+        # A B200's default target backend reads the context of a full layer once per slot.
         (None, "trtllm_mha", "sm100", SOME_FULL, 64, "fa4"),
         (None, "trtllm_mha", "sm100", ALL_SLIDING, 64, "trtllm_mha"),
         ("trtllm_mha", "fa4", "sm100", SOME_FULL, 128, "trtllm_mha"),
@@ -89,7 +89,7 @@ def test_an_fp8_target_on_a_b200_keeps_its_fa4_draft():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_resolved_fits(device):
+def test_resolved_backends_fit(device):
     for whole_blocks, kv_dtype, page_size in itertools.product(
         (SOME_FULL, ALL_SLIDING), ("auto", E4M3, "fp8_e5m2"), (1, 64)
     ):
@@ -103,7 +103,7 @@ def test_what_is_resolved_fits(device):
                 assert why_not(chosen, needs) == ""
 
 
-def test_a_backend_that_was_asked_for_is_never_replaced():
+def test_an_explicit_backend_is_never_replaced():
     with pytest.raises(
         NotSupported,
         match=r"^--speculative-draft-attention-backend trtllm_mha: it needs --page-size 16, 32, 64, 128, not 1; "
@@ -113,7 +113,7 @@ def test_a_backend_that_was_asked_for_is_never_replaced():
 
 
 @pytest.mark.parametrize("device", ["sm80", "cpu"])
-def test_where_nothing_reads_fp8_the_flag_that_mends_it_is_named(device):
+def test_the_error_names_the_flag_where_nothing_reads_fp8(device):
     with pytest.raises(NotSupported, match=rf"on {device} with a KV cache of {E4M3}; .* auto keeps its own"):
         resolve(asked=None, target="flashinfer", needs=Needs(SOME_FULL, device, kv_dtype=E4M3))
 

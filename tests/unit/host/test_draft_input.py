@@ -1,4 +1,4 @@
-"""What the scheduler carries between two steps, and the slots it reserves for them."""
+"""DraftInput: the state that the scheduler carries between two steps, and the slots it reserves."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,10 +24,10 @@ def test_batches_are_filtered_and_merged_in_order():
     first.merge_batch(second)
     assert first.bonus_tokens.tolist() == [3, 1, 4]
     assert first.new_seq_lens.tolist() == [30, 10, 40]
-    assert first.allocated_B_cpu is None, "it was another batch's"
+    assert first.allocated_B_cpu is None, "the reservation was another batch's"
 
 
-def test_under_overlap_the_places_in_the_relay_move_and_nothing_else():
+def test_only_relay_indices_move_under_overlap():
     first, second = state(1, 2, 3, relayed=True), state(4, relayed=True)
     first.filter_batch(torch.tensor([2, 0]))
     first.merge_batch(second)
@@ -35,7 +35,7 @@ def test_under_overlap_the_places_in_the_relay_move_and_nothing_else():
     assert first.bonus_tokens.tolist() == [1, 2, 3]
 
 
-def test_two_schedules_do_not_meet_in_a_batch():
+def test_mixing_schedules_in_a_batch_is_refused():
     with pytest.raises(AssertionError, match="one schedule for both batches"):
         state(1, relayed=True).merge_batch(state(2))
 
@@ -46,7 +46,7 @@ def test_an_idle_step_has_no_rows():
 
 
 def batch_of(committed: list[int], allocated: list[int], page_size: int, order: list[str] | None = None) -> Any:
-    """`order`: gets a word where the batch gives back what its sliding layers no longer see."""
+    """Return a batch that appends to `order` when it frees slots outside its sliding windows."""
     order = [] if order is None else order
     held = [
         SimpleNamespace(kv_committed_len=n, kv_allocated_len=had) for n, had in zip(committed, allocated, strict=True)
@@ -65,7 +65,7 @@ def batch_of(committed: list[int], allocated: list[int], page_size: int, order: 
 
 
 @pytest.mark.parametrize(("page_size", "mapped"), [(1, [5 + 16, 30 + 16]), (16, [32, 48])])
-def test_every_request_has_two_blocks_mapped_past_what_is_committed(monkeypatch, page_size, mapped):
+def test_two_blocks_are_reserved_past_the_committed_tokens(monkeypatch, page_size, mapped):
     taken, order = list[dict[str, Any]](), list[str]()
 
     def take(*pools: str, **asked: Any) -> None:
@@ -86,7 +86,7 @@ def test_every_request_has_two_blocks_mapped_past_what_is_committed(monkeypatch,
     assert [req.decode_batch_idx for req in batch.reqs] == [1, 1]
 
 
-def test_nothing_is_taken_where_enough_is_mapped(monkeypatch):
+def test_no_slots_are_allocated_where_enough_are_mapped(monkeypatch):
     monkeypatch.setattr(draft_input, "get_alloc_reserve_per_decode", lambda: 16)
     monkeypatch.setattr(draft_input, "alloc_for_spec_decode", lambda *pools, **asked: pytest.fail("slots were taken"))
     made = state(1)
@@ -97,11 +97,11 @@ def test_nothing_is_taken_where_enough_is_mapped(monkeypatch):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("block_size", [2, 8, 16])
 def test_a_reservation_stays_in_its_row(monkeypatch, page_size, block_size):
-    """At every context length, of a request that is one token short of it."""
+    """The request is one token short of each context length."""
     monkeypatch.setattr(draft_input, "get_alloc_reserve_per_decode", lambda: 2 * block_size)
     monkeypatch.setattr(draft_input, "get_alloc_page_size", lambda: page_size)
     sglangs = block_size + 4
     for context in range(100, 100 + page_size):
         end = -(-(context - 1 + 2 * block_size) // page_size) * page_size
         assert end <= context + row_headroom(sglangs)
-    assert row_headroom(10_000) == 10_000, "what SGLang gives is never less"
+    assert row_headroom(10_000) == 10_000, "SGLang's headroom is never lowered"

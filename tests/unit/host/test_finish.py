@@ -1,4 +1,4 @@
-"""An answer ends where it would have ended, had its tokens come one by one."""
+"""Finish conditions: an answer ends where it would have ended, had its tokens arrived one by one."""
 
 from array import array
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def request(**sampling: object) -> Req:
     params.normalize(tokenizer())
     req = Req("r", "", array("q", [5]), params, eos_token_ids={2}, vocab_size=1024)
     req.tokenizer = tokenizer()
-    req.tokenizer.additional_stop_token_ids = None  # SGLang sets it on every tokenizer it loads
+    req.tokenizer.additional_stop_token_ids = None  # SGLang sets this on every tokenizer it loads
     return req
 
 
@@ -76,8 +76,10 @@ def test_ends_as_if_tokens_came_one_by_one(stop, stop_token_ids, stop_regex, max
     widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
     aborted=st.booleans(),
 )
-def test_thoughts_are_counted_as_if_tokens_came_one_by_one(stop, max_new_tokens, n_start, end, widths, *, aborted):
-    """With a start tag of 1 to 3 tokens that the answer begins with, or one in the prompt."""
+def test_reasoning_tokens_are_counted_as_if_tokens_came_one_by_one(
+    stop, max_new_tokens, n_start, end, widths, *, aborted
+):
+    """The start tag has 1 to 3 tokens at the beginning of the answer, or stands in the prompt."""
     tokens = [*token_ids(TEXT), 2]
     asked = {"stop": stop or None, "max_new_tokens": max_new_tokens}
 
@@ -106,15 +108,15 @@ def test_no_token_of_the_step_is_lost():
 
 @pytest.mark.parametrize("asked", ["stop", "stop_regex"])
 @pytest.mark.parametrize("stops", [["\n", ":"], [":", "\n"]])
-@pytest.mark.parametrize("widths", [[16], [4, 2]], ids=str)  # the fifth token and the sixth
-def test_the_order_of_the_list_does_not_matter(asked, stops, widths):
+@pytest.mark.parametrize("widths", [[16], [4, 2]], ids=str)  # the fifth and the sixth token end the answer
+def test_the_order_of_stops_does_not_matter(asked, stops, widths):
     req = stepped(request(**{asked: stops}), token_ids(TEXT), widths, ours)
     assert ended(req)[0] == {"type": "stop", "matched": ":"}
     assert req.finished_len == 5
 
 
-def test_what_sglang_alone_gets_wrong():
-    """If a part fails, SGLang has fixed it, and what `requests.py` does about it can go."""
+def test_faults_of_sglangs_finish_conditions():
+    """A failing part means that SGLang fixed it, so that its workaround in `requests.py` can go."""
 
     def count(req: Req, step: list[int]) -> None:
         req.update_reasoning_tokens(step, [0])
@@ -130,7 +132,7 @@ def test_what_sglang_alone_gets_wrong():
 
 
 class Complete(BaseGrammarObject):
-    """A grammar that has read a whole step, to the end of what it allows."""
+    """A grammar that has accepted a whole step and allows no further token."""
 
     def is_terminated(self) -> bool:
         return True
@@ -141,20 +143,20 @@ class Complete(BaseGrammarObject):
     [("zzz", {"type": "stop", "matched": 17}, 15), (":", {"type": "stop", "matched": ":"}, 5)],
     ids=["by the grammar", "by a stop string"],
 )
-def test_a_grammar_ends_the_answer_where_the_step_ends(stop, reason, length):
+def test_a_completed_grammar_ends_the_answer(stop, reason, length):
     req, grammar = request(stop=[stop]), Complete()
     req.grammar = grammar
     stepped(req, token_ids(TEXT)[:15], [15], ours)
     assert ended(req)[0] == reason
     assert req.finished_len == length
-    assert req.grammar is grammar, "SGLang tells it that the request has ended"
+    assert req.grammar is grammar, "SGLang ends the grammar itself"
 
 
-def test_an_answer_goes_on_where_tokens_one_by_one_would():
-    """A stop string of two tokens, spelled letter by letter: of three tokens' text it is never a part."""
+def test_an_answer_continues_as_with_tokens_one_by_one():
+    """A stop string of two tokens, spelled letter by letter, is never a part of three tokens' text."""
     letters = [token for letter in "The capital" for token in token_ids(letter)]
     req = stepped(request(stop=["The capital"]), letters, [len(letters)], Req.update_finish_state)
-    assert req.finished(), "SGLang has fixed it: a step's tokens are looked at one by one"
+    assert req.finished(), "SGLang has fixed it: it checks a step's tokens one by one"
     req = stepped(request(stop=["The capital"]), letters, [len(letters)], ours)
     assert (req.finished_reason, req.finished_len, list(req.output_ids)) == (None, None, letters)
 
@@ -166,7 +168,7 @@ def test_an_answer_goes_on_where_tokens_one_by_one_would():
     widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
     aborted_at=st.integers(0, 10),
 )
-def test_an_aborted_answer_is_no_longer_than_the_whole_one(stop, max_new_tokens, widths, aborted_at):
+def test_an_aborted_answer_is_a_prefix_of_the_whole_one(stop, max_new_tokens, widths, aborted_at):
     asked = {"stop": stop or None, "max_new_tokens": max_new_tokens}
     tokens = [*token_ids(TEXT), 2, *token_ids(TEXT)]
     whole = ended(stepped(request(**asked), tokens, [1] * len(tokens), Req.update_finish_state))
@@ -182,7 +184,7 @@ def test_an_aborted_answer_is_no_longer_than_the_whole_one(stop, max_new_tokens,
     assert len(answer) > before
 
 
-def test_a_session_goes_on_from_where_the_answer_ended():
+def test_a_session_continues_where_the_answer_ended():
     def next_prompt(session: Session) -> list[int]:
         asked = SimpleNamespace(session_params=SessionParams(id="s", rid="r"), input_ids=array("q", [9]))
         (last,) = (node.req for node in session.req_nodes.values())
@@ -197,7 +199,7 @@ def test_a_session_goes_on_from_where_the_answer_ended():
     assert create_req(next_prompt, session) == [5, *tokens[:end], 9]
 
 
-def test_a_session_s_running_requests_keep_their_tokens():
+def test_running_requests_of_a_session_keep_their_tokens():
     tokens, session = token_ids(TEXT), Session(1000, "s")
     req = stepped(request(), tokens, [16], ours)
     session.req_nodes["r"] = SessionReqNode(req)

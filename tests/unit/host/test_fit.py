@@ -1,4 +1,4 @@
-"""Changes that a launch makes to what a draft says of itself, one sentence each for the log."""
+"""Launch notes: changes to a draft's own settings, one sentence each for the log."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +18,11 @@ def draft(checkpoints: ModuleType, tmp_path: Path) -> Checkpoint:
     return replace(checkpoint.read(str(checkpoints.write_draft(tmp_path))), path="draft")
 
 
-def test_a_draft_as_it_is_needs_no_word(draft: Checkpoint) -> None:
+def test_an_unchanged_draft_needs_no_note(draft: Checkpoint) -> None:
     assert fit.notes(ARGUMENTS, replace(TARGET, context_length=512), draft) == ()
 
 
-def test_fewer_positions(draft: Checkpoint) -> None:
+def test_a_longer_context_than_trained_is_noted(draft: Checkpoint) -> None:
     assert fit.notes(ARGUMENTS, replace(TARGET, context_length=513), draft) == (
         "draft was trained for 512 positions and serves 513 (beyond them answers stay exact, and fewer drafts may be "
         "accepted)",
@@ -30,13 +30,13 @@ def test_fewer_positions(draft: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("label", ["float32", "float16"])
-def test_another_dtype(label: str, draft: Checkpoint) -> None:
+def test_a_different_dtype_is_noted(label: str, draft: Checkpoint) -> None:
     assert fit.notes(ARGUMENTS, TARGET, replace(draft, dtype=label)) == (
         f"draft says {label} and is loaded in bfloat16, the target's dtype",
     )
 
 
-def test_a_target_without_weights_leaves_the_draft_its_own(draft: Checkpoint) -> None:
+def test_a_draft_keeps_its_weights_with_a_dummy_target(draft: Checkpoint) -> None:
     dummy = replace(ARGUMENTS, load_format="dummy")
     assert fit.load_format(ARGUMENTS) is None
     assert fit.load_format(dummy) == "auto"
@@ -50,7 +50,7 @@ def test_a_draft_without_weights_is_refused() -> None:
         fit.load_format(replace(ARGUMENTS, draft_load_format="dummy"))
 
 
-def test_rows_and_tensors_of_the_target(draft: Checkpoint) -> None:
+def test_padding_and_target_tensors_are_noted(draft: Checkpoint) -> None:
     padded = replace(draft, vocab_size=120, borrowed={"lm_head.weight": (128, 64), "embed_tokens.weight": (128, 64)})
     assert fit.notes(ARGUMENTS, TARGET, padded) == (
         "draft says vocab_size 120 and uses the target's embedding and head of 128 rows",

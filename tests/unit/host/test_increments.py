@@ -1,4 +1,4 @@
-"""Streams of thoughts and tool calls do not depend on how many tokens come at once."""
+"""Streams of thoughts and tool calls, which must not depend on how many tokens arrive at once."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from tests.tools.tool_answers import ARRAY, MISTRAL_ARRAY, WRITERS, Call
 
 Answer = tuple[str, list[Call]]
 PARSERS = sorted(FunctionCallParser.ToolCallParserEnum)
-TEMPLATED = SimpleNamespace(response_template=BEAM_RESPONSE_TEMPLATE)  # stands for its tokenizer
+TEMPLATED = SimpleNamespace(response_template=BEAM_RESPONSE_TEMPLATE)  # a tokenizer with a response template
 STRING, INTEGER, OBJECT = ({"type": name} for name in ("string", "integer", "object"))
 
 
@@ -38,7 +38,7 @@ PUT: Call = ("put", {"path": "a/b.py", "body": {"x": ["1", {"y": "z, w"}], "n": 
 CALLS = ([], [NOW], [WEATHER], [PUT], [NOW, WEATHER], [WEATHER, NOW], [NOW, NOW, PUT], [WEATHER, PUT, NOW])
 TEXTS = ("", "Let me look.\nIt is a < b and [5] {x}, 100%. ")
 
-# Faults of SGLang's parsers themselves, a token at a time: the reason, and the samples that show it.
+# Faults of SGLang's own parsers even with one token at a time: the reason, and a filter of the samples that show it.
 Shows = Callable[[str, Sequence[Call]], bool]
 OWN: dict[str, tuple[str, Shows]] = {
     "cohere_command4": ("calls of one function get one index", lambda _, calls: calls.count(NOW) > 1),
@@ -47,9 +47,9 @@ OWN: dict[str, tuple[str, Shows]] = {
     "interns1": ("a stream has one call", lambda _, calls: len(calls) > 1),
     "mistral": ("a text loses its closing brackets", lambda text, _: "]" in text),
 }
-# And where an increment is cut inside a text. Tokens of these models join the character with what stands before it.
+# Faults when a cut falls inside a text. Real tokens join such a character with the one before it.
 CUT: dict[str, tuple[str, Shows]] = {
-    "gpt-oss": ("a '<' that is an increment is said twice", lambda text, _: "<" in text),
+    "gpt-oss": ("a '<' that is an increment is emitted twice", lambda text, _: "<" in text),
     "llama3": ("an increment that begins with a brace begins a call", lambda text, _: "{" in text),
 }
 
@@ -68,12 +68,12 @@ def made(parser: str) -> FunctionCallParser:
 
 
 def units(answer: str) -> list[str]:
-    """Return special tokens and, between them, characters."""
+    """Return special tokens, and single characters between them."""
     return re.findall(rf"{MARKER}|.", answer, re.DOTALL)
 
 
 def cuts(parts: list[str]) -> Iterator[list[str]]:
-    """Yield increments of 1, 2, 3, 7, 16, 40 and all of `parts`, and some at random."""
+    """Yield increments of 1, 2, 3, 7, 16, 40 and all of `parts`, and some of random sizes."""
     random, n = Random(0), len(parts)
     for sizes in ([1], [2], [3], [7], [16], [40], [n or 1], range(1, 9), range(1, 30)):
         increments, i = [], 0
@@ -85,7 +85,7 @@ def cuts(parts: list[str]) -> Iterator[list[str]]:
 
 
 def assembled(parts: Iterable[tuple[str, Iterable[ToolCallItem]]]) -> Answer:
-    """Return what a client makes of a stream."""
+    """Return the text and calls that a client assembles from a stream."""
     text, names, arguments = "", dict[int, str](), dict[int, str]()
     for plain, calls in parts:
         text += plain
@@ -96,7 +96,7 @@ def assembled(parts: Iterable[tuple[str, Iterable[ToolCallItem]]]) -> Answer:
 
 
 def left(parser: Any) -> list[ToolCallItem]:
-    """Return the arguments that serving adds when an answer ends, as `_check_for_unstreamed_tool_args` does."""
+    """Return the arguments that serving adds at the end of an answer, as `_check_for_unstreamed_tool_args` does."""
     i = len(parser.prev_tool_call_arr) - 1
     if i < 0 or i >= len(parser.streamed_args_for_tool):
         return []
@@ -121,7 +121,7 @@ def streamed(name: str, increments: Iterable[str], parse: Callable[..., Any] = o
 
 
 def parsed(name: str, answer: str) -> Answer:
-    """Return what the whole answer parses to."""
+    """Return the text and calls of a whole answer."""
     text, calls = made(name).parse_non_stream(answer)
     return text.strip(), [(call.name or "", json.loads(call.parameters or "{}")) for call in calls]
 
@@ -131,7 +131,7 @@ def test_every_parser_has_its_format() -> None:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_stream_is_what_the_whole_answer_parses_to(name: str) -> None:
+def test_a_stream_equals_the_parsed_answer(name: str) -> None:
     _, is_wrong = OWN.get(name, ("", never))
     _, is_cut = CUT.get(name, ("", never))
     for text, calls in samples(name):
@@ -145,8 +145,8 @@ def test_a_stream_is_what_the_whole_answer_parses_to(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(OWN))
-def test_what_sglang_gets_wrong_by_itself(name: str) -> None:
-    """If this fails, SGLang has fixed the parser: take it off the list."""
+def test_faults_of_sglangs_parsers(name: str) -> None:
+    """A failure means that SGLang fixed the parser. Then remove it from the list."""
     _, is_wrong = OWN[name]
     for text, calls in samples(name):
         if is_wrong(text, calls):
@@ -156,21 +156,21 @@ def test_what_sglang_gets_wrong_by_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CUT))
-def test_what_sglang_gets_wrong_where_it_is_cut(name: str) -> None:
-    """If this fails, SGLang has fixed the parser: take it off the list."""
+def test_faults_of_sglangs_parsers_at_cuts(name: str) -> None:
+    """A failure means that SGLang fixed the parser. Then remove it from the list."""
     text = TEXTS[1]
     assert streamed(name, units(WRITERS[name](text, [])), stock_chunk) != (text.strip(), [])
 
 
-def test_sglang_alone_loses_calls() -> None:
-    """If this fails, SGLang has fixed its parsers, and `parse_calls` can go."""
+def test_sglangs_parser_loses_calls() -> None:
+    """A failure means that SGLang fixed its parsers. Then `parse_calls` can go."""
     answer = WRITERS["qwen25"]("", [NOW, WEATHER])
     assert streamed("qwen25", [answer], stock_chunk) != ("", [NOW, WEATHER])
 
 
 @pytest.mark.parametrize("calls", [[NOW], [WEATHER], [PUT]])
-def test_mistral_s_array_of_one_call(calls: list[Call]) -> None:
-    """SGLang streams the first call of the array alone, a token at a time too."""
+def test_mistral_arrays_of_one_call_are_streamed(calls: list[Call]) -> None:
+    """SGLang streams only the first call of the array, even with one token at a time."""
     for increments in cuts(units(MISTRAL_ARRAY("", calls))):
         assert streamed("mistral", increments) == ("", calls)
     both = PIECE.findall(MISTRAL_ARRAY("", [*calls, NOW]))
@@ -178,10 +178,10 @@ def test_mistral_s_array_of_one_call(calls: list[Call]) -> None:
 
 
 @pytest.mark.parametrize("calls", CALLS[1:])
-def test_calls_that_are_required_need_no_pieces(calls: list[Call]) -> None:
-    """Serving reads them with another parser of SGLang's, which says at the end what it has not said yet.
+def test_required_calls_need_no_pieces(calls: list[Call]) -> None:
+    """Serving reads required calls with another parser of SGLang's, which emits the rest at the end.
 
-    If this fails, `JsonArrayParser.parse_streaming_increment` needs a hook as well.
+    A failure means that `JsonArrayParser.parse_streaming_increment` needs a hook as well.
     """
     for increments in cuts(units(ARRAY("", calls))):
         parser = JsonArrayParser()
@@ -190,13 +190,13 @@ def test_calls_that_are_required_need_no_pieces(calls: list[Call]) -> None:
         assert found[1] == calls, increments
 
 
-def test_without_tools_a_text_stays_as_it_is() -> None:
+def test_text_is_unchanged_without_tools() -> None:
     parser = FunctionCallParser([], "qwen25")
     assert ours_chunk(parser, "a <tool_call> b, {") == ("a <tool_call> b, {", [])
 
 
 @given(st.text() | st.text(alphabet="<>|/[]{} \n\"',:｜▁aZ_1"))
-def test_pieces_are_the_whole_text(text: str) -> None:
+def test_pieces_join_to_the_whole_text(text: str) -> None:
     assert "".join(PIECE.findall(text)) == text
 
 
@@ -219,19 +219,19 @@ def test_arguments_of_one_call_are_one_event() -> None:
 
 
 def thoughts(name: str, thought: str, answer: str) -> str:
-    """Return an answer after a thought as this reasoning parser's models write it."""
+    """Return a thought and an answer as models with this reasoning parser write them."""
     match name:
         case "gpt-oss" | "beam" | "response_template":
-            said = f"<|channel|>final<|message|>{answer}<|return|>"
-            return f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant{said}"
+            rest_of_answer = f"<|channel|>final<|message|>{answer}<|return|>"
+            return f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant{rest_of_answer}"
         case "muse":
             return f" to=self<|message|>{thought}<|eom|><|start|>assistant to=user<|message|>{answer}<|eot|>"
         case "inkling":
-            said = f"<|message_model|><|content_text|>{answer}<|end_message|>"
-            return f"<|message_model|><|content_thinking|>{thought}<|end_message|>{said}"
+            rest_of_answer = f"<|message_model|><|content_text|>{answer}<|end_message|>"
+            return f"<|message_model|><|content_thinking|>{thought}<|end_message|>{rest_of_answer}"
         case "kimi_k3":
-            said = f"<|open|>response<|sep|>{answer}<|close|>response<|sep|><|close|>message<|sep|>"
-            return f"<|open|>think<|sep|>{thought}<|close|>think<|sep|>{said}"
+            rest_of_answer = f"<|open|>response<|sep|>{answer}<|close|>response<|sep|><|close|>message<|sep|>"
+            return f"<|open|>think<|sep|>{thought}<|close|>think<|sep|>{rest_of_answer}"
         case "cohere_command4":
             return f"<|START_THINKING|>{thought}<|END_THINKING|><|START_TEXT|>{answer}<|END_TEXT|>"
     marks = reasoning(name).detector
@@ -256,14 +256,14 @@ def ours_thought(parser: ReasoningParser, text: str) -> tuple[str | None, str | 
 
 
 @pytest.mark.parametrize("name", sorted(ReasoningParser.DetectorMap))
-def test_thoughts_of_a_stream(name: str) -> None:
+def test_streamed_thoughts_do_not_depend_on_cuts(name: str) -> None:
     parts = units(thoughts(name, THOUGHT, ANSWER))
     (one,) = {thought(name, increments, ours_thought) for increments in cuts(parts)}
     assert THOUGHT in "".join(one)
     assert one[1].endswith(ANSWER)
 
 
-def test_sglang_alone_loses_an_answer() -> None:
-    """If this fails, SGLang has fixed its parser, and `parse_thoughts` can go."""
+def test_sglangs_parser_loses_an_answer() -> None:
+    """A failure means that SGLang fixed its parser. Then `parse_thoughts` can go."""
     whole = thoughts("cohere_command4", THOUGHT, ANSWER)
     assert thought("cohere_command4", [whole], ReasoningParser.parse_stream_chunk)[1] == ""

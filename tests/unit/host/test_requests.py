@@ -1,4 +1,4 @@
-"""Requests: what they may ask for, and how a session's turn ends."""
+"""Request hooks: admission, retraction with a step in flight, and the end of a session's turn."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -10,25 +10,25 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang_dflash.host.requests import admit, end_turn, outcomes_first
 
 
-def test_what_sglangs_own_worker_cannot_serve_is_served():
-    """As a hook sees it: SGLang's function comes first, then what it was given."""
+def test_requests_that_sglangs_worker_refuses_are_admitted():
+    """A hook receives SGLang's function first, then that function's arguments."""
     assert admit(lambda *args: pytest.fail("SGLang's own worker was asked"), "request", "overlap") is None
 
 
 @pytest.mark.parametrize(
-    ("memory_suffices", "in_flight", "said"),
+    ("memory_suffices", "in_flight", "order"),
     [(False, ["step"], ["outcome of step", "update"]), (True, ["step"], ["update"]), (False, [], ["update"])],
 )
-def test_a_step_in_flight_is_waited_for_before_requests_are_taken_back(memory_suffices, in_flight, said):
-    heard: list[str] = []
+def test_a_step_in_flight_is_processed_before_retraction(memory_suffices, in_flight, order):
+    calls_made: list[str] = []
     scheduler = SimpleNamespace(
         last_batch="batch" if in_flight else None,
         result_queue=deque((step,) for step in in_flight),
-        process_batch_result=lambda step: heard.append(f"outcome of {step}"),
+        process_batch_result=lambda step: calls_made.append(f"outcome of {step}"),
     )
     batch = SimpleNamespace(check_decode_mem=lambda: memory_suffices)
-    outcomes_first(lambda *_: heard.append("update"), scheduler, batch)
-    assert heard == said
+    outcomes_first(lambda *_: calls_made.append("update"), scheduler, batch)
+    assert calls_made == order
     assert not (scheduler.result_queue and not memory_suffices)
 
 
@@ -49,16 +49,18 @@ def stock(*_: Any) -> bool:
     ],
     ids=["finished", "aborted", "retracted", "another session"],
 )
-def test_the_session_hears_how_a_turn_ended(streaming, reason, calls):
-    heard = list[str]()
+def test_a_session_is_notified_of_the_end_of_a_turn(streaming, reason, calls):
+    calls_made = list[str]()
     session = SimpleNamespace(
-        streaming=streaming, finish_req=lambda req: heard.append("finished"), abort_req=lambda: heard.append("aborted")
+        streaming=streaming,
+        finish_req=lambda req: calls_made.append("finished"),
+        abort_req=lambda: calls_made.append("aborted"),
     )
     ended = {"finished": lambda: reason is not None, "finished_reason": reason}
     req = SimpleNamespace(session=session, release_mm_inputs_on_abort=lambda: None, **ended)
     assert end_turn(stock, None, req) is False
-    assert heard == calls
+    assert calls_made == calls
 
 
-def test_a_request_without_a_session_is_released_as_it_was() -> None:
+def test_a_request_without_a_session_is_released_by_sglang() -> None:
     assert end_turn(stock, None, SimpleNamespace(session=None)) is False

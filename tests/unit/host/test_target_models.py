@@ -1,4 +1,4 @@
-"""What is added to SGLang's model of a target."""
+"""Methods added to SGLang's target models."""
 
 import sys
 from typing import Any
@@ -10,7 +10,7 @@ from sglang_dflash.host import target_models
 
 
 class Model:
-    """As MiniMax-M2's: features for EAGLE3 alone, and an embedding that wants ids."""
+    """A model like MiniMax-M2: features only for EAGLE3, and an embedding getter that needs ids."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Module()
@@ -24,7 +24,7 @@ class Model:
         return self.model.embed_tokens(input_ids)
 
 
-def test_minimax_shows_its_features_and_its_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_minimax_gets_its_missing_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = type(torch)("sglang.srt.models.minimax_m2")
     module.MiniMaxM2ForCausalLM = type("MiniMaxM2ForCausalLM", (Model,), {})
     monkeypatch.setitem(sys.modules, module.__name__, module)

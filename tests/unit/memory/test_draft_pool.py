@@ -1,4 +1,4 @@
-"""The memory of rings and of texts: what SGLang counts, and what its own functions make of it."""
+"""Memory of rings and token histories: the bytes that SGLang counts, and the pools its functions build."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ WINDOW, BLOCK = 64, 16
 
 
 def room(monkeypatch: pytest.MonkeyPatch, *, page: int = 1, hybrid: bool = False, slot_bytes: int | None = 100) -> int:
-    """What is left for the target's KV of a million bytes; 8 requests asked for, and states for 15."""
+    """Return the bytes left for the target's KV out of a million, with 8 requests and states for 15."""
     schedule = SimpleNamespace(page_size=page, max_running_requests=8, max_mamba_cache_size=15)
     monkeypatch.setattr(draft_kv, "get_schedule", lambda: schedule)
     configurator = SimpleNamespace(
@@ -32,13 +32,13 @@ def room(monkeypatch: pytest.MonkeyPatch, *, page: int = 1, hybrid: bool = False
 
 
 @pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])
-def test_rings_are_taken_off_the_targets_memory(monkeypatch, page, ring):
+def test_rings_are_subtracted_from_the_targets_memory(monkeypatch, page, ring):
     assert room(monkeypatch, page=page) == 10**6 - 9 * ring * 100
-    # A hybrid's states allow fewer requests: 15 at 5 each.
+    # A hybrid's 15 states allow fewer requests: 5 states each.
     assert room(monkeypatch, page=page, hybrid=True) == 10**6 - 4 * ring * 100
 
 
-def test_without_the_size_of_a_slot_the_launch_stops(monkeypatch):
+def test_an_unknown_slot_size_is_refused(monkeypatch):
     with pytest.raises(NotSupported, match="drop --speculative-draft-window-size"):
         room(monkeypatch, slot_bytes=None)
 
@@ -54,15 +54,15 @@ def test_pool_and_table_have_a_ring_for_each_row(monkeypatch):
     assert target.max_total_num_tokens == 100_000
 
 
-def test_a_token_takes_bytes_of_the_target_alone():
+def test_only_the_targets_bytes_per_token_are_counted():
     sizes = {"target_cell_size_per_token": 4096, "target_num_layers": 16, "draft_num_layers": 5}
     assert scale_kv_cell_size_per_token_for_dflash(**sizes) > 4096
     assert target_alone(scale_kv_cell_size_per_token_for_dflash, **sizes) == 4096
 
 
 @pytest.mark.parametrize("row", [96, 4096 + 32])
-def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row):
-    """Shorter ones would lose a block past the context to the next request's row; a ring needs no more than its own."""
+def test_page_tables_are_as_wide_as_the_drafts_rows(row):
+    """A narrower table would write a block past the context into the next row. A ring needs no more than its row."""
     runner = SimpleNamespace(
         model_config=SimpleNamespace(context_len=4096),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(9, row)),
@@ -73,7 +73,7 @@ def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row):
     worker.making_draft = nullcontext
 
     class Made(Exception):
-        """The draft's attention backends."""
+        """Raised in place of building the draft's attention backends."""
 
     def make() -> None:
         seen.append(runner.model_config.context_len)
@@ -86,8 +86,8 @@ def test_page_tables_are_as_wide_as_a_row_of_the_draft_s(row):
 
 
 @pytest.mark.parametrize(("window", "mode"), [(None, HiCacheDraftMode.SIDECAR), (64, HiCacheDraftMode.NONE)])
-def test_a_hierarchical_cache_copies_slots_that_are_the_targets_and_no_rings(monkeypatch, window, mode):
-    """It would read a ring's pool by the target's slot ids, of which there are more than slots."""
+def test_a_hierarchical_cache_copies_shared_slots_but_no_rings(monkeypatch, window, mode):
+    """The cache would index a ring's pool by the target's slot ids, which exceed its slots."""
     plan = HiCacheDraftPlan(HiCacheDraftMode.SIDECAR, ("the draft's pool",))
     monkeypatch.setattr(BaseSpecWorker, "_build_hicache_draft_plan", lambda self: plan)
     worker = DFlashWorker.__new__(DFlashWorker)
@@ -96,8 +96,8 @@ def test_a_hierarchical_cache_copies_slots_that_are_the_targets_and_no_rings(mon
     assert worker.hicache_draft_plan.mode is mode
 
 
-def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets():
-    """In the slots of the request, which are others when it comes back."""
+def test_a_drafts_kv_are_offloaded_with_the_targets():
+    """The request has other slots when it returns."""
 
     class Pool:
         def __init__(self, first: int) -> None:
@@ -118,9 +118,6 @@ def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets():
     assert draft.kv.tolist() == [0, 0, 0, 12, 0, 11, 0, 0]
 
 
-# -- texts ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("copy", "disaggregation", "kept"),
     [
@@ -131,7 +128,7 @@ def test_a_drafts_kv_go_to_the_host_and_back_with_the_targets():
         (Copy.AUTO, "decode", False),
     ],
 )
-def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -> None:
+def test_only_decoding_servers_keep_token_histories(copy: Copy, disaggregation: str, kept: bool) -> None:
     assert (not texts.why_no_copies(copy, disaggregation)) is kept
 
 
@@ -140,12 +137,12 @@ def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -
     ("disaggregation", "reason"),
     [("prefill", "it reads prompts and decodes nothing"), ("decode", "another server reads the prompts, .*")],
 )
-def test_a_server_that_cannot_copy_is_refused_where_it_is_told_to(copy: Copy, disaggregation: str, reason: str) -> None:
+def test_copying_is_refused_on_disaggregated_servers(copy: Copy, disaggregation: str, reason: str) -> None:
     with pytest.raises(NotSupported, match=rf"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off"):
         texts.why_no_copies(copy, disaggregation)
 
 
-def test_what_is_left_beside_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_histories_are_subtracted_from_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = SimpleNamespace(max_running_requests=48)
     monkeypatch.setattr("sglang.srt.runtime_context.get_schedule", lambda: schedule)
     configurator = SimpleNamespace(model_config=SimpleNamespace(context_len=262144))

@@ -1,4 +1,4 @@
-"""Rings, without an engine: what a block sees is what its request wrote, and never anything else."""
+"""Ring slots without an engine: a block sees exactly what its own request wrote."""
 
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class World:
-    """A request table, a ring pool whose slots say what was written last, and requests that come and go."""
+    """A request table, a ring pool that records the last write per slot, and requests that come and go."""
 
     def __init__(self, window: int, block: int, page: int, seed: int, kind: type[RingSlots] = RingSlots) -> None:
         self.window, self.block, self.page, self.random = window, block, page, Random(seed)
@@ -28,7 +28,7 @@ class World:
         self.n_requests = 0
 
     def begin(self, rows: list[int]) -> None:
-        """New requests in these rows, some with a prefix from the cache, read in one chunk or several."""
+        """Start requests in `rows`, some with a cached prefix, and read their prompts in one or more chunks."""
         for row in rows:
             self.ring.requests.req_generation[row] += 1
             prefix = self.random.choice([0, 0, self.random.randrange(1, 9)]) * max(self.page, 8)
@@ -45,7 +45,7 @@ class World:
             self.read_prompts(*chunks)
 
     def read_prompts(self, *chunks: tuple[int, int, int]) -> None:
-        """A batch of rows, where their parts start, and how long these are."""
+        """Read a batch of prompt chunks, each given as row, start and length."""
         rows, starts, lengths = zip(*chunks, strict=True)
         reqs = [SimpleNamespace(kv=SimpleNamespace(req_pool_idx=row)) for row in rows]
         kept = self.ring.of_prompt(SimpleNamespace(reqs=reqs, prefix_lens=starts, extend_lens=lengths), CPU)
@@ -59,10 +59,10 @@ class World:
             self.written[slot] = what
 
     def step(self, rows: list[int]) -> None:
-        """One decode step: see, then keep a part of the block."""
+        """Run one decode step: check what each block sees, then keep a part of it."""
         prefix_len_B = torch.tensor([self.live[row].end for row in rows])
         positions_BN = prefix_len_B[:, None] + torch.arange(self.block)
-        # The scheduler knows the lengths where a backend needs them; else what it has reserved.
+        # The scheduler has exact lengths where a backend needs them, otherwise its reservation.
         bound_B = prefix_len_B + self.block * (1 if self.exact else self.random.randint(1, 2))
         block = Block(positions_BN, positions_BN, positions_BN, bound_B, int(bound_B.sum()), kv=None)
         plan = Plan(block, block, prefix_len_B, torch.tensor(rows), torch.tensor(rows))
@@ -114,12 +114,12 @@ def test_a_block_sees_its_own_window_and_nothing_else(window, block, page, kind)
 
 
 @pytest.mark.parametrize(("needs", "kind"), [(True, ExactRingSlots), (False, RingSlots)])
-def test_rings_are_those_the_backend_can_plan_with(needs, kind):
+def test_the_backend_selects_the_kind_of_ring(needs, kind):
     assert rings_for(SimpleNamespace(attn_backend=SimpleNamespace(needs_cpu_seq_lens=needs))) is kind
 
 
-def test_a_prompt_part_that_ends_elsewhere_starts_anew():
-    """A session's next turn keeps its row; what lies between its last prompt and now was not read as a prompt."""
+def test_a_gap_before_a_prompt_restarts_the_ring():
+    """A session's next turn keeps its row. The tokens between its last prompt and now were not read as a prompt."""
     world = World(window=8, block=4, page=1, seed=0)
     world.live[1] = SimpleNamespace(name=1, first=0, read=6, end=6)
     world.read_prompts((1, 0, 6))

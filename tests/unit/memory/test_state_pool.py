@@ -1,4 +1,4 @@
-"""What a block takes of the memory: allocated, computed, and counted when SGLang divides the memory up."""
+"""Memory of recurrent records: allocated, computed, and counted when SGLang divides the memory."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -16,16 +16,16 @@ from tests.fixtures.recurrent import TINY, make_pool, params
 
 @pytest.fixture(autouse=True)
 def capture_as_many_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang asks its configuration."""
+    """Replace SGLang's configured batch size of captured graphs."""
     monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
 
 
 @pytest.mark.parametrize(("n_requests", "n_tokens"), [(1, 8), (4, 16)])
-def test_the_formula_is_what_is_allocated(n_requests: int, n_tokens: int) -> None:
+def test_computed_bytes_equal_allocated_bytes(n_requests: int, n_tokens: int) -> None:
     pool = make_pool(RecordPool, n_requests, n_tokens)
     cache = pool.mamba_cache
-    assert cache.intermediate_ssm.dtype is torch.float32, "whatever the states are"
-    # SGLang's pools have a row for padding.
+    assert cache.intermediate_ssm.dtype is torch.float32, "for states of any dtype"
+    # SGLang's pools have one row more for padding.
     assert pool.block_bytes == block_bytes(params(TINY, 3), n_tokens) * (n_requests + 1)
     strips = pool._intermediate_conv_window_phys
     assert pool.block_bytes == sum(tensor.nbytes for tensor in (cache.intermediate_ssm, *strips))
@@ -34,13 +34,13 @@ def test_the_formula_is_what_is_allocated(n_requests: int, n_tokens: int) -> Non
 
 
 def test_every_request_of_a_captured_batch_has_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ranks share the rows of a batch SGLang captures a multiple of their number, which may be more than run."""
+    """SGLang captures a multiple of the rank count where ranks share a batch's rows, possibly more than run."""
     monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: -(-n_requests // 8) * 8)
     for n_requests, n_rows in ((3, 8), (8, 9), (9, 16)):
         assert make_pool(RecordPool, n_requests, 4).mamba_cache.intermediate_ssm.shape[1] == n_rows
 
 
-def test_it_is_sglangs_pool_but_for_the_states_per_token() -> None:
+def test_the_pool_differs_from_sglangs_only_in_states_per_token() -> None:
     ours, stock = make_pool(RecordPool, 4, 8), make_pool(MambaPool, 4, 8)
     assert vars(ours).keys() >= vars(stock).keys()
     for name, theirs in vars(stock.mamba_cache).items():
@@ -56,30 +56,30 @@ def test_it_is_sglangs_pool_but_for_the_states_per_token() -> None:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, pool: type[MambaPool], n_tokens: int) -> float:
-    """The bytes per request that SGLang's formula takes a block of `n_tokens` for."""
+    """Return the bytes per request that SGLang's formula counts for a block of `n_tokens`."""
     spec = SimpleNamespace(speculative_num_draft_tokens=n_tokens)
     spec.override = partial(patch.multiple, spec)
     monkeypatch.setattr(state_pool, "get_spec", lambda: spec)
     monkeypatch.setattr(HybridReqToTokenPool, "mamba_pool_cls", pool)
     cache_params = params(TINY, 3)
     configurator = SimpleNamespace(mambaish_config=SimpleNamespace(mamba2_cache_params=cache_params))
-    said = []
+    sizes = []
 
     def stock(_: Any, rest_gib: float) -> float:
-        said.append(cache_params.mamba_cache_per_req * spec.speculative_num_draft_tokens)
+        sizes.append(cache_params.mamba_cache_per_req * spec.speculative_num_draft_tokens)
         return rest_gib / 2
 
     assert count_records(stock, configurator, 8.0) == 4.0
     assert spec.speculative_num_draft_tokens == n_tokens
-    return said[0]
+    return sizes[0]
 
 
-def test_sglang_counts_what_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_counts_the_allocated_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counted(monkeypatch, RecordPool, 16) == pytest.approx(block_bytes(params(TINY, 3), 16))
     assert counted(monkeypatch, MambaPool, 16) == snapshot_bytes(params(TINY, 3), 16)
 
 
-def test_sglang_makes_our_pool_once_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_records_selects_the_record_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HybridReqToTokenPool, "mamba_pool_cls", MambaPool)
     state_pool.use_records()
     assert HybridReqToTokenPool.mamba_pool_cls is RecordPool

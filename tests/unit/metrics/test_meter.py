@@ -1,4 +1,4 @@
-"""What is exported, with SGLang played by small objects: every number against one counted by hand."""
+"""Meter: exported numbers compared with counts by hand, on stand-ins for SGLang's objects."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ BLOCK = 4
 
 
 class Scraped:
-    """A registry as a scrape sees it."""
+    """A registry as a scrape reads it."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -40,7 +40,7 @@ class Scraped:
         return self.registry.get_sample_value(f"{PREFIX}{name}", texts)
 
     def by(self, label: str, name: str) -> dict[str, float]:
-        """What is not 0, by one label."""
+        """Return the non-zero samples of a metric by one label."""
         samples = [s for family in self.registry.collect() for s in family.samples if s.name == f"{PREFIX}{name}"]
         return {sample.labels[label]: sample.value for sample in samples if sample.value}
 
@@ -60,7 +60,7 @@ def scraped() -> Scraped:
 
 @pytest.fixture
 def meter(scraped: Scraped) -> Meter:
-    """Of a server with rings of which two are held. A context is cut up to position 100, in row 7."""
+    """Return the meter of a server with two of eight rings held. Row 7's context is cut before position 100."""
     return Meter(
         Exports(scraped.collector, widest=BLOCK, widths=[1, 2, BLOCK]),
         StageTimes(Clock(), every=1),
@@ -75,7 +75,7 @@ def request(row: int = 1, committed: int = 50, *, finished: bool = False, is_ret
 
 
 def add(meter: Meter, width: int, *outcomes: tuple[Any, int]) -> None:
-    """A step that accepted so many drafts of each request."""
+    """Add a step that accepted the given number of drafts of each request."""
     tokens_B = [[5] * (n + 1) for _, n in outcomes]
     reqs, accepted = zip(*outcomes, strict=True)
     batch = SimpleNamespace(reqs=reqs)
@@ -83,7 +83,7 @@ def add(meter: Meter, width: int, *outcomes: tuple[Any, int]) -> None:
     assert meter.add(tokens_B, None, result, batch) is tokens_B
 
 
-def test_the_counts(meter: Meter, scraped: Scraped) -> None:
+def test_counts_of_steps_tokens_and_drafts(meter: Meter, scraped: Scraped) -> None:
     add(meter, BLOCK, (request(), 3), (request(), 1), (request(finished=True), 2), (request(is_retracted=True), 3))
     add(meter, 2, (request(), 1))
     add(meter, 1, (request(), 0))
@@ -99,8 +99,8 @@ def test_the_counts(meter: Meter, scraped: Scraped) -> None:
     assert scraped.value("cut_blocks_total") == 0
 
 
-def test_a_context_is_cut_or_not_by_where_the_block_began(meter: Meter, scraped: Scraped) -> None:
-    """`kv_committed_len` has the step's tokens in it already."""
+def test_cut_contexts_are_counted_at_the_start_of_the_block(meter: Meter, scraped: Scraped) -> None:
+    """`kv_committed_len` already includes the step's tokens."""
     add(meter, BLOCK, (request(row=7, committed=103), 3), (request(row=7, committed=104), 3), (request(), 2))
     meter.idle(None, None)
     assert scraped.value("cut_blocks_total") == 1
@@ -119,7 +119,7 @@ def test_copies_are_written_by_class(scraped: Scraped) -> None:
     assert scraped.by("match", "copied_drafts_total") == {"4-7": 3, "8-15": 20, "16": 75}
 
 
-def test_counts_that_went_round_have_grown() -> None:
+def test_overflowed_counts_are_still_increments() -> None:
     counts = torch.tensor([2**31 - 1, 7], dtype=torch.int32)
     late = LateCounts(counts)
     assert late.more().tolist() == [2**31 - 1, 7]
@@ -127,7 +127,7 @@ def test_counts_that_went_round_have_grown() -> None:
     assert late.more().tolist() == [3, 0]
 
 
-def test_counts_of_a_device_come_when_it_has_passed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_a_device_arrive_asynchronously(monkeypatch: pytest.MonkeyPatch) -> None:
     passed, asked = [False], list[int]()
     event = SimpleNamespace(record=lambda: None, query=lambda: passed[0])
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=lambda: event))
@@ -137,10 +137,10 @@ def test_counts_of_a_device_come_when_it_has_passed_them(monkeypatch: pytest.Mon
     assert late.more().tolist() == [0, 0]
     passed[0] = True
     assert late.more().tolist() == [4, 5]
-    assert len(asked) == 1, "one copy is on its way at a time"
+    assert len(asked) == 1, "only one copy is in flight at a time"
 
 
-def test_counts_are_written_once_after_so_many_blocks_or_at_rest(meter: Meter, scraped: Scraped) -> None:
+def test_counts_are_written_after_enough_blocks_or_when_idle(meter: Meter, scraped: Scraped) -> None:
     for _ in range(WRITE_EVERY - 1):
         add(meter, 2, (request(), 0))
     assert scraped.value("committed_tokens_count") == 0
@@ -162,7 +162,7 @@ def test_stages_are_written_with_the_counts(meter: Meter, scraped: Scraped) -> N
     assert scraped.value("stage_seconds_sum", stage="verify") == 0.25
 
 
-def test_pools_are_told_before_the_first_request_and_after_the_last(meter: Meter, scraped: Scraped) -> None:
+def test_pools_are_exported_before_the_first_request_and_after_the_last(meter: Meter, scraped: Scraped) -> None:
     meter.idle(None, None)
     assert (scraped.value("pool_size", pool="rings"), scraped.value("pool_in_use", pool="rings")) == (8, 2)
     add(meter, 2, (request(finished=True), 0))
@@ -171,8 +171,8 @@ def test_pools_are_told_before_the_first_request_and_after_the_last(meter: Meter
     assert scraped.value("pool_in_use", pool="rings") == 0
 
 
-def test_a_scheduler_s_pools_are_found(scraped: Scraped) -> None:
-    """Of eight rings three are held, as many as rows of the request table; of twelve states five."""
+def test_pools_of_a_scheduler_are_found(scraped: Scraped) -> None:
+    """Three of eight rings are held, one per used row of the request table, and five of twelve states."""
     rows: Any = ReqToTokenPool(size=8, max_context_len=16, device="cpu", enable_memory_saver=False)
     rows.mamba_pool = SimpleNamespace(size=12)
     rows.alloc_rows(3)
@@ -193,7 +193,7 @@ def test_a_scheduler_s_pools_are_found(scraped: Scraped) -> None:
     assert scraped.by("pool", "pool_in_use") == {"rings": 3, "states": 5}
 
 
-def test_the_table_is_what_is_exported(meter: Meter, scraped: Scraped) -> None:
+def test_exported_metrics_match_the_table(meter: Meter, scraped: Scraped) -> None:
     meter.write()
     families = {family.name.removeprefix(PREFIX): family for family in scraped.registry.collect()}
     assert set(families) == {metric.name.removesuffix("_total") for metric in METRICS}
@@ -207,13 +207,13 @@ def test_the_table_is_what_is_exported(meter: Meter, scraped: Scraped) -> None:
             assert set(sample.labels) - {"le"} == {*LABELS, *metric.labels}
 
 
-def test_series_begin_with_zero(meter: Meter, scraped: Scraped) -> None:
+def test_series_start_at_zero(meter: Meter, scraped: Scraped) -> None:
     assert [scraped.value("verified_drafts_total", position=p) for p in range(BLOCK + 1)] == [None, 0, 0, 0, None]
     assert [scraped.value("steps_total", width=w) for w in (1, 2, 3, 4)] == [0, 0, None, 0]
     assert [scraped.value("stage_seconds_count", stage=stage) for stage in STAGES] == [0] * len(STAGES)
 
 
-def test_kinds_of_metric_that_sglang_was_given_are_used() -> None:
+def test_sglangs_metric_classes_are_used() -> None:
     made: list[tuple[Kind, str]] = []
 
     def kind(kind: Kind) -> Any:

@@ -1,4 +1,4 @@
-"""Counts after the first scrape: each is written once, however often the server is scraped."""
+"""Counts across several scrapes: each is exported exactly once."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from sglang_dflash.metrics.meter import WRITE_EVERY, Meter
 from tests.unit.metrics.test_meter import BLOCK, Scraped, add, meter, request, scraped  # noqa: F401  (fixtures)
 
 
-def test_counts_go_on_from_scrape_to_scrape(meter: Meter, scraped: Scraped) -> None:  # noqa: F811
+def test_counts_continue_across_scrapes(meter: Meter, scraped: Scraped) -> None:  # noqa: F811
     for n in (1, 2, 3):
         add(meter, BLOCK, (request(row=7, committed=103), 3), (request(), 0))
         meter.idle(None, None)
@@ -18,7 +18,7 @@ def test_counts_go_on_from_scrape_to_scrape(meter: Meter, scraped: Scraped) -> N
 
 
 def test_a_step_that_passes_the_limit_is_written(meter: Meter, scraped: Scraped) -> None:  # noqa: F811
-    """Steps of several requests need not meet the limit exactly."""
+    """Steps of several requests may jump past the limit."""
     for _ in range(2):
         add(meter, 2, *[(request(), 0)] * (WRITE_EVERY - 10))
     assert scraped.value("committed_tokens_count") == 2 * (WRITE_EVERY - 10)

@@ -1,4 +1,4 @@
-"""Which steps are measured, and that reading them never waits."""
+"""Stage times: the measured steps, and reads that never wait."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from sglang_dflash.stages.stages import Stages
 
 
 class Device:
-    """A device's events: each is `reached` some time after it was recorded."""
+    """A device whose events become `reached` some time after being recorded."""
 
     def __init__(self) -> None:
         self.now_ms, self.events = 0.0, list[Any]()
@@ -31,7 +31,7 @@ class Device:
 
 
 def stages_of(run: Any) -> Any:
-    """Stages that all are one object, whose methods say which they are."""
+    """Return stages that are one object, whose methods pass their own name to `run`."""
     stage = SimpleNamespace(**{name: partial(run, name) for name in STAGES})
     return Stages(*[stage] * len(Stages._fields))
 
@@ -48,7 +48,7 @@ def step(stages: Any) -> list[Any]:
     ]
 
 
-def test_one_step_in_so_many_is_measured_and_all_go_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(stage_times.torch, "get_device_module", lambda name: {"some": device}[name])
     took_ms = dict(zip(STAGES, (1.0, 0.2, 4.0, 0.5, 0.25, 0.125, 0.1), strict=True))
@@ -59,7 +59,7 @@ def test_one_step_in_so_many_is_measured_and_all_go_through(monkeypatch: pytest.
 
     stages = stages_of(run)
     timed, times = time_stages(stages, "some")
-    assert (timed.planner, timed.accept) == (stages.planner, stages.accept), "they take next to nothing"
+    assert (timed.planner, timed.accept) == (stages.planner, stages.accept), "these two are not timed"
     for n_step in range(1, 2 * times.every + 2):
         assert step(timed) == [(stage, {"graphs": True} if stage == "draft" else {}) for stage in STAGES]
         assert len(device.events) == 2 * len(STAGES) * (n_step // times.every)
@@ -67,15 +67,15 @@ def test_one_step_in_so_many_is_measured_and_all_go_through(monkeypatch: pytest.
     assert list(times.read()) == [], "nothing has been reached"
     for event in device.events[:3]:
         event.reached = True
-    assert list(times.read()) == [("draft", 1e-3)], "the copy has begun and not ended"
-    assert list(times.read()) == [], "each is read once"
+    assert list(times.read()) == [("draft", 1e-3)], "the copy has begun but not ended"
+    assert list(times.read()) == [], "each time is read once"
     for event in device.events:
         event.reached = True
     rest = [*STAGES[1:], *STAGES]
     assert list(times.read()) == [(stage, pytest.approx(took_ms[stage] / 1e3)) for stage in rest]
 
 
-def test_the_host_s_clock_knows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_clock_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 10.5])
     monkeypatch.setattr(stage_times.time, "perf_counter", lambda: next(now))
     times = StageTimes(HostClock(), every=1)
@@ -83,7 +83,7 @@ def test_the_host_s_clock_knows_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(times.read()) == [("draft", 0.5)]
 
 
-def test_the_clock_is_the_device_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_times.torch, "get_device_module", lambda name: Device())
     assert isinstance(time_stages(stages_of(print), "cpu")[1].clock, HostClock)
     assert isinstance(time_stages(stages_of(print), "cuda")[1].clock, DeviceClock)

@@ -1,4 +1,4 @@
-"""The file of every step: who verified and accepted what, and how much of it was copied."""
+"""Step trace: verified, accepted and copied drafts of each step in a file."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from sglang_dflash.metrics.trace import Trace, traced
 from sglang_dflash.stages.copier import NoCopies, TextCopies
 from sglang_dflash.stages.stages import Stages
 
-TEXT = [*range(1, 21), *range(1, 16)]  # its last fifteen tokens were there before, and then came 16, 17, ...
+TEXT = [*range(1, 21), *range(1, 16)]  # the last fifteen tokens occurred before, followed by 16, 17, ...
 TABLE = torch.zeros(2, 60, dtype=torch.int32)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     (file,) = folder.iterdir()
-    assert file.stem == str(os.getpid()), "ranks of one machine would write into one file"
+    assert file.stem == str(os.getpid()), "ranks on one machine need a file each"
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -28,15 +28,15 @@ def plan(width: int) -> Any:
     )
 
 
-def test_copied_drafts_are_the_accepted_ones_behind_the_place(tmp_path: Path) -> None:
+def test_copied_drafts_are_counted_among_the_accepted(tmp_path: Path) -> None:
     copies = TextCopies(TABLE, vocab_size=100)
     copies.text_QM[0, : len(TEXT)] = torch.tensor(TEXT)
     copies.text_QM[1, :2] = torch.tensor([50, 51])
     trace = Trace(tmp_path, copies)
     block_BN = torch.tensor([[16, 60, 61, 62], [52, 53, 54, 55]])
     assert trace.copy(plan(4), block_BN).tokens_BN.tolist() == [[16, 17, 18, 19], [52, 53, 54, 55]]
-    trace.copy(plan(1), block_BN[:, :1])  # launched before the first one's outcome is known
-    trace.add(["a", "b"], 4, [2, 1], 1.0)  # of b nothing was copied, and two of the block's three guesses failed
+    trace.copy(plan(1), block_BN[:, :1])  # launched before the previous outcome is known
+    trace.add(["a", "b"], 4, [2, 1], 1.0)  # nothing was copied for b, and two of its block's three drafts failed
     trace.add(["a", "b"], 1, [0, 0], 2.0)
     assert lines(tmp_path) == [
         {"s": 1.0, "width": 4, "accepted": {"a": 2, "b": 1}, "copied": {"a": 2, "b": 0}},
@@ -44,7 +44,7 @@ def test_copied_drafts_are_the_accepted_ones_behind_the_place(tmp_path: Path) ->
     ]
 
 
-def test_where_nothing_is_copied_nothing_is_said_of_it(tmp_path: Path) -> None:
+def test_traces_without_copies_have_no_copied_field(tmp_path: Path) -> None:
     stages: Any = Stages(*Stages._fields)._replace(copier=NoCopies())
     assert traced(stages, None) == (stages, None)
     same, add = traced(stages, tmp_path / "new")
@@ -53,7 +53,7 @@ def test_where_nothing_is_copied_nothing_is_said_of_it(tmp_path: Path) -> None:
     assert lines(tmp_path / "new") == [{"s": 1.5, "width": 8, "accepted": {"a": 7}}]
 
 
-def test_a_traced_server_calls_the_copier_through_the_trace(tmp_path: Path) -> None:
+def test_tracing_wraps_the_copier(tmp_path: Path) -> None:
     copies = TextCopies(TABLE, vocab_size=100)
     stages: Any = Stages(*Stages._fields)._replace(copier=copies)
     found, _ = traced(stages, tmp_path)

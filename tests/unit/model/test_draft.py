@@ -1,4 +1,4 @@
-"""The draft's forward against its definition, slot by slot; and its checkpoints."""
+"""Draft model in plain torch: its forward compared slot by slot with the definition, and its checkpoints."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def make_config(**fields) -> DraftConfig:
 def make_draft(**fields) -> DraftModel:
     torch.manual_seed(0)
     draft = DraftModel(make_config(**fields)).eval()
-    for parameter in draft.parameters():  # unit norms would hide a norm that is left out
+    for parameter in draft.parameters():  # with unit weights a missing norm would go unnoticed
         torch.nn.init.normal_(parameter, mean=0.2 if parameter.ndim == 1 else 0.0, std=0.3)
     return draft.requires_grad_(False)
 
@@ -40,7 +40,7 @@ def rms_norm(x, weight, eps=1e-6):
 
 
 def turned(head, position, theta=100.0):
-    """One head at one position: pairs (i, i + E/2) turned by position / theta^(2i/E)."""
+    """Rotate one head at one position: pairs (i, i + E/2) by position / theta^(2i/E)."""
     out, half = head.clone(), len(head) // 2
     for i in range(half):
         angle = position / theta ** (2 * i / len(head))
@@ -51,7 +51,7 @@ def turned(head, position, theta=100.0):
 
 
 def sees(config, layer, query_position, key_position, *, prefix_len, window):
-    """The definition of the mask: who sees whom. Context lies before prefix_len, the block behind it."""
+    """Return whether the query may attend to the key. Context ends at prefix_len, where the block begins."""
     distance = query_position - key_position
     in_context = key_position < prefix_len
     if in_context and window is not None and key_position < prefix_len - window:
@@ -62,7 +62,7 @@ def sees(config, layer, query_position, key_position, *, prefix_len, window):
 
 
 def convolved(w, name, side, sources, slots):
-    """DFlash 2: slot n of `slots` mixed with those before it in the block; the kernel's changes come from `sources`."""
+    """Mix each of `slots` with earlier ones of the block as DFlash 2 does. `sources` yield the kernel's changes."""
     if f"{name}.base_kernel" not in w:
         return slots
     base_SH = w[f"{name}.base_kernel"][side]
@@ -79,7 +79,7 @@ def convolved(w, name, side, sources, slots):
 
 
 def defined_forward(draft, embeddings_NH, features_TC, window=None):
-    """One block after T context tokens, every number computed by itself."""
+    """Return one block's output after T context tokens, computed number by number."""
     config, weights = draft.config, dict(draft.named_parameters())
     T, N, E = len(features_TC), len(embeddings_NH), config.head_dim
     context = [rms_norm(weights["fc.weight"] @ f, weights["hidden_norm.weight"]) for f in features_TC]
@@ -89,7 +89,7 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
         normed = [rms_norm(h, w["input_layernorm.weight"]) for h in hidden]
         inputs = convolved(w, "attention_conv", 0, normed, normed)
         sources = context + inputs
-        keys, values = [], []  # of every position and group
+        keys, values = [], []  # by position and group
         for position, source in enumerate(sources):
             key_GE = (w["self_attn.k_proj.weight"] @ source).view(-1, E)
             keys.append([turned(rms_norm(key, w["self_attn.k_norm.weight"]), position) for key in key_GE])
@@ -130,7 +130,7 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
         {"conv_kernel_size": 6, "conv_group_size": 32},
     ],
 )
-def test_forward_is_the_definition(fields, window):
+def test_forward_equals_the_definition(fields, window):
     draft = make_draft(**fields)
     features_TC, embeddings_NH = torch.randn(7, 64), torch.randn(4, 32)
     context = draft.context_kv(features_TC[None])
@@ -151,7 +151,7 @@ def test_context_may_be_appended_in_pieces():
 
 
 def test_many_blocks_over_one_context_equal_one_block_at_a_time():
-    """Training asks for many blocks over whole rows; inference for one block over what came before it."""
+    """Training runs many blocks over whole rows, inference one block over the tokens before it."""
     draft = make_draft(layer_types=(FULL, SLIDING), sliding_window=5)
     features_RTC, embeddings_RANH = torch.randn(2, 20, 64), torch.randn(2, 3, 4, 32)
     anchors_RA = torch.tensor([[1, 7, 16], [12, 3, 19]])
@@ -177,7 +177,7 @@ def test_many_blocks_over_one_context_equal_one_block_at_a_time():
     ],
     ids=lambda rope: rope["rope_type"],
 )  # fmt: skip
-def test_rope_is_that_of_transformers(rope):
+def test_rope_equals_transformers(rope):
     config = make_config(rope_parameters=rope, head_dim=16, max_position_embeddings=256)
     theirs = Qwen3RotaryEmbedding(Qwen3Config(head_dim=16, max_position_embeddings=256, rope_parameters=dict(rope)))
     positions = torch.arange(200)
@@ -188,7 +188,7 @@ def test_rope_is_that_of_transformers(rope):
     torch.testing.assert_close(ours.sin, sin[0])
 
 
-def test_a_saved_draft_is_loaded_as_it_was(tmp_path):
+def test_a_saved_draft_is_loaded_unchanged(tmp_path):
     draft = make_draft(attention_bias=True)
     draft.save_pretrained(tmp_path)
     loaded = DraftModel.from_pretrained(tmp_path)
@@ -199,7 +199,7 @@ def test_a_saved_draft_is_loaded_as_it_was(tmp_path):
     assert DraftModel.from_pretrained(tmp_path, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_names_with_the_prefix_of_some_exports_are_read(tmp_path):
+def test_prefixed_tensor_names_are_read(tmp_path):
     draft = make_draft()
     draft.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -208,7 +208,7 @@ def test_names_with_the_prefix_of_some_exports_are_read(tmp_path):
     assert torch.equal(DraftModel.from_pretrained(tmp_path).fc.weight, draft.fc.weight)
 
 
-def test_a_folder_that_is_not_there_is_said_to_be_missing(tmp_path):
+def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         DraftModel.from_pretrained(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"holds no config\.json"):

@@ -1,4 +1,4 @@
-"""Speculative generation says what the target alone would: dense, sliding, recurrent targets, any temperature."""
+"""Speculative generation: the output equals the target's own, for dense, sliding and recurrent targets."""
 
 from collections import Counter
 from dataclasses import replace
@@ -61,7 +61,7 @@ def target(request):
 
 
 def plain_target(n: int = 20) -> tuple[Qwen3ForCausalLM, torch.Tensor, list[int]]:
-    """A target, a prompt, and the `n` tokens that it says."""
+    """Return a target, a prompt, and the `n` tokens that the target generates."""
     torch.manual_seed(1)
     target, input_ids = qwen3().eval().requires_grad_(False), prompt()
     return target, input_ids, target.generate(input_ids, max_new_tokens=n, do_sample=False)[0, 7:].tolist()
@@ -82,7 +82,7 @@ def steps_of(draft, target, input_ids, **options) -> list[DecodedStep]:
 
 
 class Oracle:
-    """Drafts the target's own continuation, wrong from a slot on that changes with every step."""
+    """A draft of the target's own continuation that errs from a slot on, which changes with every step."""
 
     def __init__(self, monkeypatch, continuation: list[int], n_right: list[int]) -> None:
         self.continuation, self.n_right, self.drafted = continuation, n_right, []
@@ -98,14 +98,14 @@ class Oracle:
         return torch.cat([anchor, anchor.new_tensor(right[:n_right] + wrong)])
 
 
-def test_greedy_output_is_that_of_the_target_alone(target):
+def test_greedy_output_equals_the_targets(target):
     input_ids = prompt()
     want = target.generate(input_ids, max_new_tokens=40, do_sample=False)
     assert torch.equal(make_draft(target).spec_generate(input_ids, target, 40), want)
 
 
-def test_every_accepted_count_leaves_the_target_as_if_it_had_read_only_that(target, monkeypatch):
-    """A random draft is nearly always rejected at once; an oracle visits every cut, 0 to N-1 drafts kept."""
+def test_every_accepted_count_leaves_the_right_target_state(target, monkeypatch):
+    """A random draft is nearly always rejected at once. The oracle visits every count from 0 to N-1."""
     input_ids = prompt()
     continuation = target.generate(input_ids, max_new_tokens=70, do_sample=False)[0, 7:].tolist()
     oracle = Oracle(monkeypatch, continuation, n_right=[0, 5, 1, 4, 2, 3])
@@ -137,24 +137,24 @@ def test_features_are_the_outputs_of_the_named_layers(target):
 
 def test_stop_token_and_length_end_the_output(target):
     draft, input_ids = make_draft(target), prompt()
-    said = target.generate(input_ids, max_new_tokens=12, do_sample=False)[0, 7:].tolist()
-    stopped = draft.spec_generate(input_ids, target, 12, stop_token_ids=[said[5]])[0, 7:].tolist()
-    assert stopped == said[: said.index(said[5]) + 1]
+    expected = target.generate(input_ids, max_new_tokens=12, do_sample=False)[0, 7:].tolist()
+    stopped = draft.spec_generate(input_ids, target, 12, stop_token_ids=[expected[5]])[0, 7:].tolist()
+    assert stopped == expected[: expected.index(expected[5]) + 1]
     for n in (1, 2, 7):
-        assert draft.spec_generate(input_ids, target, n)[0, 7:].tolist() == said[:n]
+        assert draft.spec_generate(input_ids, target, n)[0, 7:].tolist() == expected[:n]
 
 
-def test_the_first_of_a_step_s_stop_tokens_ends_the_output(monkeypatch):
-    target, input_ids, said = plain_target()
-    first, later = said[2], next(token for token in said[3:6] if token != said[2])
-    assert not {first, later} & set(said[:2])
-    Oracle(monkeypatch, said, n_right=[5])
+def test_the_first_stop_token_of_a_step_ends_the_output(monkeypatch):
+    target, input_ids, expected = plain_target()
+    first, later = expected[2], next(token for token in expected[3:6] if token != expected[2])
+    assert not {first, later} & set(expected[:2])
+    Oracle(monkeypatch, expected, n_right=[5])
     steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=20, stop_token_ids=(first, later))
-    assert steps == [DecodedStep(said[:1], 0), DecodedStep(said[1:3], 5)]
+    assert steps == [DecodedStep(expected[:1], 0), DecodedStep(expected[1:3], 5)]
 
 
 @pytest.mark.parametrize("width", [6, 9])
-def test_copies_say_what_the_target_says_and_go_on_behind_the_block(target, width, monkeypatch):
+def test_copies_keep_the_output_and_extend_the_block(target, width, monkeypatch):
     verified = []
 
     class Watched(Copies):
@@ -167,30 +167,30 @@ def test_copies_say_what_the_target_says_and_go_on_behind_the_block(target, widt
     want = target.generate(input_ids, max_new_tokens=40, do_sample=False)[0, 35:].tolist()
     steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=40, copies=True, width=width)
     assert [token for step in steps for token in step.committed] == want
-    assert {tuple(block[6:]) for block in verified} == {(VOCAB - 1,) * (width - 6)}  # masks, where nothing is copied
+    assert {tuple(block[6:]) for block in verified} == {(VOCAB - 1,) * (width - 6)}  # masks, as nothing is copied
 
 
-def test_a_block_that_runs_past_the_end_is_cut_and_still_counted(monkeypatch):
-    target, input_ids, said = plain_target()
-    Oracle(monkeypatch, said, n_right=[5])
+def test_a_block_past_the_end_is_cut_but_counted_whole(monkeypatch):
+    target, input_ids, expected = plain_target()
+    Oracle(monkeypatch, expected, n_right=[5])
     steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=4)
-    assert steps == [DecodedStep(said[:1], 0), DecodedStep(said[1:4], 5)]
+    assert steps == [DecodedStep(expected[:1], 0), DecodedStep(expected[1:4], 5)]
 
 
 def test_width_verifies_a_prefix_of_the_whole_block(monkeypatch):
-    target, input_ids, said = plain_target(30)
-    Oracle(monkeypatch, said, n_right=[5])
+    target, input_ids, expected = plain_target(30)
+    Oracle(monkeypatch, expected, n_right=[5])
     steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=10, width=3)
     assert [len(step.committed) for step in steps] == [1, 3, 3, 3]
 
 
 def test_width_one_is_plain_decoding(target):
     steps = steps_of(make_draft(target), target, prompt(), max_new_tokens=9, width=1)
-    said = target.generate(prompt(), max_new_tokens=9, do_sample=False)[0, 7:].tolist()
-    assert [step.committed for step in steps] == [[token] for token in said]
+    expected = target.generate(prompt(), max_new_tokens=9, do_sample=False)[0, 7:].tolist()
+    assert [step.committed for step in steps] == [[token] for token in expected]
 
 
-def test_draft_window_hides_what_lies_further_back():
+def test_the_draft_window_hides_older_context():
     target, *_ = plain_target()
     draft, anchor = make_draft(target), torch.tensor([5])
     features = torch.randn(1, 30, draft.config.feature_size)
@@ -204,7 +204,7 @@ def test_draft_window_hides_what_lies_further_back():
 
 
 def test_sampled_output_has_the_distribution_of_the_target(monkeypatch):
-    """Pairs of tokens after a prompt follow p(x1) p(x2 | x1), whatever is drafted; within five standard errors."""
+    """Pairs of tokens follow p(x1) p(x2 | x1) for any draft, within five standard errors."""
     target, input_ids, _ = plain_target()
     with torch.no_grad():
         p1_V = torch.softmax(target(input_ids).logits[0, -1], -1)
@@ -227,7 +227,7 @@ def test_sampled_output_has_the_distribution_of_the_target(monkeypatch):
     assert len(likely) > 10
     for pair, p in likely.items():
         assert abs(pairs[pair] - n * p) < 5 * (n * p * (1 - p)) ** 0.5, pair
-    # a draft is kept as often as the target itself would say it
+    # A draft is accepted as often as the target itself would generate it.
     p = sum(expected[i, favourite[i].item()] for i in range(VOCAB))
     assert abs(accepted - n * p) < 5 * (n * p * (1 - p)) ** 0.5
 
@@ -239,7 +239,7 @@ def test_temperature_zero_is_the_limit_of_small_temperatures():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "expected"),
     [
         ({"max_new_tokens": 0}, "at least one token"),
         ({"max_new_tokens": 5, "temperature": -1.0}, "temperature of 0 or more"),
@@ -247,29 +247,29 @@ def test_temperature_zero_is_the_limit_of_small_temperatures():
         ({"max_new_tokens": 5, "draft_window": 3}, "draft_window 3 is smaller than the block"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options, said):
+def test_invalid_options_are_refused(options, expected):
     target = qwen3()
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         steps_of(make_draft(target), target, prompt(), **options)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (1, 0), (4,)])
-def test_only_one_prompt_at_a_time(shape):
+def test_several_prompts_are_refused(shape):
     target = qwen3()
     with pytest.raises(ValueError, match="give one prompt"):
         make_draft(target).spec_generate(torch.zeros(shape, dtype=torch.long), target, 3)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"hidden_size": 64}, "the draft: hidden_size 32 is not the target's 64 .Qwen3ForCausalLM."),
         ({"num_hidden_layers": 5}, "the draft: num_target_layers 4 is not the target's 5"),
     ],
 )
-def test_a_draft_of_another_target_is_refused(change, said):
+def test_a_draft_of_another_target_is_refused(change, expected):
     other = Qwen3ForCausalLM(Qwen3Config(**(COMMON | change)))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=expected):
         make_draft(qwen3()).spec_generate(prompt(), other, 3)
 
 
@@ -280,7 +280,7 @@ def test_features_of_the_last_layer_are_refused():
         DraftModel(replace(config, target_layer_ids=(3,))).spec_generate(prompt(), target, 3)
 
 
-def test_a_target_that_cannot_be_unread_is_refused():
+def test_a_target_with_irreversible_state_is_refused():
     both_in_one_layer = SimpleNamespace(config=FalconH1Config(num_hidden_layers=2))
     with pytest.raises(ValueError, match=r"keeps its past in \['LinearAttentionAndFullAttentionLayer'\]"):
         TargetReader(both_in_one_layer, (0,))
@@ -294,9 +294,9 @@ def test_a_target_that_cannot_be_unread_is_refused():
         ({"draft_window": 64}, 100, 64),
         ({"draft_window": 64}, 40, 40),
         ({"draft_window": 64, "n_unseen": 60}, 100, 40),
-        ({"draft_window": 64, "page_size": 16}, 100, 68),  # from 36, which lies in the page that begins at 32
+        ({"draft_window": 64, "page_size": 16}, 100, 68),  # position 36 is in the page that begins at 32
         ({"draft_window": 64, "page_size": 16, "n_unseen": 48}, 100, 52),
     ],
 )
-def test_what_the_draft_sees_of_the_context(options: dict, prefix_len: int, n_seen: int) -> None:
+def test_the_window_of_context_tokens(options: dict, prefix_len: int, n_seen: int) -> None:
     assert Options(max_new_tokens=1, **options).window(prefix_len) == n_seen

@@ -1,4 +1,4 @@
-"""DFlash 2's parts against their definitions."""
+"""DFlash 2's convolution and selector, compared with their definitions."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ SECOND = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "sele
 
 
 @pytest.mark.parametrize(("n_slots", "n_taps"), [(5, 1), (5, 2), (4, 4), (1, 3), (3, 5)])
-def test_a_slot_is_mixed_with_those_before_it_and_no_others(n_slots: int, n_taps: int) -> None:
+def test_a_slot_is_mixed_with_earlier_ones_only(n_slots: int, n_taps: int) -> None:
     torch.manual_seed(0)
     hidden, kernel = torch.randn(2, n_slots, 6), torch.randn(2, n_slots, n_taps, 6)
     want = torch.zeros_like(hidden)
@@ -41,12 +41,12 @@ def defined_walk(selector: CandidateSelector, hidden_DH, logits_DV, anchor: int)
 
 
 @pytest.mark.parametrize("fields", [{}, {"output_multiplier": 0.2, "final_logit_softcapping": 1.5}], ids=str)
-def test_the_walk_is_the_definition(fields: dict[str, float]) -> None:
+def test_the_walk_equals_the_definition(fields: dict[str, float]) -> None:
     chosen = selector(**fields)
     torch.manual_seed(1)
     hidden_XDH, logits_XDV, anchor_X = torch.randn(8, 3, 32), torch.randn(8, 3, 50), torch.randint(0, 50, (8,))
     got = chosen.walk(hidden_XDH, logits_XDV, anchor_X).tolist()
     want = [defined_walk(chosen, *row) for row in zip(hidden_XDH, logits_XDV, anchor_X.tolist(), strict=True)]
     assert got == want
-    assert got != logits_XDV.argmax(-1).tolist()  # the selector has its say
+    assert got != logits_XDV.argmax(-1).tolist(), "the selector changed nothing"
     assert make_draft().candidate_selector is None

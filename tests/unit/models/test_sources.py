@@ -1,4 +1,4 @@
-"""Tasks about code and documentation of installed packages."""
+"""Tasks about the code and documentation of installed packages."""
 
 from pathlib import Path
 

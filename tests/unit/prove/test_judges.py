@@ -1,4 +1,4 @@
-"""Each verdict of `prove` can fall both ways."""
+"""Verdicts of `prove`, each shown to pass and to fail."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,21 +27,21 @@ def place(gpu: Gpu | None = None, **changes: Any) -> Place:
 
 
 def finding(check: Callable[..., None], *args: Any) -> Finding:
-    """Run a check by hand."""
+    """Run a check directly."""
     found = list[Finding]()
     check(*args, found.append)
     return found[0]
 
 
 def record(slot: tuple[int, int] = (0, 0), captured: tuple[int, ...] = (1, 2), **second: int) -> Watched:
-    """A server whose probe saw steps with one request and with two."""
+    """Return a server whose probe recorded steps with one request and with two."""
     row = {"width": 16, "steps": 4, "served": 3, "changed": 0, "padded": 8, "not_finite": 0, "not_finite_real": 0}
     steps = [row | {"requests": 1}, row | {"requests": 2} | second]
     slots = dict(zip(("target", "draft"), slot, strict=True))
     return Watched([], {}, {"probe": {"captured": list(captured), "steps": steps, "padding_slot": slots}}, {})
 
 
-def test_unchanged_drafts_hold_and_changed_ones_are_named_by_size():
+def test_changed_drafts_fail_and_are_named_by_size():
     good, bad = finding(inside.check_drafts, record()), finding(inside.check_drafts, record(changed=7))
     assert (good.text, good.holds) == ("no draft changed in 8 steps of 1 to 2 requests, widths 16", True)
     assert not bad.holds
@@ -70,50 +70,50 @@ def test_step_of_one_token_may_cost_a_tenth_more() -> None:
 
 
 PROMPTS = [[1, 2], [3]]
-SAID = [[5, 6, 7], [8, 9]]
+ANSWERS = [[5, 6, 7], [8, 9]]
 SWAPPED = [[5, 6, 4], [8, 9]]
 
 
 def reference(nats: float, **more: Any) -> Reference:
-    """`SAID`, where token 4 was less likely than 7 by `nats`."""
+    """Return a reference with the answers `ANSWERS`, where token 4 is less likely than 7 by `nats`."""
 
     def likeliest(context: Any) -> dict[int, float]:
         assert list(context) == [1, 2, 5, 6]
         return {7: -0.1, 4: -0.1 - nats}
 
-    return Reference(SAID, likeliest, **more)
+    return Reference(ANSWERS, likeliest, **more)
 
 
-def parity(where: Place, nats: float, ours: list[list[int]], stock: list[list[int]] = SAID) -> Finding:
-    said = {Arm.OFF: {1: SAID}, Arm.STOCK: {1: stock}, Arm.PLUGIN: {1: ours}}
-    return outside.judge_parity(served.near_tie(where, "fa3"), PROMPTS, said, reference(nats))
+def parity(where: Place, nats: float, ours: list[list[int]], stock: list[list[int]] = ANSWERS) -> Finding:
+    answers = {Arm.OFF: {1: ANSWERS}, Arm.STOCK: {1: stock}, Arm.PLUGIN: {1: ours}}
+    return outside.judge_parity(served.near_tie(where, "fa3"), PROMPTS, answers, reference(nats))
 
 
 @pytest.mark.parametrize(
-    ("where", "nats", "ours", "stock", "holds", "said"),
+    ("where", "nats", "ours", "stock", "holds", "text"),
     [
-        (place(), 0.0, SAID, SAID, True, "off 2 of 2, stock 2 of 2, plugin 2 of 2"),
-        (place(H200), 0.2, SWAPPED, SAID, True, "plugin 1 of 2"),
+        (place(), 0.0, ANSWERS, ANSWERS, True, "off 2 of 2, stock 2 of 2, plugin 2 of 2"),
+        (place(H200), 0.2, SWAPPED, ANSWERS, True, "plugin 1 of 2"),
         (
             place(H200),
             0.4,
             SWAPPED,
-            SAID,
+            ANSWERS,
             False,
             "plugin with 1 at once: prompt 0, token 2: expected 7, found 4 (0.4",
         ),
-        (place(), 1e-3, SWAPPED, SAID, False, ""),
-        (place(H200), 4.0, SAID, SWAPPED, True, "stock 1 of 2 (1 beyond a tie)"),
+        (place(), 1e-3, SWAPPED, ANSWERS, False, ""),
+        (place(H200), 4.0, ANSWERS, SWAPPED, True, "stock 1 of 2 (1 beyond a tie)"),
     ],
     ids=["equal", "a near tie", "beyond a tie", "fp32 on a CPU excuses nothing", "SGLang's worker is only counted"],
 )
-def test_parity(where, nats, ours, stock, holds, said):
+def test_parity(where, nats, ours, stock, holds, text):
     found = parity(where, nats, ours, stock)
     assert found.holds is holds
-    assert said in found.text
+    assert text in found.text
 
 
-def test_tie_is_closer_in_fp32() -> None:
+def test_ties_are_closer_in_fp32() -> None:
     ties = [served.near_tie(where, name) for where in (place(), place(H200)) for name in ("triton", "fa3")]
     assert ties == [0.0, 0.0, 0.05, 0.3]
 
@@ -123,12 +123,12 @@ def test_answer_that_ends_early_is_no_near_tie() -> None:
 
 
 def watched(answers: list[list[int]], histogram: tuple[int, ...] = ()) -> Watched:
-    said = [Generation(answer, "", {"spec_correct_drafts_histogram": histogram}) for answer in answers]
-    return Watched(PROMPTS, {1: said}, {}, {})
+    generations = [Generation(answer, "", {"spec_correct_drafts_histogram": histogram}) for answer in answers]
+    return Watched(PROMPTS, {1: generations}, {}, {})
 
 
 def test_answers_are_compared_with_plain_torch() -> None:
-    assert finding(inside.check_answers, place(), watched(SAID), reference(0.0)).text == "2 of 2 with 1 at once"
+    assert finding(inside.check_answers, place(), watched(ANSWERS), reference(0.0)).text == "2 of 2 with 1 at once"
     assert finding(inside.check_answers, place(H200), watched(SWAPPED), reference(0.2)).holds
     assert not finding(inside.check_answers, place(), watched(SWAPPED), reference(0.2)).holds
 
@@ -143,20 +143,20 @@ def test_answers_are_compared_with_plain_torch() -> None:
     ],
 )
 def test_steps_are_compared_with_plain_torch(where: Place, histogram: tuple[int, ...], holds: bool) -> None:
-    """Equal in the emulation; on a GPU an acceptance length within a tenth."""
+    """The emulation requires equality, a GPU an acceptance length within a tenth."""
     plain = reference(0.0, histograms=[{2: 3}, {2: 3}])
-    found = finding(inside.check_steps, where, watched(SAID, histogram), plain)
+    found = finding(inside.check_steps, where, watched(ANSWERS, histogram), plain)
     assert found.holds is holds
     assert found.numbers["plain_torch"] == 3.0
 
 
 def test_acceptance_length_has_the_bonus() -> None:
     assert served.acceptance_length([{0: 1, 4: 1}, {2: 2}]) == 1 + 8 / 4
-    assert served.acceptance_length([]) != served.acceptance_length([])  # no step: nan
+    assert served.acceptance_length([]) != served.acceptance_length([])  # nan without a step
 
 
 def watched_bytes(kv_itemsize: int) -> Watched:
-    """A server of the hybrid pair: 100 tokens in pages of one, 4 states, 2 requests and a row of padding."""
+    """Return a server of the hybrid pair: 100 tokens in pages of one, 4 states, 2 requests and a padding row."""
     target, draft = geometry.read_target(str(tiny.HYBRID.target)), geometry.read_draft(str(tiny.HYBRID.draft))
     wide = [replace(one.attention, itemsize=kv_itemsize).bytes_per_token(1) for one in (target, draft)]
     recurrent = replace(target.recurrent, conv_itemsize=4)
@@ -178,12 +178,10 @@ def test_pools_are_compared_with_their_formulas() -> None:
     assert "(-50.0%)" in half.text
 
 
-def test_tokens_of_a_card_are_counted_for_an_own_pair() -> None:
+def test_tokens_of_a_card_are_counted_for_a_given_pair() -> None:
     own = place(H200, is_own=True)
     assert inside.counted_tokens(H200, own, watched_bytes(2)) > 1_000_000
 
-
-# -- the draft forward that is timed ---------------------------------------------------------------------------------
 
 SMALL = Shapes(n_layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=12, n_vocab=20, block=4)
 
@@ -198,7 +196,7 @@ def test_forward_multiplies_by_each_weight_once() -> None:
 
 
 def test_default_shapes_have_the_bytes_of_the_27b_draft() -> None:
-    """3.2 GB of layers in bf16, and a head of 2.5 GB."""
+    """The layers have 3.2 GB in bf16, the head 2.5 GB."""
     *layers, head = [2 * n * m for n, m in Shapes().weights]
     assert sum(layers) == pytest.approx(3.2e9, rel=0.01)
     assert head == pytest.approx(2.5e9, rel=0.02)

@@ -1,4 +1,4 @@
-"""The comparison of two samplers: what it accepts, what it catches, and how small a shift it sees."""
+"""Comparison of two samplers: equal distributions pass, shifts are found, and the stated power holds."""
 
 from random import Random
 
@@ -23,15 +23,15 @@ def test_the_same_distribution_passes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_shift_that_should_be_seen_is_seen(seed: int) -> None:
-    """Nine standard errors: four above the bound, so that none of these may be missed."""
+def test_a_large_shift_is_found(seed: int) -> None:
+    """Nine standard errors are four above the bound, so that none of these may be missed."""
     shift = 9 * law.standard_error(0.5, N, N)
     shifted = [0.5 + shift, 0.3 - shift, 0.15, 0.05]
     assert law.violations(draws(N, seed), draws(N, seed + 1000, shifted))
 
 
 def test_the_stated_power_holds() -> None:
-    """A shift of `detectable` is caught about five times in six: more than half of these, if it is not overstated."""
+    """A shift of `detectable` is found about five times in six, so in more than half of these runs."""
     p = WEIGHTS[0]
     shifted = [p + law.detectable(p, N), *(w * (1 - p - law.detectable(p, N)) / (1 - p) for w in WEIGHTS[1:])]
     caught = sum(
@@ -41,25 +41,25 @@ def test_the_stated_power_holds() -> None:
 
 
 @pytest.mark.parametrize(("p", "n", "shift"), [(0.5, 1280, 0.119), (0.1, 1280, 0.071), (0.5, 5000, 0.06)])
-def test_what_is_detectable(p: float, n: int, shift: float) -> None:
+def test_detectable_shifts(p: float, n: int, shift: float) -> None:
     assert law.detectable(p, n) == pytest.approx(shift, abs=0.001)
 
 
-def test_tokens_that_depend_on_each_other_are_seen_where_each_alone_looks_right() -> None:
-    """Each position's shares are equal on both sides; only the first two together differ."""
+def test_dependent_tokens_are_found() -> None:
+    """Each position has equal shares on both sides. Only the first two tokens together differ."""
     random = Random(3)
     apart = [(first, random.choice((7, 8))) for first in random.choices((7, 8), k=N)]
     together = [(first, first) for first in random.choices((7, 8), k=N)]
     assert {cell.view for cell in law.violations(apart, together)} == {"tokens 1 and 2"}
 
 
-def test_a_shift_at_the_last_position_alone_is_seen() -> None:
+def test_a_shift_only_at_the_last_position_is_found() -> None:
     a, b = draws(N, 1), draws(N, 2)
     spoilt = [(*draw[:3], 7) if i % 3 == 0 else draw for i, draw in enumerate(b)]
     assert {cell.view for cell in law.violations(a, spoilt)} == {"token 4"}
 
 
-def test_an_answer_that_ends_early_is_an_outcome_of_its_own() -> None:
+def test_an_early_end_is_an_outcome() -> None:
     short = [draw[:2] if i % 4 == 0 else draw for i, draw in enumerate(draws(N, 5))]
     assert {cell.outcome for cell in law.violations(draws(N, 4), short)} >= {(law.ENDED,)}
 
@@ -75,7 +75,7 @@ def test_rare_outcomes_share_a_cell_and_nothing_is_lost() -> None:
         assert sum(cell.n_b for cell in found if cell.view == view) == len(b)
 
 
-def test_many_rare_outcomes_on_one_side_are_seen() -> None:
+def test_many_rare_outcomes_on_one_side_are_found() -> None:
     assert law.violations([(500,)] * 900 + [(token,) for token in range(100)], [(500,)] * 1000)
 
 

@@ -76,7 +76,7 @@ program.FILES = [Path("checks.py")]
 
 
 def prove(folder: Path, *words: str, program: str = RUN) -> subprocess.CompletedProcess[str]:
-    """Run the command in `folder`, on the checks there."""
+    """Run the command in `folder` on its checks."""
     env = os.environ | {"SGLANG_DFLASH_REHEARSE": "sm90"}
     command = [sys.executable, "-c", f"{program}\nsys.exit(main(sys.argv[1:]))", "--out", "prove.json", *words]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
@@ -142,7 +142,7 @@ def test_process_left_by_a_hang_is_ended(folder, ended):
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_options_of_pytest_are_pytests(folder):
+def test_options_of_pytest_are_passed_on(folder):
     ended = prove(folder, "-x", "-k", "hold and not interpreter or last")
     assert ended.returncode == 1
     found = {name: row["status"] for name, row in results(folder).items()}
@@ -158,33 +158,33 @@ def test_without_time_nothing_runs(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--only", "draft"], "no check is called draft; --list names them"),
         (["--shrot"], "unrecognized arguments: --shrot"),
         (["--model-path", "M"], "needs both --model-path and --draft-path"),
     ],
 )
-def test_wrong_words_are_refused(folder, words, said):
+def test_wrong_arguments_are_refused(folder, words, message):
     ended = prove(folder, *words)
     assert ended.returncode == 2
-    assert said in ended.stderr
+    assert message in ended.stderr
 
 
-def test_without_pytest_it_says_what_to_install(monkeypatch, capsys):
+def test_a_missing_pytest_plugin_names_the_extra_to_install(monkeypatch, capsys):
     monkeypatch.setattr(program, "find_spec", lambda name: None if name == "xdist" else name)
     assert program.main(["--list"]) == 2
     assert capsys.readouterr().err == "prove: xdist is missing; pip install 'sglang-dflash[prove]'\n"
 
 
-def test_without_a_gpu_or_an_emulated_one_nothing_is_tried(monkeypatch, capsys):
+def test_nothing_runs_without_a_gpu_or_emulation(monkeypatch, capsys):
     monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
     monkeypatch.setattr(machine, "find_gpu", lambda: None)
     assert program.main(["--list"]) == 2
     assert "SGLANG_DFLASH_REHEARSE=sm90 rehearses one" in capsys.readouterr().err
 
 
-def test_own_pair_is_served_alone_with_its_flags(monkeypatch):
+def test_a_given_pair_is_served_alone_with_its_flags(monkeypatch):
     monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
     monkeypatch.setattr(machine, "find_gpu", lambda: H200)
     options = program.parse(["--model-path", "M", "--draft-path", "D", "--flags", "--tp-size", "2"])

@@ -1,4 +1,4 @@
-"""FlashAttention's definition against PyTorch's attention, and what it demands of its metadata."""
+"""FlashAttention emulation compared with PyTorch's attention, and the checks of its metadata."""
 
 from typing import Any
 
@@ -36,8 +36,8 @@ def test_flash_attention(page_size: int, causal: bool, window: tuple[int, int], 
     torch.testing.assert_close(out, expected)
 
 
-def test_values_of_another_width_are_multiplied_with_qv_and_scored() -> None:
-    """Latent attention: the scores are those of the two parts beside one another."""
+def test_latent_attention_scores_both_parts() -> None:
+    """Latent attention scores the concatenation of both parts."""
     scene = Scene(**LENGTHS, page_size=4, value_width=24)
     qv = torch.randn(len(scene.q), A, 24)
     out = flash(scene, qv=qv)
@@ -93,12 +93,12 @@ def test_metadata_is_checked(changes: Any, complaint: str) -> None:
         flash(scene, **changes(scene))
 
 
-def test_what_is_not_defined_is_refused() -> None:
+def test_undefined_arguments_are_refused() -> None:
     with pytest.raises(NotImplementedError, match="k_descale"):
         flash(Scene(**LENGTHS), k_descale=torch.ones(1))
 
 
-def test_rows_of_no_request_are_no_numbers() -> None:
+def test_rows_without_a_request_are_nan() -> None:
     scene = Scene(n_queries=[2], n_keys=[3])
     scene.q = torch.randn(5, A, scene.q.shape[-1])
     assert flash(scene)[2:].isnan().all()

@@ -1,4 +1,4 @@
-"""Streams inside of a captured forward: what CUDA's capture asks of them, and whose memory is whose."""
+"""Side streams inside a captured forward: ordering rules of CUDA's capture, and memory reuse."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def capture(fn: Forward) -> tuple[Graph, Any]:
 def forked(
     beside: Forward, then: Callable[[Any], Any], *, fork: bool = True, join: bool = True, main: Forward = lambda: None
 ) -> Forward:
-    """Run `beside` on another stream, `main` on the first and `then` after both, as SGLang's models do."""
+    """Return a forward that runs `beside` on another stream, `main` on the first, and `then` after both."""
     other = Stream()
 
     def forward() -> Any:
@@ -48,7 +48,7 @@ def forked(
     return forward
 
 
-def test_a_branch_that_is_joined_is_replayed():
+def test_joined_branches_are_replayed():
     x, y = torch.arange(4.0), torch.ones(4)
     captured, out = capture(forked(lambda: x * 2, lambda made: made + y))
     x.fill_(3)
@@ -56,15 +56,15 @@ def test_a_branch_that_is_joined_is_replayed():
     assert out.tolist() == [7.0] * 4
 
 
-def test_a_branch_that_waits_for_nothing_is_not_captured():
+def test_a_branch_that_waits_for_nothing_is_refused():
     x = torch.zeros(4)
     forward = forked(lambda: x + 1, lambda made: made, fork=False)
     with pytest.raises(CaptureError, match=r"which has not waited for the stream that is captured: .*test_branches"):
         capture(forward)
-    capture(lambda: x + 1)  # and the next one is as if nothing had been
+    capture(lambda: x + 1)  # a failed capture does not affect the next
 
 
-def test_a_stream_takes_part_from_its_first_wait():
+def test_a_stream_joins_the_capture_at_its_first_wait():
     other = Stream()
 
     def forward() -> list[bool]:
@@ -76,7 +76,7 @@ def test_a_stream_takes_part_from_its_first_wait():
     assert not graph.takes_part(other)
 
 
-def test_a_wait_in_an_earlier_capture_is_none_in_this_one():
+def test_a_wait_in_an_earlier_capture_does_not_count():
     x, other = torch.zeros(4), Stream()
 
     def forward(*, fork: bool) -> None:
@@ -91,13 +91,13 @@ def test_a_wait_in_an_earlier_capture_is_none_in_this_one():
         capture(lambda: forward(fork=False))
 
 
-def test_a_result_that_is_not_waited_for_is_not_read():
+def test_reading_an_unordered_result_is_refused():
     x = torch.zeros(4)
     with pytest.raises(UnorderedAccess, match=r"aten::mul .*reads what may not be written yet: aten::add"):
         capture(forked(lambda: x + 1, lambda made: made * 2, join=False))
 
 
-def test_a_branch_that_is_not_joined_does_not_end():
+def test_an_unjoined_branch_is_refused():
     x = torch.zeros(4)
     with pytest.raises(CaptureError, match=r"before it has waited for stream \d+ .*aten::add"):
         capture(forked(lambda: x + 1, lambda made: None, join=False))
@@ -117,7 +117,7 @@ def test_branches_that_write_what_the_other_reads_are_refused():
     capture(forked(lambda: x * 2, lambda made: x.add_(1)))  # written after both
 
 
-def test_a_launch_s_own_memory_is_no_hazard():
+def test_scratch_memory_of_a_launch_is_no_hazard():
     x = torch.zeros(4)
 
     @launch
@@ -130,7 +130,7 @@ def test_a_launch_s_own_memory_is_no_hazard():
     assert out.tolist() == [5.0] * 4
 
 
-def test_a_free_block_goes_to_its_own_stream_alone():
+def test_free_blocks_are_reused_on_their_own_stream_only():
     x, other = torch.zeros(200), Stream()
 
     def forward() -> tuple[int, int, int]:
@@ -139,7 +139,7 @@ def test_a_free_block_goes_to_its_own_stream_alone():
         with StreamContext(other):
             made = x + 1
         first.wait_stream(other)
-        _ = made + 1  # still read here when its block is free again
+        _ = made + 1  # reads the block on the first stream
         block = made.data_ptr()
         del made
         on_first = (x + 2).data_ptr()
@@ -153,7 +153,7 @@ def test_a_free_block_goes_to_its_own_stream_alone():
     assert on_other == block != on_first
 
 
-def test_a_block_still_read_on_another_stream_is_not_given_away():
+def test_reuse_of_a_block_read_on_another_stream_is_refused():
     x, other = torch.zeros(200), Stream()
 
     def forward(*, recorded: bool) -> None:
@@ -166,7 +166,7 @@ def test_a_block_still_read_on_another_stream_is_not_given_away():
         if recorded:
             graph.record_stream(made, first)
         del made
-        with StreamContext(other):  # which has not waited for the product
+        with StreamContext(other):  # does not wait for the product
             _ = x + 3
         first.wait_stream(other)
 
@@ -178,18 +178,15 @@ def test_a_block_still_read_on_another_stream_is_not_given_away():
 @pytest.mark.parametrize(
     "wait", [lambda: current_stream().synchronize(), lambda: Event().query()], ids=["stream", "event"]
 )
-def test_the_host_does_not_wait_inside_of_a_capture(wait):
+def test_host_waits_inside_a_capture_are_refused(wait):
     with pytest.raises(CaptureError, match="waiting for"):
         capture(wait)
     wait()
 
 
-# -- SGLang's own forwards -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def qwen_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen3.5 as it is while a GPU captures."""
+    """Put Qwen3.5 into the state it has while a GPU captures."""
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", StreamContext)
     monkeypatch.setattr(qwen3_5, "get_is_capture_mode", lambda: True)
@@ -211,10 +208,10 @@ class Layer:
         self.in_proj_qkvz = self.in_proj_ba = lambda x: (x + 1, None)
 
 
-class Forgetful(Stream):
-    """Leave out the wait with this number."""
+class OmitsWait(Stream):
+    """A stream that omits its first wait."""
 
-    forgotten = 1
+    omitted = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +219,7 @@ class Forgetful(Stream):
 
     def wait_stream(self, stream: Stream) -> None:
         self.n_waits += 1
-        if self.n_waits != self.forgotten:
+        if self.n_waits != self.omitted:
             super().wait_stream(stream)
 
 
@@ -238,7 +235,7 @@ def qk_norm(layer: Layer) -> torch.Tensor:
 
 @pytest.mark.usefixtures("qwen_captured")
 @pytest.mark.parametrize("forward", [gdn_projections, qk_norm])
-def test_qwen3_5_s_branches_are_ordered(forward, monkeypatch):
+def test_branches_of_qwen3_5_are_ordered(forward, monkeypatch):
     used = []
 
     def watching(pool: Any) -> BranchedTape:
@@ -247,21 +244,21 @@ def test_qwen3_5_s_branches_are_ordered(forward, monkeypatch):
 
     monkeypatch.setattr(graph, "tape_of", watching)
     alt = Stream()
-    layer, forgetful = Layer(alt), Layer(Forgetful())
+    layer, omits_wait = Layer(alt), Layer(OmitsWait())
     _, out = capture(lambda: forward(layer))
     assert out.unique().tolist() == [4.0]
     assert alt in used[0].last
     with pytest.raises(CaptureError, match="has not waited for the stream that is captured"):
-        capture(lambda: forward(forgetful))
+        capture(lambda: forward(omits_wait))
     with (
-        StreamContext(Forgetful()),  # the captured stream itself: it does not wait for the branch
+        StreamContext(OmitsWait()),  # the captured stream itself does not wait for the branch
         pytest.raises(UnorderedAccess, match="reads what may not be written yet"),
     ):
         capture(lambda: forward(layer))
 
 
-def test_qk_norm_rope_gate_is_the_layer_s_parts_one_by_one():
-    """Gemma's norm, the first half of each head rotated with its lane's axis, the rest and the gates as they are."""
+def test_qk_norm_rope_gate_equals_the_layers_parts():
+    """Gemma's norm, then the first half of each head rotated with its lane's axis. The rest and the gates stay."""
     generator = torch.Generator().manual_seed(0)
     T, n_q, n_k, E, R = 3, 2, 1, 8, 4
     q_gate, k = torch.randn(T, n_q * 2 * E, generator=generator), torch.randn(T, n_k * E, generator=generator)

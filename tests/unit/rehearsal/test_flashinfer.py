@@ -1,4 +1,4 @@
-"""FlashInfer's own wrappers over the definitions of its modules, against PyTorch's attention; plans that go red."""
+"""FlashInfer's wrappers over emulated modules, compared with PyTorch's attention, and plans that are refused."""
 
 from functools import partial
 from typing import Any
@@ -32,14 +32,14 @@ def paged(**buffers: Any) -> Any:
 
 
 def buffers(end: str) -> dict[str, torch.Tensor]:
-    """A graph's, of `BATCH` requests; decode and prefill spell them with an `end` of their own."""
+    """Return a graph's buffers for `BATCH` requests. Decode and prefill name them with different `end`s."""
     made = {"paged_kv_indptr": torch.zeros(BATCH + 1), "paged_kv_indices": torch.zeros(1000)}
     made |= {"paged_kv_last_page_len": torch.ones(BATCH)}
     return {f"{name}_{end}": tensor.int() for name, tensor in made.items()}
 
 
 def captured() -> Any:
-    """A wrapper as SGLang makes one for a graph of `BATCH` requests."""
+    """Return a wrapper as SGLang makes one for a graph of `BATCH` requests."""
     return paged(use_cuda_graph=True, qo_indptr_buf=torch.zeros(BATCH + 1, dtype=torch.int32), **buffers("buf"))
 
 
@@ -64,8 +64,8 @@ def test_paged_keys(page_size: int, causal: bool, left: int) -> None:
     torch.testing.assert_close(out, scene.expected(causal=causal, left=left))
 
 
-def test_a_window_that_was_not_planned_is_not_there() -> None:
-    """As SGLang verifies with a sliding layer: the window is compiled in, or it is not."""
+def test_an_unplanned_window_is_ignored() -> None:
+    """SGLang verifies a sliding layer without planning its window: the window is then not compiled in."""
     scene, wrapper = Scene([4], [37]), paged()
     plan(wrapper, scene)
     out = run(wrapper, scene, causal=True, window_left=6)
@@ -73,7 +73,7 @@ def test_a_window_that_was_not_planned_is_not_there() -> None:
 
 
 def test_a_prompt_and_its_prefix_are_merged() -> None:
-    """The new keys lie packed, those before them on pages; and one request has none before."""
+    """New keys are packed, earlier ones are on pages. One request has no earlier keys."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
     from flashinfer.cascade import merge_state
 
@@ -104,24 +104,24 @@ def test_decoding(tensor_cores: bool) -> None:
     torch.testing.assert_close(run(wrapper, scene), scene.expected(causal=True))
 
     scene = Scene([1] * BATCH, [8, 2, 31], seed=1)
-    wrapper._paged_kv_indptr_buf.copy_(scene.first_page)  # SGLang writes them there itself
+    wrapper._paged_kv_indptr_buf.copy_(scene.first_page)  # as SGLang does
     wrapper._paged_kv_indices_buf[: len(scene.page_numbers)] = scene.page_numbers
     fast_decode_plan(wrapper, *where(scene)[1:], A, G, E, 1, **types, global_override_indptr_cpu=scene.first_page)
     torch.testing.assert_close(run(wrapper, scene), scene.expected(causal=True))
 
 
 def replan(wrapper: Any, scene: Scene, planned: list[int]) -> None:
-    """SGLang's plan of a replay: without a look at the device, by the lengths that the host says."""
+    """Plan a replay as SGLang does: from the host's lengths, without reading the device."""
     from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
     wrapper.begin_forward = partial(fast_prefill_plan, wrapper)
-    said = {"kv_indptr_host": starts(planned), "kv_lens_host": torch.tensor(planned, dtype=torch.int32)}
+    on_host = {"kv_indptr_host": starts(planned), "kv_lens_host": torch.tensor(planned, dtype=torch.int32)}
     most = {"max_q_len": BLOCK, "max_kv_len": max(planned)}
-    plan(wrapper, scene, qo_indptr_host=scene.first_query, **said, **most)
+    plan(wrapper, scene, qo_indptr_host=scene.first_query, **on_host, **most)
 
 
 def replayed(lengths: list[int], planned: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Capture one scene and replay another in its memory, planned by `planned`; what comes out, and what should."""
+    """Capture one scene, replay another in its memory with the plan `planned`, and return the output and its target."""
     wrapper, scene = captured(), Scene([BLOCK] * BATCH, [12, 40, 9])
     plan(wrapper, scene)
     run(wrapper, scene, causal=False)
@@ -138,23 +138,23 @@ def replayed(lengths: list[int], planned: list[int]) -> tuple[torch.Tensor, torc
     return out, later.expected(causal=False)
 
 
-def test_a_replay_runs_the_plan_of_its_own_step():
+def test_a_replay_uses_its_own_plan():
     torch.testing.assert_close(*replayed([14, 36, 10], [14, 36, 10]))
 
 
 @pytest.mark.parametrize("planned", [[15, 36, 10], [14, 35, 10], [14, 36, 200]])
-def test_the_host_plans_what_the_device_has(planned):
+def test_plans_that_differ_from_device_lengths_are_refused(planned):
     with pytest.raises(AssertionError, match="split by one length and merge by the other"):
         replayed([14, 36, 10], planned)
 
 
 def test_a_padding_row_may_be_planned_short():
-    """SGLang's fill value is 1, and the block is on the device alone."""
+    """SGLang's fill value is 1. The padding row's real length is known only on the device."""
     out, expected = replayed([14, 36, 1 + BLOCK], [14, 36, 1])
     torch.testing.assert_close(out[: 2 * BLOCK], expected[: 2 * BLOCK])
 
 
-def test_pages_are_in_the_cache() -> None:
+def test_pages_outside_the_cache_are_refused() -> None:
     scene, wrapper = Scene([2], [5]), paged()
     scene.pages[0][3] = len(scene.k_cache)
     plan(wrapper, scene)
@@ -162,13 +162,13 @@ def test_pages_are_in_the_cache() -> None:
         run(wrapper, scene)
 
 
-def test_a_plan_waits_for_the_device() -> None:
+def test_planning_inside_a_capture_is_refused() -> None:
     wrapper, scene = captured(), Scene([BLOCK] * BATCH, [12, 40, 9])
     with pytest.raises((graph.CaptureError, AssertionError)), graph.graph(graph.Graph()):
         plan(wrapper, scene)
 
 
-def test_masks_of_bits_are_refused() -> None:
+def test_bit_masks_are_refused() -> None:
     scene = Scene([BLOCK] * BATCH, [12, 40, 9])
     wrapper = captured()
     wrapper._custom_mask_buf = torch.zeros(100, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The rehearsal by itself: what a captured graph replays, what it refuses, and whose memory is whose."""
+"""Captured graphs of the GPU emulation: replay, refused operations, and memory reuse."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,13 +14,13 @@ from sglang_dflash.rehearsal.tape import CaptureError
 
 def capture(fn: Callable[[], Any]) -> tuple[Graph, Any]:
     captured = Graph()
-    fn()  # as SGLang warms up
+    fn()  # SGLang's warm-up
     with torch.inference_mode(), graph.graph(captured):
         out = fn()
     return captured, out
 
 
-def test_a_replay_computes_on_what_its_inputs_hold_now() -> None:
+def test_a_replay_reads_current_inputs() -> None:
     x_TH, w_HH = torch.randn(4, 8), torch.randn(8, 8)
 
     def forward() -> tuple[torch.Tensor, Any]:
@@ -41,7 +41,7 @@ def test_a_replay_computes_on_what_its_inputs_hold_now() -> None:
         assert torch.equal(top.indices, expected_top.indices)
 
 
-def test_host_values_are_those_of_the_capture() -> None:
+def test_host_values_are_frozen_at_capture() -> None:
     x, n = torch.zeros(4), [1]
     captured, out = capture(lambda: x + n[0])
     n[0] = 5
@@ -51,14 +51,14 @@ def test_host_values_are_those_of_the_capture() -> None:
 
 @pytest.fixture
 def ranks() -> Iterator[None]:
-    """One rank: what it gathers is its own."""
+    """Start a group of one rank, which gathers only its own values."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("ranks")
-def test_ranks_talk_in_every_replay() -> None:
+def test_collectives_run_in_every_replay() -> None:
     x_TH = torch.zeros(4, 8)
 
     def forward() -> torch.Tensor:
@@ -87,29 +87,29 @@ def test_ranks_talk_in_every_replay() -> None:
         pytest.param(lambda x: x.long().repeat_interleave(x.long()), id="repeat_interleave"),
     ],
 )
-def test_what_waits_for_the_device_is_refused(read: Callable[[torch.Tensor], Any]) -> None:
+def test_operations_that_wait_for_the_device_are_refused(read: Callable[[torch.Tensor], Any]) -> None:
     x = torch.ones(4)
-    with pytest.raises(CaptureError, match=r"test_graph\.py"):  # and says where
+    with pytest.raises(CaptureError, match=r"test_graph\.py"):  # the error names the place
         capture(lambda: read(x) if graph.is_capturing() else None)
     assert not graph.is_capturing()
     assert x.tolist() == [1.0] * 4  # allowed again
 
 
-def test_the_host_may_read_its_own_while_it_captures() -> None:
+def test_host_tensors_may_be_read_during_capture() -> None:
     x, lengths_cpu = torch.zeros(4), host.mark(torch.tensor([3, 5]))
     captured, out = capture(lambda: x + int((lengths_cpu + 1).max()) + len(lengths_cpu.tolist()))
     captured.replay()
     assert out.tolist() == [8.0] * 4
 
 
-def test_a_device_operation_does_not_read_the_hosts_tensors() -> None:
+def test_device_operations_on_host_tensors_are_refused() -> None:
     x, lengths_cpu = torch.zeros(2), host.mark(torch.tensor([3.0, 5.0]))
     with pytest.raises(CaptureError, match="host tensor"):
         capture(lambda: x + lengths_cpu if graph.is_capturing() else None)
 
 
 def test_a_graph_overwrites_the_output_of_one_captured_later() -> None:
-    """The scratch of the first is free when the second is captured, whose output lies there; then the first runs."""
+    """The first graph's scratch is free when the second is captured, so the second's output is put there."""
     x = torch.ones(1000)
     first, _ = capture(lambda: ((x * 2) + 1).sum())
     second, out = capture(lambda: x * 3)
@@ -119,7 +119,7 @@ def test_a_graph_overwrites_the_output_of_one_captured_later() -> None:
     assert out[0] != 3
 
 
-def test_a_launch_is_one_node_and_reads_what_it_likes() -> None:
+def test_a_launch_is_one_node_and_may_read_data() -> None:
     x, into = torch.arange(4.0), torch.zeros(8)
 
     @launch
@@ -136,7 +136,7 @@ def test_a_launch_is_one_node_and_reads_what_it_likes() -> None:
     assert out[0] == 10
 
 
-def test_memory_that_only_a_graph_remembers_is_an_error() -> None:
+def test_inputs_freed_before_replay_are_refused() -> None:
     def forward() -> torch.Tensor:
         if not graph.is_capturing():
             return torch.zeros(4)
@@ -155,7 +155,7 @@ def test_blocks_are_split_and_joined() -> None:
     starts = [tensor.data_ptr() for tensor in (first, second, third)]
     assert starts == [starts[0], starts[0] + 1024, starts[0] + 2048]
     del first, second
-    assert pool.like(torch.empty(2048, dtype=torch.uint8)).data_ptr() == starts[0]  # the two, joined
+    assert pool.like(torch.empty(2048, dtype=torch.uint8)).data_ptr() == starts[0]  # the first two, joined
     del third
     assert pool.like(torch.empty(MIB, dtype=torch.uint8)).data_ptr() == starts[0]
     assert pool.n_bytes == 2 * MIB
@@ -170,7 +170,7 @@ def test_a_view_keeps_its_block() -> None:
     assert pool.like(like).data_ptr() == block
 
 
-def test_the_smallest_block_that_fits_is_taken() -> None:
+def test_the_smallest_fitting_block_is_used() -> None:
     pool = Pool(capacity=8 * MIB)
     sizes = (4096, 512, 1024, 512, 4096)
     blocks = [pool.like(torch.empty(size, dtype=torch.uint8)) for size in sizes]

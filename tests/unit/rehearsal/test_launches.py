@@ -1,4 +1,4 @@
-"""Launches of a step outside graphs and elements that ranks exchange: how they are counted, and a step over budget."""
+"""Launch counts outside graphs, elements exchanged between ranks, and steps over budget."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -28,18 +28,18 @@ def test_views_and_allocations_are_no_launches() -> None:
 
 
 def test_composite_operation_counts_its_parts() -> None:
-    """A strided block makes `flatten` copy, then comes one product; a linear layer with a bias is one operation."""
+    """`flatten` copies a strided block before the product. A linear layer with a bias is one operation."""
     hidden_BDH, weight_VH, bias_V = torch.ones(3, 4, 6)[:, 1:], torch.ones(5, 6), torch.ones(5)
     assert n_launched(lambda: hidden_BDH.flatten(0, 1) @ weight_VH.T) == 2
     assert n_launched(lambda: torch.nn.functional.linear(torch.ones(2, 6)[:1], weight_VH, bias_V)) == 2  # with `ones`
 
 
-def test_kernel_counts_once_whatever_it_does_inside() -> None:
+def test_a_kernel_counts_once() -> None:
     kernel = graph.launch(lambda x: (x + 1).relu().sum())
     assert n_launched(lambda: kernel(torch.ones(4))) == 2  # with `ones`
 
 
-def test_step_within_budget_passes_and_one_more_is_an_error() -> None:
+def test_one_launch_over_budget_is_refused() -> None:
     step = Counter({stage: row.emulated for stage, row in budget.LAUNCHES.items()})
     require(step, allowed(ring=False))
     step["commit"] += 1
@@ -54,8 +54,8 @@ def test_step_within_budget_passes_and_one_more_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
-def test_only_plain_greedy_steps_are_held(greedy: bool) -> None:
-    """Whatever no stage has launched is the step's own, and has a budget too."""
+def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
+    """Launches outside any stage belong to the step, which has a budget too."""
     choose = counted("choose", lambda: torch.ones(4).sum())
     nothing = dict.fromkeys(("logit_bias", "sampling_mask_batch_indices", "penalizer_orchestrator"))
     sampling = SimpleNamespace(is_all_greedy=greedy, has_custom_logit_processor=False, **nothing)
@@ -77,6 +77,6 @@ def test_only_plain_greedy_steps_are_held(greedy: bool) -> None:
     assert launches._step["choose"] == 2
 
 
-def test_two_ranks_lines_that_run_together_are_two_steps() -> None:
+def test_interleaved_lines_of_two_ranks_are_parsed() -> None:
     log = f'ready\n{SAID}{{"rows": 16, "broadcast_": 16}}{SAID}{{"rows": 4}}\n\nINFO: {SAID}{{"rows": 1}}\nend'
     assert steps_in(log) == [{"rows": 16, "broadcast_": 16}, {"rows": 4}, {"rows": 1}]

@@ -1,4 +1,4 @@
-"""What families of targets need in the rehearsal, against definitions one token at a time."""
+"""Emulated experts compared with definitions one token at a time."""
 
 from types import SimpleNamespace
 
@@ -10,12 +10,12 @@ from sglang_dflash.rehearsal import models
 
 
 @pytest.mark.parametrize("use_triton_kernels", [False, True])
-def test_experts_are_those_of_their_tokens_in_either_layout(use_triton_kernels: bool) -> None:
+def test_experts_are_exact_in_either_layout(use_triton_kernels: bool) -> None:
     generator = torch.Generator().manual_seed(0)
-    E, H, C = 4, 6, 5  # experts, hidden, features of an expert
+    E, H, C = 4, 6, 5  # experts, hidden size, features per expert
     w13, w2 = (torch.randn(shape, generator=generator) for shape in ((E, 2 * C, H), (E, H, C)))
     x, weights = torch.randn(3, H, generator=generator), torch.rand(3, 2, generator=generator)
-    ids = torch.tensor([[0, 2], [2, 1], [0, 1]], dtype=torch.int32)  # no token goes to the last
+    ids = torch.tensor([[0, 2], [2, 1], [0, 1]], dtype=torch.int32)  # the last expert gets no token
     lay = (lambda weight: weight.transpose(1, 2).contiguous()) if use_triton_kernels else torch.clone
     layer = SimpleNamespace(
         num_experts=E,

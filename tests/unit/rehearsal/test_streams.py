@@ -1,4 +1,4 @@
-"""Streams of the rehearsal by themselves: what orders them, and what is an error where nothing does."""
+"""Streams of the GPU emulation: operations that order them, and errors for unordered accesses."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ Order = Callable[[Stream, Stream], None]
 
 
 def no_order(first: Stream, then: Stream) -> None:
-    """Nothing orders them."""
+    """Leave the two streams unordered."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def by_current(first: Stream, then: Stream) -> None:
 
 
 def by_host(first: Stream, then: Stream) -> None:
-    first.record_event().synchronize()  # whatever is launched after that comes after it
+    first.record_event().synchronize()  # orders all later launches
 
 
 def by_third(first: Stream, then: Stream) -> None:
@@ -77,7 +77,7 @@ HAZARDS = [
 
 
 def zeros(n: int) -> torch.Tensor:
-    """Made, and done."""
+    """Return zeros whose launch has completed."""
     x = torch.zeros(n, device="cpu")
     streams.synchronize()
     return x
@@ -95,13 +95,13 @@ def one_then_other(first: Callable, then: Callable, order: Order) -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("first", "then"), HAZARDS)
-def test_what_is_ordered_is_none_of_its_business(watched: Watch, first: Callable, then: Callable, order: Order) -> None:
+def test_ordered_accesses_pass(watched: Watch, first: Callable, then: Callable, order: Order) -> None:
     one_then_other(first, then, order)
 
 
 @pytest.mark.parametrize("order", NO_ORDERS)
 @pytest.mark.parametrize(("first", "then"), HAZARDS)
-def test_what_is_not_ordered_is_an_error(watched: Watch, first: Callable, then: Callable, order: Order) -> None:
+def test_unordered_accesses_are_refused(watched: Watch, first: Callable, then: Callable, order: Order) -> None:
     with pytest.raises(UnorderedAccess, match=r"on stream \d+ .*test_streams\.py:\d+.*on stream \d+ .*test_streams"):
         one_then_other(first, then, order)
 
@@ -110,7 +110,7 @@ def test_two_readers_need_no_order(watched: Watch) -> None:
     one_then_other(lambda x: x * 2, lambda x: x + 1, no_order)
 
 
-def test_an_event_orders_what_came_before_it(watched: Watch) -> None:
+def test_an_event_orders_only_earlier_launches(watched: Watch) -> None:
     x, one, other, done = zeros(4), Stream(), Stream(), Event()
     with StreamContext(one):
         x.fill_(1)
@@ -134,7 +134,7 @@ def test_a_writer_waits_for_all_readers(watched: Watch) -> None:
 
 @pytest.fixture
 def whose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are the host's or the device's by how they are made."""
+    """Attribute tensors to the host or the device by how they are created."""
     for name in watch.FACTORIES:
         monkeypatch.setattr(torch, name, getattr(torch, name))
     for name in ("tolist", "numpy", "to", "cpu"):
@@ -152,7 +152,7 @@ def whose(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(lambda y: y + 1, id="computing"),
     ],
 )
-def test_the_host_reads_a_copy_when_it_has_come(watched: Watch, whose: None, read: Callable) -> None:
+def test_the_host_may_read_only_completed_copies(watched: Watch, whose: None, read: Callable) -> None:
     def copied() -> tuple[torch.Tensor, Event]:
         with StreamContext(Stream()):
             x = torch.zeros(4, device="cpu")
@@ -175,14 +175,14 @@ def test_the_host_reads_device_memory_on_the_current_stream(watched: Watch, whos
         one_then_other(lambda x: x.fill_(1), lambda x: x.tolist(), no_order)
 
 
-def test_a_copy_that_blocks_has_come(watched: Watch, whose: None) -> None:
+def test_blocking_copies_are_complete(watched: Watch, whose: None) -> None:
     with StreamContext(Stream()):
         x, y = torch.zeros(4, device="cpu"), torch.empty(4, pin_memory=True)
         y.copy_(x)
         assert x.cpu().tolist() == y.tolist() == [0.0] * 4
 
 
-def test_pinned_memory_is_the_hosts_again_when_the_copy_from_it_is_done(watched: Watch, whose: None) -> None:
+def test_pinned_memory_is_reusable_after_its_copy(watched: Watch, whose: None) -> None:
     stream = Stream()
     with StreamContext(stream):
         pinned = torch.zeros(4, pin_memory=True)
@@ -193,7 +193,7 @@ def test_pinned_memory_is_the_hosts_again_when_the_copy_from_it_is_done(watched:
         stream.synchronize()
         pinned.fill_(1)
     pageable = torch.zeros(4)
-    x = pageable.to("cpu", non_blocking=True)  # has been staged when it returns
+    x = pageable.to("cpu", non_blocking=True)  # pageable memory is staged before the call returns
     pageable.fill_(1)
 
 
@@ -206,7 +206,7 @@ def test_the_hosts_own_tensors_have_no_stream(watched: Watch, whose: None) -> No
             assert int(lengths.sum()) == lengths.sum().item()
 
 
-def test_memory_goes_back_to_the_stream_it_was_made_on(watched: Watch) -> None:
+def test_freed_memory_returns_to_its_stream(watched: Watch) -> None:
     made_on, used_on = Stream(), Stream()
 
     def use_and_forget(how: Callable[[torch.Tensor], object]) -> None:
@@ -223,7 +223,7 @@ def test_memory_goes_back_to_the_stream_it_was_made_on(watched: Watch) -> None:
 
     use_and_forget(lambda x: None)
     with StreamContext(used_on):
-        torch.zeros(4, device="cpu")  # that stream's own memory
+        torch.zeros(4, device="cpu")  # memory of that stream itself
     with pytest.raises(UnorderedAccess, match=r"aten::zeros .*memory of a tensor that is gone.*aten::add"):
         make()
     made_on.wait_stream(used_on)
@@ -241,7 +241,7 @@ def capture(fn: Callable[[], object]) -> Graph:
     return captured
 
 
-def test_a_replay_reads_and_writes_on_the_stream_it_is_replayed_on() -> None:
+def test_a_replay_accesses_memory_on_its_stream() -> None:
     x, y = torch.zeros(4), torch.zeros(4)
 
     @launch
@@ -250,7 +250,7 @@ def test_a_replay_reads_and_writes_on_the_stream_it_is_replayed_on() -> None:
 
     for forward in (lambda: torch.add(x, 1, out=y), lambda: y.add_(x), lambda: kernel(x, y)):
         replayed = capture(forward)
-        for touch, where in ((x, "x"), (y, "y")):
+        for touch in (x, y):
             with Watch(graph.pool()):
                 one = Stream()
                 with StreamContext(one):
@@ -259,10 +259,9 @@ def test_a_replay_reads_and_writes_on_the_stream_it_is_replayed_on() -> None:
                     touch.zero_()
                 current_stream().wait_stream(one)
                 touch.zero_()
-                assert where
 
 
-def test_what_a_graph_returns_is_overwritten_by_the_next_replay() -> None:
+def test_outputs_are_overwritten_by_the_next_replay() -> None:
     x, outs = torch.zeros(4), []
     replayed = capture(lambda: outs.append(x + 1))
     with Watch(graph.pool()):
@@ -276,7 +275,7 @@ def test_what_a_graph_returns_is_overwritten_by_the_next_replay() -> None:
             replayed.replay()
 
 
-def test_an_event_inside_of_a_graph_is_recorded_there() -> None:
+def test_an_event_inside_a_graph_is_recorded_in_place() -> None:
     first, second, read = torch.zeros(4), torch.zeros(4), EventInGraph()
 
     def forward() -> torch.Tensor:
@@ -310,7 +309,7 @@ def test_a_launch_reads_device_memory_without_the_host(watched: Watch) -> None:
 
 
 def test_a_launch_that_copies_to_the_host_stays_on_its_stream(watched: Watch, whose: None) -> None:
-    """SGLang's experts in plain torch, which stand in for a kernel, do this."""
+    """SGLang's experts in plain torch, which stand in for a kernel, copy to the host."""
     x = zeros(4)
 
     @launch
@@ -323,7 +322,7 @@ def test_a_launch_that_copies_to_the_host_stays_on_its_stream(watched: Watch, wh
         x.zero_()
 
 
-def test_an_interpreted_kernel_writes_what_it_changes(watched: Watch) -> None:
+def test_interpreted_kernels_write_only_changed_arguments(watched: Watch) -> None:
     """Triton's interpreter copies every argument back."""
 
     class Executor:
@@ -343,7 +342,7 @@ def test_an_interpreted_kernel_writes_what_it_changes(watched: Watch) -> None:
             given[touched].sum()
 
 
-def test_where_the_host_waits_is_known(watched: Watch) -> None:
+def test_each_place_where_the_host_waits_is_recorded_once(watched: Watch) -> None:
     x = zeros(4)
     before = len(watched.waits)
     for _ in range(2):
@@ -351,7 +350,7 @@ def test_where_the_host_waits_is_known(watched: Watch) -> None:
     assert len(watched.waits) == before + 1
 
 
-def test_streams_nest_and_contexts_are_entered_again() -> None:
+def test_stream_contexts_nest_and_are_reentrant() -> None:
     default, one, other = current_stream(), Stream(), Stream()
     context = StreamContext(one)
     with context, StreamContext(other), context, StreamContext(None):
@@ -359,5 +358,5 @@ def test_streams_nest_and_contexts_are_entered_again() -> None:
     assert current_stream() is default
 
 
-def test_nothing_is_watched_outside() -> None:
+def test_accesses_outside_a_watch_pass() -> None:
     one_then_other(lambda x: x.add_(1), lambda x: x * 2, no_order)

@@ -1,4 +1,4 @@
-"""FlashInfer's TensorRT-LLM entry points, as SGLang calls them, over the definitions of their kernels."""
+"""FlashInfer's TensorRT-LLM entry points, called as SGLang does, over emulated kernels."""
 
 from typing import Any
 
@@ -20,12 +20,12 @@ def on(gpu: str) -> None:
 
 
 def hnd(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-    """[pages, G, page size, E], as SGLang sees its caches of [pages, page size, G, E]."""
+    """Return the caches as [pages, G, page size, E], the layout SGLang passes on."""
     return scene.k_cache.transpose(1, 2), scene.v_cache.transpose(1, 2)
 
 
 def bits(allowed_NN: torch.Tensor) -> torch.Tensor:
-    """Words of 16 bits, the lowest first, two of them for each begun 32."""
+    """Pack a mask into 16-bit words, lowest bit first, two words per begun 32 keys."""
     n = len(allowed_NN)
     words = -(-n // 32) * 2
     padded = torch.zeros(n, words * 16, dtype=torch.int64)
@@ -65,8 +65,8 @@ def test_decoding_and_verifying(gpu: str, n_queries: int, page_size: int, left: 
     torch.testing.assert_close(out, scene.expected(causal=True, left=left, sinks=sinks))
 
 
-def test_xqa_reads_its_mask() -> None:
-    """Not a causal one: the block is a tree of two branches."""
+def test_xqa_applies_its_mask() -> None:
+    """The mask is a tree of two branches, not a causal one."""
     on("sm90")
     scene = Scene([3, 3], [40, 5], 16)
     tree = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]])
@@ -75,8 +75,8 @@ def test_xqa_reads_its_mask() -> None:
 
 
 @pytest.mark.parametrize("gpu", ["sm90", "sm100"])
-def test_rows_of_one_token_see_a_whole_block(gpu: str) -> None:
-    """As SGLang runs a layer that is not causal: every slot of the block is a request of its own."""
+def test_rows_of_one_token_attend_to_a_whole_block(gpu: str) -> None:
+    """SGLang runs a non-causal layer with every slot of the block as its own request."""
     on(gpu)
     scene = Scene([4, 4], [40, 21], 16)
     rows = torch.arange(2).repeat_interleave(4)
@@ -116,7 +116,7 @@ def test_prompts_by_trtllm_gen(causal: bool, left: int) -> None:
 
 
 def fmha_v2(scene: Scene, halves: bool, layout: str = "NHD", **changes: Any) -> torch.Tensor:
-    """Keys and values of a page together, or in two halves of one allocation."""
+    """Run the prefill with keys and values of a page together, or in two halves of one allocation."""
     from flashinfer.prefill import trtllm_fmha_v2_prefill
 
     on("sm90")
@@ -141,7 +141,7 @@ def test_prompts_by_fmha_v2(halves: bool, layout: str, mode: str, left: int) -> 
 
 def dirty(scene: Scene) -> dict[str, Any]:
     workspace = torch.zeros(XQA_SEMAPHORES + MIB, dtype=torch.uint8)
-    trtllm.scribble(workspace)  # as any kernel that was given all of it
+    trtllm.scribble(workspace)  # as a kernel does that got the whole buffer
     return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": workspace[:4096]}
 
 
@@ -173,21 +173,21 @@ def test_metadata_is_checked(gpu: str, changes: Any, complaint: str) -> None:
         decode(scene, **changes(scene))
 
 
-def test_scratch_is_not_semaphores() -> None:
-    """One buffer for both kernels of sm90 works, as SGLang cuts it, and only so."""
+def test_scratch_must_not_overlap_semaphores() -> None:
+    """Both kernels of sm90 can share one buffer only if cut as SGLang cuts it."""
     on("sm90")
     scene, workspace = Scene([4, 4], [40, 21], 16), torch.zeros(XQA_SEMAPHORES + MIB, dtype=torch.uint8)
     for _ in range(2):
         decode(scene, workspace_buffer=workspace)
         fmha_v2(scene, False, workspace_buffer=workspace[XQA_SEMAPHORES:])
-    assert workspace[XQA_SEMAPHORES:].any()  # or it would prove nothing
+    assert workspace[XQA_SEMAPHORES:].any(), "the scratch was never written"
     fmha_v2(scene, False, workspace_buffer=workspace)
     with pytest.raises(AssertionError, match="semaphores must be zero"):
         decode(scene, workspace_buffer=workspace)
 
 
 @pytest.mark.parametrize("gpu", ["sm90", "sm100"])
-def test_pages_have_a_size_the_kernel_knows(gpu: str) -> None:
+def test_unknown_page_sizes_are_refused(gpu: str) -> None:
     on(gpu)
     with pytest.raises(AssertionError, match="8 tokens a page"):
         decode(Scene([4, 4], [40, 21], 8))
@@ -208,7 +208,7 @@ def test_a_prompts_metadata_is_checked(kernel: Any, changes: Any, complaint: str
         kernel(scene, **changes(scene))
 
 
-def test_values_lie_where_the_table_says():
+def test_misplaced_values_are_refused():
     scene = Scene([4], [40], 16)
     with pytest.raises(AssertionError, match="not where the table says"):
         fmha_v2(scene, True, block_tables=torch.stack([scene.table, scene.table + 1], dim=1))

@@ -1,4 +1,4 @@
-"""`sglang_dflash.servers.server` and `.progress` against a stand-in: starting, dying, pausing, stopping."""
+"""Server processes, with a stand-in: starting, dying, pausing and stopping."""
 
 import socket
 import subprocess
@@ -47,7 +47,7 @@ def test_a_server_that_dies_is_reported_with_the_end_of_its_log(fake):
         pytest.fail("it cannot be ready")
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path):
+def test_waiting_for_a_mute_server_times_out(tmp_path):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     server = Server(command, port=free_port(31900), log=tmp_path / "log", env={}, name="mute")
     server.start()
@@ -61,7 +61,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path):
 
 def test_a_taken_port_is_refused_by_its_number(fake):
     server = fake()
-    server.stop()  # of what never started: nothing
+    server.stop()  # does nothing before a start
     with socket.socket() as other:
         other.bind((HOST, server.port))
         other.listen()
@@ -72,7 +72,7 @@ def test_a_taken_port_is_refused_by_its_number(fake):
 
 
 def test_two_processes_never_choose_the_same_port():
-    """Even before either has started a server there; a process that is gone holds none."""
+    """A port is reserved even before a server starts there, and is free once its process has ended."""
     choose = "from sglang_dflash.servers.ports import free_port; print(free_port(31950), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", choose], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -109,7 +109,7 @@ def test_a_paused_server_uses_no_cpu_and_can_be_stopped(fake):
     assert not server.running
 
 
-def test_a_refused_request_says_what_the_server_said(fake):
+def test_a_refused_request_quotes_the_server(fake):
     with fake() as server, pytest.raises(ServerError, match=r"/generate answered 400: .*empty prompt"):
         server.generate([])
 
@@ -120,7 +120,7 @@ def test_answers_come_in_the_order_of_the_prompts(fake):
     assert [answer.token_ids[0] for answer in answers] == list(range(20))
 
 
-def test_waiting_for_several_prints_plain_lines_when_there_is_no_terminal(fake):
+def test_progress_is_plain_lines_without_a_terminal(fake):
     out = StringIO()
     servers = [fake()]
     servers[0].start()

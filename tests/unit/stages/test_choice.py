@@ -1,4 +1,4 @@
-"""Parameters repeated for every slot, and SGLang's own functions run over B x N rows, against one row at a time."""
+"""Choice: sampling every slot of B x N rows with SGLang's own functions, compared with one row at a time."""
 
 from array import array
 from collections.abc import Iterator
@@ -36,9 +36,9 @@ WHOLE = 1 << 30  # SGLang's top_k for the whole vocabulary
 
 @pytest.fixture(scope="module", autouse=True)
 def sampler_on_cpu() -> Iterator[None]:
-    """SGLang's sampler with its torch backend, which is the one that takes seeds.
+    """Run SGLang's sampler with its torch backend, the one that takes seeds.
 
-    SGLang's hash needs its compiled operators; any hash of seed, position and column will do.
+    SGLang's hash needs compiled operators. Here any hash of seed, position and column will do.
     """
     settings = SimpleNamespace(
         deterministic=SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False),
@@ -82,7 +82,7 @@ def info_of(rows: list[dict[str, Any]], **fields: Any) -> SamplingBatchInfo:
 
 
 def draw(logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_T: torch.Tensor) -> list[int]:
-    """What SGLang's sampler draws, a token per row; it works in place."""
+    """Draw one token per row with SGLang's sampler, which edits logits in place."""
     output = LogitsProcessorOutput(next_token_logits=logits_TV.clone())
     return Sampler()(output, info, False, [], [], positions_T).tolist()
 
@@ -107,7 +107,7 @@ def request(prompt: list[int], **sampling: Any) -> Req:
 
 
 def chosen(choice: Choice, batch: Any, logits_BNV, prefix_lens, tokens_BN=None, *, grammar_tree=None) -> torch.Tensor:
-    """target_BN of a step; edits the logits in place, and `batch.output` is what the rest of the step is given."""
+    """Return target_BN of a step. Edits the logits in place. `batch.output` is the output passed on."""
     tokens_BN = torch.zeros(logits_BNV.shape[:2], dtype=torch.int64) if tokens_BN is None else tokens_BN
     prefix_len_B = torch.tensor(prefix_lens)
     nothing = None
@@ -129,15 +129,15 @@ PARAMETERS = {
 
 @given(st.lists(st.fixed_dictionaries({}, optional=PARAMETERS), min_size=1, max_size=4), st.integers(0, 10**6))
 @settings(max_examples=40)
-def test_every_slot_draws_as_its_request_would_alone_at_that_position(rows, torch_seed):
-    """With seeds a draw is a function of seed and position, so a mix can be compared with each request by itself."""
+def test_every_slot_draws_as_its_request_would_alone(rows, torch_seed):
+    """Compare a mixed batch with each request alone: with a seed, a draw depends on seed and position only."""
     torch.manual_seed(torch_seed)
     logits_BNV = 3 * torch.randn(len(rows), N, V)
     prefix_lens = torch.randint(0, 900, (len(rows),)).tolist()
     together_BN = chosen(make_choice(), batch_of(info_of(rows)), logits_BNV.clone(), prefix_lens)
     names = {name for row in rows for name in row}
     for b, slot in product(range(len(rows)), range(N)):
-        # Every parameter spelled out: the batch as a whole decides which of SGLang's two functions runs.
+        # Spell out every parameter: the batch as a whole selects one of SGLang's two functions.
         alone = {"temperature": 1.0, "top_p": 1.0, "top_k": WHOLE} | rows[b]
         info = info_of([{name: value for name, value in alone.items() if name in names}])
         assert draw(logits_BNV[b, slot : slot + 1], info, torch.tensor([prefix_lens[b] + slot])) == [
@@ -145,15 +145,15 @@ def test_every_slot_draws_as_its_request_would_alone_at_that_position(rows, torc
         ]
 
 
-def test_a_sampled_request_is_drawn_beside_a_greedy_one():
-    """By its seed and the position of each slot."""
+def test_sampled_and_greedy_requests_share_a_batch():
+    """Compare with draws from the request's seed and each slot's position."""
     torch.manual_seed(0)
     greedy, sampled = {"top_k": 1}, {"temperature": 5.0, "seed": 7}
     logits_BNV = torch.randn(2, N, V)
     target_BN = chosen(make_choice(), batch_of(info_of([greedy, sampled])), logits_BNV.clone(), [20, 30])
     likeliest_BN = logits_BNV.argmax(-1)
     assert torch.equal(target_BN[0], likeliest_BN[0])
-    # A row of one request that is sampled with top_k, which the greedy one brings into the batch.
+    # The greedy request brings top_k into the batch, so the lone request gets top_k too.
     alone = info_of([sampled | {"top_k": V}])
     drawn = [draw(logits_BNV[1, i][None], alone, torch.tensor([30 + i]))[0] for i in range(N)]
     assert target_BN[1].tolist() == drawn
@@ -161,7 +161,7 @@ def test_a_sampled_request_is_drawn_beside_a_greedy_one():
 
 
 def test_min_p_holds_for_every_slot_of_its_request():
-    """SGLang draws min_p without seeds only; at 1.0 it leaves the most likely token alone."""
+    """SGLang draws with min_p only without seeds. min_p = 1.0 keeps only the most likely token."""
     logits_TV = torch.randn(3 * N, V)
     info = over_slots(info_of([{}, {"min_p": 1.0}, {"min_p": 0.01}]), N)
     info.sampling_seed = None
@@ -172,15 +172,12 @@ def test_min_p_holds_for_every_slot_of_its_request():
     assert not (drawn_TN[:, 2] == drawn_TN[0, 2]).all()
 
 
-# -- custom processors ------------------------------------------------------------------------------------------------
-
-
 def entries(*pairs: tuple[CustomLogitProcessor, list[int]]) -> dict[int, ProcessorEntry]:
     return {i: ProcessorEntry(processor, rows, torch.tensor(rows)) for i, (processor, rows) in enumerate(pairs)}
 
 
 def with_processor(processor: CustomLogitProcessor, row: dict[str, Any], params: Any = None, **fields) -> Any:
-    """One request's."""
+    """Return the sampling info of one request with `processor`."""
     of_it = {"custom_params": [params], "custom_logit_processor": entries((processor, [0]))}
     return info_of([row], has_custom_logit_processor=True, **of_it, **fields)
 
@@ -189,15 +186,15 @@ GREEDY, SAMPLED = {"top_k": 1}, {"temperature": 5.0}
 BOTH = pytest.mark.parametrize("row", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 NGRAM = {"ngram_size": 2, "window_size": 100}
 PROMPTS = [[1, 2, 3], [4], [5, 5], [6, 9]]
-TEXTS = [[7, 8, 7], [1], [2, 2], [9, 6, 9, 8]]  # what each has output
+TEXTS = [[7, 8, 7], [1], [2, 2], [9, 6, 9, 8]]  # output tokens of each request
 
 
 @pytest.mark.parametrize("late", [[[]] * 3, [[7, 8], [1], [1, 2, 3]]], ids=["seen", "late"])
-def test_a_processor_reads_the_text_at_its_slot(late):
-    """No bigram twice: what is banned at a slot follows from its request's text up to it.
+def test_a_processor_reads_the_tokens_before_its_slot(late):
+    """Ban repeated bigrams: the tokens banned at a slot follow from the request's tokens before that slot.
 
-    The host has not seen the `late` tokens yet. The last request has joined since the step before: SGLang puts it into
-    the list of that step's batch.
+    The host has not seen the `late` tokens yet. The last request joins after the previous step: SGLang appends it to
+    the request list of that step's batch.
     """
     torch.manual_seed(0)
     reqs = [request(prompt) for prompt in PROMPTS]
@@ -229,7 +226,7 @@ def test_a_processor_reads_the_text_at_its_slot(late):
     assert [req.output_ids.tolist() for req in reqs] == TEXTS
 
 
-def test_the_text_is_not_fetched_unless_it_is_read(monkeypatch):
+def test_texts_are_fetched_only_for_processors_that_read_them(monkeypatch):
     monkeypatch.setattr(Processors, "_texts", lambda *args: pytest.fail("the host waited"))
     info = with_processor(DisallowedTokensLogitsProcessor(), {}, {"token_ids": [5], "__req__": request([1])})
     batch = SimpleNamespace(reqs=[request([1])], sampling_info=info)
@@ -238,11 +235,8 @@ def test_the_text_is_not_fetched_unless_it_is_read(monkeypatch):
     assert logits_TV[:, 5].isinf().all()
 
 
-# -- a step ----------------------------------------------------------------------------------------------------------
-
-
 class Kinds(Whole):
-    """Remembers what is asked of the logits."""
+    """Logits that record which form was requested."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -268,8 +262,8 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("need", NEEDS)
-def test_logits_are_whole_only_where_a_request_needs_them(need, monkeypatch):
-    """The rest of the step is given them; a greedy step hands none on, and samples nothing."""
+def test_logits_are_gathered_whole_only_for_requests_that_need_them(need, monkeypatch):
+    """A greedy step passes no logits on and samples nothing."""
     monkeypatch.setattr(choice_module, "allowed", lambda *_: None)
     kinds, fields = Kinds(), dict(NEEDS[need])
     rows, sampling = fields.pop("rows", [GREEDY] * 2), fields.pop("sampling", {})
@@ -291,8 +285,8 @@ class Scales(CustomLogitProcessor):
         return logits_TV * -10
 
 
-def test_logits_go_through_all_that_they_would_without_speculation(monkeypatch):
-    """In that order, in every slot: ((4 / 2 + 7) + 1) * -10."""
+def test_logits_are_edited_in_sglangs_order(monkeypatch):
+    """Every slot gets penalties, bias, grammar and processor in this order: ((4 / 2 + 7) + 1) * -10."""
     grammar = SimpleNamespace(apply=lambda logits_TV: logits_TV.add_(7))
     monkeypatch.setattr(choice_module, "allowed", lambda *_: grammar)
     req, choice = request([1, 2], repetition_penalty=2.0), make_choice()
@@ -307,7 +301,10 @@ def test_logits_go_through_all_that_they_would_without_speculation(monkeypatch):
 
 @pytest.mark.parametrize("row", [{"top_k": 1}, {"temperature": 0.01}], ids=["greedy", "sampled"])
 def test_a_processor_is_applied_once(row):
-    """It turns the order around, and twice would turn it back; so cold, the sampler takes the likeliest."""
+    """The processor reverses the order of the logits, so that applying it twice would restore them.
+
+    At temperature 0.01 the sampler takes the most likely token.
+    """
     logits_1NV = torch.randperm(V).float().expand(1, N, V).contiguous()
     target_1N = chosen(make_choice(), batch_of(with_processor(Scales(), row), request([1])), logits_1NV.clone(), [1])
     assert torch.equal(target_1N, logits_1NV.argmin(-1))
@@ -322,17 +319,17 @@ class Reads(CustomLogitProcessor):
         return logits_TV
 
 
-def test_a_text_is_known_from_step_to_step_before_its_request_has_it():
-    """The scheduler is one step behind: it has told the request neither the anchor nor, later, the step after it."""
+def test_processors_and_penalties_see_tokens_the_scheduler_lacks():
+    """The scheduler lags by one step: at first the request lacks the anchor, later the tokens of the last step."""
     req, choice, processor = request([1, 2, 3], frequency_penalty=1.0), make_choice(), Reads()
     batch = batch_of(with_processor(processor, GREEDY, {"__req__": req}), req)
     choice.begin(batch)
     choice.anchors(batch, torch.tensor([7]))
-    said_1N, drafts_1N = torch.tensor([[8, 4, 6, 6]]), torch.tensor([[7, 8, 9, 9]])
+    target_1N, drafts_1N = torch.tensor([[8, 4, 6, 6]]), torch.tensor([[7, 8, 9, 9]])
     chosen(choice, batch, torch.zeros(1, N, V), [3], drafts_1N)
     assert processor.texts == [[7], [7, 8], [7, 8, 9], [7, 8, 9, 9]]
 
-    choice.count_tokens(batch, accept_ref(drafts_1N, said_1N, torch.tensor([3])))  # 8 and the bonus, 4
+    choice.count_tokens(batch, accept_ref(drafts_1N, target_1N, torch.tensor([3])))  # commits 8 and the bonus 4
     req.output_ids.append(7)
     logits_1NV = torch.zeros(1, N, V)
     chosen(choice, batch, logits_1NV, [5], torch.tensor([[4, 4, 9, 9]]))
@@ -342,7 +339,7 @@ def test_a_text_is_known_from_step_to_step_before_its_request_has_it():
 
 
 @BOTH
-def test_log_probabilities_are_made_of_the_logits_that_were_drawn_from(row):
+def test_sampling_leaves_logits_unchanged_for_log_probabilities(row):
     """The sampler turns logits into probabilities in place."""
     logits_1NV = torch.randn(1, N, V)
     before_1NV = logits_1NV.clone()
@@ -351,8 +348,8 @@ def test_log_probabilities_are_made_of_the_logits_that_were_drawn_from(row):
 
 
 @BOTH
-def test_ranks_take_what_the_first_of_them_drew(row):
-    """Of another rank, whose own draws differ."""
+def test_ranks_use_the_tokens_drawn_by_the_first_rank(row):
+    """The rank under test is not the first, and would draw other tokens."""
     first = SimpleNamespace(world_size=2, rank_in_group=1, broadcast=lambda tokens, src: tokens.fill_(40 + src))
     choice, batch = make_choice(first), batch_of(info_of([row]), request([1]))
     choice.begin(batch)

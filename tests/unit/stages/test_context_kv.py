@@ -1,4 +1,4 @@
-"""When context K/V are written: at once, or before they are read."""
+"""Context K/V writes: immediate, or deferred until a draft reads them."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ class Draft:
     def __init__(self):
         attention = SimpleNamespace(
             k_norm=SimpleNamespace(variance_epsilon=1e-6),
-            rotary_emb=SimpleNamespace(cos_sin_cache=torch.tensor([[1.0, 0.0]]).repeat(64, 1)),  # turns nothing
+            rotary_emb=SimpleNamespace(cos_sin_cache=torch.tensor([[1.0, 0.0]]).repeat(64, 1)),  # no rotation
         )
         self.attentions, self.layers, self.k_norm_LE = [attention], [None], None
         self.fc = SimpleNamespace(weight=torch.zeros(2, 2))
@@ -32,7 +32,7 @@ class Draft:
 
 
 class SameSlots:
-    """The target's, as in `SharedSlots`; a prompt's are given."""
+    """The target's slots, as in `SharedSlots`. The slots of a prompt are given."""
 
     def of_block(self, plan, block):
         return block.slots_BN.view(-1)
@@ -60,10 +60,10 @@ def features(n, value):
 
 
 def one_token(context, rids, slots, value):
-    """A step that drafts nothing, of requests whose features all have that value."""
+    """Append a step that drafts nothing, of requests whose features all equal `value`."""
     buffer = features(len(rids), value)
     context.append(rids, step([[slot] for slot in slots], drafts=False), buffer, torch.ones(len(rids)).int())
-    buffer.fill_(-1)  # it was a graph's, and the next forward writes to it
+    buffer.fill_(-1)  # the buffer belongs to a graph, and the next forward overwrites it
 
 
 def test_steps_without_drafts_are_written_together_before_the_next_draft():
@@ -79,22 +79,22 @@ def test_steps_without_drafts_are_written_together_before_the_next_draft():
     assert k[:6, 0, 0].tolist() == [1, 1, 2, 2, 3, 3]
 
 
-def test_where_slots_are_copied_out_when_a_request_ends_nothing_is_late():
+def test_nothing_is_late_where_ended_requests_slots_are_copied_out():
     context, k = make_context(may_wait=False)
     one_token(context, ["a", "b"], [0, 1], value=1)
     assert k[:2, 0, 0].tolist() == [1, 1]
     assert context.late.n_rows == 0
 
 
-def test_no_more_of_a_request_is_late_than_a_block():
-    """Its ring has no more room."""
+def test_at_most_one_block_of_a_request_is_late():
+    """The request's ring has no more room."""
     context, k = make_context()
     for i in range(BLOCK + 1):
         one_token(context, ["a"], [i], value=i + 1)
     assert k[:, 0, 0].tolist() == [1, 2, 3, 4] + [0] * 20
 
 
-def test_as_many_requests_as_run_are_late_at_once():
+def test_all_running_requests_can_be_late_at_once():
     n_requests = LATE_ROWS + 1
     context, k = make_context(n_slots=n_requests, n_requests=n_requests)
     one_token(context, [str(i) for i in range(n_requests)], list(range(n_requests)), value=1)
@@ -102,23 +102,23 @@ def test_as_many_requests_as_run_are_late_at_once():
     assert k[:, 0, 0].tolist() == [1] * n_requests
 
 
-def test_of_a_block_only_what_is_kept_is_written():
+def test_only_kept_tokens_of_a_block_are_written():
     context, k = make_context()
     plan = step([[0, 1, 2, 3], [4, 5, 6, 7]], drafts=True)
     context.append(["a", "b"], plan, features(8, 1), torch.tensor([1, 3]).int())
     assert k[:8, 0, 0].tolist() == [1, 0, 0, 0, 1, 1, 1, 0]
 
 
-def test_all_rows_of_blocks_are_written_where_none_may_wait_too():
-    """A dry run meets the form that a prompt takes, whatever waits."""
+def test_write_all_writes_every_row():
+    """A dry run must exercise the form that a prompt takes, with and without deferred rows."""
     for may_wait in (True, False):
         context, k = make_context(may_wait=may_wait)
         context.write_all(step([[0, 1], [4, 5]], drafts=False), features(4, 3))
         assert k[:6, 0, 0].tolist() == [3, 3, 0, 0, 3, 3]
 
 
-def test_rings_get_the_end_of_a_prompt_and_the_block_behind_it():
-    """In slots of their own; here 12 for the request in row 1, of which a block may take 4."""
+def test_rings_get_the_end_of_a_prompt_and_the_next_block():
+    """A ring has slots of its own: here 12 for the request in row 1, 4 of them reserved for a block."""
     rings = make_rings(torch.zeros(2, 64), window=8, widest=BLOCK)
     context, k = make_context(rings)
     request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))
@@ -131,7 +131,7 @@ def test_rings_get_the_end_of_a_prompt_and_the_block_behind_it():
     assert k[:, 0, 0].tolist() == [0] * 12 + [12, 13, 14, 15, 16, 17, 18, 19] + [99, 99, 0, 0]
 
 
-def test_late_rows_are_no_more_than_were_allotted():
+def test_late_rows_stay_within_their_allotment():
     late = LateRows(n_rows=5, n_steps=100, like_TC=torch.zeros(1, 2))
     two = torch.zeros(2, dtype=torch.int64)
     for _ in range(2):
@@ -142,10 +142,10 @@ def test_late_rows_are_no_more_than_were_allotted():
 
 
 @pytest.mark.parametrize("reader", ["decode", "prompt"])
-def test_a_slot_that_passed_to_another_request_keeps_what_that_one_wrote(reader):
+def test_late_rows_do_not_overwrite_a_slots_next_owner(reader):
     context, k = make_context()
     one_token(context, ["a", "b"], [3, 4], value=1)
-    # "a" ended, and its slot is given to another request's next token or prompt
+    # "a" ended, and its slot now belongs to another request's next token or prompt.
     if reader == "decode":
         one_token(context, ["b"], [3], value=2)
         context.before_draft(step([[5, 6]], drafts=True))
@@ -154,8 +154,8 @@ def test_a_slot_that_passed_to_another_request_keeps_what_that_one_wrote(reader)
     assert k[3:5, 0, 0].tolist() == [2, 1]
 
 
-def test_rows_are_forgotten_with_the_cache():
-    """Their slots are other requests' by the next step."""
+def test_clearing_the_cache_drops_late_rows():
+    """The slots of late rows belong to other requests by the next step."""
     context, k = make_context()
     worker = DFlashWorker.__new__(DFlashWorker)
     worker.stages = SimpleNamespace(context_kv=context)
@@ -172,12 +172,12 @@ requests = st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True)
 
 
 @given(st.lists(st.tuples(requests, st.sampled_from(["one", "block", "prompt"])), max_size=30), st.randoms())
-def test_a_draft_reads_what_it_would_if_all_were_written_at_once(events, random):
+def test_deferred_writes_equal_immediate_writes(events, random):
     context, k = make_context()
     want = torch.zeros(N_SLOTS)
     for value, (rids, kind) in enumerate(events, start=1):
         mine = torch.cat(context.late.slots).tolist() if context.late.slots and context.late.rids == rids else []
-        others = [slot for slot in range(N_SLOTS) if slot not in mine]  # a request's tokens have slots of their own
+        others = [slot for slot in range(N_SLOTS) if slot not in mine]  # tokens of one request never share a slot
         slots = random.sample(others, len(rids) * (1 if kind == "one" else 2))
         want[slots] = float(value)
         if kind == "one":

@@ -1,4 +1,4 @@
-"""The texts that copies are taken from: written with prompts and steps, whoever had the row before."""
+"""Copier: n-gram copies from the token history of each table row, filled by prompts and steps."""
 
 from array import array
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from sglang_dflash.stages.copier import NoCopies, RandomCopies, TextCopies, make
 
 VOCABULARY, M = 100, 60
 TABLE = torch.zeros(4, M, dtype=torch.int32)
-TEXT = [*range(1, 21), *range(1, 16)]  # its last fifteen tokens were there before, and then came 16, 17, ...
+TEXT = [*range(1, 21), *range(1, 16)]  # the last fifteen tokens occurred before, followed by 16, 17, ...
 
 
 def batch_of(*texts: list[int], rows: list[int]) -> Any:
@@ -36,25 +36,25 @@ def plan_of(prefix_len: list[int], rows: list[int], width: int) -> Any:
     return SimpleNamespace(prefix_len_B=torch.tensor(prefix_len), rows_B=torch.tensor(rows), width=width)
 
 
-def step(copies: TextCopies, prefix_len: int, row: int, block: list[int], said: list[int]) -> list[int]:
-    """What was verified; the target says `said`."""
+def step(copies: TextCopies, prefix_len: int, row: int, block: list[int], predicted: list[int]) -> list[int]:
+    """Return the verified tokens of a step in which the target predicts `predicted`."""
     plan = plan_of([prefix_len], [row], len(block))
     copied = copies.copy(plan, torch.tensor([block]))
-    copies.weigh(copied, accept_ref(copied.tokens_BN, torch.tensor([said]), plan.prefix_len_B))
+    copies.weigh(copied, accept_ref(copied.tokens_BN, torch.tensor([predicted]), plan.prefix_len_B))
     return copied.tokens_BN[0].tolist()
 
 
-def test_a_prompt_and_its_steps_are_copied_from() -> None:
+def test_prompt_and_committed_tokens_are_copied() -> None:
     copies = having([50, 51], TEXT, rows=[1, 3])
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
-    # The next anchor is 19, behind what the step kept.
+    # The next anchor is 19, which follows the tokens that the step kept.
     assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
     assert step(copies, len(TEXT) + 3, 3, [19, 60, 61], [20, 1, 2]) == [19, 20, 1]
     assert copies.text_QM[1, :2].tolist() == [50, 51]
 
 
-def test_forget_leaves_no_counts_of_dry_runs() -> None:
-    """A dry run's text is all zeros, so every place matches and every block is a copy."""
+def test_forget_clears_counts_of_dry_runs() -> None:
+    """The token history of a dry run is all zeros, so every place matches and every block is a copy."""
     copies = TextCopies(TABLE, VOCABULARY)
     step(copies, M // 2, 2, [0, 0, 0, 0], [0, 0, 0, 7])
     assert copies.counts_QK2.any()
@@ -64,14 +64,14 @@ def test_forget_leaves_no_counts_of_dry_runs() -> None:
     assert not any(any(row) for row in copies.totals())
 
 
-def test_a_rejected_copy_is_not_text() -> None:
+def test_rejected_copies_are_not_kept_in_the_history() -> None:
     copies = having(TEXT, rows=[3])
     step(copies, len(TEXT), 3, [16, 60, 61], [40, 0, 0])
     step(copies, len(TEXT) + 1, 3, [40, 62, 63], [41, 0, 0])
     assert copies.text_QM[3, : len(TEXT) + 4].tolist() == [*TEXT, 16, 40, 62, 63]
 
 
-def test_a_step_that_drafts_nothing_is_text_too() -> None:
+def test_steps_without_drafts_extend_the_history() -> None:
     copies = having(TEXT[:-1], rows=[3])
     assert step(copies, len(TEXT) - 1, 3, [15], [16]) == [15]
     assert not copies.counts_QK2.any()
@@ -82,7 +82,7 @@ def test_a_step_that_drafts_nothing_is_text_too() -> None:
     assert copies.totals() == before[1]
 
 
-def test_the_next_request_of_a_row_learns_anew() -> None:
+def test_counts_are_reset_for_the_next_request_of_a_row() -> None:
     copies = having(TEXT, rows=[2])
     for _ in range(3):  # copies fail, the block does not
         step(copies, len(TEXT), 2, [16, 60, 61], [60, 61, 62])
@@ -94,15 +94,15 @@ def test_the_next_request_of_a_row_learns_anew() -> None:
     assert step(copies, len(TEXT), 2, [16, 60, 61], [60, 61, 62]) == [16, 17, 18]
 
 
-def test_all_requests_of_a_batch_learn_anew() -> None:
+def test_counts_are_reset_for_all_requests_of_a_batch() -> None:
     copies = TextCopies(TABLE, VOCABULARY)
     copies.counts_QK2[:] = -7
     copies.read(batch_of(TEXT, [9, 8, 7], rows=[1, 3]))
     assert [row.any().item() for row in copies.counts_QK2] == [True, False, True, False]
 
 
-def test_a_request_that_was_retracted_goes_on_in_another_s_row() -> None:
-    """Its prompt is found in the cache, and all of its text is there again, over that of the row's last request."""
+def test_a_retracted_request_resumes_in_another_row() -> None:
+    """The prompt is in the prefix cache, and the whole history is written again over the row's last request."""
     copies = having(list(range(40, 40 + M - 4)), rows=[3])
     step(copies, M - 4, 3, [96, 97, 98], [50, 51, 52])
     req = Req("r", "", array("q", TEXT[:18]), SamplingParams(), vocab_size=VOCABULARY)
@@ -114,8 +114,8 @@ def test_a_request_that_was_retracted_goes_on_in_another_s_row() -> None:
     assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
 
 
-def test_requests_of_one_step_copy_from_their_own_texts() -> None:
-    """They stand in the batch in another order than in the table, and say the same tokens before other ones."""
+def test_requests_of_one_step_copy_from_their_own_history() -> None:
+    """The batch orders its requests unlike the table, and the same tokens are followed by different ones."""
     copies = TextCopies(TABLE, VOCABULARY)
     shifted = [*TEXT[:15], *range(70, 76), *TEXT[:15]]
     copies.read(batch_of(TEXT, shifted, rows=[3, 0]))
@@ -127,19 +127,19 @@ def test_requests_of_one_step_copy_from_their_own_texts() -> None:
     assert worth == {0: [-1, 1], 1: [0, 0], 2: [0, 0], 3: [2, 1]}
 
 
-def test_a_shorter_text_in_the_row_ends_where_it_ends() -> None:
-    """Behind it stands the one before."""
+def test_a_shorter_history_in_the_row_hides_the_older_one() -> None:
+    """The rest of the row still holds the longer history."""
     copies = having(TEXT, rows=[3])
     copies.read(batch_of(TEXT[-15:], rows=[3]))
     assert step(copies, 15, 3, [16, 60, 61], [17, 18, 19]) == [16, 60, 61]
 
 
-def test_a_picture_is_no_text() -> None:
+def test_image_tokens_are_not_copied() -> None:
     copies = having([1, VOCABULARY - 1, VOCABULARY, 1 << 40, 2], rows=[0])
     assert copies.text_QM[0, :5].tolist() == [1, VOCABULARY - 1, -1, -1, 2]
 
 
-def test_totals_say_what_was_copied_and_kept() -> None:
+def test_totals_count_copied_and_kept_tokens() -> None:
     copies = having(TEXT, rows=[3])
     step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19])
     assert copies.totals() == [[0, 0], [0, 0], [0, 0], [0, 0], [1, 2]]
@@ -150,19 +150,19 @@ def test_totals_say_what_was_copied_and_kept() -> None:
     ("copy", "kind"),
     [(Copy.OFF, NoCopies), (Copy.AUTO, TextCopies), (Copy.ON, TextCopies), (Copy.RANDOM, RandomCopies)],
 )
-def test_which_servers_copy(copy: Copy, kind: type) -> None:
+def test_the_flag_selects_the_copier(copy: Copy, kind: type) -> None:
     assert type(make_copier(copy, TABLE, VOCABULARY)) is kind
 
 
-def test_random_copies_are_sometimes_taken_and_the_same_on_every_rank() -> None:
+def test_random_copies_occur_and_agree_on_every_rank() -> None:
     ranks = [RandomCopies(TABLE, VOCABULARY) for _ in range(2)]
-    said = []
+    predicted = []
     for copies in ranks:
         copies.read(batch_of(TEXT, rows=[3]))
-        said.append([step(copies, len(TEXT), 3, [16, 60, 61], [60, 61, 62]) for _ in range(20)])
-    assert said[0] == said[1]
-    assert [16, 60, 61] in said[0]
-    assert [16, 17, 18] in said[0]
+        predicted.append([step(copies, len(TEXT), 3, [16, 60, 61], [60, 61, 62]) for _ in range(20)])
+    assert predicted[0] == predicted[1]
+    assert [16, 60, 61] in predicted[0]
+    assert [16, 17, 18] in predicted[0]
 
 
 def test_without_copies_a_block_stays_as_it_is() -> None:

@@ -1,4 +1,4 @@
-"""How the draft is called, through SGLang's runner or directly, and what it is told of its context."""
+"""Drafter: calling the draft through SGLang's runner or directly, and the batch that describes its context."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ MASK = -7
 
 
 class Runner:
-    """SGLang's, as far as a draft is called through it."""
+    """The parts of SGLang's runner that a draft is called through."""
 
     device = torch.device("cpu")
     eager_runner = EAGER
@@ -42,16 +42,20 @@ class Runner:
         pytest.param(None, "directly", id="nothing"),
     ],
 )
-def test_directly_without_graphs(decode_runner: object, way: str) -> None:
+def test_a_draft_without_graphs_is_called_directly(decode_runner: object, way: str) -> None:
     drafter = Drafter(Runner(decode_runner), SharedSlots(), block_size=16, scope=nullcontext)
     batch = SimpleNamespace(input_ids=None, positions=None, moe_num_token_non_padded=None)
     assert drafter.forward(batch).logits_output == way
 
 
 @pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16), (2, 24)])
-def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured forward returns the same cells every time, and another graph's replay may write there. Behind what is
-    drafted mask tokens are verified."""
+def test_drafts_are_copied_out_of_the_forwards_memory(
+    n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured forward returns the same memory every time, and another graph's replay may overwrite it.
+
+    Mask tokens are verified after the drafted ones.
+    """
     monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     N = 16
     of_the_graph_T = torch.arange(n_requests * N)
@@ -66,23 +70,23 @@ def test_drafts_do_not_lie_in_the_forwards_memory(n_requests: int, width: int, m
     assert tokens_BN.untyped_storage().data_ptr() != of_the_graph_T.untyped_storage().data_ptr()
     drafted_BN = torch.full((n_requests, width), MASK)
     drafted_BN[:, :N] = of_the_graph_T.view(n_requests, N)[:, :width]
-    of_the_graph_T.fill_(-1)  # the target's replay
+    of_the_graph_T.fill_(-1)  # as the target's replay does
     assert torch.equal(tokens_BN, drafted_BN)
     assert tokens_BN.is_contiguous()
 
 
-def test_a_draft_with_rings_is_told_of_its_own_window_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of what the target has of the requests: it reads and writes other slots, and fewer."""
+def test_a_draft_with_rings_gets_its_own_window_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft reads and writes fewer slots than the target, and other ones."""
     monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     req_to_token = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
-    rings = make_rings(req_to_token, window=8, widest=4)  # of 12 slots
+    rings = make_rings(req_to_token, window=8, widest=4)  # 12 slots each
     target: Any = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(req_to_token=req_to_token), kv_index_translator=translator(req_to_token)
     )
-    told = list[Any]()
+    seen = list[Any]()
 
     def forward(batch: Any) -> SimpleNamespace:
-        told.append(batch)
+        seen.append(batch)
         return SimpleNamespace(logits_output=SimpleNamespace(hidden_states=torch.arange(8)))
 
     runner: Any = Runner(GRAPHS)
@@ -93,7 +97,7 @@ def test_a_draft_with_rings_is_told_of_its_own_window_and_slots(monkeypatch: pyt
     )
     tokens_BN = Drafter(runner, rings, block_size=4, scope=nullcontext).draft(plan, graphs=True)
 
-    (batch,) = told
+    (batch,) = seen
     assert batch.seq_lens.tolist() == [3, 8]
     assert batch.seq_lens_cpu.tolist() == [7, 12]
     assert batch.seq_lens_sum == 19

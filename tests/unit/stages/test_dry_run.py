@@ -1,4 +1,4 @@
-"""Steps that run dry at launch: of every kind that serving meets, each request with a state of its own."""
+"""Dry run: steps of every kind that serving meets, run at launch with one recurrent state per request."""
 
 import itertools
 from types import SimpleNamespace
@@ -26,16 +26,13 @@ from sglang_dflash.step import Block, Plan
 BLOCK, V = 4, 11
 
 
-# -- which batches ----------------------------------------------------------------------------------------------------
-
-
 def kernel(size: int) -> tuple[bool, bool, int]:
-    """What Triton compiles a kernel of its own for: an argument of 1, a multiple of 16, a power of two given to it."""
+    """Return what Triton specialises on: whether `size` is 1, whether a multiple of 16, and its power of two."""
     return size == 1, size % 16 == 0, (size - 1).bit_length()
 
 
 @given(st.integers(1, 600))
-def test_every_kernel_of_every_batch_is_met(n_requests):
+def test_batch_sizes_cover_every_kernel_specialisation(n_requests):
     sizes = batch_sizes(n_requests)
     assert {kernel(size) for size in sizes} == {kernel(size) for size in range(1, n_requests + 1)}
     assert sizes == sorted(set(sizes))
@@ -44,23 +41,20 @@ def test_every_kernel_of_every_batch_is_met(n_requests):
 
 
 @given(st.integers(1, 600), st.sampled_from([8, 12, 16, 24, 32, 48, 64]))
-def test_batches_that_run_dry_meet_every_specialisation(n_requests: int, n_value_heads: int) -> None:
+def test_batch_sizes_cover_every_specialisation_of_a_server(n_requests: int, n_value_heads: int) -> None:
     sizes, heads = range(1, n_requests + 1), {"n_value_heads": n_value_heads, "value_width": 128}
     server = Server((1, 2, 4, 6, 8, 12, 16), 16, batch_sizes=sizes, **heads, tracks=True)
     assert of_server(server._replace(batch_sizes=batch_sizes(n_requests))) == of_server(server)
 
 
 @pytest.mark.parametrize(("n_value_heads", "n_tiles"), [(16, 2), (48, 2), (128, 1)])
-def test_a_few_heads_are_cut_and_many_are_not(n_value_heads: int, n_tiles: int) -> None:
+def test_few_heads_are_tiled_in_two_ways_and_many_in_one(n_value_heads: int, n_tiles: int) -> None:
     server = Server((16,), 16, range(1, 65), n_value_heads=n_value_heads, value_width=128, tracks=False)
     assert len(of_server(server)["gdn_verify"]) == n_tiles
 
 
-# -- which steps ------------------------------------------------------------------------------------------------------
-
-
 class Recorded:
-    """Stages that remember what they were called with, as far as a kernel could tell."""
+    """Stages that record their calls as far as a kernel could distinguish them."""
 
     def __init__(self) -> None:
         self.calls = set[tuple]()
@@ -106,7 +100,7 @@ class Recorded:
 
 
 def make(monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", tracks: bool = False) -> tuple[DryRun, Recorded]:
-    """`device`: what the runner says it is; tensors are on the CPU."""
+    """Return a dry run for a runner on `device`. Tensors are on the CPU regardless."""
     monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     mamba = SimpleNamespace(enable_mamba_extra_buffer=tracks)
     monkeypatch.setattr(dry_run, "get_exec", lambda: SimpleNamespace(mamba=mamba))
@@ -126,9 +120,9 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", tracks: bool =
 @pytest.mark.parametrize("widths", [(BLOCK,), (1, 2, BLOCK)], ids=["fixed", "several"])
 @pytest.mark.parametrize(("device", "sizes"), [("meta", (1, 2, 3)), ("cpu", (1,))])
 def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks):
-    """Whatever decides the widths: tracked where the server tracks, appended by counts and without, penalised."""
+    """Steps are tracked where the server tracks, appended with and without counts, and penalised."""
     dry, recorded = make(monkeypatch, device="cpu", tracks=tracks)
-    dry.on_host = device == "cpu"  # tensors are made there all the same
+    dry.on_host = device == "cpu"  # tensors are on the CPU either way
     dry.warm_up(widths, n_requests=3)
     want = {("commit", size, width, tracks) for size, width in itertools.product(sizes, widths)}
     want |= set(itertools.product(("append", "penalise", "copy", "weigh"), sizes, widths))
@@ -136,9 +130,11 @@ def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks)
     assert recorded.calls == want
 
 
-def test_costs_are_a_step_s_own_whatever_slows_the_machine_down(monkeypatch):
-    """A draft takes 2 s, what follows it 1 s at width 1 and 3 s at width 4; one round takes ten times as long, and in
-    another one step does. A step of width 1 drafts nothing."""
+def test_costs_are_robust_against_slow_rounds_and_steps(monkeypatch):
+    """A draft takes 2 s. The rest of a step takes 1 s at width 1, which drafts nothing, and 3 s at width 4.
+
+    One round takes ten times as long, and one step of another round is slow.
+    """
     dry, _ = make(monkeypatch)
     rounds = [[20, 10, 30], [2, 1, 3], [2, 1, 3], [2, 9, 3], [2, 1, 3]]
     taken = itertools.chain(*rounds)
@@ -154,7 +150,7 @@ def test_a_dummy_request_fits_into_the_context(monkeypatch):
     assert dry.plan(2, BLOCK).prefix_len_B.tolist() == [dry_run.CONTEXT] * 2
 
 
-def test_positions_have_three_axes_where_the_target_s_do(monkeypatch):
+def test_positions_have_three_axes_where_the_targets_do(monkeypatch):
     dry, recorded = make(monkeypatch)
     dry.runner.model_config.model_is_mrope = True
     verified, forward = list[Any](), recorded.forward
@@ -163,8 +159,8 @@ def test_positions_have_three_axes_where_the_target_s_do(monkeypatch):
     assert verified[0].mrope_positions.tolist() == [verified[0].positions.tolist()] * 3
 
 
-def test_it_leaves_no_event_for_the_scheduler(monkeypatch):
-    """SGLang's next barrier would wait for it, not for the first prompt."""
+def test_the_end_resets_the_event_late_rows_and_counts(monkeypatch):
+    """SGLang's next barrier would otherwise wait for that event instead of the first prompt."""
     dry, recorded = make(monkeypatch)
     ended = list[str]()
     recorded.late = SimpleNamespace(forget=lambda: ended.append("late rows"))
@@ -175,8 +171,8 @@ def test_it_leaves_no_event_for_the_scheduler(monkeypatch):
     assert ended == ["late rows", "counts of copies", "engine"]
 
 
-def test_on_a_device_steps_are_timed_in_a_row(monkeypatch):
-    """So the host's launches hide behind the device as they do when serving; where the host computes nothing hides."""
+def test_steps_on_a_device_are_timed_consecutively(monkeypatch):
+    """Consecutive steps hide the host's launches as serving does. A CPU has nothing to hide."""
     for device, n_runs in (("cuda", IN_A_ROW), ("cpu", 1)):
         waits, runs = list[int](), list[int]()
         module = SimpleNamespace(synchronize=lambda waits=waits, runs=runs: waits.append(len(runs)))
@@ -188,7 +184,7 @@ def test_on_a_device_steps_are_timed_in_a_row(monkeypatch):
         assert waits == [0, n_runs]
 
 
-def test_each_request_has_a_state_of_its_own_meanwhile():
+def test_each_request_has_its_own_state_during_a_dry_run():
     pool = HybridReqToTokenPool.__new__(HybridReqToTokenPool)
     pool.req_index_to_mamba_index_mapping = torch.tensor([0, 7, 0, 0, 0], dtype=torch.int32)
     pool.mamba_pool = SimpleNamespace(size=9)
@@ -199,10 +195,7 @@ def test_each_request_has_a_state_of_its_own_meanwhile():
         pass
 
 
-# -- the parts that are not stages' own -------------------------------------------------------------------------------
-
-
-def test_a_penalty_of_nothing_changes_nothing(monkeypatch):
+def test_a_penalty_dry_run_changes_nothing(monkeypatch):
     asked = list[Asked]()
 
     def penalise(*args: Any) -> None:
@@ -219,8 +212,8 @@ def test_a_penalty_of_nothing_changes_nothing(monkeypatch):
     assert len(penalties.counts_RV) == 0, "a server that never meets a penalty keeps no counts"
 
 
-def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch):
-    """Undersized servers fail at launch, not in traffic; and further widths leave as much."""
+def test_the_reserve_measures_sampling_with_the_largest_step(monkeypatch):
+    """An undersized server fails at launch instead of in traffic."""
     drawn = list[Any]()
 
     def sampler(output: Any, info: Any, **others: Any) -> None:
@@ -236,7 +229,7 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch):
     target = SimpleNamespace(
         max_running_requests=6, model_config=SimpleNamespace(vocab_size=V), device="cuda", sampling_prewarm_result=None
     )
-    weight = torch.zeros(3, 10, dtype=torch.bfloat16)  # ten features of two bytes a token
+    weight = torch.zeros(3, 10, dtype=torch.bfloat16)  # ten two-byte features per token
     draft = SimpleNamespace(model=SimpleNamespace(fc=SimpleNamespace(weight=weight)))
     assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 100 * 20
     (shape, info, positions), *rest = drawn
@@ -264,5 +257,5 @@ def test_sampling_runs_dry_with_as_many_rows_as_a_step_can_have(monkeypatch):
         reserve_bytes(target, draft, choice, (1, BLOCK))
 
 
-def test_where_the_host_computes_nothing_is_measured():
+def test_peak_memory_is_not_measured_on_cpu():
     assert peak_bytes(lambda: pytest.fail("run"), "cpu") == 0

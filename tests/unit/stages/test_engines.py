@@ -1,4 +1,4 @@
-"""Which widths get an engine, where the graphs of all take more memory than there is."""
+"""Engines: the widths that get one when the graphs of all widths exceed the free memory."""
 
 import math
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ WIDTHS = (1, 2, 4, 6, 8, 12, 16)
 
 
 def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple[list[int], float]:
-    """The widths in the order in which they were built, and what is then free."""
+    """Return the widths in the order built, and the memory left free, in GiB."""
     left, widths = free_gib, list[int]()
 
     def build(width: int) -> WidthEngine:
         nonlocal left
-        left -= graphs_gib if width < 16 else 0  # SGLang's own are there already
+        left -= graphs_gib if width < 16 else 0  # SGLang has captured its own already
         widths.append(width)
         return WidthEngine(None, None, NoState(), {})
 
@@ -32,21 +32,21 @@ def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple
 
 
 @pytest.mark.parametrize("free_gib", [10.0, math.inf])
-def test_all_are_built_where_they_fit(free_gib: float) -> None:
+def test_all_widths_are_built_if_they_fit(free_gib: float) -> None:
     assert built(free_gib, 0.5)[0] == [16, 1, 4, 8, 2, 12, 6]
 
 
 @pytest.mark.parametrize(("graphs_gib", "n_built"), [(1.0, 6), (1.25, 5), (2.0, 3), (2.6, 2), (6.0, 2)])
-def test_half_stays_free_as_far_as_was_known(graphs_gib: float, n_built: int) -> None:
-    """What graphs take is known only once some have been captured: the first ones are."""
+def test_half_of_the_memory_stays_free_once_graph_sizes_are_known(graphs_gib: float, n_built: int) -> None:
+    """The memory of a graph is known only once the first ones have been captured."""
     widths, left = built(10.0, graphs_gib)
     assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
     assert left >= 5 or graphs_gib > 5
 
 
 @pytest.mark.parametrize(("reserve_gib", "n_built"), [(4.0, 6), (6.5, 4), (8.0, 3), (9.5, 2), (11.0, 1)])
-def test_what_sampling_and_prompts_need_stays_free(reserve_gib: float, n_built: int) -> None:
-    """Where that is more than half of what was free; except the first width, whose memory is not known before."""
+def test_the_reserve_of_sampling_and_prompts_stays_free(reserve_gib: float, n_built: int) -> None:
+    """The reserve may exceed half of what was free. The first width is exempt: its memory is not known before."""
     widths, left = built(10.0, 1.0, reserve_gib)
     assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
     assert left >= reserve_gib or n_built < 3
@@ -58,8 +58,8 @@ def test_narrow_widths_are_captured_for_fewer_batches() -> None:
     assert fewer([24]) == [24]
 
 
-def test_sglang_captures_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its own sizes again afterwards."""
+def test_sglang_captures_the_given_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own sizes are restored afterwards."""
     graph = SimpleNamespace(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 3], max_bs=3)))
 
     @contextmanager
@@ -77,7 +77,7 @@ def test_sglang_captures_them(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captured before that, they would run without it."""
+    """Graphs captured earlier would run without the state."""
     order: list[str] = []
 
     class Graphs:

@@ -1,4 +1,4 @@
-"""Grammars of a step: their masks are SGLang's, and one that fails ends its own request."""
+"""Grammars of a step: SGLang's masks, and a failing grammar that ends only its own request."""
 
 from array import array
 from http import HTTPStatus
@@ -17,7 +17,7 @@ V, N = 32, 4
 
 
 class Counts(BaseGrammarObject):
-    """Allows the token after the last one; fails from `breaks_at` on, as a matcher in error does."""
+    """A grammar that allows the successor of the last token, and fails from `breaks_at` on as a matcher in error."""
 
     def __init__(self, breaks_at: int = V) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Counts(BaseGrammarObject):
 
 
 def masked(grammars: list[Counts | None], drafts: list[list[int]]) -> tuple[list[Req], torch.Tensor]:
-    """Return the requests after a step, and which tokens it allows, bool [B * N, V]."""
+    """Return the requests after a step, and the tokens it allows, bool [B * N, V]."""
     reqs = [Req(str(i), "", array("q", [1]), SamplingParams(), vocab_size=V) for i in range(len(grammars))]
     for req, one in zip(reqs, grammars, strict=True):
         req.grammar = one
@@ -79,8 +79,8 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         masked([Counts()], [[9, 1, 2, 3]])
 
 
-def test_grammars_take_the_step_before_first() -> None:
-    """The barrier lets them; walked before it, they would allow what came a step ago."""
+def test_grammars_accept_the_previous_step_first() -> None:
+    """The barrier accepts the previous step's tokens. Masks filled before it would be one step old."""
     grammar = Counts()
     req = Req("0", "", array("q", [1]), SamplingParams(), vocab_size=V)
     req.grammar = grammar

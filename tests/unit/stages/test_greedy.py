@@ -1,4 +1,4 @@
-"""Logits that stay with their ranks: the same tokens as of the whole, and SGLang's own logits where they are needed."""
+"""Greedy logits that stay sharded over ranks: the same tokens, and SGLang's full logits where they are needed."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,12 +16,12 @@ from sglang_dflash.stages.greedy import Shards, Whole, verified_logits, why_whol
 from sglang_dflash.stages.ranks import Groups, OneGroup
 from tests.fixtures.thread_ranks import ThreadRanks
 
-ROWS, H, V = 6, 4, 21  # two ranks have 11 rows of the head each, of which the last is padding
+ROWS, H, V = 6, 4, 21  # two ranks hold 11 rows of the head each, the very last is padding
 N_RANKS, N_EACH = 2, 11
 
 
 class Rank:
-    """One rank's part of a target."""
+    """One rank's shard of a target."""
 
     def __init__(self, group: ThreadRanks, rank: int, weight_VH: torch.Tensor, *, scale: float | None = None) -> None:
         self.processor = LogitsProcessor.__new__(LogitsProcessor)
@@ -54,7 +54,7 @@ class Rank:
 
 
 def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows that two tokens of unlike ranks, and two of one, are equally likely to follow."""
+    """Return rows with ties: row 0 between tokens of different ranks, row 1 between tokens of one rank."""
     torch.manual_seed(0)
     weight_VH = torch.randn(V, H).to(dtype)
     weight_VH[3] *= 4
@@ -67,7 +67,7 @@ def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def on_ranks(weight_VH: torch.Tensor, run: Callable[[Rank, Any], Any], **options: Any) -> tuple[list[Any], ThreadRanks]:
-    """Return what `run` returns on each rank, given the rank's part and its logits, and the group."""
+    """Return the group and, per rank, the result of `run(rank's shard, its logits)`."""
     group = ThreadRanks(N_RANKS)
 
     def on_rank(rank: int) -> Any:
@@ -84,8 +84,8 @@ VERIFY = ForwardMode.TARGET_VERIFY
 
 @CAPTURED
 @DTYPES
-def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype, captured):
-    """Compare with the gathered logits: the lowest id wins ties, and a row of padding never."""
+def test_ranks_find_the_argmax_from_two_numbers_per_row(dtype, captured):
+    """The lowest id wins ties and padding never wins, as with gathered logits."""
     hidden_TH, weight_VH = hidden_and_head(dtype)
     found, group = on_ranks(
         weight_VH, lambda one, shards: shards.likeliest(one.forward(hidden_TH, VERIFY, captured=captured))
@@ -99,7 +99,7 @@ def test_ranks_find_the_argmax_by_two_numbers_a_row(dtype, captured):
 @pytest.mark.parametrize("scale", [None, 0.25])
 @CAPTURED
 @DTYPES
-def test_whole_logits_are_those_of_sglangs_forward(dtype, captured, scale):
+def test_whole_logits_equal_sglangs(dtype, captured, scale):
     hidden_TH, weight_VH = hidden_and_head(dtype)
     plain = ThreadRanks(N_RANKS)
     plain_TV, *_ = plain.run(
@@ -115,7 +115,7 @@ def test_whole_logits_are_those_of_sglangs_forward(dtype, captured, scale):
 
 
 def test_captured_shards_and_logits_share_sglangs_buffer():
-    """Each captured graph keeps its output; had each its own shard, graphs would take memory by the batch size."""
+    """Each captured graph keeps its output. With a shard each, graph memory would grow with the batch size."""
     hidden_TH, weight_VH = hidden_and_head(torch.bfloat16)
 
     def run(one: Rank, shards: Any) -> None:
@@ -145,8 +145,8 @@ def test_prompts_end_with_gathered_logits_as_before():
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 
-def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch):
-    """It ranks last then, beside minus infinity; and padding, which SGLang's check never sees, is left alone."""
+def test_nan_is_sanitized_in_shards_as_in_full_logits(monkeypatch):
+    """NaN then ranks last, with minus infinity. Padding, which SGLang's check never reads, is left alone."""
     monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", "1")
     logits_TV = torch.tensor([[float("nan"), -3.0, -2.0, float("nan")], [float("nan")] * 3 + [-float("inf")]])
     want_T = Whole().likeliest(logits_TV.clone())
@@ -163,7 +163,7 @@ def test_nan_is_sanitized_in_a_shard_as_in_the_whole(monkeypatch):
         assert shard_TV[:, 2].isnan().all()
 
 
-def test_a_head_that_no_ranks_share_is_left_alone():
+def test_an_unsharded_head_keeps_whole_logits():
     one = Rank(ThreadRanks(1), 0, torch.zeros(V, H))
     kind = verified_logits(one.runner, one.ends._replace(tp_group=None), OneGroup())
     assert type(kind) is Whole
@@ -180,7 +180,7 @@ def test_a_head_that_no_ranks_share_is_left_alone():
         ({}, ""),
     ],
 )
-def test_what_keeps_the_full_gather_is_decided_at_launch(change, why, caplog):
+def test_unsupported_processors_keep_the_full_gather(change, why, caplog):
     caplog.set_level("INFO")
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
     vars(one.processor).update(change)
@@ -190,7 +190,7 @@ def test_what_keeps_the_full_gather_is_decided_at_launch(change, why, caplog):
     assert ("every verify gathers the logits of all ranks" in caplog.text) == bool(why)
 
 
-def test_ranks_that_meet_and_two_processors_keep_the_gather():
+def test_data_parallel_attention_and_two_processors_keep_the_gather():
     one = Rank(ThreadRanks(N_RANKS), 0, torch.zeros(V, H))
     assert "in 2 places" in why_whole([one.processor] * 2, one.ends, OneGroup())
     assert "attention data parallelism" in why_whole([one.processor], one.ends, Groups())

@@ -1,4 +1,4 @@
-"""What captured graphs read of adapters: each width has its own, and SGLang writes into that of the width that runs."""
+"""Adapter state of captured graphs: one per width, and SGLang writes into the one of the running width."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from sglang_dflash.stages.verifier import Verifier, WidthEngine
 
 
 class Backend:
-    """SGLang's, as far as it makes static tensors with every graph runner."""
+    """The part of SGLang's backend that allocates static tensors with every graph runner."""
 
     def __init__(self) -> None:
         self.batch_info: Any = None
@@ -33,7 +33,7 @@ def runner_with(backend: Backend | None) -> Any:
     )
 
 
-def test_a_width_writes_where_its_own_graphs_read() -> None:
+def test_each_width_uses_the_adapter_state_of_its_own_graphs() -> None:
     backend = Backend()
     runner, engines = runner_with(backend), dict[int, WidthEngine]()
     for width in (16, 1, 4):
@@ -47,8 +47,8 @@ def test_a_width_writes_where_its_own_graphs_read() -> None:
 
 
 @pytest.mark.parametrize("kind", [ChunkedSgmvLoRABackend, TritonLoRABackend, TritonV2LoRABackend])
-def test_all_that_sglang_makes_with_graphs_is_kept(kind: type) -> None:
-    backend = kind.__new__(kind)  # of what they make at first some is a GPU's
+def test_routing_holds_all_that_sglang_allocates_with_graphs(kind: type) -> None:
+    backend = kind.__new__(kind)  # __init__ may need a GPU
     backend.max_loras_per_batch, backend.device = 2, torch.device("cpu")
     before = set(vars(backend))
     backend.init_decode_cuda_graph_batch_info(4, 8)
@@ -57,13 +57,13 @@ def test_all_that_sglang_makes_with_graphs_is_kept(kind: type) -> None:
     assert lora.routing_of(runner_with(backend)) == made
 
 
-def test_buffers_of_wider_graphs_stay() -> None:
+def test_buffers_of_wider_graphs_are_kept() -> None:
     backend = Backend()
     lora.keep_buffers(runner_with(backend))
     assert backend._moe_cg_buffer_max_bs is None, "SGLang would make them anew, smaller"
 
 
-def test_a_dummy_batch_is_the_base_models() -> None:
+def test_a_dummy_batch_uses_no_adapters() -> None:
     prepared = list[Any]()
     runner = SimpleNamespace(lora_manager=SimpleNamespace(prepare_lora_batch=prepared.append))
     batch = SimpleNamespace(batch_size=3, lora_ids=None)

@@ -1,4 +1,4 @@
-"""What goes to the host beside tokens: nothing unless asked for, and in the scheduler's layout."""
+"""Outputs copied to the host besides tokens: none unless requested, and in the scheduler's layout."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ N = 4
 
 @pytest.fixture(params=[CaptureHiddenMode.NULL, CaptureHiddenMode.LAST, CaptureHiddenMode.FULL])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CaptureHiddenMode:
-    """The most that the server returns."""
+    """Set and return the most that the server returns."""
     monkeypatch.setattr(outputs, "get_server_return_hidden_states_mode", lambda: request.param)
     return request.param
 
@@ -32,7 +32,7 @@ def output_of(rows_TH: torch.Tensor | None = None, masks: SamplingMaskOutput | N
 
 
 class Target(nn.ModuleList):
-    """Of parts."""
+    """A target made of parts, to be named in an error."""
 
 
 def logits_processor() -> LogitsProcessor:
@@ -42,13 +42,13 @@ def logits_processor() -> LogitsProcessor:
     return processor
 
 
-def test_the_target_keeps_hidden_states_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
-    processors = [logits_processor() for _ in range(2)]  # as of a model with another inside, which has its own
+def test_the_target_keeps_hidden_states_if_the_server_returns_them(mode: CaptureHiddenMode) -> None:
+    processors = [logits_processor() for _ in range(2)]  # a nested model may have a processor of its own
     outputs.keep_hidden_states(Target([Target([processors[0]]), processors[1]]))
     assert [one.keep_last_hidden_states for one in processors] == [mode != CaptureHiddenMode.NULL] * 2
 
 
-def test_a_target_that_cannot_keep_them_is_refused_where_the_server_returns_some(mode: CaptureHiddenMode) -> None:
+def test_a_target_without_hidden_states_is_refused_if_the_server_returns_them(mode: CaptureHiddenMode) -> None:
     if mode == CaptureHiddenMode.NULL:
         outputs.keep_hidden_states(Target())
         return
@@ -56,7 +56,7 @@ def test_a_target_that_cannot_keep_them_is_refused_where_the_server_returns_some
         outputs.keep_hidden_states(Target())
 
 
-def test_nothing_is_copied_where_no_request_asks(mode: CaptureHiddenMode) -> None:
+def test_hidden_states_are_not_copied_unless_requested(mode: CaptureHiddenMode) -> None:
     assert outputs.hidden_states(batch_of(), output_of()) is None
     assert outputs.hidden_states_of_prompts(batch_of(), output_of()) is None
 
@@ -71,7 +71,7 @@ def test_the_rows_of_a_step_are_a_copy() -> None:
     assert torch.equal(found, before)
 
 
-def test_of_prompts_the_last_rows_alone_where_the_server_returns_no_others(mode: CaptureHiddenMode) -> None:
+def test_prompts_return_only_their_last_rows_in_last_mode(mode: CaptureHiddenMode) -> None:
     if mode == CaptureHiddenMode.NULL:
         pytest.skip("then no request asks")
     rows_TH = torch.arange(6.0)[:, None]
@@ -80,14 +80,14 @@ def test_of_prompts_the_last_rows_alone_where_the_server_returns_no_others(mode:
     assert found.flatten().tolist() == ([1, 2, 5] if mode == CaptureHiddenMode.LAST else [0, 1, 2, 3, 4, 5])
 
 
-def test_the_slots_of_requests() -> None:
+def test_slots_of_requests() -> None:
     assert slots_of(None, N) is None
     slots = slots_of(torch.tensor([0, 2]), N)
     assert slots.tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
 
 
 def test_masks_are_split_by_request_and_slot() -> None:
-    """Of three requests the first and the last ask, the last one for every logprob."""
+    """The first and the last of three requests ask for masks. The last wants every log-probability."""
     row_T = torch.arange(2 * N)
     masks = SamplingMaskOutput(
         token_ids=torch.stack([row_T, row_T + 100], dim=1),

@@ -1,4 +1,4 @@
-"""What is counted over a server's life, against texts kept as plain lists: prefill, blocks, ends, retraction."""
+"""Penalty counts over a server's life, compared with plain lists: prefill, blocks, ends and retraction."""
 
 from array import array
 from random import Random
@@ -28,7 +28,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 class Request:
-    """As much of SGLang's `Req` as penalties look at, and its text: what the device alone may know yet."""
+    """The parts of SGLang's `Req` that penalties read, plus its text, which the host may not have yet."""
 
     def __init__(self, params: dict[str, Any], prompt_len: int) -> None:
         self.params = params
@@ -53,9 +53,9 @@ def batch_of(reqs: list[Request]) -> Any:
 
 
 def prefill(penalties: Penalties, reqs: list[Request]) -> None:
-    """As SGLang does it: its sampler is handed what to add and what to scale by."""
+    """Prefill as SGLang does: its sampler receives what to add and what to scale by."""
     for req in reqs:
-        req.output_ids = array("q", req.text)  # all of it: nothing is in flight for a request that waits
+        req.output_ids = array("q", req.text)  # complete: a waiting request has nothing in flight
     batch = batch_of(reqs)
     penalties.begin(batch)
     logits_BV = torch.randn(len(reqs), V)
@@ -73,7 +73,7 @@ def prefill(penalties: Penalties, reqs: list[Request]) -> None:
 
 
 def decode(penalties: Penalties, reqs: list[Request]) -> None:
-    """One step; the host keeps the texts it had."""
+    """Run one step. The host's `output_ids` stay as they were."""
     tokens_BN = torch.randint(V, (len(reqs), N))
     tokens_BN[:, 0] = torch.tensor([req.text[-1] for req in reqs])
     prefix_len_B = torch.tensor([len(req.origin_input_ids) + len(req.text) - 1 for req in reqs])
@@ -94,8 +94,8 @@ def decode(penalties: Penalties, reqs: list[Request]) -> None:
 
 @given(st.integers(0, 10**6))
 @settings(max_examples=60)
-def test_a_server_s_life(seed):
-    """Requests come, share batches, end and are retracted, in any order; every logit is the sequential one."""
+def test_random_server_histories_equal_sequential_penalties(seed):
+    """Requests arrive, share batches, end and are retracted in any order. Every logit is the sequential one."""
     random = Random(seed)
     torch.manual_seed(seed)
     penalties = Penalties(V, torch.device("cpu"))
@@ -117,13 +117,13 @@ def test_a_server_s_life(seed):
 def test_a_prompt_in_chunks_is_counted_once():
     penalties, req = Penalties(V, torch.device("cpu")), Request({"frequency_penalty": 1.0}, 3)
     prefill(penalties, [req])
-    req.text.clear()  # drawn after a chunk that was not the last: not output
+    req.text.clear()  # the anchor of a chunk that was not the last is no output
     prefill(penalties, [req])
     assert penalties.counts_RV.sum() == 1
 
 
-def test_rows_are_used_again():
-    """The table grows with the requests that run at once, not with those that have ever run."""
+def test_rows_are_reused():
+    """The table grows with the requests that run at once, not with all that ever ran."""
     penalties = Penalties(V, torch.device("cpu"))
     kept = []  # so that finished requests are not freed
     for _ in range(40):
@@ -138,7 +138,7 @@ def test_rows_are_used_again():
     assert len(penalties.counts_RV) == 16
 
 
-def test_who_asks_for_nothing_costs_nothing():
+def test_requests_without_penalties_allocate_no_counts():
     penalties, reqs = Penalties(V, torch.device("cpu")), [Request({}, 2), Request({}, 3)]
     batch = batch_of(reqs)
     penalties.begin(batch)
@@ -159,11 +159,11 @@ def test_parameters_are_built_once_per_batch():
 
 
 @pytest.mark.parametrize("params", [*PARAMS, {"min_new_tokens": 1}])
-def test_who_asks(params):
+def test_asks_is_true_only_with_a_penalty(params):
     assert asks(Request(params, 1)) == bool(params)
 
 
-def test_min_new_tokens_holds_back_what_ends_a_request():
+def test_min_new_tokens_suppresses_all_stop_tokens():
     assert stop_tokens(Request({"min_new_tokens": 1}, 1)) == {1, 2, 3}
     assert stop_tokens(Request({"frequency_penalty": 1.0}, 1)) == set()
     bare = Request({"min_new_tokens": 1}, 1)
@@ -171,8 +171,7 @@ def test_min_new_tokens_holds_back_what_ends_a_request():
     assert stop_tokens(bare) == set()
 
 
-def test_the_formula_is_sglang_s():
-    """Ours against the function SGLang scales logits with."""
+def test_the_scaling_formula_equals_sglangs():
     logits_1V, req = torch.randn(1, V), Request({"repetition_penalty": 1.6}, 1)
     want_V = req.wanted(logits_1V[0], [0, 4])
     apply_scaling_penalties.__wrapped__(logits_1V, torch.tensor([[1.6, 1, 1, 1, 1.6, 1, 1]]))

@@ -1,4 +1,4 @@
-"""Plan: what a block holds, and the bounds on the host that attention is planned with."""
+"""Planner: the content of a block, and the bounds on the host that attention is planned with."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from sglang_dflash.stages.planner import Planner
 from sglang_dflash.step import Plan
 
 N = 8  # tokens of a whole block
-WIDEST = 12  # of what is verified
+WIDEST = 12  # tokens of the widest verify
 MASK = 99
 
 
@@ -40,7 +40,7 @@ def plan(width: int, *, prefix: list[int], on_host: list[int] | None, allocated:
     return planner().plan(batch, width)
 
 
-def test_a_block_is_the_anchor_and_masks_behind_the_prefix() -> None:
+def test_a_block_is_the_anchor_and_masks_after_the_prefix() -> None:
     made = plan(N, prefix=[5, 20], on_host=[5, 20], allocated=None)
     assert made.drafted is made.verified, "one block, planned once"
     assert made.verified.tokens_BN.tolist() == [[10] + [MASK] * (N - 1), [11] + [MASK] * (N - 1)]
@@ -61,8 +61,10 @@ def test_a_step_of_any_width_drafts_the_whole_block_and_width_one_nothing(width:
     exact=st.booleans(),
 )
 def test_no_block_ends_past_its_bound(width: int, requests: list[tuple[int, int]], exact: bool) -> None:
-    """Under the overlap schedule the host knows a request's length before the step in flight, which commits up to
-    `WIDEST`. What it has reserved is twice that."""
+    """The overlap schedule's host knows lengths before the step in flight, which commits up to `WIDEST`.
+
+    The host reserves twice that.
+    """
     known = [n for n, _ in requests]
     prefix = [n + more for n, more in requests]
     reserved = [n + 2 * WIDEST for n in known]

@@ -1,4 +1,4 @@
-"""Attention data parallelism, of one rank at a time: what it runs, with requests and without, and tells the others."""
+"""Attention data parallelism on one rank: its runs with and without requests, and its notices to other ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,19 +18,19 @@ BLOCK = 8
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> ranks.Groups:
-    """Three groups of ranks."""
+    """Return three groups of ranks."""
     monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=3))
     return ranks.Groups()
 
 
-def test_graphs_run_where_every_rank_has_requests(together):
+def test_graphs_run_only_if_every_rank_has_requests(together):
     forward = together.beside_idle_ones(lambda batch: batch.can_run_decode_cuda_graph)
     for n_tokens, replays in (([8, 16, 8], True), ([8, 0, 16], False), ([0, 8, 8], False)):
         batch = SimpleNamespace(original_global_num_tokens_cpu=n_tokens, can_run_decode_cuda_graph=True)
         assert forward(batch) is replays
 
 
-def test_one_group_of_ranks_asks_nobody():
+def test_one_group_of_ranks_needs_no_synchronisation():
     def forward(batch: Any) -> Any:
         return batch
 
@@ -41,32 +41,32 @@ def test_one_group_of_ranks_asks_nobody():
     assert alone.draft_scope(None) is nullcontext
 
 
-def test_all_are_told_of_as_many_requests(together):
-    told = list[Any]()
+def test_tell_all_announces_the_same_request_count_for_every_rank(together):
+    sent = list[Any]()
     batch = SimpleNamespace(
-        batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: told.extend(args)
+        batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: sent.extend(args)
     )
     together.tell_all(batch)
-    said, device = told
-    assert (said.global_num_tokens, said.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
+    info, device = sent
+    assert (info.global_num_tokens, info.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
 
 
 def test_a_draft_runs_in_its_scope():
-    said = list[str]()
+    order = list[str]()
 
     @contextmanager
     def scope() -> Iterator[None]:
-        said.append("in")
+        order.append("in")
         yield
-        said.append("out")
+        order.append("out")
 
-    forward = ranks.within(scope, lambda batch: said.append("forward"))
+    forward = ranks.within(scope, lambda batch: order.append("forward"))
     for _ in range(2):
         forward(None)
-    assert said == ["in", "forward", "out"] * 2
+    assert order == ["in", "forward", "out"] * 2
 
 
-def test_a_draft_is_made_for_its_block_whatever_is_verified(monkeypatch):
+def test_a_draft_is_built_for_its_block_at_any_verify_width(monkeypatch):
     spec = SimpleNamespace(speculative_num_draft_tokens=32)
     spec.override = partial(patch.multiple, spec)
     monkeypatch.setattr(ranks, "get_spec", lambda: spec)
@@ -76,7 +76,7 @@ def test_a_draft_is_made_for_its_block_whatever_is_verified(monkeypatch):
 
 
 @pytest.mark.parametrize("others_read_prompts", [True, False])
-def test_a_rank_without_requests_does_what_the_others_do(together, others_read_prompts, monkeypatch):
+def test_an_idle_rank_runs_what_the_others_run(together, others_read_prompts, monkeypatch):
     def prepare(block: DFlashVerifyInput, batch: Any, worker: Any, **_: Any) -> tuple[Any, bool]:
         return SimpleNamespace(can_run_decode_cuda_graph=True, block=block), True
 
@@ -94,4 +94,4 @@ def test_a_rank_without_requests_does_what_the_others_do(together, others_read_p
         assert (kind, given) == ("prompts", batch)
         return
     assert (kind, given.block.draft_token_num, len(given.block.draft_token)) == ("block", BLOCK, 0)
-    assert not given.can_run_decode_cuda_graph, "it has no rows, and a graph those it was captured with"
+    assert not given.can_run_decode_cuda_graph, "an idle rank has no rows, a graph needs those it was captured with"

@@ -1,3 +1,5 @@
+"""Recurrent states of the target: tracking, folding, snapshots and in-place commits."""
+
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +30,8 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size
 
 
 @given(st.integers(2, 16), REQUESTS, st.integers(16, 96), st.sampled_from([torch.int32, torch.int64]))
-def test_tracked_slot_is_the_last_that_completes_an_interval(width, requests, interval, dtype):
-    """The definition, token by token: after slot i, prefix + i + 1 tokens are committed."""
+def test_the_tracked_slot_is_the_last_that_completes_an_interval(width, requests, interval, dtype):
+    """Compare with the definition token by token: after slot i, prefix + i + 1 tokens are committed."""
     requests = [(prefix, min(n, width)) for prefix, n in requests]
     want = [max((i for i in range(n) if (prefix + i + 1) % interval == 0), default=-1) for prefix, n in requests]
     prefix_len_B = torch.tensor([prefix for prefix, _ in requests])
@@ -42,9 +44,9 @@ def test_tracked_slot_is_the_last_that_completes_an_interval(width, requests, in
 
 
 class LinearBackend:
-    """SGLang's, as far as a block of one token needs it."""
+    """The parts of SGLang's backend that a block of one token needs."""
 
-    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # the last one is padding
+    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # last: padding
 
     def forward_extend(self, *, forward_batch, layer):
         return "prompt", layer
@@ -59,17 +61,17 @@ class LinearBackend:
 @pytest.mark.parametrize(
     ("mode", "way"), [(ForwardMode.TARGET_VERIFY, "decode"), (ForwardMode.EXTEND, "prompt")], ids=str
 )
-def test_a_block_of_one_token_is_decoded_and_prompts_are_not(mode, way):
+def test_only_blocks_of_one_token_are_decoded(mode, way):
     forward = decoding_one_token(LinearBackend())
     assert forward(forward_batch=SimpleNamespace(forward_mode=mode), layer=7) == (way, 7)
 
 
-def test_only_width_1_asks_for_packed_projections(monkeypatch):
-    """SGLang's Qwen3.5 then leaves unpacking to the backend, which only decoding does."""
+def test_only_width_1_requests_packed_projections(monkeypatch):
+    """SGLang's Qwen3.5 then leaves unpacking to the backend, and only decoding unpacks."""
     monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     worker = target(make_pool(RecordPool, 1, 16))
     asks = {}
-    for width in (16, 1, 4):  # the others are made before and after
+    for width in (16, 1, 4):  # other widths are built before and after width 1
         backend: Any = HybridLinearAttnBackend.__new__(HybridLinearAttnBackend)
         backend.linear_attn_backend = linear = GDNAttnBackend.__new__(GDNAttnBackend)
         linear.kernel_dispatcher = SimpleNamespace(verify_kernel=None)
@@ -80,8 +82,10 @@ def test_only_width_1_asks_for_packed_projections(monkeypatch):
 
 
 def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
-    """A pool for blocks of up to 8, after a verify of three requests in which every state counts the tokens from 0 and
-    every convolution's window says the slot of the block it belongs to. Past `width` there is nothing to read."""
+    """Return a pool for blocks of up to 8, after a verify of three requests. Slots from `width` on hold NaN.
+
+    Every state counts the tokens from 0. Every convolution window holds its slot within the block.
+    """
     pool = make_pool(kind, n_requests=3, n_tokens=8)
     cache = pool.mamba_cache
     cache.temporal.zero_()
@@ -102,7 +106,7 @@ def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "make"), [(RecordPool, FoldState), (MambaPool, SnapshotState)])
-def test_a_state_goes_as_far_as_tokens_are_kept_and_a_copy_as_far_as_the_interval(kind, make, monkeypatch):
+def test_states_advance_by_kept_tokens_and_copies_to_the_interval(kind, make, monkeypatch):
     monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     monkeypatch.setattr(state, "track_interval", lambda page_size: 64)
     monkeypatch.setattr(spec_utils, "mambaish_config", lambda config: True)
@@ -135,10 +139,10 @@ def test_a_state_goes_as_far_as_tokens_are_kept_and_a_copy_as_far_as_the_interva
     plan = SimpleNamespace(
         prefix_len_B=torch.tensor([62, 10, 60]), n_requests=3, width=4, verified=SimpleNamespace(tokens_BN=tokens_BN)
     )
-    # The third request keeps all of its block and ends at the interval; the first keeps three, and was there after two.
+    # The third request keeps its whole block and ends at the interval. The first keeps three, and meets it after two.
     make(SimpleNamespace(model_runner=runner), 4).commit(batch, plan, torch.tensor([3, 2, 4], dtype=torch.int32))
 
-    # Requests are in slots 3, 1 and 2, their copies in 5, 6 (none is due) and 4.
+    # Requests use slots 3, 1 and 2. Their copies go to 5, 6 (none is due) and 4.
     n_tokens = torch.tensor([0, 2, 4, 3, 4, 2, 0])
     temporal, conv = pool.mamba_cache.temporal[..., 0], pool.mamba_cache.conv[0][..., 0]
     assert torch.equal(temporal, n_tokens.view(1, 7, 1, 1).expand_as(temporal).float())
@@ -146,7 +150,7 @@ def test_a_state_goes_as_far_as_tokens_are_kept_and_a_copy_as_far_as_the_interva
 
 
 def target(pool: Any) -> Any:
-    """A worker whose target has recurrent states in `pool`."""
+    """Return a worker whose target keeps recurrent states in `pool`."""
     off = SimpleNamespace(enabled=False)
     pools = SimpleNamespace(mamba_pool=pool, short_conv_pool=off, ngram_pool=off, req_to_token=torch.zeros(5, 8))
     return SimpleNamespace(model_runner=SimpleNamespace(req_to_token_pool=pools))
@@ -162,7 +166,7 @@ def target(pool: Any) -> Any:
         (GdnState.SNAPSHOT, 1, SnapshotState),
     ],
 )
-def test_a_target_s_states_are_kept_as_asked(asked, width, kind, monkeypatch):
+def test_the_flag_and_width_select_the_state_class(asked, width, kind, monkeypatch):
     monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     worker = target(make_pool(RecordPool, 1, 4))
     assert type(make_state(worker, asked, width)) is kind
@@ -180,7 +184,7 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
     conv, temporal = torch.randn(2, 9, 4, 3), torch.randn(2, 9, 2, 5, 5)  # layers, slots, ...
     want = conv.clone(), temporal.clone()
     for pool in want if tracked else ():
-        pool[:, 8] = pool[:, 1]  # of the second request, whose 64th token this was
+        pool[:, 8] = pool[:, 1]  # the second request, which commits its 64th token
     cache = SimpleNamespace(conv=[conv], temporal=temporal)
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),

@@ -1,4 +1,4 @@
-"""What is in the target's runner when it reads a prompt or a block, and what a verify hands on."""
+"""Verifier: the target runner's backend and graphs for prompts and blocks, and the outputs of a verify."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +33,7 @@ def make_verifier() -> Verifier:
 
 
 def test_prompts_are_read_with_sglangs_own_backend():
-    """Whatever width the step before had, and also where the whole block is not among the widths."""
+    """The previous step may have had any width, and the whole block need not be among the widths."""
     verifier = make_verifier()
     runner = verifier.worker.model_runner
     seen = list[Any]()
@@ -68,8 +68,8 @@ def plan_of(n_requests: int, width: int) -> Plan:
     return Plan(block, block, prefix_len_B=zeros_BN[:, 0], rows_B=zeros_BN[:, 0], rows_B_cpu=zeros_BN[:, 0])
 
 
-def test_attention_is_planned_once_and_the_features_stay(monkeypatch):
-    """SGLang's eager runner plans again what was planned before: so does a batch that is larger than any graph."""
+def test_attention_is_planned_once_and_features_stay_on_the_device(monkeypatch):
+    """SGLang's eager runner would plan again, and so would a batch larger than any graph."""
     deferred = list[bool]()
     features = torch.ones(2 * 4, 3)
     run = ModelRunnerOutput(SimpleNamespace(hidden_states=features), can_run_graph=True)
@@ -90,13 +90,13 @@ def test_attention_is_planned_once_and_the_features_stay(monkeypatch):
 
 
 @pytest.mark.parametrize("has_grammar", [True, False])
-def test_the_target_is_told_what_is_verified_and_where_it_goes(has_grammar, monkeypatch):
-    """And how far it reaches, which a GPU's attention is planned with on the host."""
-    told = list[Any]()
+def test_a_verify_passes_tokens_positions_and_slots(has_grammar, monkeypatch):
+    """Batches also carry bounds on the host, with which attention on a GPU is planned."""
+    seen = list[Any]()
     run = ModelRunnerOutput(SimpleNamespace(hidden_states=None), can_run_graph=True)
 
     def prepare(block: DFlashVerifyInput, batch: object, worker: object, **_: object) -> tuple[object, bool]:
-        told.append(block)
+        seen.append(block)
         return run, True
 
     monkeypatch.setattr(DFlashVerifyInput, "prepare_for_verify", prepare)
@@ -109,7 +109,7 @@ def test_the_target_is_told_what_is_verified_and_where_it_goes(has_grammar, monk
     batch: Any = SimpleNamespace(has_grammar=has_grammar, return_hidden_states=False)
     target = make_verifier().verify(batch, plan_of(2, 4)._replace(verified=verified), tokens_BN)
 
-    (block,) = told
+    (block,) = seen
     assert block.draft_token.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert block.positions.tolist() == [7, 8, 9, 10, 20, 21, 22, 23]
     assert (block.draft_token_num, block.capture_hidden_mode) == (4, CaptureHiddenMode.FULL)
@@ -125,7 +125,7 @@ def test_the_target_is_told_what_is_verified_and_where_it_goes(has_grammar, monk
 
 
 class Experts(FusedMoE):
-    """SGLang's, without weights."""
+    """SGLang's experts without weights."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -144,7 +144,7 @@ class Model(nn.Module):
     ("on_host", "model", "graphs", "way"),
     [
         pytest.param(True, Model(), None, "directly", id="plain"),
-        pytest.param(True, Model(Experts()), None, "through the runner", id="experts"),  # which prepares their dispatch
+        pytest.param(True, Model(Experts()), None, "through the runner", id="experts"),  # the runner prepares dispatch
         pytest.param(True, Model(), "graphs", "through the runner", id="graphs"),
         pytest.param(False, Model(), None, "through the runner", id="on-a-device"),
     ],
@@ -162,8 +162,8 @@ def test_only_a_plain_target_on_the_host_is_called_directly(on_host, model, grap
     assert verifier.forward(batch).logits_output == way
 
 
-def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch):
-    """As for SGLang's own worker: the experts of a step's rows belong to its result."""
+def test_experts_indexer_and_metrics_reach_the_scheduler(monkeypatch):
+    """A step's result carries the routed experts of its rows, as with SGLang's own worker."""
     monkeypatch.setattr(results, "DraftInput", lambda **fields: SimpleNamespace(**fields))
     output = SimpleNamespace(sampling_mask_output=None)
     run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")
@@ -179,12 +179,12 @@ def test_what_flags_ask_for_of_every_row_reaches_the_scheduler(monkeypatch):
 
 
 def narrow_plan(n_requests: int, drafted: int, width: int) -> Plan:
-    """A step that drafts blocks of `drafted` tokens and verifies `width` of each."""
+    """Return a plan that drafts blocks of `drafted` tokens and verifies `width` of each."""
     return plan_of(n_requests, width)._replace(drafted=plan_of(n_requests, drafted).verified)
 
 
-def test_rows_of_a_narrow_step_lie_as_far_apart_as_it_is_wide(monkeypatch):
-    """Log-probabilities, the scheduler's stride and the cap of a request's counts."""
+def test_a_narrow_steps_stride_is_its_verify_width(monkeypatch):
+    """The stride applies to log-probabilities, to the scheduler and to the cap of a request's counts."""
     asked: list[int] = []
     monkeypatch.setattr(results, "compute_spec_logprobs", lambda *args, chain_stride: asked.append(chain_stride))
     plan, tokens_BN = narrow_plan(2, drafted=8, width=4), torch.zeros(2, 4, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The law's negative controls take what the worker gives them: the full battery alone would notice too late."""
+"""Negative controls of the distribution test: a spoilt acceptance rule must fit the worker's signatures."""
 
 import importlib
 import inspect
@@ -16,18 +16,18 @@ from sglang_dflash.stages.choice import Choice
 SPOILER = "tests.server.wrong_acceptance.sitecustomize"
 
 
-def test_a_spoilt_acceptance_reaches_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spoilt_acceptance_fits_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     edits = {}
     monkeypatch.setitem(sys.modules, "after_loading", SimpleNamespace(edit_after_loading=edits.update))
     monkeypatch.setenv("WRONG_ACCEPTANCE", "any")
-    monkeypatch.delitem(sys.modules, SPOILER, raising=False)  # it announces its edit while it is imported
+    monkeypatch.delitem(sys.modules, SPOILER, raising=False)  # importing it registers the edit
     spoiler = importlib.import_module(SPOILER)
     spoiler.RULES["any"] = any_draft
     ((module, spoil),) = edits.items()
     assert module == build.__name__
 
     parameters = list(inspect.signature(Choice._sample).parameters)
-    monkeypatch.setattr(build, "ACCEPT", build.ACCEPT)  # so that it is put back
+    monkeypatch.setattr(build, "ACCEPT", build.ACCEPT)  # restored after the test
     monkeypatch.setattr(Choice, "_sample", Choice._sample)
     spoil(build)
     assert list(inspect.signature(Choice._sample).parameters) == parameters

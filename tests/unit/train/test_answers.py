@@ -1,4 +1,4 @@
-"""Training text from a served target: what is asked, what is written, and going on after an interruption."""
+"""Training text from a served target: requests, written lines, and resuming after an interruption."""
 
 import asyncio
 import json
@@ -14,11 +14,11 @@ from sglang_dflash.train import answers, prompts
 
 
 class Server:
-    """Answers chats with their own last turn in capitals, and completions with a fixed question."""
+    """A server that answers chats with their last turn in capitals, and completions with a fixed question."""
 
     def __init__(self, **more: object) -> None:
         self.asked: list[dict] = []
-        self.more = more  # fields of every answer
+        self.more = more  # further fields of every answer
         self.client = AsyncOpenAI(
             base_url="http://server/v1",
             api_key="none",
@@ -52,7 +52,7 @@ def line(text: str, **more: object) -> answers.Line:
     return {"messages": turn(text)} | more
 
 
-def test_each_prompt_is_answered_once_also_after_a_cut_line(tmp_path: Path) -> None:
+def test_each_prompt_is_answered_once_even_after_a_cut_line(tmp_path: Path) -> None:
     server, out = Server(), tmp_path / "answers.jsonl"
     asked = [line(f"question {i}") for i in range(7)]
     assert written(server, asked[:4], out, at_once=3) == 4
@@ -76,15 +76,15 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
-def test_tools_and_template_arguments_are_asked_with_and_written(tmp_path: Path) -> None:
+def test_tools_and_template_arguments_are_sent_and_written(tmp_path: Path) -> None:
     server, out = Server(content=None, tool_calls=[CALL | {"index": 0}], reasoning_content="hm"), tmp_path / "out"
     asked = [line("a", tools=TOOLS, chat_template_kwargs={"enable_thinking": False}), line("a")]
     assert written(server, asked, out) == 2
     assert [body.get("tools") for body in server.asked] == [TOOLS, None]
     assert [body.get("chat_template_kwargs") for body in server.asked] == [{"enable_thinking": False}, None]
-    said = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]}
+    message = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]}
     rows = [json.loads(text) for text in out.read_text().splitlines()]
-    assert rows == [one | {"messages": [*one["messages"], said]} for one in asked]
+    assert rows == [one | {"messages": [*one["messages"], message]} for one in asked]
     assert written(server, asked, out) == 0
 
 
@@ -94,18 +94,18 @@ def test_an_empty_answer_is_left_out(tmp_path: Path, content: str | None) -> Non
 
 
 @pytest.mark.parametrize(
-    ("second", "said"),
+    ("second", "message"),
     [(line("a", toolz=1), "line 2: unknown key 'toolz'"), ({"messages": []}, "line 2: give")],
     ids=["an unknown key", "no question"],
 )
-def test_a_bad_prompt_is_named(tmp_path, second, said):
+def test_a_bad_prompt_is_named(tmp_path, second, message):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(json.dumps, (line("a", tools=TOOLS), second))))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         answers.read_prompts(path)
 
 
-def test_the_target_continues_its_own_user_header() -> None:
+def test_user_turns_continue_the_targets_user_header() -> None:
     server, tokenizer = Server(), AutoTokenizer.from_pretrained(DENSE.target)
     before, _ = prompts.user_header(tokenizer)
     found = list(asyncio.run(prompts.user_turns(server.client, tokenizer, 4, 0, at_once=2)))

@@ -1,4 +1,4 @@
-"""A conversation is written as serving writes it."""
+"""Chat rendering for training, compared with serving."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from sglang_dflash.tiny.pairs import DENSE
 from sglang_dflash.train import chat
 
-# Writes all that it is given.
+# This template writes everything it receives.
 EVERYTHING = (
     "{{ messages | tojson }}|{{ tools | tojson }}|{{ enable_thinking | default(7) }}|{{ add_generation_prompt }}"
 )
@@ -58,7 +58,7 @@ def as_served(row: dict[str, Any], writer: PreTrainedTokenizerBase) -> str:
 
 
 @pytest.mark.parametrize("tools", [None, [], [TOOL], [STRICT, TOOL]], ids=["null", "none", "one", "two"])
-def test_the_template_is_given_what_sglang_gives_it(tools: Any) -> None:
+def test_the_template_gets_the_same_input_as_in_sglang(tools: Any) -> None:
     row = {"messages": MESSAGES[:4], "tools": tools, "chat_template_kwargs": {"enable_thinking": False}}
     writer = tokenizer(EVERYTHING)
     messages, options = [*map(chat.served, MESSAGES[:4])], {"enable_thinking": False, "add_generation_prompt": True}
@@ -69,7 +69,7 @@ def test_the_template_is_given_what_sglang_gives_it(tools: Any) -> None:
     assert meant[2:] == ["False", "True"]
 
 
-def test_calls_and_what_tools_said() -> None:
+def test_tool_calls_and_results_are_rendered() -> None:
     row = {"messages": MESSAGES, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
     call = '(f {"city": "Rome", "days": [1, 2]})</>'
     assert chat.parts({"messages": MESSAGES, "tools": [TOOL]}, tokenizer(TOOLS_AND_CALLS)) == [
@@ -78,12 +78,12 @@ def test_calls_and_what_tools_said() -> None:
         ("<tool>20 degrees</><assistant>", False),
         ("It is warm.</>", True),
     ]
-    with pytest.raises(ValueError, match="writes earlier turns differently"):  # "!" is written for the last turn alone
+    with pytest.raises(ValueError, match="writes earlier turns differently"):  # the template writes "!" only once
         chat.parts(row, tokenizer(TOOLS_AND_CALLS))
 
 
-def test_a_template_for_functions_alone() -> None:
-    """SGLang gives it those when it cannot take whole tools."""
+def test_a_template_that_takes_functions_only() -> None:
+    """SGLang passes functions alone if a template rejects whole tools."""
     template = "{% if tools[0].type is defined %}{{ raise_exception('no tools') }}{% endif %}{{ tools[0].name }}"
     writer = tokenizer(template)
     assert chat.render(writer, MESSAGES[1:2], chat.served_tools([TOOL]), {}) == "f"
@@ -92,7 +92,7 @@ def test_a_template_for_functions_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "sentence"),
     [
         ({"role": "user", "content": "x", "name": "a"}, "key 'name' in a message of role 'user'; .* role, content"),
         ({"role": "assistant", "thoughts": "x"}, "unknown key 'thoughts' in a message of role 'assistant'"),
@@ -103,15 +103,15 @@ def test_a_template_for_functions_alone() -> None:
         ({"role": "assistant", "tool_calls": [{"function": {"args": {}}}]}, "unknown key 'args' in the function of a"),
     ],
 )
-def test_a_message_that_serving_would_write_otherwise_is_refused(message: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_messages_that_serving_would_render_differently_are_refused(message: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
         chat.served(message)
 
 
-def test_a_field_that_is_null_is_left_out() -> None:
+def test_null_fields_are_dropped() -> None:
     assert chat.served({"role": "assistant", "content": None, "refusal": None}) == {"role": "assistant", "content": ""}
 
 
-def test_a_tool_that_is_none_is_refused() -> None:
+def test_a_tool_without_a_function_is_refused() -> None:
     with pytest.raises(ValueError, match="function"):
         chat.served_tools([{"type": "function"}])

@@ -1,4 +1,4 @@
-"""`sglang-dflash train`: a draft for a given target, and one clear error for each bad input."""
+"""`sglang-dflash train`: training a draft for a given target, and one clear error per bad input."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory, tokenizer):
-    """A Llama-sized-down Qwen3 of random weights, with a tokenizer, as a user would have it on disk."""
+    """Return a folder with a tiny Qwen3 of random weights and its tokenizer."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("target")
     config = Qwen3Config(
@@ -47,7 +47,7 @@ def command(target, data, out, *more) -> list[str]:
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["dflash", "dflash2"])
-def test_a_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer, second):
+def test_a_trained_draft_can_generate(target, data, tmp_path, tokenizer, second):
     sizes = ("--dflash2", "--conv-group-size", "8", "--selector-rank", "6", "--selector-top-k", "4")
     assert main(command(target, data, tmp_path / "draft", *(sizes if second else ()))) == 0
     draft = DraftModel.from_pretrained(tmp_path / "draft")
@@ -57,11 +57,11 @@ def test_a_draft_is_trained_and_can_be_used(target, data, tmp_path, tokenizer, s
     assert not second or found == (2, 8, 6, 4)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     input_ids = torch.tensor([tokenizer.encode("Count.")])
-    said = draft.spec_generate(input_ids, model, 10, stop_token_ids=[2])
-    assert torch.equal(said, model.generate(input_ids, max_new_tokens=10, do_sample=False))
+    printed = draft.spec_generate(input_ids, model, 10, stop_token_ids=[2])
+    assert torch.equal(printed, model.generate(input_ids, max_new_tokens=10, do_sample=False))
 
 
-def test_a_resumed_draft_is_the_uninterrupted_one(target, data, tmp_path, monkeypatch):
+def test_a_resumed_draft_equals_an_uninterrupted_one(target, data, tmp_path, monkeypatch):
     from sglang_dflash.train import __main__ as cli
 
     assert main(command(target, data, tmp_path / "whole", "--report-every", "1")) == 0
@@ -76,13 +76,13 @@ def test_a_resumed_draft_is_the_uninterrupted_one(target, data, tmp_path, monkey
 
 
 @pytest.mark.parametrize("more", [["--seed", "1"], ["--anchors", "3"], ["--rows", "1"], ["--max-length", "9"]])
-def test_other_options_do_not_resume(target, data, tmp_path, capsys, more):
+def test_resuming_with_other_options_is_refused(target, data, tmp_path, capsys, more):
     assert main(command(target, data, tmp_path / "draft", "--steps", "1")) == 0
     assert main(command(target, data, tmp_path / "draft", "--steps", "1", *more)) == 2
     assert "was written by another run" in capsys.readouterr().err
 
 
-def test_what_is_watched(target, data, tmp_path, capsys):
+def test_reported_numbers(target, data, tmp_path, capsys):
     assert main(command(target, data, tmp_path / "draft")) == 0
     (line,) = [json.loads(line) for line in (tmp_path / "draft" / LOG).read_text().splitlines()]
     always, with_prompts = {"step", "loss", "held_out_loss", "target_agrees"}, {"tokens_per_step", "accepted_at_slot"}
@@ -94,7 +94,7 @@ def test_what_is_watched(target, data, tmp_path, capsys):
     assert json.loads((tmp_path / "without" / LOG).read_text()).keys() == always, "no acceptance is claimed"
 
 
-def test_a_target_that_cannot_unread_is_refused_before_the_training(target, data, tmp_path, capsys, monkeypatch):
+def test_a_target_with_irreversible_state_is_refused_before_training(target, data, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sglang_dflash.model.target.DynamicLayer", type("OtherLayer", (), {}))
     assert main(command(target, data, tmp_path / "draft")) == 2
     error = capsys.readouterr().err
@@ -102,11 +102,11 @@ def test_a_target_that_cannot_unread_is_refused_before_the_training(target, data
     assert "--eval-prompts 0" in error
 
 
-def test_a_cache_is_announced_used_and_kept_from_strangers(target, data, tmp_path, tokenizer, capsys):
+def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_path, tokenizer, capsys):
     cached = ["--cache", str(tmp_path / "cache")]
     assert main(command(target, data, tmp_path / "with", *cached)) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"tokens x \(32 features x 4 bytes \+ 4\) = [\d.]+ kB; .* are free", said)
+    printed = capsys.readouterr().out
+    assert re.search(r"tokens x \(32 features x 4 bytes \+ 4\) = [\d.]+ kB; .* are free", printed)
     assert main(command(target, data, tmp_path / "without")) == 0
     drafts = [DraftModel.from_pretrained(tmp_path / name).state_dict() for name in ("with", "without")]
     for name in drafts[0]:
@@ -116,7 +116,7 @@ def test_a_cache_is_announced_used_and_kept_from_strangers(target, data, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "printed"),
     [
         (["--target-layer-ids", "0,3"], "target_layer_ids end at 3, and a target of 4 layers"),
         (["--mask-token-id", "5000"], "mask_token_id 5000 is outside the target's vocabulary"),
@@ -125,14 +125,14 @@ def test_a_cache_is_announced_used_and_kept_from_strangers(target, data, tmp_pat
         (["--target", "/no/such/target"], "/no/such/target"),
     ],
 )
-def test_bad_input_gets_one_clear_error(target, data, tmp_path, capsys, more, said):
+def test_bad_input_gets_one_clear_error(target, data, tmp_path, capsys, more, printed):
     assert main(command(target, data, tmp_path / "draft", *more)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
-    assert said in error
+    assert printed in error
 
 
-def test_a_tokenizer_without_a_mask_needs_one_named(target, data, tmp_path, tokenizer, capsys):
+def test_a_tokenizer_without_a_mask_token_is_refused(target, data, tmp_path, tokenizer, capsys):
     bare = tmp_path / "target"
     AutoModelForCausalLM.from_pretrained(target).save_pretrained(bare)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer).save_pretrained(bare)

@@ -1,4 +1,4 @@
-"""Training in bf16, and checkpoints that SGLang, stock or ours, and vLLM take."""
+"""Draft training: bf16 arithmetic, starting weights, and checkpoints that SGLang, this plugin and vLLM can load."""
 
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ def some_rows():
 
 
 def loss_of(dtype) -> tuple[DraftModel, torch.Tensor, set[torch.dtype]]:
-    """A draft, its loss, and the dtypes in which its matrices computed."""
+    """Return a draft, its loss, and the dtypes in which its matrices computed."""
     target = make_target(dtype)
     config = config_for(target)
     draft = initialised(DraftModel(config), std=0.3)
@@ -53,7 +53,7 @@ def loss_of(dtype) -> tuple[DraftModel, torch.Tensor, set[torch.dtype]]:
     return draft, loss, computed
 
 
-def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32():
+def test_bf16_computes_in_bf16_with_weights_and_gradients_in_fp32():
     (draft, half, in_half), (_, full, in_full) = loss_of(torch.bfloat16), loss_of(torch.float32)
     half.backward()
     assert (in_half, in_full) == ({torch.bfloat16}, {torch.float32})
@@ -63,7 +63,7 @@ def test_bf16_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32():
 
 
 def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
-    """What is saved for serving has not moved; the checkpoint has, and so the next steps add up."""
+    """The checkpoint keeps small steps, so that they add up, even if the rounded draft is unchanged."""
     target = make_target(torch.bfloat16)
     config = config_for(target)
     recipe = TrainRecipe(steps=3, learning_rate=1e-7, warmup_steps=0, weight_decay=0.0)
@@ -81,14 +81,14 @@ def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A draft as training saves it, for a target with a rotary base of its own."""
+    """Return a draft as training saves it, for a target with an unusual rotary base."""
     folder = tmp_path_factory.mktemp("saved")
     target = make_target()
     initialised(DraftModel(config_for(target))).bfloat16().save_pretrained(folder)
     return folder
 
 
-def test_our_worker_takes_it(saved):
+def test_the_plugin_reads_the_saved_draft(saved):
     draft = checkpoint.read(str(saved))  # config.json and the headers of the tensors
     assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 63, (2, 4))
     assert (draft.num_hidden_layers, draft.num_target_layers) == (2, 6)
@@ -96,7 +96,7 @@ def test_our_worker_takes_it(saved):
     assert draft.window is None
 
 
-def test_stock_sglang_takes_it(saved):
+def test_sglang_reads_the_saved_draft(saved):
     from sglang.srt.speculative import dflash_utils as stock
 
     hf_config = AutoConfig.from_pretrained(saved)
@@ -111,50 +111,49 @@ def test_stock_sglang_takes_it(saved):
     assert hf_config.rope_parameters["rope_theta"] == 1_000_000.0
 
 
-def test_vllm_s_fields_are_where_it_reads_them(saved):
-    """vLLM reads z-lab's layout as it is (vllm-project/vllm, `main` of 2026; "its own" names the speculators format).
+def test_vllm_finds_its_fields_in_the_saved_draft(saved):
+    """vLLM reads z-lab's layout as it is (vllm-project/vllm, `main` of 2026).
 
-    config/speculative.py: DFlashDraftModel selects the method; v1/spec_decode/llm_base_proposer.py:
-    dflash_config.mask_token_id; v1/worker/gpu/spec_decode/eagle/eagle3_utils.py: dflash_config.target_layer_ids, plus
-    one; model_executor/models/qwen3_dflash.py: the rest, and tensors without `model.`, embedding and head.
+    config/speculative.py: DFlashDraftModel selects the method. v1/spec_decode/llm_base_proposer.py:
+    dflash_config.mask_token_id. v1/worker/gpu/spec_decode/eagle/eagle3_utils.py: dflash_config.target_layer_ids plus
+    one. model_executor/models/qwen3_dflash.py: the rest, and tensors without `model.`, embedding and head.
     """
     hf_config = AutoConfig.from_pretrained(saved)
     assert hf_config.model_type == "qwen3"
     assert hf_config.architectures == ["DFlashDraftModel"]
     assert hf_config.dflash_config["mask_token_id"] == 63
     assert [layer + 1 for layer in hf_config.dflash_config["target_layer_ids"]] == [3, 5]
-    assert hf_config.block_size - 1 == 7  # num_speculative_tokens, which the user gives
+    assert hf_config.block_size - 1 == 7  # num_speculative_tokens, given by the user
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     assert [getattr(hf_config, name) for name in sizes] == [32, 2, 4, 2, 16, 64]
     assert (hf_config.hidden_act, hf_config.rms_norm_eps, hf_config.max_position_embeddings) == ("silu", 1e-6, 2048)
-    assert hf_config.layer_types == ["full_attention"] * 2  # hence not causal, and without a window
+    assert hf_config.layer_types == ["full_attention"] * 2  # neither causal nor windowed
     assert not hasattr(hf_config, "is_causal")
-    assert not hasattr(hf_config, "eagle_aux_hidden_state_layer_ids")  # it would win over target_layer_ids
+    assert not hasattr(hf_config, "eagle_aux_hidden_state_layer_ids")  # would override target_layer_ids
     names = set(DraftModel.from_pretrained(saved).state_dict())
     assert {name.split(".")[0] for name in names} == {"fc", "hidden_norm", "layers", "norm"}
 
 
 def test_transformers_4_finds_the_rotary_base(saved):
-    """It knows no rope_parameters and would take 10,000."""
+    """Transformers 4 ignores rope_parameters and would use a base of 10,000."""
     assert checkpoint.draft_files.read_config(str(saved), None)["rope_theta"] == 1_000_000.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_tiny_pair_s_config_is_unchanged(dtype):
-    """What is written for the shipped targets is what is shipped."""
+def test_the_config_of_the_tiny_pairs_is_unchanged(dtype):
     for pair in ("tiny", "tiny_dense"):
         target = AutoModelForCausalLM.from_pretrained(ASSETS / pair / "target", dtype=dtype)
         config = draft_config_for(target, n_layers=2, block_size=16, mask_token_id=3, target_layer_ids=(0, 1, 2))
         assert config == checkpoint.read(str(ASSETS / pair / "draft"))
 
 
-def test_a_target_that_lacks_the_layers_is_refused():
+def test_a_target_without_the_layers_is_refused():
     with pytest.raises(ValueError, match=r"end at 5, and a target of 6 layers .* gives features of layers 0\.\.4"):
         draft_config_for(make_target(), n_layers=1, block_size=8, mask_token_id=63, target_layer_ids=(5,))
 
 
-def test_qwen3_5_is_a_target_too():
-    """Its rotary base is taken, its partial and multi-axis rotation is not: a draft turns whole heads."""
+def test_qwen3_5_can_be_a_target():
+    """The draft takes the rotary base but no partial or multi-axis rotation, as it rotates whole heads."""
     config = Qwen3_5TextConfig(**(SIZES | {"rope_parameters": {
         "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0],
     }}))  # fmt: skip
@@ -164,7 +163,7 @@ def test_qwen3_5_is_a_target_too():
 
 
 def test_a_draft_starts_with_the_targets_last_layers():
-    """At first a block of one anchor, with the context that its layers would see, gets what those layers say."""
+    """A block of one anchor, with the context its layers would attend to, gets those layers' output."""
     target = make_target()
     draft = DraftModel(draft_config_for(target, n_layers=2, block_size=8, mask_token_id=63, target_layer_ids=(1, 3)))
     for module in target.modules():
@@ -172,11 +171,11 @@ def test_a_draft_starts_with_the_targets_last_layers():
             torch.nn.init.uniform_(module.weight, 0.5, 1.5)
     start_from(initialised(draft), target)
     ids_1S = torch.randint(0, 63, (1, 12))
-    said = target(ids_1S, output_hidden_states=True)
-    # The features are what enters the last two layers, and the slot is the last token's own.
-    features = torch.cat([torch.randn_like(said.hidden_states[4]), said.hidden_states[4]], dim=-1)
+    output = target(ids_1S, output_hidden_states=True)
+    # The features are the inputs of the last two layers, and the slot is the last token itself.
+    features = torch.cat([torch.randn_like(output.hidden_states[4]), output.hidden_states[4]], dim=-1)
     first = draft.layers[:1]
-    draft.layers = first  # its first layer alone: the second one's context would be the output of the first
-    hidden = draft(said.hidden_states[4][:, None, -1:], draft.context_kv(features[:, :-1]), torch.tensor([[11]]))
-    like = target.model.norm(said.hidden_states[5][:, -1])
+    draft.layers = first  # only the first layer, as the second one's context would be the first one's output
+    hidden = draft(output.hidden_states[4][:, None, -1:], draft.context_kv(features[:, :-1]), torch.tensor([[11]]))
+    like = target.model.norm(output.hidden_states[5][:, -1])
     torch.testing.assert_close(hidden[0, 0], like, atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Acceptance during training is the acceptance of `spec_generate`."""
+"""Acceptance during training, compared with `spec_generate`."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ DENSE = Path(sglang_dflash.__file__).parent / "assets" / "tiny_dense"
 
 
 def test_counts_by_hand():
-    """Four steps that accepted 3, 1, 0 and 1 drafts of three; no step at all."""
+    """Four steps accepted 3, 1, 0 and 1 of three drafts. The second case has no step."""
     assert acceptance(torch.tensor([4, 3, 1, 1])) == (1 + 5 / 4, [3 / 4, 1 / 4, 1 / 4])
     assert acceptance(torch.zeros(3, dtype=torch.int64)) == (1, [0, 0])
 
 
-def test_acceptance_is_that_of_generation():
+def test_acceptance_equals_that_of_generation():
     target = AutoModelForCausalLM.from_pretrained(DENSE / "target", dtype=torch.float32)
     draft = DraftModel.from_pretrained(DENSE / "draft", dtype=torch.float32)
     prompts = [prompt for _, prompt in held_out_prompts(make_tokenizer(), 1)][:4]
@@ -37,12 +37,12 @@ def test_acceptance_is_that_of_generation():
 
 
 def test_agreement_counts_responses_only():
-    ids, said = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[False, True, True, False]])
-    choices = torch.tensor([[6, 9, 8, 1]])  # after 5 it says 6, after 6 it would say 9, after 7 it says 8
-    assert n_agreeing(Rows(ids, said, torch.tensor([-1])), choices).tolist() == [1, 2]
+    ids, is_response = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[False, True, True, False]])
+    choices = torch.tensor([[6, 9, 8, 1]])  # the target agrees after 5 and 7, and chooses 9 after 6
+    assert n_agreeing(Rows(ids, is_response, torch.tensor([-1])), choices).tolist() == [1, 2]
 
 
-def test_answers_end_where_the_generation_config_says():
+def test_stop_tokens_come_from_the_generation_config():
     target = AutoModelForCausalLM.from_pretrained(DENSE / "target")
     assert stop_token_ids(target) == (END,)
     target.generation_config.eos_token_id = [2, 5]

@@ -1,4 +1,4 @@
-"""The cache of features: what it holds is what the target says, and only of what it was made from."""
+"""Feature cache: contents equal to the target's, and refusal of any other target or text."""
 
 from collections import namedtuple
 
@@ -26,15 +26,14 @@ def target():
     return Qwen3ForCausalLM(config).eval()
 
 
-def cache_of(folder, target, documents=DOCUMENTS, layers=LAYERS, said=None) -> FeatureCache:
+def cache_of(folder, target, documents=DOCUMENTS, layers=LAYERS, lines=None) -> FeatureCache:
     cache = FeatureCache(folder, documents, target, layers)
-    cache.prepare(say=(said if said is not None else []).append)
+    cache.prepare(say=(lines if lines is not None else []).append)
     cache.fill(ALONE)
     return cache
 
 
-def test_it_holds_what_the_target_says(tmp_path, target):
-    """Padded batches of it equal padded batches of the target, wherever there is a token."""
+def test_cached_features_equal_the_targets(tmp_path, target):
     cache, batches = cache_of(tmp_path, target), Batches(DOCUMENTS, n_rows=2, pad_id=0, seed=0)
     for rows in [batches.at(0), batches.at(1), *batches.held_out]:
         choices_RL, features_RLC = cache.read(rows)
@@ -46,15 +45,15 @@ def test_it_holds_what_the_target_says(tmp_path, target):
             assert not features_RLC[r, n:].any()
 
 
-def test_it_says_its_bytes_before_it_takes_them(tmp_path, target):
-    said = []
-    cache = cache_of(tmp_path, target, said=said)
-    assert f"36 tokens x (32 features x 4 bytes + 4) = {shown_bytes(36 * 132 + 5)}; " in said[0]
+def test_the_size_is_announced_before_writing(tmp_path, target):
+    lines = []
+    cache = cache_of(tmp_path, target, lines=lines)
+    assert f"36 tokens x (32 features x 4 bytes + 4) = {shown_bytes(36 * 132 + 5)}; " in lines[0]
     assert {name: (tmp_path / name).stat().st_size for name in cache.sizes} == cache.sizes
     assert sum(cache.sizes.values()) == 36 * (32 * 4 + 4) + 5
 
 
-def test_nothing_is_written_where_there_is_no_room(tmp_path, target, monkeypatch):
+def test_nothing_is_written_without_enough_space(tmp_path, target, monkeypatch):
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage(free=1000))
     with pytest.raises(ValueError, match=r"needs 4\.8 kB and 1\.0 kB are free; give less text"):
@@ -62,7 +61,7 @@ def test_nothing_is_written_where_there_is_no_room(tmp_path, target, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_filling_goes_on(tmp_path, target, monkeypatch):
+def test_an_interrupted_filling_resumes(tmp_path, target, monkeypatch):
     read = []
 
     def counted(target, rows, layer_ids):
@@ -94,12 +93,12 @@ def test_processes_share_the_reading(tmp_path, target):
         assert done.tolist() == now
 
 
-def test_it_refuses_to_serve_anything_else(tmp_path, target):
+def test_a_cache_of_another_run_is_refused(tmp_path, target):
     cache_of(tmp_path, target)
     before = (tmp_path / FACTS).read_text()
     torch.manual_seed(1)
     other_target = Qwen3ForCausalLM(target.config)
-    other_text = [*DOCUMENTS[1:], DOCUMENTS[0]]  # as many tokens, in another order
+    other_text = [*DOCUMENTS[1:], DOCUMENTS[0]]  # as many tokens in another order
     for name, options in {
         "target ": {"target": other_target},
         "text ": {"documents": other_text},
@@ -111,7 +110,7 @@ def test_it_refuses_to_serve_anything_else(tmp_path, target):
     assert (tmp_path / FACTS).read_text() == before
 
 
-def test_a_few_changed_values_are_another_target(target):
+def test_one_changed_value_changes_the_digest(target):
     before = weights_digest(target)
     assert weights_digest(target) == before
     with torch.no_grad():
@@ -121,5 +120,5 @@ def test_a_few_changed_values_are_another_target(target):
     assert weights_digest(target) == before
 
 
-def test_bytes_are_shown_as_people_write_them():
+def test_bytes_are_shown_in_units():
     assert [shown_bytes(n) for n in (999, 1000, 12_345_678_901)] == ["999 bytes", "1.0 kB", "12.3 GB"]

@@ -1,4 +1,4 @@
-"""The loop: a run that was interrupted is the one that was not."""
+"""Training loop: resuming, checkpoints, reports and learning rates."""
 
 import json
 from dataclasses import replace
@@ -37,8 +37,8 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("stop_after", [1, 2, 3, 5])
-def test_an_interrupted_run_is_the_uninterrupted_one_step_for_step(tmp_path, stop_after):
-    """The weights, the optimizer's moments and every line of the log."""
+def test_an_interrupted_run_equals_an_uninterrupted_one(tmp_path, stop_after):
+    """Weights, optimizer moments and every line of the log are equal."""
     run(tmp_path / "cut", stop_after=stop_after)
     assert equal(run(tmp_path / "cut"), run(tmp_path / "whole"))
     cut, whole = (torch.load(tmp_path / name / CHECKPOINT, weights_only=True) for name in ("cut", "whole"))
@@ -46,8 +46,8 @@ def test_an_interrupted_run_is_the_uninterrupted_one_step_for_step(tmp_path, sto
     assert (tmp_path / "cut" / LOG).read_text() == (tmp_path / "whole" / LOG).read_text()
 
 
-def test_a_run_killed_between_checkpoints_takes_its_steps_again_and_logs_them_once(tmp_path):
-    """The log is ahead of the checkpoint: its last line is of a step that is taken again."""
+def test_repeated_steps_after_a_crash_are_logged_once(tmp_path):
+    """The log is ahead of the checkpoint, so its last line belongs to a step that is repeated."""
     every = replace(RECIPE, save_every=4, report_every=1)
     whole = run(tmp_path / "whole", every)
     run(tmp_path / "cut", every, stop_after=4)
@@ -71,12 +71,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         run(tmp_path / "run", replace(RECIPE, steps=7), facts={"text": "b"})
 
 
-def test_how_often_it_saves_and_reports_may_change(tmp_path):
+def test_save_and_report_intervals_may_change(tmp_path):
     run(tmp_path / "cut", stop_after=3)
     assert equal(run(tmp_path / "cut", replace(RECIPE, save_every=1, report_every=1)), run(tmp_path / "whole"))
 
 
-def test_reports_come_every_so_often_and_at_the_end(tmp_path, capsys):
+def test_reports_come_at_intervals_and_at_the_end(tmp_path, capsys):
     numbers = {"tokens_per_step": 2.5, "accepted_at_slot": [0.9, 0.6]}
     run(tmp_path, TrainRecipe(steps=5, learning_rate=0.1, report_every=2), report=lambda: numbers)
     lines = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
@@ -88,8 +88,8 @@ def test_reports_come_every_so_often_and_at_the_end(tmp_path, capsys):
 def test_learning_rate_of_two_cycles():
     recipe = TrainRecipe(steps=10, learning_rate=1.0, more_cycles=((4, 0.5),), warmup_steps=2, final_rate=0.1)
     rates = [learning_rate(recipe, step) for step in range(14)]
-    assert rates[0] == 0.5  # half warm
-    assert rates[5] == pytest.approx(0.1 + 0.9 * 0.5)  # half way down
+    assert rates[0] == 0.5  # half of the warm-up
+    assert rates[5] == pytest.approx(0.1 + 0.9 * 0.5)  # half of the decay
     assert rates[9] < 0.2
     assert rates[10] == 0.25
     assert recipe.total_steps == 14

@@ -1,4 +1,4 @@
-"""Which tokens a draft learns, how much each counts, and that training sees what inference sees."""
+"""Training objective: labels, weights and losses, and training inputs equal to those of inference."""
 
 import math
 
@@ -39,14 +39,14 @@ def make_pair(make_target, second=None):
     config = draft_config_for(target, **sizes, second=second)
     draft = initialised(DraftModel(config), std=0.3)
     for name, parameter in draft.named_parameters():
-        if "_conv." in name or "codebook" in name:  # which start without a say
+        if "_conv." in name or "codebook" in name:  # these start at zero effect
             torch.nn.init.normal_(parameter, std=0.3)
     return draft, target
 
 
-def rows(text: str, said: str) -> Rows:
-    """Letters are tokens (a = 0); a dot under a letter is a prompt, a bar a response."""
-    ids, is_response = [[ord(c) - ord("a") for c in text]], [[c == "|" for c in said]]
+def rows(text: str, responses: str) -> Rows:
+    """Return one row. Letters are tokens (a = 0). A dot marks a prompt token, a bar a response token."""
+    ids, is_response = [[ord(c) - ord("a") for c in text]], [[c == "|" for c in responses]]
     return Rows(torch.tensor(ids), torch.tensor(is_response), torch.tensor([-1]))
 
 
@@ -56,8 +56,8 @@ def tokens(text: str) -> list[int]:
 
 @pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("make_target", [qwen3, hybrid])
-def test_training_sees_what_inference_sees(make_target, second):
-    """Many blocks from one pass over whole rows equal, each, one drafting step after reading only what came before."""
+def test_training_inputs_equal_inference_inputs(make_target, second):
+    """Many blocks from one pass over whole rows equal single drafting steps after reading only the tokens before."""
     draft, target = make_pair(make_target, second)
     draft, target = draft.double(), target.double()
     batch = Rows(torch.randint(0, MASK, (2, 24)), torch.ones(2, 24, dtype=torch.bool), torch.tensor([-1, -1]))
@@ -78,14 +78,14 @@ def test_training_sees_what_inference_sees(make_target, second):
 
 
 def test_labels_by_hand():
-    """The target agrees with `abcdefg` but for one choice: after `d` it would say `x`."""
+    """The target agrees with `abcdefg` except for one choice: after `d` it would choose `x`."""
     batch = rows("abcdefg", "..|||||")
     choices = torch.tensor([tokens("bcdxfgz")])
     blocks = make_blocks(batch, choices, torch.tensor([[2, 4, 6, 1]]), block_size=4, mask_token_id=MASK)
     assert blocks.tokens_RAN[0].tolist() == [tokens(t) for t in ("c###", "e###", "g###", "b###")]
     assert blocks.labels_RAD[0, :2].tolist() == [tokens("dxf"), tokens("fgg")]
     assert blocks.is_valid_RAD[0].tolist() == [
-        [True, True, False],  # `x` is still what the target says after `abcd`; behind it the text is another
+        [True, True, False],  # `x` is still the target's choice after `abcd`, and the text differs from there
         [True, True, False],  # the text ends
         [False, False, False],  # nothing follows
         [False, False, False],  # the anchor is not a response
@@ -95,13 +95,13 @@ def test_labels_by_hand():
     assert blocks.is_valid_RAD[0, 0].tolist() == [True, True, False, False, False], "it ends with the response"
 
 
-def test_anchors_are_different_response_tokens_with_a_successor():
+def test_anchors_are_distinct_response_tokens_with_a_successor():
     batch = rows("abcdefghij", "..|||..|||")
     for seed in range(20):
         anchors = random_anchors(batch.is_response_RL, 4, torch.Generator().manual_seed(seed))[0].tolist()
         assert sorted(anchors) == [2, 3, 7, 8]
-    said = torch.ones(2, 50, dtype=torch.bool)
-    first, again, other = (random_anchors(said, 8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    responses = torch.ones(2, 50, dtype=torch.bool)
+    first, again, other = (random_anchors(responses, 8, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other), "they depend on the seed alone"
 
@@ -116,7 +116,7 @@ def one_block(n_valid: int) -> Blocks:
 
 
 def test_loss_by_hand():
-    """Right with probability 1/2, 1/4 and 1/8: the log losses, weighed 1, e^-1/2 and e^-1, and summed."""
+    """Labels with probability 1/2, 1/4 and 1/8: log losses weighted by 1, e^-1/2 and e^-1, summed."""
     logits = torch.full((3, 4), -1e9)
     for slot, (label, p) in enumerate(((1, 1 / 2), (2, 1 / 4), (3, 1 / 8))):
         logits[slot, label], logits[slot, 0] = math.log(p), math.log(1 - p)
@@ -125,14 +125,14 @@ def test_loss_by_hand():
         slots = valid_slots(torch.zeros(1, 1, 3, 2), one_block(n_valid), gamma=2.0)
         want = sum(w * k for w, k in zip(weights[:n_valid], (1, 2, 3), strict=False)) * math.log(2)
         assert slots.weights.tolist() == pytest.approx(weights[:n_valid], rel=1e-6)
-        head = Head(logits[:n_valid].T, None, None)  # of hidden states that are unit vectors
+        head = Head(logits[:n_valid].T, None, None)  # the hidden states are unit vectors
         assert slots_loss(None, head, slots._replace(hidden=torch.eye(n_valid))).item() == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("scored", [None, torch.tensor([3, 20, 3, 0])], ids=["all-tokens", "some-tokens"])
-def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second, scored):
-    """Values and gradients are those of all logits at once, but for fp32 rounding; a selector adds its loss."""
+def test_the_loss_in_parts_equals_the_loss_of_all_logits(monkeypatch, second, scored):
+    """Values and gradients equal those of all logits at once up to fp32 rounding. A selector adds its loss."""
     draft, target = make_pair(qwen3, second)
     draft, target = draft.double(), target.double()
     batch = rows("abcdefghijkl", "..||||||||||")
@@ -163,8 +163,8 @@ def test_the_loss_in_parts_is_the_loss_of_all_logits(monkeypatch, second, scored
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
 
 
-def test_the_selector_learns_behind_the_token_that_is_right():
-    """Of three slots: the label is the best token, is the third best, is none of the three candidates."""
+def test_the_selector_learns_from_the_right_previous_token():
+    """The labels are the best token, the third best, and none of the three candidates."""
     draft, _ = make_pair(qwen3, SECOND)
     selector = draft.candidate_selector
     logits, hidden = torch.zeros(3, VOCAB), torch.randn(3, 32)
@@ -180,7 +180,7 @@ def test_the_selector_learns_behind_the_token_that_is_right():
 
 
 def learned(batch: Rows, anchor: int, second: Second | None) -> tuple[DraftModel, torch.Tensor, torch.Tensor]:
-    """A draft with its gradients, the loss and its weight."""
+    """Return a draft with its gradients, the loss and its weight."""
     draft, target = make_pair(qwen3, second)
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     blocks = make_blocks(batch, choices_RL, torch.tensor([[anchor]]), block_size=5, mask_token_id=MASK)
@@ -200,5 +200,5 @@ def test_a_batch_with_nothing_to_learn_has_no_loss_and_no_gradient():
     assert all(p.grad is None or not p.grad.any() for p in draft.parameters())
 
 
-def test_the_paper_s_decay():
+def test_default_gamma_is_the_papers():
     assert [objective.default_gamma(n) for n in (8, 10, 16)] == [4.0, 5.0, 7.0]

@@ -1,4 +1,4 @@
-"""Two processes train as one does with the whole batch: same gradients, same drafts."""
+"""Training on two processes, compared with one process and the whole batch."""
 
 import json
 import os
@@ -21,23 +21,23 @@ SCRIPT = Path(two_ranks.__file__)
 
 
 def torchrun(*arguments: str | Path) -> None:
-    """Two processes over gloo, each with one thread; none is left behind if they hang."""
+    """Run two processes over gloo with one thread each, and end them if they hang."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
         [*command, *map(str, arguments)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
         try:
-            said, _ = run.communicate(timeout=300)
+            output, _ = run.communicate(timeout=300)
         except subprocess.TimeoutExpired:
-            run.terminate()  # torchrun ends its processes, which are in sessions of their own, and then itself
+            run.terminate()  # torchrun ends its processes, each in its own session, and then itself
             raise
-    assert run.returncode == 0, said
+    assert run.returncode == 0, output
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """A folder with a target of random weights and a text."""
+    """Return a folder with a target of random weights and a text."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.manual_seed(0)
     make_target("dense").save_pretrained(folder / "target")
@@ -50,7 +50,7 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(inputs) -> Path:
-    """What two processes made of the inputs: gradients-0.pt, gradients-1.pt, and the draft two/ through a cache."""
+    """Return the folder with results of two processes: gradients-0.pt, gradients-1.pt, and the draft two/."""
     torchrun(SCRIPT, inputs, *trainer(inputs, "two"), "--cache", inputs / "cache")
     return inputs
 
@@ -61,8 +61,8 @@ def trainer(folder: Path, out: str, *more: str) -> list[str]:
     return ["draft", *map(str, where), *sizes.split(), "--dtype", "fp32", "--device", "cpu", *more]
 
 
-def test_shares_of_a_batch_add_up_to_it(monkeypatch):
-    """What each of two processes would compute, one after the other: their mean gradient is the whole batch's."""
+def test_gradients_of_shares_add_up_to_the_batch(monkeypatch):
+    """The mean gradient of both processes' shares, computed one after the other, is the whole batch's."""
     weights = []
     monkeypatch.setattr("sglang_dflash.train.draft.DistributedDataParallel", lambda module: module)
     monkeypatch.setattr(Ranks, "total", lambda self, weight: weights.append(weight) or weight)
@@ -79,7 +79,7 @@ def test_shares_of_a_batch_add_up_to_it(monkeypatch):
 
 
 @pytest.mark.full
-def test_the_gradients_are_those_of_one_process_with_the_whole_batch(folder):
+def test_gradients_equal_those_of_one_process(folder):
     want = two_ranks.gradients(ALONE)
     for rank in range(2):
         found = torch.load(folder / f"gradients-{rank}.pt", weights_only=True)
@@ -90,8 +90,8 @@ def test_the_gradients_are_those_of_one_process_with_the_whole_batch(folder):
 
 
 @pytest.mark.full
-def test_the_run_is_that_of_one_process(folder):
-    """fp32, and sums in another order: the weights differ in their last bits, and what is counted does not."""
+def test_the_run_equals_that_of_one_process(folder):
+    """Sums in another order change the last bits of fp32 weights, but no count."""
     assert main(trainer(folder, "one")) == 0
     one, two = (DraftModel.from_pretrained(folder / name).state_dict() for name in ("one", "two"))
     for name in one:
@@ -110,7 +110,7 @@ def test_rows_must_be_shared_evenly(inputs, monkeypatch, capsys):
     assert "--rows 4 cannot be shared evenly by 3 processes; give a multiple of 3" in capsys.readouterr().err
 
 
-def test_a_gpu_for_every_process_or_none(monkeypatch):
+def test_more_processes_than_gpus_are_refused(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,4 +1,4 @@
-"""What a line of training text means, and in which order documents come."""
+"""Training text: the kinds of line, and the order of documents."""
 
 import json
 
@@ -31,9 +31,9 @@ def read(path, rows, tokenizer=None, max_length=1000):
 
 
 def shown(document: Tokens) -> tuple[str, str]:
-    """The text, and the part of it that is a response."""
+    """Return the text, and its response part."""
     text = "".join(map(chr, document.ids))
-    return text, "".join(c for c, said in zip(text, document.is_response, strict=True) if said)
+    return text, "".join(c for c, answers in zip(text, document.is_response, strict=True) if answers)
 
 
 def test_the_three_kinds_of_line(tmp_path):
@@ -53,13 +53,13 @@ def test_a_text_file_is_cut_in_pieces(tmp_path):
     assert [shown(d)[0] for d in documents] == ["abc", "def", "gh"]
 
 
-def test_documents_with_nothing_to_guess_are_left_out(tmp_path):
+def test_documents_with_nothing_to_predict_are_left_out(tmp_path):
     rows = [{"prompt": "abc", "response": "d"}, {"text": "ef"}, {"text": "gh"}]
     assert [shown(d)[0] for d in read(tmp_path / "data.jsonl", rows)] == ["ef", "gh"]
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "sentence"),
     [
         ("{", "line 2: "),
         ("[1]", "line 2: found '\\[1\\]'; give"),
@@ -75,12 +75,12 @@ def test_documents_with_nothing_to_guess_are_left_out(tmp_path):
         ({"messages": [], "chat_template_kwargs": [1]}, r"2: 'chat_template_kwargs' is \[1\]; it must be an object"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, row, said):
-    with pytest.raises(ValueError, match=said):
+def test_a_bad_line_is_named(tmp_path, row, sentence):
+    with pytest.raises(ValueError, match=sentence):
         read(tmp_path / "data.jsonl", [{"text": "good"}, row])
 
 
-def test_files_that_cannot_be_used(tmp_path):
+def test_unusable_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"neither \.txt nor \.jsonl"):
         read(tmp_path / "data.csv", ["a,b"])
     with pytest.raises(ValueError, match="holds 1 documents with something to guess"):
@@ -94,17 +94,17 @@ def test_messages_need_a_chat_template(tmp_path):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
-    class Forgetful(Letters):
+    class LastTurnOnly(Letters):
         def apply_chat_template(self, messages, tokenize, tools, add_generation_prompt):
             return super().apply_chat_template(messages[-1:], tokenize, tools, add_generation_prompt)
 
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     with pytest.raises(ValueError, match="so that the assistant speaks last"):
-        read(tmp_path / "data.jsonl", [{"messages": chat}], Forgetful())
+        read(tmp_path / "data.jsonl", [{"messages": chat}], LastTurnOnly())
 
 
 def batches_of(n_documents: int, n_rows: int) -> Batches:
-    """Documents of two tokens each, which say their number."""
+    """Return batches of two-token documents, whose tokens are the document's number."""
     return Batches([Tokens([i, i], [True, True]) for i in range(n_documents)], n_rows=n_rows, pad_id=99, seed=1)
 
 
@@ -117,17 +117,17 @@ def test_every_epoch_shows_every_document_once_in_a_new_order():
     first, second = seen[:8], seen[8:]
     assert sorted(first) == sorted(second) == [i for i in range(9) if i != held_out]
     assert first != second
-    assert batches.at(5).ids_RL.tolist() == batches_of(9, n_rows=2).at(5).ids_RL.tolist(), "by its step alone"
+    assert batches.at(5).ids_RL.tolist() == batches_of(9, n_rows=2).at(5).ids_RL.tolist(), "a batch depends on its step"
 
 
-def test_what_is_held_out_is_not_trained_on():
+def test_held_out_documents_are_not_trained_on():
     batches = batches_of(100, n_rows=4)
     held_out = {i for rows in batches.held_out for i in rows.document_R.tolist()}
     trained = {i for step in range(24) for i in batches.at(step).document_R.tolist()}
     assert len(held_out) == 6
     assert trained == set(range(100)) - held_out
     for rows in [*batches.held_out, batches.at(0), batches.at(1)]:
-        assert rows.ids_RL[:, 0].tolist() == rows.document_R.tolist(), "a row says which document it is"
+        assert rows.ids_RL[:, 0].tolist() == rows.document_R.tolist(), "document_R does not match the row"
 
 
 def test_a_prompt_ends_where_the_response_begins():
@@ -139,7 +139,7 @@ def test_a_prompt_ends_where_the_response_begins():
     assert prompt.tolist() == [[batches.held_out[0].ids_RL[0, 0].item()]]
 
 
-def test_padding_stands_behind_and_shares_are_disjoint_and_whole():
+def test_rows_are_padded_at_the_end_and_shared_disjointly():
     rows = padded([Tokens([1, 2, 3], [False, True, True]), Tokens([4], [True])], pad_id=0)
     assert rows.ids_RL.tolist() == [[1, 2, 3], [4, 0, 0]]
     assert rows.is_response_RL.tolist() == [[False, True, True], [True, False, False]]
@@ -147,7 +147,7 @@ def test_padding_stands_behind_and_shares_are_disjoint_and_whole():
     assert [rows.share(rank, 3).ids_RL[:, 0].tolist() for rank in range(3)] == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_a_text_s_digest_tells_tokens_responses_and_order():
+def test_the_digest_depends_on_tokens_responses_and_order():
     a, b = Tokens([1, 23], [True, True]), Tokens([12, 3], [True, True])
     texts = [[a], [b], [a, b], [b, a], [a, Tokens([12, 3], [False, True])]]
     assert len({text_digest(text) for text in texts}) == len(texts)

@@ -1,4 +1,4 @@
-"""The tiny pairs: how they are made, and that the shipped ones are what their card says."""
+"""Tiny pairs: their making, and the shipped files compared with it."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def pair(request):
 
 
 @pytest.mark.parametrize("task", corpus.TASKS)
-def test_the_corpus_is_the_same_every_time_and_split_by_prompt(task):
+def test_the_corpus_is_deterministic_and_split_by_prompt(task):
     drawn, again = (
         [[corpus.draw(Random(seed), held_out=out, task=task) for seed in range(30)] for out in (False, True)]
         for _ in range(2)
@@ -54,13 +54,13 @@ def test_a_few_answers_are_right():
         compile(answer.removeprefix("```python\n").removesuffix("\n```"), "answer", "exec")
 
 
-def test_training_text_is_what_the_chat_template_writes(tokenizer):
+def test_training_text_follows_the_chat_template(tokenizer):
     exchange = corpus.draw(Random(0))
     messages = [{"role": "user", "content": exchange.prompt}, {"role": "assistant", "content": exchange.answer}]
     tokens = tiny_pair.chat_tokens(exchange, tokenizer)
     assert tokenizer.decode(tokens.ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-    said = [token for token, is_said in zip(tokens.ids, tokens.is_response, strict=True) if is_said]
-    assert tokenizer.decode(said) == exchange.answer + "<|im_end|>"
+    response = [token for token, is_said in zip(tokens.ids, tokens.is_response, strict=True) if is_said]
+    assert tokenizer.decode(response) == exchange.answer + "<|im_end|>"
 
 
 def test_rows_depend_on_their_seed_alone(tokenizer):
@@ -88,7 +88,7 @@ def test_a_pair_is_made_from_nothing_and_resumed(tmp_path, kind):
     assert target.config.eos_token_id == 2
 
 
-def test_the_shipped_tokenizer_is_the_one_that_is_made(pair, tokenizer):
+def test_the_shipped_tokenizer_equals_a_new_one(pair, tokenizer):
     shipped = AutoTokenizer.from_pretrained(pair / "target")
     assert shipped.get_vocab() == tokenizer.get_vocab()
     assert shipped.convert_tokens_to_ids(tiny_pair.SPECIAL_TOKENS) == [0, 1, 2, 3]
@@ -103,7 +103,7 @@ def test_the_shipped_files_are_small_and_complete(pair):
     assert not list(ASSETS.rglob("*.pt"))
     config = json.loads((pair / "target" / "config.json").read_text())
     if "linear_attention" in config["layer_types"]:
-        assert config["full_attention_interval"] == 4  # SGLang needs it, Transformers does not write it
+        assert config["full_attention_interval"] == 4  # SGLang needs it, but Transformers does not write it
     assert json.loads((pair / "target" / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
@@ -115,13 +115,13 @@ def test_the_shipped_draft_commits_more_than_four_tokens_per_step(pair, tokenize
 
 @pytest.mark.full
 def test_the_shipped_dflash_2_draft_commits_a_tenth_more(pair, tokenizer):
-    """Trained on the same text for as many steps."""
+    """Both drafts were trained on the same text for as many steps."""
     *_, plain = measure(*load_pair(pair), tokenizer, n_per_task=1)
     *_, second = measure(*load_pair(pair, second=True), tokenizer, n_per_task=1)
     assert second.mean_committed >= 1.1 * plain.mean_committed
 
 
-def test_the_shipped_pair_says_what_its_target_says(pair, tokenizer):
+def test_the_shipped_pair_generates_its_targets_output(pair, tokenizer):
     draft, target = load_pair(pair)
     for _, input_ids in tiny_pair.held_out_prompts(tokenizer, 1)[::3]:
         want = target.generate(input_ids, max_new_tokens=60, do_sample=False)

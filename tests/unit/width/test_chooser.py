@@ -1,4 +1,4 @@
-"""Which outcome belongs to which decision, what a step took, and what the decisions came to."""
+"""Chooser: matching outcomes with decisions, timing steps, and reporting widths."""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from sglang_dflash.width.policy import Decision, Fixed, Policy
 
 
 class Costs:
-    """Remembers what steps took."""
+    """A cost model that records the times of steps."""
 
     def __init__(self) -> None:
         self.timed: list[tuple] = []
@@ -27,21 +27,21 @@ class Costs:
 
 
 class Scripted(Policy):
-    """Decides what it is told to, and remembers what it hears."""
+    """A policy that decides a given list of widths and records outcomes."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         self.name, self.widths = "scripted", iter(widths)
-        self.heard: list[tuple] = []
+        self.observed: list[tuple] = []
         self.cost = Costs()
 
     def decide(self, rids: Sequence[str]) -> Decision:
         return Decision(next(self.widths), expected=2.0)
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        self.heard.append((list(rids), decision.width, list(n_accepted_B)))
+        self.observed.append((list(rids), decision.width, list(n_accepted_B)))
 
 
-def test_outcomes_arrive_late_and_in_order():
+def test_late_outcomes_match_their_decisions():
     policy = Scripted([8, 4, 4, 4])
     chooser = Chooser(policy)
     assert chooser.decide(["a"]) == 8
@@ -51,23 +51,22 @@ def test_outcomes_arrive_late_and_in_order():
     chooser.observe([0, 3], 2.0)
     chooser.decide(["b", "c"])
     chooser.observe([1, 2], 3.5)
-    assert policy.heard == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
-    assert policy.cost.timed == [(2, 4, 1.5)]  # the last had one of its own kind before it, and behind it
+    assert policy.observed == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
+    assert policy.cost.timed == [(2, 4, 1.5)]  # only the last step has a like step before and after
 
 
-def test_an_outcome_of_another_batch_is_noticed():
+def test_an_outcome_of_another_batch_is_refused():
     chooser = Chooser(Fixed(4))
     chooser.decide(["a", "b"])
     with pytest.raises(AssertionError, match="another step"):
         chooser.observe([1], 0.0)
 
 
-# ------------------------------------------------------------------------------------------------------------ the clock
+def test_time_of_a_prompt_between_two_steps_is_not_counted():
+    """The overlap schedule launches a prompt before the outcome of the previous step is known.
 
-
-def test_a_prompt_read_between_two_steps_is_no_part_of_the_second():
-    """Under the overlap schedule the prompt is launched before the outcome of the step before it is known, and the
-    prompt's own result is none of the chooser's business. Steps take 10 ms, the prompt 300."""
+    The chooser never sees the prompt's own result. Steps take 10 ms, the prompt 300.
+    """
     policy = Scripted([6] * 7)
     chooser = Chooser(policy)
     chooser.decide(["a", "b"])
@@ -94,14 +93,16 @@ def took(launch: Launch) -> float:
 
 
 class Loop:
-    """SGLang's loops: each launch, then what became of the one before it, under the overlap schedule; else of itself.
-    Where the host computes a launch has run when it returns; a device runs launches one after the other."""
+    """SGLang's loops: each launch is followed by the outcome of the one before it (overlap schedule) or its own.
+
+    A launch on a CPU has run when it returns. A device runs launches one after the other.
+    """
 
     def __init__(self, launches: Sequence[Launch], *, overlap: bool, host_computes: bool) -> None:
         self.policy = Scripted([width for launch in launches if launch != PROMPT for width in launch[1:]])
         self.chooser, self.host_computes = Chooser(self.policy), host_computes
         self.host_s = self.device_s = 0.0
-        ran = list[tuple[Launch, float]]()  # and when it ends
+        ran = list[tuple[Launch, float]]()  # launches and when they end
         for launch, following in zip(launches, (*launches[1:], None), strict=True):
             ran.append((launch, self.launch(launch)))
             if not overlap or len(ran) == 2:
@@ -123,7 +124,7 @@ class Loop:
         if launch != PROMPT:
             self.chooser.observe([0] * launch[0], self.host_s)
         if following is not None and following[0] < launch[0]:
-            self.host_s += 50.0  # what the host does for a request that ends
+            self.host_s += 50.0  # the host's work for a request that ends
 
 
 alike = st.tuples(st.tuples(st.integers(1, 3), st.sampled_from((1, 4, 8))), st.integers(1, 6))
@@ -135,24 +136,21 @@ launches = st.lists(st.one_of(st.just((PROMPT, 1)), alike), min_size=1, max_size
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("host_computes", [True, False])
 @given(launches=launches)
-def test_whatever_is_timed_took_that_long(launches, overlap, host_computes):
-    """In any order of batches, widths and prompts, on a device and on a host, to the host's own 10 ms per launch."""
+def test_timed_steps_took_the_measured_time(launches, overlap, host_computes):
+    """Any order of batches, widths and prompts is timed exactly up to the host's 10 ms per launch."""
     for n_requests, width, seconds in Loop(launches, overlap=overlap, host_computes=host_computes).policy.cost.timed:
         assert seconds.expected == pytest.approx(took((n_requests, width)), abs=0.02)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("host_computes", [True, False])
-def test_all_but_the_ends_of_a_run_of_like_steps_is_timed(host_computes, overlap):
+def test_all_but_the_ends_of_equal_runs_are_timed(host_computes, overlap):
     loop = Loop([(2, 4)] * 10 + [PROMPT] + [(2, 8)] * 10, overlap=overlap, host_computes=host_computes)
     n_timed = [sum(width == timed[1] for timed in loop.policy.cost.timed) for width in (4, 8)]
     assert min(n_timed) >= 8
 
 
-# ----------------------------------------------------------------------------------------------------- what is reported
-
-
-def test_every_outcome_is_written_when_it_is_known(tmp_path):
+def test_outcomes_are_traced_as_they_arrive(tmp_path):
     chooser = Chooser(Scripted([4, 8]), Trace(tmp_path / "new", None).add)
     chooser.decide(["a"])
     chooser.decide(["a", "b"])
@@ -167,7 +165,7 @@ def test_every_outcome_is_written_when_it_is_known(tmp_path):
 
 
 def test_a_report_covers_all_steps(caplog):
-    """The log has a line for every so many."""
+    """The log gets a line every `REPORT` steps."""
     chooser = Chooser(Scripted([4] * REPORT + [8] * REPORT + [8] * 5))
     with caplog.at_level("INFO"):
         for step in range(2 * REPORT + 5):
@@ -187,8 +185,8 @@ def test_a_report_covers_all_steps(caplog):
 
 
 @pytest.mark.parametrize(("useful", "n_warnings"), [(0, 1), (9, 1), (10, 0)])
-def test_draft_that_is_never_accepted_is_said_once(useful, n_warnings, caplog):
-    """Count 500 blocks; steps of one token count for nothing."""
+def test_a_draft_that_is_never_accepted_is_warned_of_once(useful, n_warnings, caplog):
+    """Fewer than 10 of 500 blocks commit a draft. Steps of one token are not counted."""
     chooser = Chooser(Scripted([1, 8] * 1000))
     for step in range(2000):
         chooser.decide(["a"])
@@ -196,13 +194,10 @@ def test_draft_that_is_never_accepted_is_said_once(useful, n_warnings, caplog):
     assert [record.levelname for record in caplog.records].count("WARNING") == n_warnings
 
 
-def test_before_the_first_step_there_is_nothing_to_tell():
+def test_the_report_before_the_first_step_is_empty():
     assert Chooser(Fixed(4)).describe() == {
         "policy": "always 4", "seconds": {}, "n_steps": {}, "committed": 0, "expected": 0.0, "account": "",
     }  # fmt: skip
-
-
-# -------------------------------------------------------------------------------------------- widths and their policies
 
 
 def asked(value: str, block_size: int = 16, **where: str) -> tuple[int, ...]:
@@ -219,7 +214,7 @@ def asked(value: str, block_size: int = 16, **where: str) -> tuple[int, ...]:
         ("8,32", 16, (8, 32), 32),
     ],
 )
-def test_widths_to_choose_from(value, block_size, widths, most):
+def test_candidate_widths(value, block_size, widths, most):
     assert asked(value, block_size) == widths
     assert (widest(block_size, widths), widest(block_size, ())) == (most, block_size)
 
@@ -243,12 +238,12 @@ def test_a_target_that_cannot_narrow_verifies_whole_blocks(value):
         ("17", {"no_copies": "the flag"}, NotSupported, r"17 is wider than the block of 16, .*\(the flag\); drop it"),
     ],
 )
-def test_widths_that_cannot_be_are_refused(value, where, error, sentence):
+def test_impossible_widths_are_refused(value, where, error, sentence):
     with pytest.raises(error, match=sentence):
         asked(value, **where)
 
 
-def test_a_policy_for_each_kind():
+def test_each_kind_makes_its_policy():
     timed: list[int] = []
 
     def seconds(n_requests: int, widths: Sequence[int]) -> list[float]:
@@ -262,9 +257,9 @@ def test_a_policy_for_each_kind():
     assert (fixed.name, {fixed.decide(["a"]).width for _ in range(9)}) == ("always 4", {4})
     drawn = [random.decide(["a"]).width for _ in range(30)]
     assert (random.name, set(drawn)) == ("random", {1, 4})
-    assert drawn == [again.decide(["a"]).width for _ in range(30)], "on every rank the same"
-    assert timed == [], "what is not chosen from is not timed"
+    assert drawn == [again.decide(["a"]).width for _ in range(30)], "the same on every rank"
+    assert timed == [], "only widths to choose from are timed"
     auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
-    assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0)), "of equals what shows most"
+    assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0)), "ties go to the widest"
     assert auto.cost.by_size() == {size: {"1": 1.0, "4": 4.0} for size in ("1", "2", "4", "6")}

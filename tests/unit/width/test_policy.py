@@ -1,4 +1,4 @@
-"""The width policy: what it believes, what it takes a step to cost, and what it makes of both."""
+"""Width policy: estimated acceptance, estimated step costs, and the choice between widths."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_dflash.width import acceptance as beliefs
+from sglang_dflash.width import acceptance as acceptance_module
 from sglang_dflash.width.acceptance import ALL_DECAY, DECAY, WARM_UP, Acceptance, Counts, Own, odds
 from sglang_dflash.width.cost import StepCost
 from sglang_dflash.width.policy import EARLY, EXPLORE, REST, SETTLE, Adaptive, Decision, Rhythm
@@ -17,21 +17,21 @@ N = 8  # block
 D = N - 1
 WIDTHS = (1, 2, 4, 8)
 RIDS = ("a", "b", "c", "d", "e")
-MEMORY = 32  # steps, of an observation
+MEMORY = 32  # steps that an observation counts for
 
 Step = tuple[list[str], int, list[int]]
 
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Requests, a width, and how many of its drafts were accepted."""
+    """Draw requests, a width, and the number of accepted drafts per request."""
     rids = draw(st.lists(st.sampled_from(RIDS), min_size=1, unique=True))
     width = draw(st.sampled_from(WIDTHS))
     return rids, width, [draw(st.integers(0, width - 1)) for _ in rids]
 
 
-def taught(history: Sequence[Step]) -> Acceptance:
-    """Requests that every other one learns from at once, because they are longer than a server's own."""
+def trained(history: Sequence[Step]) -> Acceptance:
+    """Return the acceptance after `history`, whose requests are long enough for others to learn from at once."""
     acceptance = Acceptance(D)
     for step in history:
         for rid in step[0]:
@@ -41,30 +41,27 @@ def taught(history: Sequence[Step]) -> Acceptance:
 
 
 def now(weight: float, counts: Counts) -> np.ndarray:
-    """Reached and accepted, an observation of the last step being 1."""
+    """Return how often drafts were reached and accepted, where an observation of the last step counts 1."""
     return np.array(counts).T / weight
 
 
 def conditional(acceptance: Acceptance, rid: str) -> np.ndarray:
-    """The believed acceptance of every draft, given those before it."""
+    """Return the estimated acceptance of every draft, given that all drafts before it were accepted."""
     survival_D = np.diff(acceptance.expected([rid]))[1:]
     return survival_D / np.concatenate(([1.0], survival_D[:-1]))
 
 
 def alone(seconds_SW: np.ndarray) -> None:
-    """One rank agrees with itself."""
+    """Leave the costs as they are: a single rank needs no agreement."""
 
 
 def step_cost(seconds_W: Sequence[float], widths: Sequence[int] = WIDTHS) -> StepCost:
     return StepCost(widths, {1: seconds_W}, alone)
 
 
-# ---------------------------------------------------------------------------------------------------------- acceptance
-
-
 @given(st.lists(steps(), max_size=30), steps())
-def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: list[Step], last: Step) -> None:
-    expected_N = taught(history).expected(last[0])
+def test_expected_length_is_concave_and_at_most_the_width(history: list[Step], last: Step) -> None:
+    expected_N = trained(history).expected(last[0])
     assert expected_N[:2] == [0, 1]
     assert (expected_N <= np.arange(N + 1) + 1e-9).all()
     gains_N = np.diff(expected_N)
@@ -73,9 +70,9 @@ def test_expected_is_between_one_and_the_width_and_gains_less_and_less(history: 
 
 
 @given(st.lists(steps(), max_size=10), st.integers(1, 5), st.sampled_from(WIDTHS[:-1]))
-def test_what_was_not_verified_did_not_fail(history: list[Step], n: int, width: int) -> None:
-    """Steps that accept all they verify never lower the belief in what is beyond to below that in the last verified."""
-    acceptance = taught([*history, (list(RIDS), 1, [0] * len(RIDS))])
+def test_unverified_drafts_do_not_count_as_failures(history: list[Step], n: int, width: int) -> None:
+    """A step that accepts every verified draft leaves the counts of the positions after them unchanged but decayed."""
+    acceptance = trained([*history, (list(RIDS), 1, [0] * len(RIDS))])
     before_2D = now(acceptance.all_weight, acceptance.batch)
     for _ in range(n):
         acceptance.observe(RIDS, width, [width - 1] * len(RIDS))
@@ -84,58 +81,58 @@ def test_what_was_not_verified_did_not_fail(history: list[Step], n: int, width: 
     assert (after_2D[:, : width - 1] >= before_2D[:, : width - 1] * ALL_DECAY**n).all()
 
 
-def test_belief_in_the_unseen_is_that_in_the_position_before() -> None:
-    acceptance = taught([(["a"], 4, [3])] * 50 + [(["a"], 4, [2])] * 50)
+def test_unseen_positions_get_the_estimate_of_the_one_before() -> None:
+    acceptance = trained([(["a"], 4, [3])] * 50 + [(["a"], 4, [2])] * 50)
     conditional_D = conditional(acceptance, "new")
-    assert conditional_D[2] < 0.5 < 0.9 < conditional_D[1]  # the third was seen to fail, the second was not
+    assert conditional_D[2] < 0.5 < 0.9 < conditional_D[1]  # the third draft was seen to fail, the second was not
     np.testing.assert_allclose(conditional_D[3:], conditional_D[2])
 
 
-def test_belief_in_what_was_seen_before_is_what_was_seen() -> None:
-    """Half the steps accept nothing, the others all; then the first fails. The later ones are still trusted."""
-    acceptance = taught([(["a"], N, [0]), (["a"], N, [D])] * 50 + [(["a"], 2, [0])] * 10 * MEMORY)
+def test_positions_keep_what_was_observed_of_them() -> None:
+    """Half the steps accept nothing, the others all. Then the first draft fails, and the later ones stay trusted."""
+    acceptance = trained([(["a"], N, [0]), (["a"], N, [D])] * 50 + [(["a"], 2, [0])] * 10 * MEMORY)
     conditional_D = conditional(acceptance, "new")
     assert conditional_D[0] < 0.1
     assert (conditional_D[1:] > 0.9).all()
 
 
-def test_a_failure_ends_what_a_step_says() -> None:
-    acceptance = taught([(["a", "b"], N, [0, 3])])
+def test_a_step_is_no_evidence_after_its_first_failure() -> None:
+    acceptance = trained([(["a", "b"], N, [0, 3])])
     reached_accepted_2D = now(acceptance.all_weight, acceptance.batch).tolist()
     assert reached_accepted_2D == [[2, 1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0]]
 
 
-def test_a_request_is_drawn_to_the_others() -> None:
-    """Four observations pull a request, two drafts its own level; a new one is believed to be like the others.
+def test_estimates_of_a_request_shrink_to_the_others() -> None:
+    """Four observations pull a request to the others, two drafts to its own level. A new one equals the others.
 
-    Of two drafts one was accepted, where 1 was believed: first (1 + 4) / (1 + 4) = 1, then, with a tiny fading and that
-    for the last belief, (1 + 4) / (2 + 4) = 5/6 and (1 + 4 * 5/6) / (2 + 4) = 13/18.
+    One of two drafts was accepted, where 1 was expected: first (1 + 4) / (1 + 4) = 1. Then, with a tiny decay of the
+    previous estimate, (1 + 4) / (2 + 4) = 5/6 and (1 + 4 * 5/6) / (2 + 4) = 13/18.
     """
-    acceptance = taught([(["a", "b"], 2, [1, 0])])
-    believed = {rid: acceptance.expected([rid])[2] - 1 for rid in ("a", "b", "new")}
+    acceptance = trained([(["a", "b"], 2, [1, 0])])
+    estimate = {rid: acceptance.expected([rid])[2] - 1 for rid in ("a", "b", "new")}
     usual = 13 / 18
     for rid, accepted in (("a", 1), ("b", 0)):
-        level = odds((accepted + 2) / 3) / odds(1)  # 1 was usual
+        level = odds((accepted + 2) / 3) / odds(1)  # 1 was the usual acceptance
         there = level * odds(usual) / (1 + level * odds(usual))
-        assert believed[rid] == pytest.approx((accepted + 4 * there) / 5)
-    assert believed["new"] == pytest.approx(usual)
+        assert estimate[rid] == pytest.approx((accepted + 4 * there) / 5)
+    assert estimate["new"] == pytest.approx(usual)
     each = [acceptance.expected([rid]) for rid in ("a", "b")]
     np.testing.assert_allclose(acceptance.expected(["a", "b"]), np.mean(each, axis=0))
 
 
-def test_a_block_that_fails_at_once_says_nothing_of_one_that_does_not() -> None:
-    acceptance = taught([([f"good-{i}"], N, [D]) for i in range(50)])
+def test_failed_first_drafts_leave_later_positions_unchanged() -> None:
+    acceptance = trained([([f"good-{i}"], N, [D]) for i in range(50)])
     usual_D = conditional(acceptance, "new")
     for _ in range(5):
         acceptance.observe(["a"], N, [0])
-    believed_D = conditional(acceptance, "a")
-    assert believed_D[0] < 0.5 * usual_D[0]
-    np.testing.assert_allclose(believed_D[1:], usual_D[1:], rtol=0.05)
+    estimate_D = conditional(acceptance, "a")
+    assert estimate_D[0] < 0.5 * usual_D[0]
+    np.testing.assert_allclose(estimate_D[1:], usual_D[1:], rtol=0.05)
 
 
-def test_one_look_tells_a_good_request_from_bad_ones() -> None:
-    """After a hundred requests that accept nothing, one that accepts everything once is expected to do so again."""
-    acceptance = taught([([f"bad-{i}"], N, [0]) for i in range(100)])
+def test_one_step_distinguishes_a_good_request_from_bad_ones() -> None:
+    """One full acceptance raises its request's estimate, even after 100 requests that accept nothing."""
+    acceptance = trained([([f"bad-{i}"], N, [0]) for i in range(100)])
     assert acceptance.expected(["good"])[N] < 1.1
     acceptance.observe(["good"], N, [D])
     assert acceptance.expected(["good"])[N] > 2
@@ -143,13 +140,13 @@ def test_one_look_tells_a_good_request_from_bad_ones() -> None:
     assert acceptance.expected(["good"])[N] > 4
 
 
-def test_the_last_request_does_not_decide_what_is_believed_of_the_next() -> None:
+def test_one_bad_request_hardly_lowers_the_estimate_of_the_next() -> None:
     good = [([f"good-{i}"], N, [D]) for i in range(100)]
-    before, after = taught(good), taught([*good, *[(["bad"], N, [0])] * 5])
+    before, after = trained(good), trained([*good, *[(["bad"], N, [0])] * 5])
     assert after.expected(["new"])[N] > 0.9 * before.expected(["new"])[N]
 
 
-def test_what_a_server_asks_itself_teaches_nothing() -> None:
+def test_warm_up_requests_are_not_learned_from() -> None:
     acceptance = Acceptance(D)
     fresh_N = acceptance.expected(["new"])
     for _ in range(WARM_UP):
@@ -159,47 +156,44 @@ def test_what_a_server_asks_itself_teaches_nothing() -> None:
     assert acceptance.expected(["new"])[N] < 0.5 * fresh_N[N], "all nine steps are known now"
 
 
-def test_it_forgets() -> None:
-    """After `MEMORY` steps a request's observation weighs 1/e, whether or not they draft and whose they are."""
-    drafted_once = taught([(["a"], N, [7])] + [(["a"], 1, [0])] * MEMORY)
-    others = taught([(["a"], N, [7])] + [(["b"], N, [7])] * MEMORY)
+def test_observations_decay() -> None:
+    """A request's observation weighs 1/e after `MEMORY` steps, even if they draft nothing or are others'."""
+    drafted_once = trained([(["a"], N, [7])] + [(["a"], 1, [0])] * MEMORY)
+    others = trained([(["a"], N, [7])] + [(["b"], N, [7])] * MEMORY)
     for acceptance in (drafted_once, others):
         np.testing.assert_allclose(now(acceptance.weight, acceptance.of_request["a"].counts), np.exp(-1))
     np.testing.assert_allclose(now(drafted_once.all_weight, drafted_once.batch), ALL_DECAY**MEMORY)
 
 
 def test_weights_never_outgrow_a_float(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made light again or not, what is believed is the same."""
+    """Rescaling the weights leaves estimates unchanged."""
     history = [(["a", "b"], N, [7, i % N]) for i in range(50)] + [(["a"], 1, [0])] * 50
-    heavy = taught(history)
-    monkeypatch.setattr(beliefs, "HEAVY", 3.0)
-    light = taught(history)
+    heavy = trained(history)
+    monkeypatch.setattr(acceptance_module, "HEAVY", 3.0)
+    light = trained(history)
     assert light.weight < 3 < heavy.weight
     np.testing.assert_allclose(light.expected(["a", "b"]), heavy.expected(["a", "b"]))
 
 
-def test_of_requests_that_end_hardly_any_are_remembered() -> None:
-    acceptance = taught([([f"request-{i}", "stays"], N, [7, i % N]) for i in range(1000)])
+def test_few_ended_requests_are_kept() -> None:
+    acceptance = trained([([f"request-{i}", "stays"], N, [7, i % N]) for i in range(1000)])
     assert len(acceptance.of_request) < 100
     stays = now(acceptance.weight, acceptance.of_request["stays"].counts)
-    assert stays[0, 0] == pytest.approx(1 / (1 - DECAY), rel=0.01), "nothing is lost of it"
+    assert stays[0, 0] == pytest.approx(1 / (1 - DECAY), rel=0.01), "its observations are complete"
     np.testing.assert_array_equal(acceptance.expected(["request-1"]), acceptance.expected(["never seen"]))
 
 
 def test_a_large_batch_is_forgotten_as_fast_as_a_small_one() -> None:
-    """Requests accept everything, many at once or one; then one after another accepts nothing."""
+    """Requests accept everything, in batches of 16 or one. Then one after another accepts nothing."""
     n_steps = []
     for n_requests in (1, 16):
         rids = [str(i) for i in range(n_requests)]
-        acceptance = taught([(rids, N, [D] * n_requests)] * 4 * round(1 / (1 - ALL_DECAY)))
+        acceptance = trained([(rids, N, [D] * n_requests)] * 4 * round(1 / (1 - ALL_DECAY)))
         n_steps.append(0)
         while acceptance.expected(["new"])[-1] > 2:
             acceptance.observe([f"bad-{n_steps[-1] // 20}"], N, [0])
             n_steps[-1] += 1
     assert n_steps[1] <= 1.1 * n_steps[0]
-
-
-# --------------------------------------------------------------------------------------------------------------- costs
 
 
 def make_cost() -> StepCost:
@@ -214,16 +208,16 @@ def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> 
 
 
 @given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.1, 5.0))
-def test_costs_become_what_steps_took(n_requests: int, width: int, real: float) -> None:
-    """And the share by which one width took too long, most of the others will have too."""
+def test_costs_converge_to_measured_times(n_requests: int, width: int, real: float) -> None:
+    """Most of a width's excess share of time is attributed to the other widths too."""
     cost = make_cost()
     w, before_W = cost.widths.index(width), cost.of(n_requests)
     for _ in range(1000):
         cost.observe(n_requests, width, real)
-    assert cost.of(n_requests) == before_W, "not before the ranks have agreed"
+    assert cost.of(n_requests) == before_W, "costs change only once the ranks have agreed"
     cost.settle()
     assert cost.of(n_requests)[w] == pytest.approx(real, rel=1e-3)
-    if n_requests not in cost.sizes:  # between two sizes, each of which has its own shares
+    if n_requests not in cost.sizes:  # an interpolated size has no shares of its own
         return
     moved_W = np.log(np.array(cost.of(n_requests)) / before_W)
     others_W = np.delete(moved_W, w)
@@ -232,8 +226,10 @@ def test_costs_become_what_steps_took(n_requests: int, width: int, real: float) 
 
 
 def test_other_batch_sizes_keep_their_costs() -> None:
-    """Three requests took 4.4 s for 4: a tenth more. Half of that is said of either size beside them, of which a tenth
-    counts for all widths, and 3 % for width 4 besides."""
+    """Three requests took 4.4 s for width 4, a tenth more than expected. Half of that goes to each adjacent size.
+
+    A tenth of the half counts for all widths, and another 3 % for width 4.
+    """
     cost = make_cost()
     cost.observe(3, 4, 4.4)
     cost.settle()
@@ -244,21 +240,16 @@ def test_other_batch_sizes_keep_their_costs() -> None:
 
 SLOWER = [(4, seconds) for seconds in (2.0, 4.0, 2.0) for _ in range(200)]
 TAUGHT: dict[str, tuple[Sequence[float], list[tuple[int, float]], list[float], dict[str, float]]] = {
-    # Launch saw every width alike; width 4 really takes twice as long, which steps at all widths show.
+    # Launch measured every width alike. Width 4 really takes twice as long, as steps at all widths show.
     "a width of its own cost": ((1, 1, 1), [(1, 1.0), (4, 2.0), (8, 1.0)] * 1000, [1, 2, 1], {"atol": 0.15}),
-    # Every step takes twice as long as at launch; width 8 takes another second that launch missed.
+    # Every step takes twice as long as at launch. Width 8 takes another second that launch missed.
     "what launch got wrong": ((1, 2, 2), [*[(4, 4.0)] * 8, (8, 5.0)] * 100, [2, 4, 5], {"rtol": 0.1}),
-    "a machine that was slower": (
-        (1, 2, 3),
-        [(4, 2.0 * f) for f in (1, 2, 1) for _ in range(200)],
-        [1, 2, 3],
-        {"atol": 0.1},
-    ),
+    "a machine that was slower": ((1, 2, 3), SLOWER, [1, 2, 3], {"atol": 0.1}),
 }
 
 
 @pytest.mark.parametrize("case", TAUGHT)
-def test_what_is_particular_to_a_width_is_told_from_what_is_not(case):
+def test_costs_separate_one_widths_share_from_the_common_one(case):
     launch, steps_taken, learned, tolerance = TAUGHT[case]
     cost = step_cost(launch, (1, 4, 8))
     for width, seconds in steps_taken:
@@ -268,8 +259,8 @@ def test_what_is_particular_to_a_width_is_told_from_what_is_not(case):
 
 
 @pytest.mark.parametrize(("seconds", "error"), [((50.0, 500.0), 0.15), ((0.5, 0.0), -0.15)])
-def test_of_a_disturbed_step_only_so_much_counts(seconds: tuple[float, float], error: float) -> None:
-    """One step that was interrupted, or timed too late, hardly moves what is believed: 15 % of 5 s count."""
+def test_a_disturbed_step_counts_only_up_to_a_limit(seconds: tuple[float, float], error: float) -> None:
+    """One interrupted or late step hardly moves the estimate: 15 % of 5 s count."""
     for disturbed in seconds:
         cost = make_cost()
         cost.observe(4, 8, disturbed)
@@ -280,7 +271,7 @@ def test_of_a_disturbed_step_only_so_much_counts(seconds: tuple[float, float], e
 
 @pytest.mark.parametrize("factor", [1 / 3, 3.0])
 def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
-    """Launch measured on a machine that was busy, or one that is busy now; some steps are disturbed besides."""
+    """Launch measured a busy machine, or the machine is busy now. Some steps are disturbed besides."""
     policy = Adaptive(WIDTHS, step_cost([factor * s for s in (1.0, 1.6, 2.4, 4.0)]))
     for step in range(32):
         policy.decide(["a"])
@@ -289,11 +280,8 @@ def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
     np.testing.assert_allclose(policy.cost.of(1)[0], 1.0, rtol=0.25)
 
 
-# --------------------------------------------------------------------------------------------------------- the choice
-
-
 class Certain(Acceptance):
-    """Believes what it is told to."""
+    """An acceptance with fixed estimates."""
 
     def __init__(self, committed_N: Sequence[float]) -> None:
         super().__init__(D)
@@ -304,7 +292,7 @@ class Certain(Acceptance):
 
 
 def widths_of(policy: Adaptive, n_steps: int) -> list[int]:
-    """What is decided for one request, of which nothing is learned."""
+    """Return the widths decided for one request whose outcomes are not observed."""
     return [policy.decide(["a"]).width for _ in range(n_steps)]
 
 
@@ -318,13 +306,13 @@ costs = st.lists(st.floats(0.5, 8.0), min_size=len(WIDTHS), max_size=len(WIDTHS)
 def adaptive(committed_N: Sequence[float], seconds_W: Sequence[float]) -> Adaptive:
     policy = Adaptive(WIDTHS, step_cost(seconds_W))
     policy.acceptance = Certain(committed_N)
-    policy.drafted.update(("a", "another"))  # neither is new, which would be a reason to look
+    policy.drafted.update(("a", "another"))  # a new request would be a reason to explore
     return policy
 
 
 @given(st.floats(0.05, 0.99), costs)
-def test_the_best_of_all_widths_is_taken(conditional: float, seconds_W: list[float]) -> None:
-    """On any cost, stairs or not, the first choice has the highest rate, unless it looks for nearly nothing."""
+def test_the_width_with_the_best_rate_is_chosen(conditional: float, seconds_W: list[float]) -> None:
+    """The first choice has the highest rate at any costs, unless exploring is almost free."""
     committed_N = committed(conditional)
     rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(WIDTHS, seconds_W, strict=True)]
     chosen = WIDTHS.index(adaptive(committed_N, seconds_W).decide(["a"]).width)
@@ -333,20 +321,20 @@ def test_the_best_of_all_widths_is_taken(conditional: float, seconds_W: list[flo
         assert rate_W[chosen] == max(rate_W)
 
 
-def test_a_worse_neighbour_hides_nothing() -> None:
-    """Width 4 is not worth its step up, width 8 is: it lies on the same stair."""
+def test_a_local_minimum_does_not_hide_a_better_width() -> None:
+    """Width 4 does not pay for its step up, width 8 does: both cost the same."""
     assert adaptive(committed(0.6), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 2
     assert adaptive(committed(0.98), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 8
 
 
-def test_of_equals_the_widest_is_taken() -> None:
+def test_ties_go_to_the_widest() -> None:
     for seconds_W, widest in (((1, 2, 4, 8), 8), ((9, 2, 4, 80), 4)):
         policy = adaptive(range(1, N + 1), seconds_W)
         assert widths_of(policy, 100) == [widest] * 100
 
 
 @given(st.floats(0.0, 0.99), costs)
-def test_looking_costs_at_most_a_share_of_the_time(conditional: float, seconds_W: list[float]) -> None:
+def test_exploring_costs_at_most_a_share_of_the_time(conditional: float, seconds_W: list[float]) -> None:
     committed_N = committed(conditional)
     policy = adaptive(committed_N, seconds_W)
     chosen = [WIDTHS.index(policy.decide(["a"]).width) for _ in range(1000)]
@@ -356,16 +344,16 @@ def test_looking_costs_at_most_a_share_of_the_time(conditional: float, seconds_W
     assert lost <= EXPLORE * seconds + 1e-6
 
 
-def test_nothing_is_spent_where_nothing_can_be_won() -> None:
-    """Of a thousand steps one accepts all of width 4: even certainty beyond would not pay for a longer step."""
+def test_hopeless_widths_are_not_explored() -> None:
+    """One of a thousand steps accepts all of width 4. Even certain further drafts would not pay for a longer step."""
     policy = adaptive(committed(0.1), (9.0, 9.0, 1.0, 1.8))
     assert set(widths_of(policy, 5000)) == {4}
     hopeful = adaptive(committed(0.9), (9.0, 9.0, 1.0, 1.8))
     assert set(widths_of(hopeful, 5000)) == {4, 8}
 
 
-def test_at_most_one_block_is_saved_for_looks() -> None:
-    """A look is nearly free for long: more is saved than spent. When it costs 0.5 s, the 1.5 s of a block buy three."""
+def test_at_most_one_block_is_saved_for_exploring() -> None:
+    """Exploring is nearly free at first, so more is saved than spent. At 0.5 s each, a block's 1.5 s buy three."""
     policy = adaptive([1, 2, 3, 4, 4.5, 5, 5.5, 5.9999], (9.0, 9.0, 1.0, 1.5))
     assert set(widths_of(policy, 5000)) == {8}
     policy.acceptance = Certain([1, 2, 3, 4, 4, 4, 4, 4])
@@ -374,7 +362,7 @@ def test_at_most_one_block_is_saved_for_looks() -> None:
 
 
 @given(st.lists(steps(), max_size=30))
-def test_ranks_that_are_told_the_same_decide_the_same(history: list[Step]) -> None:
+def test_ranks_with_equal_input_decide_the_same(history: list[Step]) -> None:
     ranks = [Adaptive(WIDTHS, step_cost((1, 2, 2.5, 4))) for _ in range(2)]
     for rids, _, n_accepted_B in history:
         decision, other = [rank.decide(rids) for rank in ranks]
@@ -385,7 +373,7 @@ def test_ranks_that_are_told_the_same_decide_the_same(history: list[Step]) -> No
 
 
 def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
-    """As long as the first one's clock is what they agree on."""
+    """The ranks agree on the first rank's clock."""
     first = list[np.ndarray]()
 
     def agree(rank: int) -> Callable[[np.ndarray], None]:
@@ -406,13 +394,13 @@ def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
             policy.cost.observe(1, widths[-1], 2.0 + rank + widths[-1] / 3)
         chosen.append(widths)
     assert all(a == b for a, b in chosen)
-    assert len({a for a, _ in chosen}) > 1, "nothing was decided"
+    assert len({a for a, _ in chosen}) > 1, "the width never changed"
 
 
 @pytest.mark.parametrize(("n_requests", "n_looks"), [(1, 2), (8, 2)])
-def test_it_follows(n_requests: int, n_looks: int) -> None:
-    """Everything is accepted, then nothing, then everything: 64 steps down; up when so many looks were affordable."""
-    down, look = 64, 1 + round((4 - 1) / EXPLORE)  # a look loses what width 8 takes longer than width 1
+def test_widths_follow_changes_of_acceptance(n_requests: int, n_looks: int) -> None:
+    """Everything is accepted, then nothing, then everything. The width drops in 64 steps and rises after n_looks."""
+    down, look = 64, 1 + round((4 - 1) / EXPLORE)  # exploring costs the extra time of width 8 over width 1
     rids = [f"request-{i}" for i in range(n_requests)]
     policy = Adaptive(WIDTHS, step_cost((1.0, 1.6, 2.4, 4.0)))
 
@@ -432,14 +420,14 @@ def test_it_follows(n_requests: int, n_looks: int) -> None:
     assert set(easy[n_looks * look :]) == {8}
 
 
-Rate = float  # of tokens, over what it is without speculation
+Rate = float  # tokens per second, relative to no speculation
 CHEAP = (1.0, 1.3, 1.5, 2.0)
 
 
 def served(
     policy: Adaptive, accept: Sequence[float], n_requests: int, n_tokens: int, seconds_W: Sequence[float]
 ) -> list[Rate]:
-    """Serve groups of requests one after the other, each of one probability of acceptance; return their rates."""
+    """Serve groups of requests one after the other, each with its probability of acceptance, and return their rates."""
     rates, draws = [], np.random.default_rng(0)
     for group, p in enumerate(accept):
         rids = [f"{group}-{i}" for i in range(n_requests)]
@@ -454,8 +442,8 @@ def served(
     return rates
 
 
-def test_every_request_starts_with_a_look() -> None:
-    """Also after hopeless ones: of 100 tokens a look costs one step here, and at most one more can be saved up for."""
+def test_every_request_is_explored_first() -> None:
+    """A look costs one step of 100 tokens, even after hopeless requests, and at most one more can be saved up."""
     policy = Adaptive(WIDTHS, step_cost(CHEAP))
     assert min(served(policy, [0.0] * 20, 1, 100, CHEAP)[1:]) > 0.98
     assert policy.decide(["new"]).width == N
@@ -463,12 +451,12 @@ def test_every_request_starts_with_a_look() -> None:
 
 
 @pytest.mark.parametrize("before", [[0.0], [0.0] * 50, [0.0, 1.0] * 10])
-def test_an_easy_request_after_hopeless_ones_is_as_fast_as_asked_again(before: list[float]) -> None:
+def test_an_easy_request_after_hopeless_ones_is_as_fast_as_its_repetition(before: list[float]) -> None:
     *_, first, again = served(Adaptive(WIDTHS, step_cost(CHEAP)), [*before, 1.0, 1.0], 1, 87, CHEAP)
     assert first >= 0.9 * again
 
 
-def test_a_batch_of_new_requests_looks_as_long_as_looks_are_paid_for() -> None:
+def test_a_batch_of_new_requests_explores_within_its_budget() -> None:
     seconds_W = (1.0, 2.0, 3.0, 4.0)
     hopeless = served(Adaptive(WIDTHS, step_cost(seconds_W)), [0.0] * 40, 8, 100, seconds_W)
     assert np.mean(hopeless[4:]) >= 0.99 - 1e-3
@@ -476,7 +464,7 @@ def test_a_batch_of_new_requests_looks_as_long_as_looks_are_paid_for() -> None:
     assert easy >= 0.8 * again
 
 
-def test_what_was_learned_counts_at_the_next_step() -> None:
+def test_observations_affect_the_next_steps() -> None:
     policy = Adaptive(WIDTHS, step_cost((1.0, 1.6, 2.4, 4.0)))
     chosen = []
     for _ in range(SETTLE // 2):
@@ -487,8 +475,8 @@ def test_what_was_learned_counts_at_the_next_step() -> None:
     assert chosen[-1] == 1
 
 
-def test_what_steps_took_counts_where_nothing_is_drafted() -> None:
-    """A step of one token turns out to take a hundred times as long as launch said."""
+def test_costs_are_learned_from_steps_without_drafts() -> None:
+    """A step of one token takes a hundred times as long as launch measured."""
     policy = Adaptive((1, 8), step_cost((1.0, 10.0), (1, 8)))
     policy.drafted.add("a")
     chosen = []
@@ -499,10 +487,7 @@ def test_what_steps_took_counts_where_nothing_is_drafted() -> None:
     assert chosen[-1] == 8
 
 
-# ------------------------------------------------------------------------------------------------------------- rests
-
-
-def test_where_one_kind_of_draft_is_seen_rest_changes_nothing() -> None:
+def test_rest_factors_stay_one_with_one_kind_of_draft() -> None:
     for rested in (False, True):
         rhythm = Rhythm()
         for _ in range(100):
@@ -510,7 +495,7 @@ def test_where_one_kind_of_draft_is_seen_rest_changes_nothing() -> None:
         np.testing.assert_allclose(rhythm.factors(), 1.0, rtol=0.02)
 
 
-def test_the_factor_is_what_was_accepted_of_what_was_expected() -> None:
+def test_rest_factors_are_accepted_over_expected() -> None:
     rhythm = Rhythm()
     for _ in range(2500):
         for rested, accepted in ((False, 2.0), (True, 6.0)):
@@ -521,8 +506,10 @@ def test_the_factor_is_what_was_accepted_of_what_was_expected() -> None:
 
 
 def clustered(policy: Adaptive, n_tokens: int, seconds_W: Sequence[float]) -> tuple[float, Counter[int]]:
-    """Tokens per second of one request, and how often each width was chosen. A draft is accepted whole, but for the
-    four places after a step that drafted, where it fails."""
+    """Return the tokens per second of one request and the count of each width.
+
+    Drafts are accepted whole, except at the four places after a step that drafted.
+    """
     seconds, place, hard_until, widths = 0.0, 0, 0, Counter[int]()
     while place < n_tokens:
         decision = policy.decide(["a"])
@@ -536,8 +523,8 @@ def clustered(policy: Adaptive, n_tokens: int, seconds_W: Sequence[float]) -> tu
     return place / seconds, widths
 
 
-def test_drafts_rest_where_they_fail_right_after_one_another() -> None:
-    """A step of one token takes 1 s, a draft 4 s: `REST` such steps and a draft of eight commit 14 tokens in 10 s."""
+def test_drafts_rest_where_consecutive_ones_fail() -> None:
+    """A step of one token takes 1 s, a draft 4 s. `REST` such steps and a draft of eight commit 14 tokens in 10 s."""
     seconds_W = (1.0, 4.0, 4.0, 4.0)
     policy = Adaptive(WIDTHS, step_cost(seconds_W))
     clustered(policy, 4000, seconds_W)
@@ -546,8 +533,8 @@ def test_drafts_rest_where_they_fail_right_after_one_another() -> None:
     assert widths[1] / widths[8] == pytest.approx(REST, rel=0.2)
 
 
-def test_without_width_one_nothing_rests() -> None:
-    """However much a rest would help."""
+def test_drafts_never_rest_without_width_one() -> None:
+    """Even a large benefit of rest is ignored without width 1."""
     for widths, rests in ((WIDTHS, True), (WIDTHS[1:], False)):
         policy = Adaptive(widths, step_cost((1.0, 1.0, 4.0, 4.0)[-len(widths) :], widths))
         policy.acceptance = Certain(committed(0.9))
@@ -558,14 +545,14 @@ def test_without_width_one_nothing_rests() -> None:
 
 
 def rhythmic(committed_N: Sequence[float]) -> Adaptive:
-    """A draft after another is half as good as on the mean, one after a rest half as good again."""
+    """Return a policy whose drafts accept half the mean right after a draft, and 1.5 times the mean after a rest."""
     policy = adaptive(committed_N, (1.0, 4.0, 4.0, 4.0))
     policy.rhythm.factors = lambda: [0.5, 1.5]
     return policy
 
 
-def test_where_drafts_rest_a_look_does_not() -> None:
-    """It comes right after a draft, and changes nothing of the rest that follows."""
+def test_exploring_drafts_do_not_rest() -> None:
+    """An exploring draft follows a draft directly and leaves the next rest unchanged."""
     policy = rhythmic(range(1, N + 1))
     widths = widths_of(policy, 3000)
     drafts = [i for i, width in enumerate(widths) if width > 1]
@@ -573,14 +560,14 @@ def test_where_drafts_rest_a_look_does_not() -> None:
 
 
 def test_a_rested_draft_commits_no_more_than_its_width() -> None:
-    """All seven drafts are accepted on the mean; half as many again are not there."""
+    """All seven drafts are accepted on average, so 1.5 times as many do not exist."""
     policy = rhythmic(range(1, N + 1))
     drafts = {decision for decision in (policy.decide(["a"]) for _ in range(3000)) if decision.width > 1}
     assert drafts == {Decision(8, 8.0, rested=True), Decision(8, 1 + 7 / 2, rested=False)}
 
 
-def test_where_nothing_is_drafted_a_look_has_rested() -> None:
-    """Of seven drafts 0.4 are accepted on the mean, after a rest 0.6, which is not worth 4 s."""
+def test_exploring_drafts_are_rested_where_nothing_is_drafted() -> None:
+    """A mean of 0.4 of seven drafts is accepted, and 0.6 after a rest, which is not worth 4 s."""
     policy = rhythmic([1, *[1.4] * D])
     (look,) = {decision for decision in (policy.decide(["a"]) for _ in range(1000)) if decision.width > 1}
     assert look == (8, pytest.approx(1.6), True)
