@@ -51,7 +51,7 @@ class Choice:
         """Return anchor_B, int64: the tokens that SGLang drew, the same on every rank."""
         anchor_B = self.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, drawn_B).to(torch.int64)
         self.penalties.count_anchors(batch.reqs, anchor_B)
-        self.processors.remember(batch, anchor_B[:, None], torch.ones_like(anchor_B))
+        self.processors.keep_tokens(batch, anchor_B[:, None], torch.ones_like(anchor_B))
         return anchor_B
 
     # -- decode: this worker draws ------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Choice:
     def count_tokens(self, batch: ScheduleBatch, accepted: Accepted) -> None:
         """Count the tokens that a step has committed, for penalties and custom logit processors."""
         self.penalties.count(batch.reqs, accepted)
-        self.processors.remember(batch, accepted.committed_BN, accepted.n_committed_B)
+        self.processors.keep_tokens(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
         """Draw at every slot of the largest possible step, with every filter: the peak memory of `choose`."""

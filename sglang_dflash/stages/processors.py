@@ -32,7 +32,7 @@ class Processors:
         self.last_reqs: list[Req] = []
         self.last_committed_BN = self.last_n_committed_B = torch.empty(0)
 
-    def remember(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
+    def keep_tokens(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
         """Keep a step's tokens, int64 [B, N], the first int [B] committed, until the scheduler has them."""
         if batch.sampling_info.has_custom_logit_processor:
             self.last_reqs = list(batch.reqs)

@@ -21,12 +21,12 @@ def drafts_in_the_graph(drafter) -> None:
     def uncopied(self, plan, *, graphs):
         forward, drafted = self.forward, []
 
-        def remember(batch):
+        def record(batch):
             output = forward(batch)
             drafted.append(output.logits_output.hidden_states)
             return output
 
-        self.forward = remember
+        self.forward = record
         tokens_BN = draft(self, plan, graphs=graphs)
         self.forward = forward
         return drafted[0].view(plan.drafted.tokens_BN.shape)[:, : plan.width] if drafted else tokens_BN
