@@ -159,7 +159,7 @@ class MLXDraft(nn.Module):
     def make_context(self) -> list[KVCache]:
         return [KVCache() for _ in self.layers]
 
-    def remember(self, features_SC: mx.array, context: list[KVCache]) -> None:
+    def append_context_kv(self, features_SC: mx.array, context: list[KVCache]) -> None:
         """Append the K and V of S committed tokens' features."""
         hidden_1SH = self.hidden_norm(self.fc(features_SC[None].astype(self.fc.weight.dtype)))
         for layer, kv in zip(self.layers, context, strict=True):

@@ -62,7 +62,7 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
         n_committed = n_accepted + 1
         # The step emits accepted drafts and bonus, and keeps equally many rows: anchor and accepted drafts.
         target.keep(n_committed)
-        pair.draft.remember(features_NC[:n_committed], context)
+        pair.draft.append_context_kv(features_NC[:n_committed], context)
         anchor_1 = target_N[n_accepted:n_committed]
         step = ended(DecodedStep(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
         yield step
@@ -88,10 +88,10 @@ def read_prompt(pair: Pair, target: MLXTarget, prompt_S: mx.array, context: list
     n_before = len(prompt_S) - 1
     for start in range(0, n_before, PREFILL_CHUNK):
         _, features_SC = target.read(prompt_S[start : min(start + PREFILL_CHUNK, n_before)])
-        pair.draft.remember(features_SC, context)
+        pair.draft.append_context_kv(features_SC, context)
         mx.eval([cache.state for cache in (*target.caches, *context)])
     logits_1V, features_1C = target.read(prompt_S[-1:])
-    pair.draft.remember(features_1C, context)
+    pair.draft.append_context_kv(features_1C, context)
     return logits_1V
 
 
