@@ -123,7 +123,7 @@ class DryRun:
             if self.runner.model_config.model_is_mrope:
                 forward_batch.mrope_positions = forward_batch.positions.expand(3, -1)
             without_adapters(self.runner, forward_batch)
-            stages.verifier.ranks.tell_all(forward_batch)
+            stages.verifier.ranks.assume_equal_batches(forward_batch)
             seen.kv.bind(forward_batch, self.runner.kv_index_translator)
             output = stages.verifier.forward(forward_batch).logits_output
             logits_TV, features_TC = output.next_token_logits, output.hidden_states

@@ -50,7 +50,7 @@ class OneGroup:
         """Return the target's `forward` for ranks some of which may have no requests."""
         return forward
 
-    def tell_all(self, batch: ForwardBatch) -> None:
+    def assume_equal_batches(self, batch: ForwardBatch) -> None:
         """Prepare a forward that no scheduler has prepared, assuming equally many requests on all ranks."""
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
@@ -91,7 +91,7 @@ class Groups(OneGroup):
 
         return together
 
-    def tell_all(self, batch: ForwardBatch) -> None:
+    def assume_equal_batches(self, batch: ForwardBatch) -> None:
         """Set SGLang's metadata as if every group's forward had as many requests as this one."""
         requests = [batch.batch_size] * get_parallel().num_dp_ranks
         batch.init_mlp_sync_metadata(

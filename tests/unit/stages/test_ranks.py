@@ -36,7 +36,7 @@ def test_one_group_of_ranks_asks_nobody():
 
     alone = ranks.OneGroup()
     assert alone.beside_idle_ones(forward) is forward
-    alone.tell_all(None)
+    alone.assume_equal_batches(None)
     assert alone.keep_up(None, BLOCK)(None) is None
     assert alone.draft_scope(None) is nullcontext
 
@@ -46,7 +46,7 @@ def test_all_are_told_of_as_many_requests(together):
     batch = SimpleNamespace(
         batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: told.extend(args)
     )
-    together.tell_all(batch)
+    together.assume_equal_batches(batch)
     said, device = told
     assert (said.global_num_tokens, said.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
 
