@@ -20,7 +20,7 @@ class LateCounts:
     def more(self) -> torch.Tensor:
         """Return the increase since the last call, as far as copies have arrived: int64, on the host."""
         if self.counts.is_cpu:
-            return self._told(self.counts)
+            return self._increase(self.counts)
         if self.asked is None:
             event = torch.get_device_module(self.counts.device).Event()
             self.asked = async_d2h(self.counts), event
@@ -29,9 +29,9 @@ class LateCounts:
         if not event.query():
             return torch.zeros_like(self.known)
         self.asked = None
-        return self._told(on_host)
+        return self._increase(on_host)
 
-    def _told(self, counts: torch.Tensor) -> torch.Tensor:
+    def _increase(self, counts: torch.Tensor) -> torch.Tensor:
         added = (counts - self.known) % 2**32
         self.known = self.known + added
         return added

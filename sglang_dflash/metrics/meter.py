@@ -49,7 +49,7 @@ class Exports:
         made = {
             metric.name: kinds[metric.kind](
                 name=f"{PREFIX}{metric.name}",
-                documentation=metric.tells,
+                documentation=metric.meaning,
                 labelnames=[*collector.labels, *metric.labels],
                 **options.get(metric.name, {}),
             )

@@ -24,7 +24,7 @@ class Metric(NamedTuple):
         name: without `PREFIX`; a counter's includes the `_total` that Prometheus adds.
         unit: of the value.
         labels: in addition to SGLang's.
-        tells: its meaning.
+        meaning: of the value, as Prometheus documents it.
         cure: signs of a bad value, and the remedy.
     """
 
@@ -32,7 +32,7 @@ class Metric(NamedTuple):
     kind: Kind
     unit: str
     labels: tuple[str, ...]
-    tells: str
+    meaning: str
     cure: str
 
     def exported(self) -> set[str]:
@@ -150,7 +150,7 @@ def table() -> str:
         "|---|---|---|---|---|---|",
     ]
     rows += [
-        f"| `{m.name}` | {m.kind} | {m.unit} | {', '.join(f'`{label}`' for label in m.labels)} | {m.tells} | {m.cure} |"
+        f"| `{m.name}` | {m.kind} | {m.unit} | {', '.join(f'`{label}`' for label in m.labels)} | {m.meaning} | {m.cure} |"
         for m in METRICS
     ]
     return "\n".join(rows) + "\n"
