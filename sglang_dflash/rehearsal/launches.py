@@ -52,7 +52,7 @@ def hold(worker: Any) -> None:
     """Check the steps of this DFLASH worker against the budget."""
     worker.step_result = counted("result", worker.step_result)
     worker.decode = held(worker, worker.decode)
-    worker.describe = telling(worker.describe)
+    worker.describe = with_launches(worker.describe)
 
 
 def counted(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +123,7 @@ def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
         raise OverBudget(f"a decode step launches more than its budget: {', '.join(over)}; see stages/budget.py")
 
 
-def telling(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def with_launches(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Wrap a worker's `describe` so that `GET /server_info` has the largest launch count of each stage."""
 
     @functools.wraps(describe)
