@@ -57,7 +57,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         num_key_value_heads=fields.count("num_key_value_heads"),
         head_dim=head_dim,
         intermediate_size=fields.count("intermediate_size"),
-        vocab_size=fields.count_if_said("vocab_size"),
+        vocab_size=fields.optional_count("vocab_size"),
         rms_norm_eps=fields.get("rms_norm_eps", Checkpoint.rms_norm_eps),
         attention_bias=bool(fields.get("attention_bias", False)),
         max_position_embeddings=fields.count("max_position_embeddings", Checkpoint.max_position_embeddings),
@@ -65,7 +65,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         layer_types=layer_types,
         sliding_window=fields.count("sliding_window") if SLIDING in layer_types else None,
         sliding_is_causal=causal,
-        num_target_layers=fields.count_if_said("num_target_layers"),
+        num_target_layers=fields.optional_count("num_target_layers"),
         block_size=fields.count("block_size", least=2),  # the anchor and at least one draft
         mask_token_id=fields.count("mask_token_id", least=0),
         target_layer_ids=_target_layer_ids(config, path),

@@ -28,6 +28,6 @@ class Fields:
             raise ValueError(f"{self.name}: {field} is {value!r}, not an integer of at least {least}; fix config.json")
         return value
 
-    def count_if_said(self, field: str) -> int | None:
+    def optional_count(self, field: str) -> int | None:
         """Return an integer of at least 1, or None if the config does not have the field."""
         return None if self.get(field) is None else self.count(field)
