@@ -149,8 +149,7 @@ def table() -> str:
         f"| metric, after `{PREFIX}` | type | unit | labels | what it tells | when it is bad |",
         "|---|---|---|---|---|---|",
     ]
-    rows += [
-        f"| `{m.name}` | {m.kind} | {m.unit} | {', '.join(f'`{label}`' for label in m.labels)} | {m.meaning} | {m.cure} |"
-        for m in METRICS
-    ]
+    for m in METRICS:
+        labels = ", ".join(f"`{label}`" for label in m.labels)
+        rows.append(f"| `{m.name}` | {m.kind} | {m.unit} | {labels} | {m.meaning} | {m.cure} |")
     return "\n".join(rows) + "\n"
