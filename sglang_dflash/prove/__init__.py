@@ -6,7 +6,8 @@
     served      servers, prompts, and plain torch's answers to them
     environment, inside, ops, draft_graph, outside
                 the checks, functions called `check_...`; the checks of a file run in a process of their own
-    law         the comparison of two sampling distributions
+    distribution
+                the comparison of two sampling distributions
     probe       the worker, recorded inside the scheduler's process (`SGLANG_DFLASH_PROBE=1`)
 
 No check needs the network or a checkout.

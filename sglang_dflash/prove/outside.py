@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench.__main__ import main as bench
-from sglang_dflash.prove import law, served
+from sglang_dflash.prove import distribution, served
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.plugin import RUN, Finding, Found, check
 from sglang_dflash.prove.served import Reference
@@ -89,24 +89,26 @@ def judge_one_token(off_ms: float, ours_ms: float) -> Finding:
 
 
 @check("law", "above temperature 0 tokens are drawn as without speculation", 6)
-def check_law(place: Place, found: Found) -> None:
-    prompt, drawn = served.prompts(place)[0], dict[Arm, list[law.Draw]]()
+def check_distribution(place: Place, found: Found) -> None:
+    prompt, drawn = served.prompts(place)[0], dict[Arm, list[distribution.Draw]]()
     n = N_DRAWS_EMULATED if place.gpu is None else N_DRAWS
     for arms in [(Arm.OFF, Arm.PLUGIN)] if place.side_by_side else [(Arm.OFF,), (Arm.PLUGIN,)]:
         with served.serving(place, arms, place.backends[0]) as servers:
             drawn |= {arm: draws(server, prompt, n) for arm, server in servers.items()}
     sets = drawn[Arm.OFF], drawn[Arm.PLUGIN]
-    apart, kinds = law.violations(*sets), len(set(drawn[Arm.OFF]))
-    assert kinds > law.N_POSITIONS, f"{kinds} kinds of answers in {n} draws; the comparison could not fail"
-    numbers = {"draws": n, "kinds": kinds, "apart": list(map(str, apart)), "detectable": law.detectable(0.5, n)}
-    text = f"{n} draws each, {len(law.cells(*sets))} cells, {len(apart)} further apart than "
-    found(Finding("; ".join([f"{text}{law.BOUND:.0f} standard errors", *map(str, apart[:1])]), numbers, not apart))
+    apart, kinds = distribution.violations(*sets), len(set(drawn[Arm.OFF]))
+    assert kinds > distribution.N_POSITIONS, f"{kinds} kinds of answers in {n} draws; the comparison could not fail"
+    shift = distribution.detectable(0.5, n)
+    numbers = {"draws": n, "kinds": kinds, "apart": list(map(str, apart)), "detectable": shift}
+    text = f"{n} draws each, {len(distribution.cells(*sets))} cells, {len(apart)} further apart than "
+    text += f"{distribution.BOUND:.0f} standard errors"
+    found(Finding("; ".join([text, *map(str, apart[:1])]), numbers, not apart))
 
 
-def draws(server: Server, prompt: Sequence[int], n: int) -> list[law.Draw]:
+def draws(server: Server, prompt: Sequence[int], n: int) -> list[distribution.Draw]:
     """Return the first tokens of `n` answers to separate requests."""
     answers = server.generate_many(
-        [prompt] * n, concurrency=DRAWN_AT_ONCE, temperature=TEMPERATURE, max_new_tokens=law.N_POSITIONS
+        [prompt] * n, concurrency=DRAWN_AT_ONCE, temperature=TEMPERATURE, max_new_tokens=distribution.N_POSITIONS
     )
     return [tuple(answer.token_ids) for answer in answers]
 

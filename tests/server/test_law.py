@@ -1,8 +1,8 @@
 """Above temperature 0 the first tokens are drawn from the distribution they have without speculation.
 
-The comparison and its bound are in `prove/law.py`. With `N` draws on each side a shift of 0.15 in an outcome of
-probability 0.5 is caught five times in six, and one of 0.09 where it is 0.1. A wrong acceptance moves outcomes more, as
-the last tests show on servers whose acceptance is spoilt on purpose.
+The comparison and its bound are in `prove/distribution.py`. With `N` draws on each side a shift of 0.15 in an outcome
+of probability 0.5 is caught five times in six, and one of 0.09 where it is 0.1. A wrong acceptance moves outcomes more,
+as the last tests show on servers whose acceptance is spoilt on purpose.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sglang_dflash.check import served
-from sglang_dflash.prove import law
-from sglang_dflash.prove.law import Draw
+from sglang_dflash.prove import distribution
+from sglang_dflash.prove.distribution import Draw
 from sglang_dflash.servers.server import Server
 from tests.server.conftest import SECOND
 from tests.server.lib.variants import VARIANTS
@@ -44,8 +44,8 @@ def drawn_off(server: Callable) -> Callable[[Case], list[Draw]]:
     return draws
 
 
-def compare(server: Server, drawn_off: Callable, case: Case) -> list[law.Cell]:
-    return law.violations(drawn_off(case), parameters.draws(server, case, N))
+def compare(server: Server, drawn_off: Callable, case: Case) -> list[distribution.Cell]:
+    return distribution.violations(drawn_off(case), parameters.draws(server, case, N))
 
 
 @pytest.mark.parametrize("case", SAMPLED, ids=str)
@@ -58,7 +58,7 @@ def test_the_law_holds(ours: Server, drawn_off: Callable, case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.row != "temperature > 0"], ids=str)
 def test_the_parameter_changes_the_law(drawn_off: Callable, case: Case) -> None:
     """Otherwise a server that ignores it would pass."""
-    assert law.violations(drawn_off(parameters.bare(case)), drawn_off(case))
+    assert distribution.violations(drawn_off(parameters.bare(case)), drawn_off(case))
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)
