@@ -83,8 +83,8 @@ class Measurement(NamedTuple):
     @property
     def steps(self) -> Steps | None:
         """Return the steps of all requests; None unless all are counted."""
-        told = [one.steps for one in self.completions if one.steps is not None]
-        return self.counted or (total(told) if len(told) == len(self.completions) else None)
+        steps = [one.steps for one in self.completions if one.steps is not None]
+        return self.counted or (total(steps) if len(steps) == len(self.completions) else None)
 
 
 def joined(runs: Sequence[Measurement]) -> Measurement:

@@ -100,9 +100,9 @@ def warnings(report: BenchReport) -> Iterator[str]:
     first = next(iter(report.arms))
     unequal = [line for line in report.lines if line.n_equal is not None and line.n_equal < line.n_answers]
     for name, lines in groupby(sorted(unequal, key=lambda line: line.arm), key=lambda line: line.arm):
-        told = list(lines)
-        counts = [f"{x.task} at {x.concurrency}, {x.n_answers - (x.n_equal or 0)} of {x.n_answers}" for x in told]
-        example = told[0].first_differences[0]
+        mine = list(lines)
+        counts = [f"{x.task} at {x.concurrency}, {x.n_answers - (x.n_equal or 0)} of {x.n_answers}" for x in mine]
+        example = mine[0].first_differences[0]
         yield f"{name}: answers that are not {first}'s at the first concurrency: {'; '.join(counts)} ({example})."
     yield from noise(report.rows, report.about["machine"]["cores"])
 
@@ -158,7 +158,7 @@ def markdown(arms: Sequence[str], lines: Sequence[Line]) -> str:
             by_arm = {line.arm: line for line in mine if line.concurrency == concurrency}
             speeds.append(["" if i else task, str(concurrency), *(_speed(by_arm[name], arms[0]) for name in arms)])
         values = [[line.committed_per_step for line in mine if line.arm == name] for name in committed[0][1:]]
-        means = [statistics.mean(n for n in told if n is not None) if None not in told else None for told in values]
+        means = [statistics.mean(n for n in one if n is not None) if None not in one else None for one in values]
         if any(mean is not None for mean in means):
             committed.append([task, *(_number(mean, 2) for mean in means)])
     parts = [f"Tokens/sec (speedup over {arms[0]}, medians)", _markdown(speeds, n_left=1)]

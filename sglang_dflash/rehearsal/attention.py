@@ -24,12 +24,12 @@ class Mask(NamedTuple):
 
     def allowed(self, n_queries: int, n_keys: int) -> torch.Tensor:
         """Return the mask, bool [N, L]."""
-        behind = torch.arange(n_keys - n_queries, n_keys)[:, None] - torch.arange(n_keys)
-        allowed = behind >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)
+        distance = torch.arange(n_keys - n_queries, n_keys)[:, None] - torch.arange(n_keys)
+        allowed = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         if self.left >= 0:
-            allowed &= behind <= self.left
+            allowed &= distance <= self.left
         if self.right >= 0:
-            allowed &= behind >= -self.right
+            allowed &= distance >= -self.right
         return allowed
 
 

@@ -259,13 +259,13 @@ def fmha_v2(
     assert page_table.is_contiguous(), "the kernel takes a page table's width for its stride"
     assert n_keys_B.max() <= max_keys, f"{n_keys_B.tolist()} keys, at most {max_keys} were announced"
     block_bytes = k_cache[0].numel() * k_cache.element_size()
-    behind = (v_cache.data_ptr() - k_cache.data_ptr()) // block_bytes
+    offset = (v_cache.data_ptr() - k_cache.data_ptr()) // block_bytes
     if page_table.dim() == 3:
         keys, values = page_table.unbind(1)
-        assert (values == keys + behind).all(), f"values {behind} blocks behind their keys, not where the table says"
+        assert (values == keys + offset).all(), f"values {offset} blocks behind their keys, not where the table says"
         page_table = keys
     else:
-        assert (behind, k_cache.stride(0)) == (1, 2 * k_cache[0].numel()), "keys and values of a page lie together"
+        assert (offset, k_cache.stride(0)) == (1, 2 * k_cache[0].numel()), "keys and values of a page lie together"
     if layout.endswith("hnd"):
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     paged = Paged(page_table, n_keys_B, first_query_B1, max_queries)

@@ -133,10 +133,10 @@ class Acceptance:
 
     def _of_all(self, n: int | None = None) -> list[float]:
         """Return the probabilities of all requests at the first `n` positions; None: at all positions."""
-        believed, prior, batch_D = 1.0, PRIOR * self.all_weight, []
+        p, prior, batch_D = 1.0, PRIOR * self.all_weight, []
         for (reached, accepted), last in zip(self.batch[:n], self.last_D[:n], strict=True):
-            believed = (accepted + prior * (believed if last is None else last)) / (reached + prior)
-            batch_D.append(believed)
+            p = (accepted + prior * (p if last is None else last)) / (reached + prior)
+            batch_D.append(p)
         return batch_D
 
 
