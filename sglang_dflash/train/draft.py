@@ -235,14 +235,10 @@ def train_draft(
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> DraftModel:
-    """Train a draft, resuming from a checkpoint in `out`, and save it there in the target's dtype.
+    """Train a draft, resuming from `out`, and save it there in the target's dtype. Returns the draft in fp32.
 
     Args:
         read: source of choices and features; None: the target reads the rows in every step.
-
-    Returns:
-        The draft, in fp32.
-
     Raises:
         ValueError: `out` holds another run, or the target cannot decode the prompts speculatively.
     """
