@@ -1,7 +1,7 @@
 """Document of the benchmark, and its tables.
 
-The Markdown table has the layout of the DFlash model cards: tokens per second by task and concurrency, with the speedup
-over the first arm, and acceptance length averaged over concurrencies.
+The Markdown tables have the layout of the DFlash model cards: tokens per second by task and concurrency, with the
+speedup over the first arm, and the acceptance length averaged over concurrencies.
 """
 
 import argparse
@@ -38,13 +38,13 @@ FLUSHED = "emptied before every turn"
 KEPT = "not emptied (no known way for this server): prompts that were asked before may be read from it"
 TOGETHER = "in memory together, changing after every part of the prompts"
 WIDTHS = "steps by width"
-QUIET = 0.05  # share of the machine that other processes may use in an undisturbed measurement
+QUIET = 0.05  # fraction of the cores that other processes may use in an undisturbed measurement
 IN_TURN = "one at a time: each answers everything, at every concurrency, before the next one starts"
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All results."""
+    """Results of a benchmark."""
 
     about: dict[str, Any]  # other fields of the document
     arms: dict[str, dict[str, Any]]  # descriptions by name, the first arm first
@@ -89,7 +89,7 @@ def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, co
 
 
 def warnings(report: BenchReport) -> Iterator[str]:
-    """Yield warnings that readers of the numbers need."""
+    """Yield warnings about the numbers."""
     for name, arm in report.arms.items():
         if arm["prefix_cache"] == KEPT:
             yield f"{name}: prefix cache {KEPT}."
@@ -108,14 +108,14 @@ def warnings(report: BenchReport) -> Iterator[str]:
 
 
 def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:
-    """Yield a sentence if other processes were busy during the measurement."""
+    """Yield a warning if other processes were busy during the measurement."""
     busiest = max((row.other_cores for row in rows if row.other_cores is not None), default=0.0)
     if busiest > QUIET * cores:
         yield f"Not a quiet machine: others kept {busiest:.1f} of {cores} cores busy, so do not quote these numbers."
 
 
 def table(report: BenchReport) -> Table:
-    """Return the summary for a terminal, with each task's means at its end."""
+    """Return the summary for a terminal; the last lines of a task are its means over concurrencies."""
     about, lines = report.about, report.lines
     where = about["machine"]
     caption = (
