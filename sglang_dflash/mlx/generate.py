@@ -1,7 +1,7 @@
-"""Speculative generation on MLX, one step at a time, by the rule of `sglang_dflash.model.generate`.
+"""Speculative generation on MLX, one step at a time, with the acceptance of `sglang_dflash.model.generate`.
 
-The target chooses a token at every slot, and drafts are kept while they equal it. So the sampling distribution is the
-target's, with any sampler.
+The target chooses a token at every slot, and drafts are kept while they equal the target's token. So the sampling
+distribution is the target's, with any sampler.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
 
 
 def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, DecodedStep]]:
-    """Yield every step of `spec_steps` with its text, and a last one for text held back as part of a character."""
+    """Yield (text, step) for every step of `spec_steps`, and a last empty step with the rest of the text.
+
+    The detokenizer holds back text that may be part of an incomplete character.
+    """
     writer = pair.tokenizer.detokenizer
     for step in spec_steps(pair, prompt, options):
         for token in step.committed:
@@ -83,7 +86,7 @@ def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iter
 def read_prompt(pair: Pair, target: MLXTarget, prompt_S: mx.array, context: list) -> mx.array:
     """Read the prompt in chunks, for target and draft, and return the logits after the last token, [1, V].
 
-    The last token is read by itself: logits of other chunks are not used, so MLX does not compute them.
+    The last token is a chunk by itself. Logits of other chunks are not used, so MLX does not compute them.
     """
     n_before = len(prompt_S) - 1
     for start in range(0, n_before, PREFILL_CHUNK):
