@@ -1,6 +1,6 @@
 """Table of all metrics: name, type, unit, labels, meaning, and the remedy for bad values.
 
-`meter.py` exports them, `docs/metrics.md` shows the table, and `assets/dashboard.json` plots all of them.
+`meter.py` exports the metrics, `docs/metrics.md` shows the table, and `assets/dashboard.json` plots all metrics.
 """
 
 from enum import StrEnum
@@ -21,10 +21,10 @@ class Metric(NamedTuple):
     """One metric of this plugin.
 
     Attributes:
-        name: without `PREFIX`; a counter's includes the `_total` that Prometheus adds.
-        unit: of the value.
-        labels: in addition to SGLang's.
-        meaning: of the value, as Prometheus documents it.
+        name: without `PREFIX`; for a counter, with the `_total` that Prometheus adds.
+        unit: unit of the value.
+        labels: labels in addition to SGLang's.
+        meaning: documentation in Prometheus.
         cure: signs of a bad value, and the remedy.
     """
 
