@@ -1,8 +1,8 @@
-"""`DFlashConfig`: all that a launch decides before weights load, in one frozen record, checked once per process.
+"""`DFlashConfig`: frozen record of every choice made before weights load, checked once per process.
 
-It is made from a draft checkpoint, the server's arguments, the target and the environment flags. `combine` is a pure
-function of these records, so every refusal can be tested without SGLang. Each error is one sentence and names the flag
-or field to change. `host/arguments.py` reads SGLang's arguments.
+Its sources are the draft checkpoint, the server's arguments, the target and the environment flags. `combine` is a pure
+function of these four records, so a test of a refusal needs no SGLang. Each error is one sentence and names the flag or
+field to change. `host/arguments.py` reads SGLang's arguments.
 """
 
 from dataclasses import dataclass, field
@@ -23,29 +23,30 @@ if TYPE_CHECKING:
     from sglang_dflash.memory.draft_kv import DraftKV
 
 DRAFT_QUANTIZATIONS = ("fp8", "unquant")
-FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # those that run an fp8 copy of the head
+FP8_DEVICES = ("undecided", "cpu", "sm89", "sm90", "sm100", "sm110", "sm120")  # devices able to run an fp8 head
 
 
 @dataclass(frozen=True)
 class DFlashConfig:
-    """Configuration of this process's server. SGLang's hooks and the worker read it; nothing in it changes.
+    """Immutable configuration of this process's server, read by the worker and by the hooks into SGLang.
 
     Attributes:
-        block_size: N, the anchor and the drafts of one step; at most `draft.block_size`, the trained size.
+        block_size: N, tokens per block: the anchor and the drafts; at most `draft.block_size`, the trained size.
         widths: numbers of tokens of a block that a step may verify, ascending; empty on a prefill-only server.
-        copy: whether n-gram copies continue blocks; also OFF if this server cannot copy.
-        gdn_state: how the target's recurrent states advance; None: it has none, or this server never verifies.
+        copy: use of n-gram copies to continue blocks; OFF if this server cannot copy.
+        gdn_state: method that advances the target's recurrent states; None if the target has none or this server
+            never verifies.
         attention_dp: attention is data parallel, so groups of ranks serve different requests.
-        slots_are_ours: only prompts and blocks that this server reads fill KV slots, no host cache or other server.
-        draft_quantization: of the draft's linear layers at load, for `--speculative-draft-model-quantization`; None:
-            none, even if the target's are quantized.
-        dtype: of the target, and so of the draft's weights and activations, e.g. "bfloat16".
-        draft_load_format: for `--speculative-draft-load-format`; None: that of the target.
-        draft_window: context tokens that the draft keeps of a request, and attends to; None: all. The smaller of
-            `--speculative-draft-window-size` and, if every draft layer slides, the checkpoint's sliding window.
-        draft_attention_backend: resolved by `backends`.
-        disaggregation: `--disaggregation-mode`.
-        draft: the checkpoint's fields.
+        slots_are_ours: KV slots are filled only by prompts and blocks read here, not by a host cache or another server.
+        draft_quantization: value for `--speculative-draft-model-quantization`, applied to the draft's linear layers at
+            load; None: not quantized, even if the target is.
+        dtype: dtype of the target, also used for the draft's weights and activations, e.g. "bfloat16".
+        draft_load_format: value for `--speculative-draft-load-format`; None: the target's format.
+        draft_window: number of context tokens per request that the draft keeps and attends to; None: all. The smaller
+            of `--speculative-draft-window-size` and, if every draft layer slides, the checkpoint's sliding window.
+        draft_attention_backend: attention backend of the draft, resolved by `backends`.
+        disaggregation: value of `--disaggregation-mode`.
+        draft: fields of the draft checkpoint.
         notes: sentences for the log, see `fit.notes`.
     """
 
@@ -68,12 +69,13 @@ class DFlashConfig:
 
     @classmethod
     def from_server_args(cls, server_args: Any) -> "DFlashConfig":
-        """Make the configuration of this process.
+        """Build the configuration of this process.
 
         Args:
             server_args: SGLang's `ServerArgs`, resolved or being resolved.
         Raises:
-            ValueError, NotSupported: see `flags.read`, `check_arguments`, `checkpoint.read` and `combine`.
+            ValueError: see `flags.read`, `check_arguments`, `checkpoint.read` and `combine`.
+            NotSupported: see `check_arguments` and `combine`.
         """
         flags, arguments = current(), arguments_of(server_args)
         check_arguments(arguments, flags)
@@ -82,25 +84,25 @@ class DFlashConfig:
 
     @property
     def widest(self) -> int:
-        """Return the most tokens of a request that a step writes."""
+        """Return the largest number of tokens that a step writes for a request."""
         return widest(self.block_size, self.widths)
 
     @cached_property
     def draft_kv(self) -> "DraftKV":
-        """Return the storage of the draft's context K/V, with its accounting in SGLang."""
+        """Return the storage of the draft's context K/V and its memory accounting in SGLang."""
         from sglang_dflash.memory.draft_kv import draft_kv
 
         return draft_kv(self.draft_window, self.widest, self.disaggregation)
 
 
 def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags: Flags) -> DFlashConfig:
-    """Check the four records against each other and make the config.
+    """Check the four records against each other and build the configuration.
 
     Args:
-        arguments: accepted by `check_arguments`.
+        arguments: arguments that `check_arguments` has accepted.
     Raises:
-        ValueError: they contradict each other.
-        NotSupported: they require something that this version does not do exactly.
+        ValueError: two records contradict each other.
+        NotSupported: the records require something that this version cannot serve exactly.
     """
     check_pair(
         draft, target.path, hidden_size=target.hidden_size, vocab_size=target.vocab_size, n_layers=target.n_layers
@@ -144,15 +146,15 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     )
 
 
-# -- what the flags ask for ----------------------------------------------------------------------------------------
+# -- checks of the arguments ---------------------------------------------------------------------------------------
 
 
 def check_arguments(arguments: Arguments, flags: Flags) -> None:
-    """Refuse flags without an exact meaning for a DFlash chain, about which SGLang only warns, or not even that.
+    """Refuse flags that DFLASH cannot honour exactly. SGLang accepts them, some with a warning.
 
     Raises:
-        ValueError: a flag contradicts DFLASH, or there is no draft.
-        NotSupported: a flag requires something that this version does not do exactly.
+        ValueError: a flag contradicts DFLASH, or the draft is missing.
+        NotSupported: a flag requires something that this version cannot serve exactly.
     """
     arguments.require_draft_path()
     if arguments.num_steps not in (None, 1):
@@ -210,7 +212,7 @@ def _check_parallel(arguments: Arguments) -> None:
 def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
     if not arguments.streaming_session:
         return
-    if draft_window is not None and arguments.page_size not in (None, 1):  # None: not resolved yet, checked again
+    if draft_window is not None and arguments.page_size not in (None, 1):  # None: unresolved, checked again later
         raise NotSupported(
             f"--enable-streaming-session with a draft window and --page-size {arguments.page_size} is not supported "
             "(a turn may go on in the middle of a page, the draft's window starts with one); use --page-size 1"
@@ -218,7 +220,7 @@ def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
 
 
 def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
-    """Refuse SGLang's sizing after capture: it gives a draft pool the target's token count, ignoring rings."""
+    """Refuse pool sizing after graph capture, because SGLang then sizes the draft's rings by the target's tokens."""
     if draft_window is not None and arguments.sized_after_capture:
         raise NotSupported(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the draft's rings would get "
@@ -230,10 +232,10 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
 
 
 def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
-    """Return why a step can only verify the whole block; empty if other widths are possible.
+    """Return the reason why a step must verify the whole block; "" if other widths are possible.
 
-    Among recurrent targets only Gated DeltaNet verifies other widths. SGLang's verify of Mamba2 places a request's
-    states by the number of tokens verified, but its commit by that of the pool.
+    Among recurrent targets only Gated DeltaNet can verify other widths. For Mamba2, SGLang's verify places a request's
+    states by the number of verified tokens, but its commit looks them up by the pool's block size.
     """
     if arguments.attention_dp:
         return "ranks of attention data parallelism have requests of their own and one width"

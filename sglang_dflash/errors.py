@@ -1,14 +1,14 @@
-"""The two kinds of refusal. Each message is one sentence: what, what was found, what to do.
+"""Two kinds of refusal. Each message is one sentence: the input, the value found and the cure.
 
-Wrong input (a bad checkpoint, a contradictory flag) is a plain ValueError.
+Wrong input (a bad checkpoint, a contradictory flag) raises a plain ValueError.
 """
 
-# Remedy named by refusals when SGLang's own worker may serve what this plugin does not.
+# Cure named by refusals of launches that SGLang's own worker may serve.
 STOCK = "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker"
 
 
 class NotSupported(ValueError):
-    """Error for input that is valid, but that this version of the plugin cannot serve exactly."""
+    """Error for valid input that this version of the plugin cannot serve exactly."""
 
 
 class HostMismatch(RuntimeError):

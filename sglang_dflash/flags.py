@@ -1,7 +1,7 @@
-"""Environment flags: every variable the plugin reads, typed, in one table.
+"""Environment flags: one typed table of the variables that the plugin reads.
 
-`read` turns an environment into `Flags` and refuses unknown values and unknown `SGLANG_DFLASH_*` names; `current` has
-those of this process. Flags take effect where they are used; this module depends on neither SGLang nor the worker.
+`read` parses an environment into `Flags` and refuses unknown values and unknown `SGLANG_DFLASH_*` names. `current`
+returns the flags of this process. This module depends on neither SGLang nor the worker.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 PREFIX = "SGLANG_DFLASH_"
 
-# SGLang 0.5.23's own variables with this prefix; only its built-in worker reads them.
+# Variables of SGLang 0.5.23 with this prefix, read only by its built-in worker.
 STOCK_ONLY = ("SGLANG_DFLASH_EAGER_DRAFT_SAMPLER",)
 
 
@@ -34,8 +34,8 @@ class Rehearse(NamedTuple):
     """GPU whose code paths a CPU emulates, if any, and the extent of the emulation."""
 
     gpu: str = ""  # compute capability, "sm90" or "sm100"
-    kernels: bool = False  # run Triton kernels in Triton's interpreter instead of their definitions
-    streams: bool = False  # accesses not ordered between two streams, or a stream and the host, are errors
+    kernels: bool = False  # run Triton kernels in Triton's interpreter, instead of their PyTorch definitions
+    streams: bool = False  # raise on accesses not ordered between two streams, or a stream and the host
 
 
 class WidthPolicy(StrEnum):
@@ -53,19 +53,19 @@ class Copy(StrEnum):
 
 @dataclass(frozen=True)
 class Flags:
-    """The values in effect.
+    """Parsed environment flags.
 
     Attributes:
-        worker: the worker for `--speculative-algorithm DFLASH`.
-        gdn_state: how the recurrent state of hybrid targets advances after a partly accepted block.
-        width_policy: chooses how many tokens of a block are verified.
-        widths: those to choose from, ascending; empty: the policy's own.
-        width_trace: directory for every step's width; None: nothing is written.
-        copy: whether n-gram copies from a request's token history continue blocks.
-        fp8_head: the draft scores its block with an fp8 copy of the target's head.
-        rehearse: see `Rehearse`.
-        probe: the worker reports internals, see `prove/probe.py`.
-        overlap: the overlap schedule may run; False means `--disable-overlap-schedule`.
+        worker: worker for `--speculative-algorithm DFLASH`.
+        gdn_state: method that advances the recurrent states of hybrid targets after a partly accepted block.
+        width_policy: policy that chooses the number of tokens of a block to verify.
+        widths: numbers of tokens to choose from, ascending; empty: the policy's own.
+        width_trace: directory for a trace of every step's width; None: no trace.
+        copy: use of n-gram copies from a request's token history to continue blocks.
+        fp8_head: score the draft's block with an fp8 copy of the target's head.
+        rehearse: emulation of a GPU on the CPU.
+        probe: report the worker's internals, see `prove/probe.py`.
+        overlap: allow the overlap schedule; False acts as `--disable-overlap-schedule`.
     """
 
     worker: Worker
@@ -82,18 +82,18 @@ class Flags:
 
 @dataclass(frozen=True)
 class Flag:
-    """One variable: its default, the accepted values, and its meaning."""
+    """One environment variable: its default, accepted values and meaning."""
 
     name: str
     default: str
     values: tuple[str, ...]
     meaning: str
     whose: str = "ours"
-    pattern: str = "(?!)"  # regular expression of further values; by default none
+    pattern: str = "(?!)"  # regular expression of further accepted values; the default matches none
     example: str = ""  # a value that matches `pattern`
 
 
-# SGLang's spellings of a switch; it replaces any other value by the default, with a warning.
+# Spellings that SGLang accepts for a switch. SGLang replaces any other value by the default and warns.
 _ON = ("1", "true", "yes", "y")
 _OFF_ON = ("0", "false", "no", "n", *_ON)
 
@@ -199,7 +199,7 @@ def read(environ: Mapping[str, str]) -> Flags:
     """Return the flags set in `environ`.
 
     Raises:
-        ValueError: a flag has an unknown value, or a `SGLANG_DFLASH_*` name is no flag.
+        ValueError: a flag has an unknown value, or a `SGLANG_DFLASH_*` name is not a flag.
     """
     raw = {flag.name: _value(flag, environ) for flag in FLAGS}
     worker = Worker(raw["SGLANG_DFLASH_WORKER"])
@@ -220,10 +220,10 @@ def read(environ: Mapping[str, str]) -> Flags:
 
 @cache
 def current() -> Flags:
-    """Return the flags of this process, whose environment is read once.
+    """Return the flags of this process. The environment is read once.
 
     Raises:
-        ValueError: see `read`; raised at every call.
+        ValueError: see `read`. An error is not cached: every call raises it.
     """
     return read(os.environ)
 
@@ -240,7 +240,7 @@ def table() -> str:
 
 
 def spellings(flag: Flag) -> list[str]:
-    """Return the accepted values, with an example for the pattern."""
+    """Return the accepted values and an example of the pattern."""
     return [*flag.values, *filter(None, [flag.example])]
 
 
@@ -254,7 +254,7 @@ def _rehearse(value: str, worker: Worker) -> Rehearse:
     if value == "off":
         return Rehearse()
     gpu, *more = value.split(",")
-    if "streams" in more and worker is Worker.STOCK:  # it allocates host buffers on "cpu", the device's name
+    if "streams" in more and worker is Worker.STOCK:  # its host buffers are on "cpu", as the emulated device is
         raise ValueError(
             f"SGLANG_DFLASH_REHEARSE={value} cannot tell the built-in worker's host tensors from the device's; "
             "leave out `,streams` or unset SGLANG_DFLASH_WORKER"
@@ -289,7 +289,7 @@ def _refuse_unknown(environ: Mapping[str, str], worker: Worker) -> None:
             raise ValueError(f"{name} steers SGLang's built-in worker only; unset it or set SGLANG_DFLASH_WORKER=stock")
 
 
-# Flag names in model cards that SGLang 0.5.23 has renamed.
+# Flag names found in model cards, with the names that SGLang 0.5.23 gives them.
 OLD_NAMES = {
     "--speculative-dflash-draft-window-size": "--speculative-draft-window-size",
     "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
@@ -297,7 +297,7 @@ OLD_NAMES = {
 
 
 def add_old_names(parser: ArgumentParser) -> None:
-    """Add each old name as an option that sets the new name's value, with its type and choices; the last one wins."""
+    """Add each old name as an option with the type and choices of the new name. The last one given wins."""
     for old, new in OLD_NAMES.items():
         action = parser._option_string_actions[new]  # argparse has no public look-up
         parser.add_argument(

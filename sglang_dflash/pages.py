@@ -1,4 +1,4 @@
-"""Documents in the package: the documentation, and a dashboard for Grafana."""
+"""Commands that print the documents of the package: the documentation and a Grafana dashboard."""
 
 import sys
 from collections.abc import Sequence
@@ -10,6 +10,7 @@ DOCS = {path.stem: path for path in sorted((PACKAGE / "docs").glob("*.md"))}
 
 
 def dashboard(argv: Sequence[str]) -> int:
+    """Print the Grafana dashboard as JSON. Return the exit status."""
     if argv:
         print(
             "dashboard takes nothing; write what it prints into a file: sglang-dflash dashboard > dflash.json",
@@ -21,7 +22,7 @@ def dashboard(argv: Sequence[str]) -> int:
 
 
 def docs(argv: Sequence[str]) -> int:
-    """Print the pages with their titles and paths, or the named pages. Returns the exit status."""
+    """Print the named pages; without names, list all pages with titles and paths. Return the exit status."""
     if not argv:
         for name, path in DOCS.items():
             print(f"{name:16} {path.read_text().splitlines()[0].lstrip('# '):60} {path}")

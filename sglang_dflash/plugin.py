@@ -1,9 +1,9 @@
-"""SGLang's entry point into the plugin, and the hooks that it sets.
+"""Entry point of SGLang into the plugin, and the hooks that it sets.
 
-SGLang logs and ignores an error in a plugin, so `register` decides nothing: checks run inside the hooks, where an error
-stops the launch. Only if a hooked name is missing does `register` end the process, because then no hook can. A launch
-is checked twice: when the launching process resolves its arguments, seconds after the start, and in each scheduler
-process, before its worker is made.
+SGLang logs and ignores an error in a plugin. Checks therefore run inside the hooks, where an error stops the launch. If
+a hooked name is missing, no hook can check, so `register` ends the process. A launch is checked twice: when the
+launching process resolves its arguments, seconds after the start, and in each scheduler process before it builds its
+worker.
 """
 
 import logging
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Set the hooks. SGLang calls it once in every process, before it parses arguments or makes a worker."""
+    """Set the hooks. SGLang calls this once in every process, before it parses arguments or builds a worker."""
     try:
         host.require_seams()
     except HostMismatch as mismatch:
         if os.environ.get("SGLANG_DFLASH_WORKER") == Worker.STOCK:
             logger.warning("%s; it stays out of the way (SGLANG_DFLASH_WORKER=stock)", mismatch)
             return
-        # SystemExit, since SGLang would log and ignore an error.
+        # SystemExit, because SGLang would log and ignore an Exception.
         sys.exit(f"{mismatch}; install that one, or set SGLANG_DFLASH_WORKER=stock")
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> Callable[..., Any]:
-    """Return this plugin's worker for DFLASH, SGLang's for others. AROUND `SpeculativeAlgorithm.create_worker`."""
+    """Return this plugin's worker for DFLASH, else SGLang's. AROUND `SpeculativeAlgorithm.create_worker`."""
     if not algorithm.is_dflash() or flags.current().worker is Worker.STOCK:
         return stock(algorithm, server_args)
     host.require()
@@ -77,7 +77,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
 
 def hook_scheduler(config: "DFlashConfig") -> None:
-    """Set the hooks that only a scheduler with DFLASH needs; it has already loaded these modules."""
+    """Set the hooks that only a scheduler with DFLASH needs. Its process has already loaded the hooked modules."""
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.draft.weight_push import draft_stays, refuse_unknown, to_target_unless_named
@@ -145,12 +145,12 @@ def start_metrics(result: None, reporter: Any) -> None:
 
 
 def add_old_flags(result: None, parser: ArgumentParser) -> None:
-    """Add the flag names that model cards still use. AFTER `ServerArgs.add_cli_args`."""
+    """Add old flag names that model cards use. AFTER `ServerArgs.add_cli_args`."""
     flags.add_old_names(parser)
 
 
 def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Turn environment flags into arguments, at the first step of argument resolution."""
+    """Convert environment flags to arguments, at the first step of argument resolution."""
     if asks_for_dflash(server_args) and not flags.current().overlap:
         from sglang.srt.arg_groups.overrides import declare_resolution
 
@@ -159,7 +159,7 @@ def apply_flags(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Refuse unsupported launches before weights load, around the resolution of speculative arguments."""
+    """Refuse unsupported launches before weights load. Wraps the resolution of the speculative arguments."""
     if flags.current().worker is Worker.STOCK:
         previous(server_args)
         return
@@ -175,7 +175,7 @@ def check_requests(server_args: Any) -> None:
     from sglang_dflash.host.admission import hook_tokenizer
 
     hook_tokenizer()
-    if server_args.tokenizer_worker_num > 1:  # separate processes, which load no plugins
+    if server_args.tokenizer_worker_num > 1:  # its separate processes load no plugins
         os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sglang_dflash.host.http_app:app")
 
 
@@ -200,7 +200,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)
     if config.widest > config.block_size:
-        # SGLang reserves and captures by the number of verified tokens; the other field keeps the drafted block.
+        # SGLang sizes reservations and graphs by the number of verified tokens. The other field keeps the block size.
         declare_resolution(
             server_args,
             "sglang_dflash.width",
@@ -212,8 +212,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 def keep_backend(server_args: Any, name: str) -> None:
     """Declare the draft's backend again if SGLang's resolution has replaced it.
 
-    SGLang allows `trtllm_mha` only for drafts whose layers all slide, although its backend computes full layers too.
-    The declared backend decides the dtype of the draft's KV cache, and the bytes that SGLang counts for it.
+    SGLang allows `trtllm_mha` only for drafts whose layers all slide, although this backend also computes full layers.
+    The declared backend determines the dtype of the draft's KV cache, and its bytes in SGLang's memory accounting.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 

@@ -1,7 +1,7 @@
 """A launch command per published draft, for an H200 or a B200: `sglang-dflash recipe NAME --gpu h200`.
 
-It is printed with the reason of every flag, ready to paste; with `--run` it becomes the server. Flags after `--` are
-appended to the server's, so they take precedence. The recipes are `assets/recipes.toml`.
+The command prints the launch with the reason of every flag, ready to paste. With `--run` it starts the server instead.
+Flags after `--` are appended to the recipe's and take precedence. The recipes are in `assets/recipes.toml`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SERVER = ("-m", "sglang.launch_server")
 
 
 class Flag(NamedTuple):
-    """One flag of a launch. `value` is empty for a switch, `why` for flags that every recipe has."""
+    """One flag of a launch. `value` is "" for a switch; `why` is "" for flags that every recipe has."""
 
     name: str
     value: str
@@ -30,14 +30,14 @@ class Flag(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Launch of one target with its draft; `architecture` is the one in the target's config.json."""
+    """Launch of one target with its draft. `architecture` comes from the target's config.json."""
 
     name: str
     target: str
     architecture: str
     draft: str
     note: str
-    flags: Mapping[str, Sequence[Flag]]  # by GPU; the last of each name
+    flags: Mapping[str, Sequence[Flag]]  # by GPU; each name once
 
 
 def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:

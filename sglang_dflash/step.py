@@ -2,7 +2,7 @@
 
 A step EMITS n_accepted + 1 tokens (drafts 1..n, then the bonus) and KEEPS n_accepted + 1 rows (the anchor, then drafts
 1..n). The counts are equal, but the rows are shifted by one: the bonus has no K/V and no features until the next step,
-whose anchor it is. The types hold tensors, independent of requests, models and kernels.
+when it is the anchor. The types hold tensors only, so they are independent of requests, models and kernels.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 
 
 class Block(NamedTuple):
-    """N tokens of every request from the anchor on: the block, or its verified part."""
+    """Tokens of every request from the anchor on: the whole block, or its verified part."""
 
     tokens_BN: torch.Tensor  # int64, slot 0 the anchor, the rest mask tokens
     positions_BN: torch.Tensor  # int64, absolute
     slots_BN: torch.Tensor  # int64, KV slots in the target's pool
-    # Attention backends plan on the host with an upper bound of prefix_len + N. It follows from the scheduler's
+    # Upper bounds of prefix_len + N, for attention backends that plan on the host. They follow from the scheduler's
     # reservations, so no length is copied from the device.
     bound_B_cpu: torch.Tensor
     bound_sum: int
-    kv: KVLocPlan  # the same slots in SGLang's form for pools and backends
+    kv: KVLocPlan  # `slots_BN` in SGLang's form, for pools and backends
 
 
 class Plan(NamedTuple):
     """Positions and KV slots of every request's block, and its verified part."""
 
-    drafted: Block | None  # the whole block; None: nothing is drafted, only the anchor is verified
-    verified: Block  # the first `width` tokens; the same object if that is the whole block
+    drafted: Block | None  # the whole block; None: only the anchor is verified, without drafts
+    verified: Block  # the first `width` tokens; the same object as `drafted` if width is N
     prefix_len_B: torch.Tensor  # int64, tokens committed before this step
-    rows_B: torch.Tensor  # int64, the requests' rows in req_to_token
-    rows_B_cpu: torch.Tensor  # the same on the host
+    rows_B: torch.Tensor  # int64, rows of the requests in req_to_token
+    rows_B_cpu: torch.Tensor  # `rows_B` on the host
 
     @property
     def n_requests(self) -> int:
@@ -49,11 +49,11 @@ class Plan(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The target's output for a verified block."""
+    """Output of the target for a verified block."""
 
-    run: ModelRunnerOutput  # output of SGLang's runner: the logits, and per-row outputs that flags ask for
-    features_TC: torch.Tensor  # [B * N, C]; a graph's buffer, overwritten by the next target forward
-    grammar_tree: GrammarTree | None  # the drafts being copied to the host, if a request has a grammar
+    run: ModelRunnerOutput  # output of SGLang's runner: logits, and per-row outputs that flags enable
+    features_TC: torch.Tensor  # [B * N, C]; a buffer that the next target forward overwrites
+    grammar_tree: GrammarTree | None  # drafts on their way to the host, if a request has a grammar
 
     @property
     def output(self) -> LogitsProcessorOutput:

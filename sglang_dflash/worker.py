@@ -1,6 +1,6 @@
-"""The DFLASH worker that SGLang's scheduler calls. It orders the stages of a step and computes no tensors itself.
+"""Worker for DFLASH, called by SGLang's scheduler. It runs the stages of a step and computes no tensors itself.
 
-    width      how much of the block to verify   width/chooser.py
+    width      number of tokens to verify        width/chooser.py
     plan       slots of the block                stages/planner.py
     draft      guess the block                   stages/drafter.py, draft/sglang_model.py
     copy       continue by n-gram copies         stages/copier.py
@@ -12,8 +12,8 @@
     publish    the scheduler may continue
     append     context K/V of kept rows          stages/context_kv.py
 
-Every variant (window or not, hybrid or not, ...) is chosen when the server starts, as a class. `config.py` makes the
-choices that are possible before weights load.
+Each variant (window, hybrid target, ...) is a class, chosen when the server starts. `config.py` makes the choices that
+are possible before weights load.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class DFlashWorker(BaseSpecWorker):
-    """Worker that serves DFLASH on one rank. Its parts are made in the order in which SGLang makes theirs."""
+    """Worker that serves DFLASH on one rank. It builds its parts in the order in which SGLang builds its own."""
 
-    state: State  # for the widest verify; set by `init_attention_backends`
+    state: State  # for blocks of `config.widest` tokens; set by `init_attention_backends`
     stages: Stages  # set by `prewarm_sampling`, as is `width`
     width: Chooser
 
     def __init__(
         self, config: DFlashConfig, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
     ) -> None:
-        """Load the draft. The target is loaded; neither has memory pools yet."""
+        """Load the draft. The target is already loaded. Neither has memory pools yet."""
         super().__init__()
         if SIMULATE_ACC_LEN > 0:
             raise NotSupported(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: acceptance is never simulated; unset it")
@@ -106,18 +106,18 @@ class DFlashWorker(BaseSpecWorker):
         if config.gdn_state is GdnState.FOLD:
             use_records()
         keep_hidden_states(self.target_runner.model)
-        # Verified tokens may end this far past the longest prefix: one block in flight, one being planned.
+        # Verified tokens can extend two blocks past the longest prefix: one block in flight, one being planned.
         max_position = self.target_runner.model_config.context_len + 2 * config.widest
         self.draft_runner.model.attach(ends, max_position=max_position)
 
     # -- start-up, in the order SGLang calls it -------------------------------------------------------------------
 
     def making_draft(self) -> AbstractContextManager[None]:
-        """Return the context in which SGLang makes the draft's parts."""
+        """Return a context manager under which SGLang builds the draft's parts."""
         return self.ranks.making_draft(self.target_runner, self.config.block_size)
 
     def state_for(self, width: int) -> State:
-        """Return the state that advances the target's recurrent layers after blocks of `width` tokens."""
+        """Build the state that advances the target's recurrent layers after blocks of `width` tokens."""
         return make_state(self._target_worker, self.config.gdn_state, width)
 
     def alloc_memory_pool(
@@ -126,7 +126,7 @@ class DFlashWorker(BaseSpecWorker):
         req_to_token_pool: ReqToTokenPool | None = None,
         token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
     ) -> None:
-        """Make the draft's KV pool: with the target's slots, or ring buffers and a request table of its own."""
+        """Allocate the draft's KV pool: the target's slots, or ring buffers with their own request table."""
         pool, table = self.config.draft_kv.pools(memory_pool_config, req_to_token_pool, self.device)
         with self.making_draft():
             self._draft_worker.alloc_memory_pool(
@@ -136,16 +136,16 @@ class DFlashWorker(BaseSpecWorker):
             )
 
     def init_hicache_draft_plan(self) -> None:
-        """Make the draft's K/V follow the target's to the host and back, with a hierarchical cache.
+        """Make the hierarchical cache move the draft's K/V to the host and back with the target's.
 
-        Ring buffers are excluded: their slots are not the target's, and hold no reusable prefix.
+        Ring buffers are excluded, because their slots are not the target's and hold no reusable prefix.
         """
         super().init_hicache_draft_plan()
         if self.config.draft_window is not None:
             self._hicache_draft_plan = HiCacheDraftPlan()
 
     def init_attention_backends(self) -> None:
-        """Make the draft's attention backends, and attach the recurrent state to the target's."""
+        """Build the draft's attention backends, and attach the recurrent state to the target's."""
         fit_page_tables(self.draft_runner)
         with self.making_draft():
             super().init_attention_backends()
@@ -161,21 +161,21 @@ class DFlashWorker(BaseSpecWorker):
 
     @torch.no_grad()
     def prewarm_sampling(self) -> SamplingPrewarmResult:
-        """Make the stages and run steps dry. SGLang calls it last before it serves.
+        """Build the stages and run dry steps. SGLang calls this last before it serves.
 
-        It runs on the stream of the steps, because PyTorch keeps freed memory for the stream that had it.
+        It uses the stream of the steps, because PyTorch reuses freed memory only on the stream that allocated it.
         """
         wait = torch.get_device_module(self.target_runner.device).synchronize
-        wait()  # for work begun on another stream
+        wait()  # for work started on another stream
         self._init_stages()
         wait()
         return self.target_runner.sampling_prewarm_result
 
     def _init_stages(self) -> None:
-        """Make the stages, after pools, attention backends and SGLang's own graphs."""
+        """Build the stages, after pools, attention backends and SGLang's own graphs."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
         on_host = target.device == "cpu" and not config.flags.rehearse.gpu  # the emulation counts as a GPU
-        if on_host:  # a step's inputs are new tensors that no graph reads, so they need no copy
+        if on_host:  # no graph reads a step's inputs, so no copy is needed
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
         self.stages = build_stages(
             self._target_worker,
@@ -200,15 +200,15 @@ class DFlashWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Return the attention backends, from which the scheduler reads whether they need lengths on the host."""
+        """Return both attention backends. The scheduler asks them if they need lengths on the host."""
         return self.target_runner.attn_backend, self.draft_runner.attn_backend
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
-        """Return the runners whose weights SGLang updates in addition to the target's."""
+        """Return the names and runners whose weights SGLang updates in addition to the target's."""
         return [("draft", self.draft_runner)]
 
     def clear_cache_pool(self) -> None:
-        """Drop the rows that wait to be written, as their slots pass to other requests."""
+        """Drop context rows not yet written, because their slots pass to other requests."""
         self.stages.context_kv.late.forget()
 
     def forward_batch_generation(
@@ -218,7 +218,7 @@ class DFlashWorker(BaseSpecWorker):
         grammar_barrier: Callable[[], None] | None = None,
         pp_proxy_tensors: None = None,  # no pipeline parallelism
     ) -> GenerationBatchResult:
-        """Run one step of a batch."""
+        """Run one step of a batch: prefill, decode or idle."""
         publish = on_publish or not_published
         if batch.forward_mode.is_idle():
             return self.idle(batch, publish)
@@ -238,20 +238,20 @@ class DFlashWorker(BaseSpecWorker):
         }
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        """Record a decode step's outcome. SGLang calls it for every step, in order, once the counts are on the host."""
+        """Record the outcome of a decode step. SGLang calls this in step order, once the counts are on the host."""
         self.width.observe(num_correct_drafts_per_req, time.perf_counter())
 
     # -- the three kinds of step ----------------------------------------------------------------------------------
 
     def prefill(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        """Read prompts with the target, whose features become the draft's context, and return their first tokens."""
+        """Prefill prompts: the target's features become the draft's context. Return the first tokens."""
         self.width.interrupt()
         self.stages.choice.begin(batch)
         self.stages.verifier.restore()
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         anchor_B = self.stages.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
-        # Not deferred, so that a prefix that the scheduler now puts into the prefix cache has its draft K/V.
+        # Written now, because the scheduler puts these prompts into the prefix cache, where they need draft K/V.
         output = result.logits_output
         self.stages.context_kv.append_prompt(batch, output.hidden_states)
         self.stages.copier.read(batch)
@@ -263,7 +263,7 @@ class DFlashWorker(BaseSpecWorker):
     def decode(
         self, batch: ScheduleBatch, publish: Publish, grammar_barrier: Callable[[], None] | None
     ) -> GenerationBatchResult:
-        """Run one DFlash step. Nothing in it waits for the device."""
+        """Run one DFlash step without waiting for the device."""
         stages, rids = self.stages, [req.rid for req in batch.reqs]
         width = self.width.decide(rids)
         plan = stages.planner.plan(batch, width)
@@ -281,7 +281,7 @@ class DFlashWorker(BaseSpecWorker):
         return self.step_result(batch, plan, target, accepted)
 
     def idle(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        """Run a step without requests, while other ranks have some."""
+        """Run a step without requests, while other ranks have requests."""
         self.stages.verifier.keep_up(batch)
         state = DraftInput.idle(self.device)
         publish(state.new_seq_lens)
@@ -290,7 +290,7 @@ class DFlashWorker(BaseSpecWorker):
     def step_result(
         self, batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accepted
     ) -> GenerationBatchResult:
-        """Return the step's result in the scheduler's form."""
+        """Return the result of a step in the scheduler's format."""
         result = result_of(batch, plan, target, accepted)
         sampling_masks_by_block(batch, target.output, accepted.n_committed_B, plan.width)
         return result

@@ -1,6 +1,6 @@
-"""Measure what speculation is worth: `sglang-dflash bench --help`.
+"""Command line of the benchmark: `sglang-dflash bench --help`.
 
-Prints a table, and writes a JSON document under --output. The last line of stdout is its path.
+Prints a table, and writes a JSON document to --output. The last line of stdout is the document's path.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
     """Yield the arms, ready to run.
 
     Raises:
-        ServerError: one cannot be reached, started or loaded.
+        ServerError: an arm cannot be reached, started or loaded.
     """
     if options.backend == TRANSFORMERS:
         from sglang_dflash.bench.in_torch import TorchEngine  # torch and transformers take seconds to import
@@ -69,7 +69,7 @@ def engines_of(options: argparse.Namespace, console: Console) -> Iterator[Sequen
 
 
 def completed(tasks: Sequence[Task], first: Engine, sampling: Sampling, concurrency: int) -> list[Task]:
-    """Return the tasks with conversations of several turns completed by the first arm's answers."""
+    """Return the tasks, after the first arm has answered the earlier turns of conversations."""
     if all(map(is_complete, tasks)):
         return list(tasks)
 
@@ -108,7 +108,7 @@ def measure(engines: Sequence[Engine], options: argparse.Namespace, console: Con
 
 
 def every_repeat(bench: Bench, console: Console) -> list[Row]:
-    """Measure all repeats. Ctrl-C, or SIGINT at a time limit, keeps the complete repeats, at least the first."""
+    """Measure all repeats. Ctrl-C, or SIGINT at a time limit, ends with the complete repeats, if there is one."""
     rows: list[Row] = []
     try:
         for repeat in range(bench.schedule.repeats):
@@ -148,7 +148,8 @@ def run(arguments: Sequence[str]) -> None:
     """Measure, and write the results.
 
     Raises:
-        ServerError, GateError: a server failed, or an answer differs from the one without speculation.
+        ServerError: a server failed.
+        GateError: answers differ that must be equal.
     """
     options = parse(arguments)
     end_on_sigterm()

@@ -1,7 +1,7 @@
-"""A server with the OpenAI API as an engine.
+"""Engine that queries a server with the OpenAI API.
 
-SGLang 0.5.23 adds token ids and its speculative counters to an unstreamed answer on request; vLLM adds token ids.
-Requests go through httpx, as the `openai` client builds an object of every chunk while the clock runs.
+On request SGLang 0.5.23 adds token ids and its speculative counters to an unstreamed answer, and vLLM adds token ids.
+Requests use httpx, because the `openai` client would build an object for every chunk while the clock runs.
 """
 
 import json
@@ -20,8 +20,7 @@ from sglang_dflash.host.names import Name
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import LIMITS
 
-# seconds; long answers from a full server take minutes, so an hour means that it hangs
-TIMEOUT_S = 3600.0
+TIMEOUT_S = 3600.0  # long answers from a full server take minutes, so an hour means that it hangs
 PATH = "/v1/chat/completions"
 PROTOCOL = "sglang.srt.entrypoints.openai.protocol"
 # Names of SGLang's HTTP interface used here; `tests/host` checks them in the installed SGLang.
@@ -47,7 +46,7 @@ UNSTREAMED: Mapping[str, dict[str, Any]] = {
     ServerKind.VLLM: {"return_token_ids": True},
     ServerKind.OTHER: {},
 }
-# vLLM's Prometheus counters, up to the labels.
+# vLLM's Prometheus counters, without labels.
 STEPS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
@@ -55,10 +54,10 @@ ABOUT = ("version", "speculative_algorithm", "speculative_num_draft_tokens", "at
 
 
 class HttpEngine(Engine):
-    """A server with the OpenAI API at a URL."""
+    """Server with the OpenAI API at a URL."""
 
     def __init__(self, name: str, url: str, *, model: str = "", api_key: str = "none") -> None:
-        """`model`: empty for the first one that the server lists."""
+        """`model`: empty: the first one that the server lists."""
         self.name, self.model = name, model
         self.url = url.rstrip("/").removesuffix("/v1")
         self.kind = ServerKind.OTHER
@@ -69,7 +68,7 @@ class HttpEngine(Engine):
         """Determine the kind of server, and its model.
 
         Raises:
-            ServerError: no server answers, the server is not of the expected kind, or lacks the model.
+            ServerError: no server answers, or it is of another kind than expected, or lacks the model.
         """
         try:
             self.kind = self._whose()
@@ -95,7 +94,7 @@ class HttpEngine(Engine):
         """Send a request and wait for the answer. Returns a function that parses it.
 
         Raises:
-            ServerError: the server refused the request, or is gone.
+            ServerError: the server rejected the request, or does not answer.
         """
         if isinstance(prompt, TokenIds) and self.kind is not ServerKind.SGLANG:
             raise ServerError(f"{self.name}: {self.url} takes no token ids in a chat; drop that set of prompts")
@@ -142,7 +141,7 @@ class HttpEngine(Engine):
 
     @staticmethod
     def _dflash(info: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what this plugin's worker reports; empty with other workers."""
+        """Return the report of this plugin's worker; empty with other workers."""
         return info.get("internal_states", [{}])[0].get("dflash") or {}
 
     def _whose(self) -> ServerKind:
@@ -179,10 +178,10 @@ class HttpEngine(Engine):
 
 
 def steps_of(meta: Mapping[str, Any], n_tokens: int) -> Steps:
-    """Return the steps that SGLang's `meta_info` counts.
+    """Return the steps of an answer from SGLang's `meta_info`.
 
-    Without speculation there are no counters, and each token after the prefill's is a step. With speculation, an answer
-    that ended with the prefill's token has no counters either, and no step.
+    Without speculation there are no counters, and each token after the prefill's is a step. An answer of the prefill's
+    token alone also has no counters, and no step.
     """
     by_accepted = meta.get("spec_correct_drafts_histogram", ())  # steps that accepted 0, 1, 2, ... drafts
     reached_D = tuple(sum(by_accepted[n:]) for n in range(1, len(by_accepted)))

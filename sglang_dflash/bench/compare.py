@@ -1,21 +1,21 @@
-"""Comparison of answers, and the gate: with `--require-equal` answers are compared before any speed is shown.
+"""Comparison of answers, and the gate: with `--require-equal` answers must be equal before any speed is shown.
 
-In fp32 an answer differs or it does not. In a lower precision two tokens can be so close that another batch shape swaps
-them. Such a difference is forgiven only if both tokens are at the top in the first arm, no further apart than a bound
-fixed beforehand (`--tie-gap`).
+In fp32 all answers must be equal. In a lower precision the scores of two tokens can be so close that another batch
+shape swaps them. Such a difference is accepted only if both tokens are within `--tie-gap` nats of the first arm's
+likeliest token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-Said = Sequence[int | str]  # token ids of an answer, or its text if the server returns no ids
+Tokens = Sequence[int | str]  # token ids of an answer, or its text if the server returns no ids
 Likeliest = Callable[[Sequence[int]], Mapping[int, float]]  # log-probabilities of the next tokens after a context
 N_NAMED = 3  # most differences named in the gate's message
 
 
 class GateError(RuntimeError):
-    """Error for answers that differ between arms but must not; no speed is shown."""
+    """Error for answers that differ between arms although they must be equal."""
 
 
 class Difference(NamedTuple):
@@ -23,8 +23,8 @@ class Difference(NamedTuple):
 
     prompt: int  # index
     position: int  # index of the token, or of the character
-    expected: int | str | None  # in the reference; None: its answer has ended
-    found: int | str | None
+    expected: int | str | None  # token of the reference; None: the reference has ended
+    found: int | str | None  # token of the answer; None: the answer has ended
 
     def __str__(self) -> str:
         return f"prompt {self.prompt}, token {self.position}: expected {self.expected}, found {self.found}"
@@ -38,8 +38,8 @@ class Unequal(NamedTuple):
     context: Sequence[int]  # token ids before the difference; empty if unknown
 
 
-def differences(reference: Sequence[Said], answers: Sequence[Said]) -> list[Difference]:
-    """Return the first difference of every answer that has one."""
+def differences(reference: Sequence[Tokens], answers: Sequence[Tokens]) -> list[Difference]:
+    """Return the first difference of each answer from its reference; equal answers have none."""
     found = []
     for prompt, (expected, answer) in enumerate(zip(reference, answers, strict=True)):
         for position, (a, b) in enumerate(zip_longest(expected, answer)):
@@ -62,7 +62,7 @@ def is_near_tie(unequal: Unequal, likeliest: Likeliest, gap: float) -> bool:
 
 
 def require_equal(unequal: Sequence[Unequal], first: str, likeliest: Likeliest, gap: float) -> int:
-    """Return the number of differences, all of them near ties; `gap` 0 forgives none.
+    """Return the number of differences if all are near ties within `gap` nats; 0 allows none.
 
     Raises:
         GateError: there are other differences.

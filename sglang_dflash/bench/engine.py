@@ -46,7 +46,7 @@ class Sampling:
 
 
 class Engine:
-    """One arm. Defaults are those of an engine without the feature.
+    """One arm. The default methods are for an engine without the feature.
 
     Attributes:
         name: of the arm.
@@ -63,7 +63,7 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep the engine usable inside; outside it leaves the machine idle."""
+        """Make the engine usable inside the context. Outside it uses no CPU or GPU time."""
         yield
 
     def flush(self) -> bool:
@@ -71,7 +71,7 @@ class Engine:
         return False
 
     def ask(self, prompt: Prompt, sampling: Sampling, *, stream: bool) -> Callable[[], Completion]:
-        """Wait for the answer. Returns a function that parses it."""
+        """Send a request and wait for the answer. Returns a function that parses it."""
         raise NotImplementedError
 
     def likeliest(self, context: Sequence[int]) -> Mapping[int, float]:
@@ -79,11 +79,11 @@ class Engine:
         return {}
 
     def counted(self) -> Steps | None:
-        """Return the steps since the start; None if they are not counted for all requests together."""
+        """Return the steps of all requests since the engine's start; None if it has no such counters."""
         return None
 
     def widths(self) -> dict[str, int] | None:
-        """Return the steps by width since the start; None if they are not counted."""
+        """Return the steps by width since the engine's start; None if it has no such counters."""
         return None
 
     def describe(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from sglang_dflash.servers.arms import OFF, OURS
 
 
 class TorchEngine(Engine):
-    """The arm `off` or `ours`, in this process."""
+    """Arm `off` or `ours`, computed in this process."""
 
     kind = "transformers"
 

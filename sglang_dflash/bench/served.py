@@ -16,13 +16,13 @@ from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.progress import wait_ready
 from sglang_dflash.servers.server import Server
 
-GIB_PER_SERVER = 3  # GiB of host memory of one serving process group, importing SGLang and torch
+GIB_PER_SERVER = 3  # GiB of host memory of one server's processes, most of it SGLang and torch
 
 
 class ServedEngine(HttpEngine):
-    """Server that is started for its turn, or paused between turns.
+    """Server that starts for each turn, or with `keep` stays in memory, paused between turns.
 
-    Invariant: outside `running` it has no CPU time; with `keep` it stays in memory there.
+    Invariant: outside `running` the server gets no CPU time.
     """
 
     def __init__(self, launch: ServerCommand, *, log: Path, port: int, console: Console) -> None:
@@ -51,7 +51,7 @@ class ServedEngine(HttpEngine):
         return super().describe() | {"command": self.launch.command, "env": dict(self.launch.env)}
 
     def check(self) -> None:
-        """Check that the answering server is the requested one."""
+        """Check that the server has the requested worker, and determine its model."""
         require_worker(self.server, ours=self.launch.ours)
         self.meet(ServerKind.SGLANG)
 
@@ -60,8 +60,7 @@ class ServedEngine(HttpEngine):
 def kept_in_memory(engines: Sequence[ServedEngine], console: Console) -> Iterator[None]:
     """Start and pause all servers; stop them at the end.
 
-    Servers of this plugin start one by one, since they measure their step times at launch; the others start in
-    parallel.
+    Servers of this plugin start one by one, because they measure step times at launch. The others start in parallel.
 
     Raises:
         ServerError: there is too little memory, or a server does not start or has the wrong worker.

@@ -1,1 +1,1 @@
-"""Number of requests that a card holds, computed before a launch, without a GPU and SGLang."""
+"""Number of requests that a card holds, computed before a launch, without a GPU or SGLang."""

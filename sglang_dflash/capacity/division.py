@@ -1,16 +1,16 @@
-"""Number of requests that a card holds, with this plugin's worker and SGLang's: the division of memory, step by step.
+"""Number of requests that a card holds, with this plugin's worker or SGLang's: the division of memory, step by step.
 
     card x mem_fraction_static
-      - weights of target and draft, and what SGLang keeps for images      -> rest
-      - persistent states, and each request's further bytes for its block  -> K and V; slots of states, requests
-      / bytes of K and V per token, target's and draft's                   -> tokens; requests of a given length
+      - weights of target and draft, and SGLang's image cache          -> rest
+      - recurrent states, and each request's further bytes for a block -> bytes of K and V; slots of states, requests
+      / bytes of K and V per token, of target and draft                -> tokens; requests of a given length
 
-The workers differ in two ways. For a block on a hybrid target, SGLang's stores a state per token, this plugin's a
-record. For the K and V of a windowed draft, this plugin's has a ring buffer per request, SGLang's as many slots as the
-target.
+The workers differ in two ways. For a block on a hybrid target, SGLang's worker stores a state per token, this plugin's
+a record. For the K and V of a windowed draft, this plugin has a ring buffer per request, SGLang as many slots as for
+the target.
 
-Functions of frozen records: `geometry` makes the records from config.json, `report` the text. Speed is not computed,
-nor the memory of graphs and activations, which use what `mem_fraction` leaves.
+Functions of frozen records: `geometry` creates the records from config.json, `report` the text. Not computed: speed,
+and the memory of graphs and activations, for which the rest of the card is left.
 """
 
 from collections.abc import Mapping
@@ -51,8 +51,13 @@ class Bound(StrEnum):
 class TargetSizes:
     """Sizes of a target.
 
-    `weight_bytes` and `fp8_head_bytes` (of a copy of its head) are totals of all ranks. `image_width` is the hidden
-    size of its image encoder, 0 without one. `context_length` is the longest text it was made for.
+    Attributes:
+        weight_bytes: total of all ranks.
+        weights_from: source of `weight_bytes`, as text.
+        image_width: hidden size of the image encoder; 0 without one.
+        context_length: most tokens that the target supports.
+        fp8_head_bytes: bytes of an fp8 copy of the head, total of all ranks.
+        source: source of the config, as text.
     """
 
     name: str
@@ -71,9 +76,10 @@ class TargetSizes:
 class DraftSizes:
     """Sizes of a draft.
 
-    `window` is the distance that all its layers look back; None if one of them sees the whole context. `split_bytes`
-    are the weights split over ranks, those of attention and MLP. Every rank also has `whole_bytes`: feature fusion,
-    norms, convolutions and the selector's tables.
+    Attributes:
+        split_bytes: weights that are split over ranks: attention and MLP.
+        whole_bytes: weights that every rank has: feature fusion, norms, convolutions and the selector's tables.
+        window: context tokens that the layers attend to at most; None if a layer attends to the whole context.
     """
 
     name: str
@@ -88,11 +94,14 @@ class DraftSizes:
 
 @dataclass(frozen=True)
 class Serving:
-    """A launch.
+    """Settings of a launch.
 
-    `context` is a request's tokens, prompt and answer. `window` is `--speculative-draft-window-size`. With this
-    plugin's worker, `copies` keeps token histories, `fp8_head` a copy of the target's head, and `wider` is the widest
-    verify if that exceeds a block.
+    Attributes:
+        context: tokens of a request, prompt and answer.
+        window: `--speculative-draft-window-size`.
+        copies: this plugin keeps token histories for n-gram copies.
+        fp8_head: this plugin keeps an fp8 copy of the target's head.
+        wider: this plugin's widest verify, if wider than a block; else 0.
     """
 
     mem_fraction: float
@@ -114,7 +123,7 @@ class Serving:
 
 
 class States(NamedTuple):
-    """Recurrent part: persistent states, further bytes for blocks, and the number of requests."""
+    """Division of the recurrent pools: persistent states, further bytes for blocks, and the number of requests."""
 
     n_slots: int
     n_requests: int
@@ -162,9 +171,9 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     """Divide the memory of one card.
 
     Args:
-        card_gib: memory that is free before the model loads.
+        card_gib: GiB that are free before the model loads.
     Raises:
-        ValueError: the launch does not fit the models.
+        ValueError: the ranks do not divide the models' heads, or the window is shorter than a block.
     """
     _check(target, draft, serving)
     tp_size, card = serving.tp_size, card_gib * GIB
@@ -178,14 +187,14 @@ def capacity(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib:
     draft_per_token = draft.attention.bytes_per_token(tp_size)
     ring_bytes, window = 0, kept_window(serving.window, draft.window)
     if window is not None and worker is Worker.PLUGIN:
-        # SGLang's pools have a row for padding, and so do rings.
+        # Ring buffers have a row for padding, like SGLang's pools.
         ring_bytes = (n_requests + 1) * ring_slots(window, serving.widest(worker), serving.page_size) * draft_per_token
         draft_per_token = 0
     texts = _text_bytes(target, serving, worker)
     left = rest - states.persistent_bytes - states.block_bytes - ring_bytes - texts
     n_tokens = max(0, int(left)) // (per_token + draft_per_token) // serving.page_size * serving.page_size
     limits = {
-        # A step reserves room for the block that it will verify and for the one in flight.
+        # A step reserves slots for the block that it will verify and for the one in flight.
         Bound.TOKENS: n_tokens // round_up(serving.context + 2 * serving.widest(worker), serving.page_size),
         Bound.FLAG: serving.max_requests,
     }
@@ -244,11 +253,11 @@ def _request_block_bytes(recurrent: RecurrentSizes | None, serving: Serving, wor
 
 
 def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, worker: Worker) -> States:
-    """Compute `KVCacheConfigurator._handle_max_mamba_cache`, with a block's size in states."""
+    """Divide as SGLang's `KVCacheConfigurator._handle_max_mamba_cache`."""
     if recurrent is None:
         return States(0, serving.max_requests, 0, 0)
     state = recurrent.shard(serving.tp_size).state_bytes
-    block = _request_block_bytes(recurrent, serving, worker) / state  # in states
+    block = _request_block_bytes(recurrent, serving, worker) / state  # bytes of a request's block, in states
     n_slots = serving.max_requests
     if serving.radix is not RadixStates.OFF:
         budget = rest * serving.mamba_ratio / (1 + serving.mamba_ratio)
@@ -263,10 +272,10 @@ def _states(recurrent: RecurrentSizes | None, serving: Serving, rest: float, wor
 
 
 class Tier(NamedTuple):
-    """SGLang's settings by a card's memory: tokens per prefill chunk, and graphs it expects to capture."""
+    """SGLang's settings for a range of card memory: tokens per prefill chunk, and expected graphs."""
 
     below_gib: float
-    chunk: int
+    chunk: int  # tokens
     max_batch: int  # largest decode graph
     max_batch_tp4: int  # from 4 ranks on
     n_prefill_graphs: int
@@ -291,5 +300,5 @@ def default_mem_fraction(card_gib: float, *, tp_size: int, image_width: int) -> 
     fraction = round(1 - reserved / (card_gib * 1024), 3)
     if not image_width:
         return fraction
-    # It estimates Qwen's encoders, whose configs lack num_hidden_layers, by their width alone.
+    # SGLang estimates Qwen's image encoders, whose configs lack num_hidden_layers, from their width alone.
     return fraction * 0.95 * max(0.8, min(1.05, 1 - 0.1 * (image_width**2 / 1024**2 - 1)))

@@ -1,7 +1,7 @@
-"""Facts about a target and a draft for `capacity`, read from a Hugging Face config.json.
+"""Sizes of a target and a draft for `capacity`, from a Hugging Face config.json.
 
 Weights are counted from the headers of safetensors files next to the config, else from their index, else from the
-config's own sizes. A config of another family, or an incomplete one, is refused.
+config. Unknown model families and incomplete configs are rejected.
 """
 
 import json
@@ -18,16 +18,16 @@ from sglang_dflash.draft.fields import Fields
 from sglang_dflash.memory.sizes import AttentionSizes, RecurrentSizes, fp8_head_bytes
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # for a draft's linear layers, after loading
-CONV_ITEMSIZE = 2  # SGLANG_MAMBA_CONV_DTYPE is bfloat16 by default
-LONGEST = 262144  # tokens of context if a config has no limit
+QUANTIZED_ITEMSIZES: Mapping[str | None, int] = {"fp8": 1}  # bytes per weight of a draft's linear layers, once loaded
+CONV_ITEMSIZE = 2  # bytes; SGLANG_MAMBA_CONV_DTYPE is bfloat16 by default
+LONGEST = 262144  # context tokens if a config has no limit
 MTP = "mtp."  # tensors of a checkpoint's own drafter, which SGLang does not load under DFLASH
 
 
 class Family(NamedTuple):
     """Properties of the attention weights of a `model_type`."""
 
-    output_gate: bool  # the query projection also makes a gate for the output
+    output_gate: bool  # the query projection also computes a gate for the output
     qk_norm: bool
 
 
@@ -48,14 +48,14 @@ class Config(Fields):
         super().__init__(config, name, "text_config")
 
     def choice(self, field: str, value: Any, choices: Mapping[str, Any]) -> Any:
-        """Return `choices[value]`, or raise ValueError with the field's name."""
+        """Return `choices[value]`, or raise a ValueError that names the field."""
         if value not in choices:
             raise ValueError(f"{self.name}: {field} is {value!r}, and only {', '.join(choices)} can be computed")
         return choices[value]
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of a weight."""
+        """Return the bytes per weight."""
         return self.choice("dtype", self.get("dtype", self.get("torch_dtype")), ITEMSIZES)
 
     @property
@@ -85,10 +85,10 @@ class Config(Fields):
 
 
 def read_target(model: str) -> TargetSizes:
-    """Return the target at `model`: a directory, its config.json, or a name of `models`.
+    """Return the sizes of the target `model`: a directory, a config.json, or a name in `known_models`.
 
     Raises:
-        ValueError: there is none, or its memory cannot be computed from it.
+        ValueError: there is no such model, or its memory cannot be computed.
     """
     folder, whole, source = _find(model, models.TARGETS)
     config = Config(whole, model)
@@ -111,16 +111,16 @@ def read_target(model: str) -> TargetSizes:
 
 
 def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
-    """Return the DFlash draft at `model`, likewise. Its tensors follow from its config, so its weights are exact.
+    """Return the sizes of the DFlash draft `model`, named as for `read_target`. The config determines all tensors.
 
     Args:
-        quantization: a key of `QUANTIZED_ITEMSIZES`, from `--speculative-draft-model-quantization`. The scales, at most
-            a number per output, are not counted.
+        quantization: a key of `QUANTIZED_ITEMSIZES`, from `--speculative-draft-model-quantization`. Scales, at most one
+            per output, are not counted.
     Raises:
         ValueError, NotSupported: see `checkpoint.parse`.
     """
     _, config, source = _find(model, models.DRAFTS)
-    draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # its value needs no memory
+    draft = checkpoint.parse({"mask_token_id": 0} | config, model)  # memory does not depend on the id
     itemsize = Config(config, model).choice("dtype", draft.dtype, ITEMSIZES)
     sizes = {name: prod(shape) for name, shape in checkpoint.expected_shapes(draft).items()}
     split = {name: n for name, n in sizes.items() if name.endswith("_proj.weight")}
@@ -138,7 +138,7 @@ def read_draft(model: str, quantization: str | None = None) -> DraftSizes:
 
 
 def _find(model: str, known: Mapping[str, models.Model]) -> tuple[Path | None, dict[str, Any], str]:
-    """Return a model's folder, its config.json, and the source of that."""
+    """Return a model's folder (None if it is only known by name), its config.json, and the config's source."""
     path = Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -167,7 +167,7 @@ def _recurrent(config: Config, n_layers: int) -> RecurrentSizes | None:
 
 
 def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
-    """Return the bytes of all weights, and their source."""
+    """Return the bytes of all weights, and the source of this number."""
     index = folder / "model.safetensors.index.json" if folder else None
     files = sorted(folder.glob("*.safetensors")) if folder else []
     if files:
@@ -191,7 +191,7 @@ def _header_bytes(file: Path) -> int:
 
 
 def n_parameters(config: Config) -> int:
-    """Return the parameters that SGLang loads for `config`: language model and image encoder, without a drafter."""
+    """Return the number of parameters that SGLang loads: language model and image encoder, without MTP layers."""
     hidden = config.count("hidden_size")
     embedding = config.count("vocab_size") * hidden
     tied = config.whole.get("tie_word_embeddings", config.get("tie_word_embeddings", False))

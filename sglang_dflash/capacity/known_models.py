@@ -1,6 +1,6 @@
-"""Targets and drafts with known published configs: `assets/models.json`, with the source of each.
+"""Targets and drafts with known published configs, from `assets/models.json`, with the source of each.
 
-It contains only the fields from which memory is computed, under their names in config.json.
+The file contains only the fields from which memory is computed, named as in config.json.
 """
 
 import json
@@ -13,11 +13,11 @@ FILE = Path(__file__).parents[1] / "assets" / "models.json"
 
 
 class Model(NamedTuple):
-    """A known model. `draft` is the target's DFlash draft, and empty for a draft."""
+    """A known model."""
 
     config: Mapping[str, Any]
     source: str
-    draft: str = ""
+    draft: str = ""  # name of the target's DFlash draft; "" for a draft
 
 
 def _read(kind: str) -> Mapping[str, Model]:
@@ -30,10 +30,10 @@ NOT_AT_HAND: tuple[str, ...] = tuple(json.loads(FILE.read_text())["not_at_hand"]
 
 
 def find(name: str, known: Mapping[str, Model]) -> Model:
-    """Return the model called `name`, in any case, with or without its organisation.
+    """Return the model called `name`, case-insensitive, with or without its organisation.
 
     Raises:
-        ValueError: it is unknown.
+        ValueError: the model is unknown.
     """
     for other in known:
         if _called(other, name):

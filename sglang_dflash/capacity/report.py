@@ -46,7 +46,7 @@ STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
 
 
 class Report(NamedTuple):
-    """A question and its answers, by worker."""
+    """Models, launch and card of a question, with the capacity for each worker."""
 
     target: TargetSizes
     draft: DraftSizes
@@ -81,7 +81,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the report. Exit status 1: this plugin's worker cannot serve, or the question cannot be answered."""
+    """Print the report. Exit status 1: this plugin's worker cannot serve, or the capacity cannot be computed."""
     options = arguments().parse_args(argv)
     try:
         report = answer(options)
@@ -102,7 +102,7 @@ def answer(options: argparse.Namespace) -> Report:
     """Compute the report.
 
     Raises:
-        ValueError: a model that cannot be found or computed, or flags that do not fit it.
+        ValueError: a model is unknown or cannot be computed, or flags do not fit the models.
     """
     target = geometry.read_target(options.model)
     if target.recurrent and options.mamba_ssm_dtype:
@@ -137,7 +137,7 @@ def report_of(target: TargetSizes, draft: DraftSizes, serving: Serving, card_gib
 
 
 def lifts(report: Report, worker: Worker) -> Iterator[tuple[str, int]]:
-    """Yield changes of one flag that let more requests run at once, and their number."""
+    """Yield (flag, requests at once) for changes of one flag that allow more requests."""
     serving, now = report.serving, report.results[worker]
 
     def then(**changes: Any) -> int:
@@ -197,7 +197,7 @@ def table(report: Report) -> Table:
 
 
 def sentences(report: Report) -> Iterator[str]:
-    """Yield each worker's limit with the flags that raise it, then the sources of the numbers."""
+    """Yield a line with each worker's limit and the flags that raise it, then the sources of the numbers."""
     for worker, result in report.results.items():
         count = f"{result.requests} requests at once" if result.requests else "cannot start"
         better = " or ".join(f"{n} with {flag}" for flag, n in lifts(report, worker))
@@ -223,7 +223,7 @@ def limit(result: Capacity, bound: Bound) -> str:
 
 
 def document(report: Report) -> dict[str, Any]:
-    """Return the report's records; `level` is their level of proof."""
+    """Return the report as JSON values; `level` is its level of proof."""
     return {
         "level": "P: computed",
         "card_gib": report.card_gib,

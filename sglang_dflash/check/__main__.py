@@ -1,4 +1,4 @@
-"""Command line of the report: selects the question, and prints the answer in lines or as JSON."""
+"""Command line of the check: selects a report, and prints it as lines or as JSON."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from sglang_dflash.check.findings import Finding, find, installation
 
 
 def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
-    """Run `check.launch` in a separate process. Its end without an answer is a finding too."""
+    """Return the findings of `check.launch`, run in a separate process; a failure of the process is a finding too."""
     command = [sys.executable, "-m", "sglang_dflash.check.launch", *argv]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode:
@@ -25,7 +25,7 @@ def asked_of_sglang(argv: Sequence[str]) -> list[Finding]:
 
 
 def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
-    """Return the finding whether the target accepts the drafts."""
+    """Return the finding about acceptance of the drafts, see `check.draft_steps`."""
     from sglang_dflash.check import draft_steps
 
     parser = ArgumentParser(add_help=False)
@@ -37,7 +37,7 @@ def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
 
 
 def check(argv: Sequence[str], *, as_json: bool, n_steps: int = 0) -> int:
-    """Print each part of the report as soon as it is complete. Returns the exit status."""
+    """Print each part of the report when it is complete, and return the exit status."""
     findings: list[Finding] = []
     parts = [installation, *([lambda: asked_of_sglang(argv)] if argv else [])]  # without flags SGLang is not run
     if n_steps:

@@ -1,7 +1,7 @@
-"""Acceptance of a draft in plain torch on one answer, as it is and with its slots shifted by one.
+"""Acceptance of a draft in plain torch on one answer, with its slots unchanged and shifted by one.
 
-A block's slot 0 holds the anchor, and slot i the draft of the i-th token after it. Some drafters are trained otherwise:
-their slot 0 already predicts the token after the anchor. Loaded as DFlash, such a draft is exact but never accepted.
+In DFlash, slot 0 of a block holds the anchor, and slot i predicts the i-th token after the anchor. Slot 0 of some other
+drafters already predicts the token after the anchor. Loaded as DFlash, such a draft is never accepted.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,18 @@ from sglang_dflash.model.generate import draft_logits, hidden_of_blocks
 from sglang_dflash.model.target import stop_token_ids
 
 PROMPT = "Count from one to twenty in words, then explain in a few sentences how to make tea."
-USEFUL = 0.1  # least share of accepted first drafts for a draft that matches the target
+USEFUL = 0.1  # least share of accepted first drafts of a draft that matches its target
 SHIFTS = {0: "as it is", 1: "shifted by one: its slot 0 predicts the token after the anchor"}
 
 
 def measure(target_path: str, draft_path: str, n_steps: int) -> str:
-    """Draft once at each of `n_steps` places of the target's own greedy answer, and count accepted first drafts.
+    """Draft a block at each of `n_steps` positions of the target's greedy answer, and count accepted first drafts.
+
+    Returns:
+        A sentence with the share of accepted first drafts.
 
     Raises:
-        ValueError: the pair does not fit, the answer is too short, or the draft is not accepted; see `verdict`.
+        ValueError: the pair does not match, the answer is too short, or the draft is not accepted; see `verdict`.
     """
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype="auto").eval()
     draft = DraftModel.from_pretrained(draft_path, dtype=target.dtype, device=target.device)
@@ -34,7 +37,7 @@ def measure(target_path: str, draft_path: str, n_steps: int) -> str:
 
 
 def prompt_ids(target_path: str) -> list[int]:
-    """Return the prompt's tokens, as a chat if the tokenizer has a template."""
+    """Return the prompt's tokens, as a user turn if the tokenizer has a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     if tokenizer.chat_template is None:
         return tokenizer.encode(PROMPT)
@@ -56,11 +59,13 @@ def answer(target: PreTrainedModel, prompt: Sequence[int], n_tokens: int) -> tor
 def first_drafts_accepted(
     draft: DraftModel, target: PreTrainedModel, text: torch.Tensor, first: int, n_steps: int
 ) -> dict[int, float]:
-    """Return the share of anchors whose next token is drafted by slot 1, and by slot 0.
+    """Return the share of anchors whose next token slot 1 predicts, and the share for slot 0, by shift of slots.
 
     Args:
         text: int64 [tokens].
-        first: place of the first anchor; the others follow it.
+        first: position of the first anchor; the others follow.
+    Raises:
+        ValueError: no token follows the first anchor.
     """
     at_A = torch.arange(first, min(first + n_steps, len(text) - 1))
     if not len(at_A):
@@ -72,10 +77,10 @@ def first_drafts_accepted(
 
 
 def verdict(shares: dict[int, float], n_steps: int) -> str:
-    """Return a sentence if the target accepts the draft's slots as they are.
+    """Return a sentence if the target accepts the draft with unchanged slots.
 
     Raises:
-        ValueError: it does not. The message names the shift that it would accept, if any.
+        ValueError: the target does not; the message names the shift that it would accept, if any.
     """
     shown = ", ".join(f"{shares[shift]:.0%} {how}" for shift, how in SHIFTS.items())
     best = max(shares, key=lambda shift: shares[shift])

@@ -1,4 +1,4 @@
-"""Findings about an installation without importing SGLang, and the form of all findings."""
+"""Findings about an installation without importing SGLang, and the type of all findings."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ class Finding:
 
 
 def find(checks: Mapping[str, Callable[[], str]]) -> list[Finding]:
-    """Run all checks, in order; one that raises one of `REFUSALS` has failed."""
+    """Run all checks in order. A check fails by raising one of `REFUSALS`."""
     return [_find(name, check) for name, check in checks.items()]
 
 
@@ -45,7 +45,7 @@ def _find(name: str, check: Callable[[], str]) -> Finding:
 
 
 def sentence(refusal: Exception) -> str:
-    """Return a refusal's message; for an AttributeError of SGLang, also its likely cause."""
+    """Return the error's message; for an AttributeError of SGLang, also its likely cause."""
     if isinstance(refusal, AttributeError):
         return (
             f"SGLang cannot read this model with these flags ({refusal}); "
@@ -71,7 +71,7 @@ def environment() -> str:
     """Return the settings of the environment variables.
 
     Raises:
-        ValueError: one has an invalid value, or stops SGLang from loading both this plugin and the built-in worker.
+        ValueError: a variable has an invalid value, or stops SGLang from loading this plugin or its platform.
     """
     read = flags.read(os.environ)
     if read.worker is Worker.PLUGIN:
@@ -85,10 +85,10 @@ def environment() -> str:
 
 
 def found_by_sglang() -> str:
-    """Return the entry points that SGLang looks up, as this Python finds them.
+    """Return the names of this plugin's entry points, after checking that Python finds them.
 
     Raises:
-        RuntimeError: one is missing, or another package's.
+        RuntimeError: an entry point is missing, or belongs to another package.
     """
     for group, (name, value) in ENTRY_POINTS.items():
         found = [point.value for point in entry_points(group=group) if point.name == name]
@@ -98,7 +98,7 @@ def found_by_sglang() -> str:
 
 
 def contract() -> str:
-    """Compare the installed SGLang's source with the table of names that this plugin needs.
+    """Check that the installed SGLang's source has all names that this plugin needs.
 
     Raises:
         RuntimeError: a name or a member is missing.

@@ -1,7 +1,7 @@
-"""Findings that need SGLang: it is imported, its plugins are loaded, and a launch's arguments resolved.
+"""Findings that need SGLang: load its plugins, and resolve the arguments of a launch.
 
 `python -m sglang_dflash.check.launch [launch flags]` prints the findings as JSON on the last line of stdout. `check`
-runs it as a child, because SGLang's own output precedes that line and goes to stderr.
+runs this module as a child process, because SGLang prints to stdout and stderr too.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def live() -> str:
     """Load plugins as SGLang does, and check that the hooks are in place.
 
     Raises:
-        RuntimeError: the plugin ended the process, as it does under another SGLang.
+        RuntimeError: the plugin tried to end the process, as it does under another SGLang.
         HostMismatch: see `host.require_live`.
     """
     from sglang.srt.plugins import load_plugins
@@ -54,7 +54,7 @@ def launch(argv: Sequence[str]) -> str:
     """Resolve the arguments of a launch, which checks target, draft and flags against each other.
 
     Raises:
-        ValueError: they do not ask for DFLASH, or it is refused; see `DFlashConfig.from_server_args`.
+        ValueError: the arguments do not select DFLASH, or are not supported; see `DFlashConfig.from_server_args`.
     """
     from sglang.srt.server_args import prepare_server_args
 

@@ -1,4 +1,4 @@
-"""Report of a running server on its DFLASH: step times, chosen widths, and counts of copies."""
+"""Report about DFLASH on a running server: step times, chosen widths, and counts of n-gram copies."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ def fetch(url: str) -> dict[str, Any]:
 
     Raises:
         OSError: no server answers.
-        ValueError: it is another server, or does not serve DFLASH with this plugin's worker.
+        ValueError: the server is not SGLang, or does not serve DFLASH with this plugin's worker.
     """
     try:
         with urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as response:
@@ -31,7 +31,7 @@ def fetch(url: str) -> dict[str, Any]:
 
 
 def render(dflash: dict[str, Any]) -> str:
-    """Return a server's answer as lines of text."""
+    """Format a server's report as lines of text."""
     width, costs = dflash["width"], dflash["width"]["seconds"]
     lines = [f"sglang-dflash {dflash['version']}, blocks of {dflash['block_size']}, width {width['policy']}"]
     if costs:
@@ -46,7 +46,7 @@ def render(dflash: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str], *, as_json: bool) -> int:
-    """Print the state of the server at the URL; `argv`: the words after `--server`."""
+    """Print the report of one server and return the exit status; `argv`: the words after `--server`."""
     urls = [argument for argument in argv if argument != "--json"]
     if len(urls) != 1:
         print("--server takes one URL, such as http://127.0.0.1:30000", file=sys.stderr)

@@ -1,9 +1,9 @@
-"""The CPU platform: stock SGLang on a machine with no accelerator, in plain PyTorch.
+"""CPU platform: SGLang on a machine without an accelerator, in plain PyTorch.
 
-SGLang loads `activate` in every one of its processes, so this file imports almost nothing. `platform` implements
-SGLang's platform interface, `install` puts torch definitions in place of GPU-only kernels, and every other file defines
-one topic. The platform is independent of DFlash's worker: it serves SGLang without speculation, its own DFLASH worker,
-and this plugin's.
+SGLang loads `activate` in each of its processes, so this file imports almost nothing. `platform` implements SGLang's
+platform interface, `install` replaces GPU-only kernels by torch definitions, and the other files define them by topic.
+The platform does not depend on DFlash's worker: it serves without speculation, with SGLang's DFLASH worker, or with
+this plugin's.
 """
 
 import os
@@ -24,9 +24,9 @@ def activate() -> str | None:
             sys.exit(f"{REHEARSE} rehearses a GPU on a machine that has none, and this one has; unset it")
         return None
     if rehearsed:
-        # Triton reads it at import. No kernel has run yet, and later processes inherit it.
+        # Triton reads the variable at import. No kernel has run yet, and child processes inherit the variable.
         os.environ["TRITON_INTERPRET"] = "1"
-        # PyTorch then runs SGLang's compiled functions uncompiled, with a launch for each operation.
+        # So PyTorch runs SGLang's compiled functions uncompiled, with a launch for each operation.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         return "sglang_dflash.rehearsal.platform.RehearsalPlatform"
     return "sglang_dflash.cpu.platform.CpuPlatform"

@@ -3,8 +3,8 @@
 Decode and blocks gather the keys of several requests into one rectangle, as wide as the longest, and mask the rest: one
 attention call per layer at any batch size. Extend computes request by request, a slice of queries at a time.
 
-A layer's mask follows SGLang's other backends: with `attn_type` ENCODER_ONLY queries see the whole block, otherwise
-they are causal. A window w keeps keys at most w positions away (SGLang's layers hold the model's window less one).
+A layer's mask follows SGLang's other backends: with `attn_type` ENCODER_ONLY queries attend to the whole block,
+otherwise causally. A window w allows keys at most w positions away (SGLang's layers store the model's window less one).
 
 Dimension key: B requests, N query tokens per request, L key positions (padded), T packed tokens, A query heads, G KV
 heads, E head width.
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-MAX_RECTANGLE = 1 << 16  # key positions gathered at once: 64 MiB of keys and values at 2 heads x 64 in fp32
-MAX_QUERIES = 512  # per request and call in extend: bounds the mask
+MAX_RECTANGLE = 1 << 16  # key positions gathered at once: 64 MiB of keys and values for 2 heads of 64 in fp32
+MAX_QUERIES = 512  # queries per request and call in extend, which bounds the mask
 
 
 class Mask(NamedTuple):
-    """Keys that a layer may see; identifies the masks that a forward's layers share."""
+    """Keys that a layer's queries attend to; the key of the masks that a forward's layers share."""
 
     causal: bool
     window: int | None
@@ -55,7 +55,7 @@ class Mask(NamedTuple):
 
 
 class Rectangle:
-    """Some requests of the batch, their key slots padded to the longest, and the masks computed so far."""
+    """Some requests of the batch, with their key slots padded to the longest, and the masks computed so far."""
 
     def __init__(self, requests: slice, slots_BL: torch.Tensor, n_keys_B: torch.Tensor, n_queries: int) -> None:
         self.requests = requests
@@ -63,13 +63,14 @@ class Rectangle:
         self._key_position_L = torch.arange(slots_BL.shape[1])
         self._n_keys_B1 = n_keys_B[:, None]
         self._n_queries = n_queries
-        # Padding reads the request's own first row: it is masked, but 0 * NaN of another request's row would be NaN.
+        # Padding reads the request's own first row. It is masked, but another request's row might hold NaN, and
+        # 0 * NaN is NaN.
         padded_BL = self._key_position_L >= self._n_keys_B1
         self.slots = torch.where(padded_BL, slots_BL[:, :1], slots_BL).flatten()
         self._bias: dict[tuple[Mask, torch.dtype], torch.Tensor | None] = {}
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bias of the scores, 0 or -inf, [B, 1, N, L]; None if it is 0 throughout."""
+        """Return the bias of the scores, 0 or -inf, [B, 1, N, L]; None if all of it is 0."""
         key = (mask, dtype)
         if key not in self._bias:
             query_position_BN = self._n_keys_B1 - self._n_queries + torch.arange(self._n_queries)
@@ -90,6 +91,8 @@ class Segment(NamedTuple):
 
 
 class CpuAttentionBackend(AttentionBackend):
+    """SGLang's attention backend `torch_native` on this platform."""
+
     needs_cpu_seq_lens: bool = False
 
     def __init__(self, model_runner: "ModelRunner") -> None:
@@ -213,7 +216,7 @@ class CpuAttentionBackend(AttentionBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
 
     def _read(self, layer: "RadixAttention", slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return keys and values of packed slots, [slots, G, E]. A slot is copied as one row of all heads."""
+        """Return keys and values of slots, [slots, G, E] each. A slot is copied as one row of all heads."""
         pool = self.token_to_kv_pool
         buffers = (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
         return tuple(

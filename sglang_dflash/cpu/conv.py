@@ -1,10 +1,10 @@
-"""The short causal convolution of GatedDeltaNet: every channel sees its own last W tokens.
+"""Short causal convolution of GatedDeltaNet, over the last W tokens of each channel.
 
 y[t] = activation(bias + sum_j weight[j] * x[t - (W - 1) + j]), where x before the first token is the carried state: the
 last W - 1 inputs, oldest first.
 
 Dimension key: B requests, N new tokens per request, T packed tokens, F channels, W taps, P = W - 1 carried inputs, S
-slots of the state pool. Computed in fp32, returned in x's dtype, token-major in memory for any axis order.
+slots of the state pool. Results are computed in fp32, in x's dtype, and token-major in memory for any axis order.
 """
 
 import torch
@@ -26,9 +26,10 @@ def causal_conv1d_fn(
     activation: str | bool | None = "silu",
     **others: object,
 ) -> torch.Tensor:
-    """Convolve packed requests x [F, T] in a prefill, and store each one's last P inputs in its slot of [S, F, P].
+    """Convolve packed requests x [F, T] in a prefill to [F, T], and store each one's last P inputs in its slot.
 
-    Tokens after the last request are padding and return zeros. A negative slot is an error.
+    `conv_states` is [S, F, P]. Tokens after the last request are padding, with results of zero. Slots must not be
+    negative.
     """
     refuse("causal_conv1d_fn", others)
     start_B = query_start_loc.long()
@@ -36,7 +37,7 @@ def causal_conv1d_fn(
     B, P = n_tokens_B.shape[0], weight.shape[1] - 1
     slot_B = torch.arange(B) if cache_indices is None else cache_indices[:B].long()
 
-    # One sequence for all requests, each preceded by its own P carried inputs: no window crosses a request.
+    # One sequence of all requests, each preceded by its P carried inputs, so that no window crosses a request.
     carried_BPF = conv_states[slot_B, :, :P].transpose(1, 2).float()
     if has_initial_state is not None:
         carried_BPF = carried_BPF * has_initial_state[:B, None, None]
@@ -72,9 +73,9 @@ def causal_conv1d_update(
 ) -> torch.Tensor:
     """Convolve N more tokens of B requests in decode or verify, x [B, F] or [B, F, N], and advance their slots.
 
-    Verify also saves the state after every one of its N steps: `intermediate_conv_window` [rows, >= N, F, P], row
-    `intermediate_state_indices[b]`. As with the GPU kernel, the slot itself advances to the end of the block, and the
-    commit then writes the accepted step's state there. Padded rows, whose slot is negative, return NaN.
+    Verify also stores the state after each of its N steps in row `intermediate_state_indices[b]` of
+    `intermediate_conv_window` [rows, >= N, F, P]. As with the GPU kernel, the slot itself advances to the end of the
+    block, and the commit overwrites it with the accepted step's state. Padded rows, whose slot is negative, return NaN.
     """
     refuse("causal_conv1d_update", others)
     P = weight.shape[1] - 1
@@ -103,7 +104,7 @@ def _one_token(
     taps: tuple[torch.Tensor, torch.Tensor | None, str | bool | None],
     kept_in: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Convolve one token, the hottest call. Channels come first, so that no transposition is needed."""
+    """Convolve one token, the most frequent call, with channels before time, so that nothing is transposed."""
     weight, bias, activation = taps
     window_BFW = torch.cat([carried_BFP, x[:, :, None].float()], dim=2)
     y_BF = _activated((window_BFW * weight.float()).sum(dim=2), bias, activation)
@@ -123,7 +124,7 @@ def _keep(pool: torch.Tensor, slot_B: torch.Tensor, state_BFP: torch.Tensor) -> 
 def _convolve(
     joined: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | bool | None
 ) -> torch.Tensor:
-    """Convolve [B, P + N, F] to [B, N, F], fp32, by W shifted multiply-adds, faster than conv1d at these sizes."""
+    """Convolve [B, P + N, F] to [B, N, F], fp32, with W shifted multiply-adds: at these sizes faster than conv1d."""
     taps_WF = weight.T.float().unbind(0)
     N = joined.shape[1] - len(taps_WF) + 1
     y = joined[:, :N] * taps_WF[0]
@@ -144,10 +145,10 @@ def _activated(y: torch.Tensor, bias: torch.Tensor | None, activation: str | boo
 
 
 def _save_windows(window: torch.Tensor, row_B: torch.Tensor, joined: torch.Tensor) -> None:
-    """Save the P inputs before every next token: window[row, t] = joined[t + 1 : t + 1 + P], transposed to [F, P].
+    """Store the P inputs before each next token: window[row, t] = joined[t + 1 : t + 1 + P], transposed to [F, P].
 
-    Successive windows share P - 1 inputs, and SGLang may store them as overlapping views of one strip of inputs. That
-    strip is then written once.
+    Successive windows share P - 1 inputs. If SGLang stores them as overlapping views of one strip, the strip is written
+    once.
     """
     R, _, F_, P = window.shape
     step_stride, tap_stride = window.stride(1), window.stride(3)

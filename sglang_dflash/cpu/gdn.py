@@ -1,6 +1,6 @@
 """GatedDeltaNet's kernels: gates, prefill in chunks of 64 tokens, decode, and verify of a drafted block.
 
-`gdn_block` has the mathematics; this file reads SGLang's packed arguments and state slots.
+`gdn_block` has the mathematics. This file converts SGLang's packed arguments and state slots.
 
 Dimension key: B sequences, C tokens of a block, M chunks of 64 tokens, T packed tokens, G key heads, H value heads (H a
 multiple of G), Y blocks of one value head, K key width, V value width, S slots of the state pool. Arithmetic is fp32.
@@ -44,9 +44,11 @@ def chunk_gated_delta_rule(
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
     """Prefill packed sequences: q, k [1, T, G, K], v [1, T, H, V], g and beta [1, T, H].
 
-    Sequence b starts from slot `initial_state_indices[b]` of `initial_state` [S, H, V, K], and ends in it unless
-    `inplace_update` is off. A negative slot is a zero state that is not stored. Returns the outputs [1, T, H, V], None,
-    and the fp32 states before every chunk of every sequence in turn, [1, M, H, V, K].
+    Sequence b starts from slot `initial_state_indices[b]` of `initial_state` [S, H, V, K], where its last state is
+    stored with `inplace_update`. A negative slot means a zero state that is not stored.
+
+    Returns:
+        Outputs [1, T, H, V], None, and the fp32 states before each chunk, sequence by sequence, [1, M, H, V, K].
     """
     refuse(
         "chunk_gated_delta_rule",
@@ -83,9 +85,9 @@ def chunk_gated_delta_rule(
 
 
 def _scan(block: DeltaBlock, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Carry the sequences' states through their chunks, in place. Return the states before the chunks, and the deltas.
+    """Advance the sequences' states through their chunks, in place. Returns the chunks' first states, and the deltas.
 
-    Delta = from_values - from_state S_0^T: one solve serves all chunks before any of their states is known.
+    Delta = from_values - from_state S_0^T, so one solve serves all chunks before their states are known.
     """
     right = torch.cat([block.v_YCV, block.k_YCK * block.decay_YC[..., None]], dim=-1)
     from_values, from_state = chunks.of_rows(block.solve(right)).split_with_sizes(state_BHVK.shape[-2:], dim=-1)
@@ -103,7 +105,7 @@ def _scan(block: DeltaBlock, chunks: "_Chunks", state_BHVK: torch.Tensor) -> tup
 
 
 class _Chunks:
-    """Chunks of 64 tokens of packed sequences, each sequence's last chunk padded; one row per chunk."""
+    """Chunks of 64 tokens of packed sequences, one row per chunk; each sequence's last chunk is padded."""
 
     def __init__(self, cu_seqlens: torch.Tensor) -> None:
         bounds = cu_seqlens.long()
@@ -122,7 +124,7 @@ class _Chunks:
         return padded.unflatten(0, (self.n_chunks, CHUNK))
 
     def unpad(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [M, 64, ...] as [T, ...]."""
+        """Remove the padding: [M, 64, ...] to [T, ...]."""
         return x.flatten(0, 1)[self._cell_T]
 
     def of_rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +132,7 @@ class _Chunks:
         return x.unflatten(0, (self.n_chunks, -1))
 
     def in_order(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return, for j = 0, 1, ..., the rows of the j-th chunks, and the sequences that have one."""
+        """Return, for j = 0, 1, ..., the rows of the sequences' j-th chunks, and the indices of these sequences."""
         steps = []
         for j in range(max(self._n_chunks_B.tolist(), default=0)):
             sequences = (self._n_chunks_B > j).nonzero().flatten()
@@ -207,8 +209,10 @@ def fused_sigmoid_gating_delta_rule_update(
 
     q, k [1, B C, G, K], v [1, B C, H, V], a and b [B C, H]. With `intermediate_states_buffer` [rows, >= C, H, V, K] the
     state after every token is stored in row `intermediate_state_indices[b]`. With `disable_state_update` the sequence's
-    own slot is unchanged. Returns the outputs [1, B C, H, V]; those of padded sequences, whose slot is negative, are
-    NaN.
+    own slot is unchanged.
+
+    Returns:
+        Outputs [1, B C, H, V], NaN for padded sequences, whose slot is negative.
     """
     op = "fused_sigmoid_gating_delta_rule_update"
     refuse(op, others)
@@ -254,7 +258,7 @@ def _states(
     *,
     n_blocks: int,
 ) -> torch.Tensor:
-    """Return the states after every token [B, C, H, V, K], stored in the rows of a buffer if there is one."""
+    """Return the states after every token [B, C, H, V, K], and store them in rows of `buffer` if there is one."""
     B, C = n_blocks, delta_YCV.shape[1]
     rows = None if row_B is None else row_B[:B].tolist()
     # SGLang's rows are 0 .. B-1 (except with pipeline parallelism), so states are computed in place.

@@ -1,7 +1,7 @@
-"""Copies of a hierarchical cache between device and host memory, when both are the host's.
+"""Copies between the device and host pools of a hierarchical cache, if both are in host memory.
 
-SGLang imports them from `sgl_kernel` only on a GPU. Pools on the host hold layers [tokens, ...], or pages with layers
-inside, [pages, layers, tokens of a page, ...]; a device's pools hold layers.
+SGLang imports these functions from `sgl_kernel` only on a GPU. A device pool stores layers [tokens, ...]. A host pool
+stores layers, or pages with all layers, [pages, layers, tokens of a page, ...].
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Layers = Sequence[torch.Tensor]
 def transfer_kv_direct(
     src_layers: Layers, dst_layers: Layers, src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int
 ) -> None:
-    """Copy layer by layer; indices are those of tokens."""
+    """Copy tokens layer by layer."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices.long()] = source[src_indices.long()]
 
@@ -45,7 +45,7 @@ def transfer_kv_all_layer_direct_lf_pf(
 
 
 def install() -> None:
-    """Put the copies where SGLang would have imported them, without CUDA registration and reserved host memory."""
+    """Set the functions where SGLang would have imported them, and disable CUDA registration and reserved memory."""
     copies = (transfer_kv_direct, transfer_kv_per_layer_direct_pf_lf, transfer_kv_all_layer_direct_lf_pf)
     for module in ("mha", "mamba"):
         _names(module).update({copy.__name__: copy for copy in copies})

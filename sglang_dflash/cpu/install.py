@@ -1,8 +1,8 @@
 """Installation of torch definitions for GPU-only names of SGLang, and a check that they are active.
 
-SGLang's modules copy kernels by name at import, so every existing copy must be replaced too. SGLang's own hook registry
-does that, but only logs its failures. `verify` checks every SGLang module once the model is loaded, and stops the
-launch if a GPU kernel is still reachable.
+SGLang's modules import kernels by name, so all existing references must be replaced. SGLang's own hook registry does
+so too, but only logs its failures. `verify` checks every SGLang module when the model is loaded, and stops the launch
+if a GPU kernel is still reachable.
 """
 
 import importlib
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _KERNELS = "sglang.kernels.ops."
 _SRT = "sglang.srt."
 
-# Formats whose products run here; each lists the dtypes of its GPU kernels.
+# Quantization formats with torch definitions. Each class lists the dtypes that its GPU kernels support.
 _COMPRESSED = "compressed_tensors.compressed_tensors.CompressedTensorsConfig"
 _FORMATS = "fp8.Fp8Config", "w8a8_int8.W8A8Int8Config", "awq.awq.AWQConfig", _COMPRESSED
 
@@ -33,7 +33,7 @@ _originals: dict[str, Any] = {}
 
 
 def at_import() -> dict[str, Any]:
-    """Return replacements for kernels, and for queries of a device."""
+    """Return replacements for kernels and device methods."""
     return {
         _KERNELS + "attention.triton_gdn_fused_proj.fused_qkvzba_split_reshape_cat_contiguous": (
             norm.fused_qkvzba_split_reshape_cat_contiguous
@@ -80,7 +80,7 @@ def at_import() -> dict[str, Any]:
 
 
 def after_load() -> dict[str, Any]:
-    """Return replacements in modules that import the model runner, so they are unreachable during its import."""
+    """Return replacements in modules that import the model runner, which must be imported before."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     return {
@@ -92,11 +92,11 @@ def after_load() -> dict[str, Any]:
         ),
         _SRT + "speculative.dflash_utils._DFLASH_SAMPLING_VERIFY_AVAILABLE": True,
         _SRT + "models.dflash._radix_topk": sampling.best,
-        # Ranks that gather each other's rows.
+        # Row exchange between ranks.
         _SRT + "layers.dp_attention.memcpy_func": ranks.memcpy,
         _SRT + "distributed.parallel_state._is_cpu": True,
         _SRT + "distributed.parallel_state.GroupCoordinator._reduce_scatter_tensor": ranks.reduce_scatter_tensor,
-        # Token counts of ranks, and LoRA, pin memory without checking for a device.
+        # These modules pin memory without checking for a device.
         _SRT + "model_executor.forward_batch_info.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.layers.torch": pinned.torch_with(_pin_memory),
         _SRT + "lora.backend.torch_backend.torch": pinned.torch_with(_pin_memory),
@@ -105,7 +105,7 @@ def after_load() -> dict[str, Any]:
 
 
 def _of_quantization() -> dict[str, Any]:
-    """Return replacements for products that SGLang imports only on a GPU, and for its checks."""
+    """Return replacements for quantized products that SGLang imports only on a GPU, and for its checks."""
     home = _SRT + "layers.quantization."
     schemes = home + "compressed_tensors.schemes."
     modules = home + "w8a8_int8", schemes + "compressed_tensors_w8a8_int8"
@@ -120,7 +120,7 @@ def _of_quantization() -> dict[str, Any]:
 
 
 def install(stand_ins: Mapping[str, Any]) -> None:
-    """Put every stand-in at its target and at every copy of it in SGLang's modules, permanently."""
+    """Set every stand-in at its target, and in all SGLang modules that have imported the target, permanently."""
     copies: dict[int, Any] = {}
     for target, stand_in in stand_ins.items():
         if target in _stand_ins:
@@ -145,7 +145,11 @@ def put(values: Mapping[str, Any], within: str = "") -> None:
 
 
 def verify() -> None:
-    """Raise unless every stand-in is at its target and no SGLang module still has the original."""
+    """Check that every stand-in is at its target, and that no SGLang module still has an original.
+
+    Raises:
+        RuntimeError: names the targets with other values.
+    """
     wrong = [target for target, ours in _stand_ins.items() if pkgutil.resolve_name(target) is not ours]
     replaced = {id(original): target for target, original in _originals.items() if callable(original)}
     for module, name, value in _sglang_names():
@@ -178,9 +182,9 @@ def _keeping_embedding_dtype(original: Callable[..., dict]) -> Callable[..., dic
 
 
 def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return the tensor: all memory is the host's."""
+    """Return the tensor, because all memory is the host's."""
     return self
 
 
 def _record_stream(self: torch.Tensor, stream: object) -> None:
-    """Do nothing: with one stream no memory is freed early."""
+    """Do nothing, because with one stream no memory is freed early."""

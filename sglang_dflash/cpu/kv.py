@@ -1,4 +1,4 @@
-"""KV-cache slot tables: the slots of requests' tokens, and moving cached rows.
+"""KV-cache slots: look-ups and updates of requests' slots, and copies of cached rows.
 
 Dimension key: B requests, N tokens per block, T new tokens of all requests, P positions of a request's row.
 """
@@ -50,10 +50,10 @@ def copy_all_layer_kv_cache_func(
     num_locs_upper: int,
     kv_copy_config: dict,
 ) -> None:
-    """Copy rows `src_loc` to rows `tgt_loc` in every buffer; `strides` is the bytes of a row of each buffer.
+    """Copy rows `src_loc` to rows `tgt_loc` in every buffer; `strides`: bytes per row of each buffer.
 
-    All sources are read before any row is written, since the lists may overlap. SGLang moves rows only for tree drafts;
-    for a chain it only makes the call once at start-up.
+    All sources are read before any row is written, because the lists may overlap. SGLang moves rows only for tree
+    drafts. Without trees it calls this function only once, at start-up.
     """
     sources, targets = src_loc[:num_locs].tolist(), tgt_loc[:num_locs].tolist()
     for signed_base, n_bytes in zip(data_ptrs.tolist(), strides.tolist(), strict=True):

@@ -40,7 +40,7 @@ def track_mamba_states_all_layers(
 ) -> None:
     """Copy the masked requests' states [L, S, ...] of all layers to their tracking slots, in place.
 
-    With `check_freed_slots`, negative slots are skipped; without it there must be none.
+    Negative slots are skipped with `check_freed_slots`, and not allowed without it.
     """
     tracked = mamba_track_mask[:batch_size].nonzero().flatten()
     for source, target in zip(cache_indices[tracked].tolist(), mamba_track_indices[tracked].tolist(), strict=True):
@@ -59,19 +59,19 @@ def scatter_states_with_mask(
 ) -> None:
     """Copy the state after step `step_indices_raw[b]` of scratch row b to slot `dst_indices_raw[b]`, in all layers.
 
-    dst [L, S, ...], src [L, R, N, ...] (possibly an overlapping view). Rows whose step, slot or scratch row is out of
-    range are skipped; SGLang marks them by -1. Replaces the kernels of recurrent states and of convolution windows,
+    dst [L, S, ...], src [L, R, N, ...] (possibly an overlapping view). A request is skipped if its step, slot or
+    scratch row is out of range, as SGLang's -1. Replaces the kernels for recurrent states and for convolution windows,
     which differ only in memory layout.
     """
     rows = range(len(step_indices_raw)) if src_indices_raw is None else src_indices_raw.tolist()
-    # A state is many kilobytes, so copying one by one is faster than gather and scatter.
+    # A state has many kilobytes, so single copies are faster than gather and scatter.
     for row, step, slot in zip(rows, step_indices_raw.tolist(), dst_indices_raw.tolist(), strict=True):
         if 0 <= step < src.shape[2] and 0 <= slot < dst.shape[1] and 0 <= row < src.shape[1]:
             dst[:, slot] = src[:, row, step]
 
 
 def no_fused_conv_scatter(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Return False: without a fused kernel SGLang moves convolution windows pair by pair."""
+    """Return False, so that SGLang scatters convolution windows pair by pair, without a fused kernel."""
     return False
 
 
@@ -82,10 +82,10 @@ def fused_commit_track_indices(
     draft_token_num: int,
     mamba_track_interval: int,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Find in every block the slot of the last accepted token, and of the one that completes a track interval.
+    """Find in every block the slot of the last accepted token, and the slot that completes a track interval.
 
     With prefix p and n accepted tokens, the largest multiple of the interval is m = (p + n) // interval * interval.
-    Slot m - p - 1 reaches it if m > p.
+    Slot m - p - 1 completes it if m > p.
 
     Args:
         accept_index: int64 [B, at most N], the rows of the accepted tokens in [B * N].
@@ -93,7 +93,7 @@ def fused_commit_track_indices(
         seq_lens: int64 [B], tokens before the block; None: nothing is tracked.
         draft_token_num: N.
     Returns:
-        Both int64 [B], the second with -1 if no multiple is reached; None without `seq_lens`.
+        Both slots, int64 [B]. The second is -1 if no interval is completed, and None without `seq_lens`.
     """
     index_BN, n_B = accept_index.numpy(), accept_lens.numpy()
     row_B = np.arange(len(n_B))

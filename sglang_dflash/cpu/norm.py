@@ -1,4 +1,4 @@
-"""Norms and gates around attention and GatedDeltaNet: elementwise, one row at a time.
+"""Row-wise norms and gates around attention and GatedDeltaNet.
 
 Dimension key: T tokens, G key heads, H value heads, E head width, F features of a row.
 """
@@ -23,7 +23,7 @@ def fused_qkvzba_split_reshape_cat_contiguous(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the projections [q | k | v | z] and [b | a] of GatedDeltaNet into qkv [T, F], z [T, H, E], b and a [T, H].
 
-    The results are views, since their users accept any stride.
+    The results are views, because their users accept any stride.
     """
     n_qkv = 2 * num_heads_qk * head_qk + num_heads_v * head_v
     qkv_TF, z_TF = mixed_qkvz.split([n_qkv, num_heads_v * head_v], dim=1)
@@ -107,7 +107,7 @@ def rms_apply_serial(
 def softcap_logits(
     full_logits: torch.Tensor, final_logit_softcapping: float | None, output: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute cap * tanh(logits / cap), or keep the logits without a cap; in place, or into `output`."""
+    """Compute cap * tanh(logits / cap), or the logits without a cap; in place, or into `output`."""
     capped = full_logits
     if final_logit_softcapping is not None:
         capped = final_logit_softcapping * (full_logits.float() / final_logit_softcapping).tanh()

@@ -1,7 +1,7 @@
 """Padded rows of a captured batch, which have negative state slots and come last.
 
-The GPU's kernels skip them. Where a kernel leaves a padded row's output as the memory was, the stand-in fills it with
-NaN, so that any use of it shows.
+GPU kernels skip padded rows. If a kernel leaves a padded row's output uninitialised, the stand-in fills it with NaN, so
+that any use of it shows.
 """
 
 import torch

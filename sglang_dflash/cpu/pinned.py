@@ -1,4 +1,4 @@
-"""`torch` for modules that pin memory unconditionally: tensors are made although no device needs pinned memory."""
+"""Copy of `torch` for modules that pin memory unconditionally, which fails without a device."""
 
 from collections.abc import Callable
 from types import ModuleType
@@ -11,7 +11,7 @@ MAKERS = (torch.tensor, torch.empty, torch.zeros, torch.arange)
 
 
 def torch_with(pinned: Made, **names: Any) -> ModuleType:
-    """Return a copy of the torch module that passes tensors requested as pinned to `pinned`, and has `names`."""
+    """Return a copy of the torch module with `names`, whose factories pass pinned tensors to `pinned`."""
     module = ModuleType("torch")
     vars(module).update(vars(torch) | {make.__name__: _making(make, pinned) for make in MAKERS} | names)
     return module

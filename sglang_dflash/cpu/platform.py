@@ -1,7 +1,7 @@
 """SGLang's platform interface for a CPU: no Triton, no graphs, DFLASH with torch attention.
 
-As an out-of-tree platform it makes SGLang choose torch forms of norms, activations and rotary embeddings. The in-tree
-CPU platform would require the AMX kernels of sgl_kernel.
+On an out-of-tree platform SGLang uses torch forms of norms, activations and rotary embeddings. The in-tree CPU platform
+would require the AMX kernels of sgl_kernel.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,15 @@ ATTENTION_BACKEND = "torch_native"
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Platform for a machine without an accelerator."""
+
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
     capabilities = PlatformCapabilities()
 
     def __init__(self) -> None:
-        """Set up transfers, in every process, before a model runner is imported."""
+        """Install the transfer engine in every process, before a model runner is imported."""
         super().__init__()
         transfer.install()
 
@@ -37,7 +39,11 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return ATTENTION_BACKEND
 
     def supports_speculative_algorithm(self, algorithm: str) -> bool:
-        """Return whether it is DFLASH. Raises HostMismatch if SGLANG_PLUGINS has this platform but not the plugin."""
+        """Return whether the algorithm is DFLASH.
+
+        Raises:
+            HostMismatch: SGLANG_PLUGINS names this platform but not the plugin.
+        """
         if algorithm != "DFLASH":
             return False
         contract.require_live()
@@ -58,14 +64,14 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return block_cache_locs
 
     def init_backend(self) -> None:
-        """Install stand-ins during the import of SGLang's model runner, before most users copy a kernel's name."""
+        """Install stand-ins during the import of SGLang's model runner, before most modules import kernels."""
         from sglang_dflash.cpu import install
 
         register_choices()
         install.install(install.at_import())
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Install and verify the remaining stand-ins, once per model, when every user of a kernel is imported."""
+        """Install the remaining stand-ins, and verify all, once per model: all users of kernels are imported now."""
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from sglang_dflash.cpu import host_cache, install
@@ -80,7 +86,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 def register_choices() -> None:
     """Allow the torch attention backend for drafts, and DFLASH with attention data parallelism, on this platform.
 
-    The first process needs it for the command line, and the draft worker's process too.
+    The first process needs this for the command line, and so does the draft worker's process.
     """
     from sglang.srt.arg_groups.choices import DRAFT_ATTENTION_BACKEND_CHOICES, add_draft_attention_backend_choices
     from sglang.srt.platforms import current_platform

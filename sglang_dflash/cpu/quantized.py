@@ -1,8 +1,9 @@
 """Products with quantized weights: fp8 in blocks, int8 by channel, 4-bit AWQ.
 
-Definitions, not fast forms: weights are dequantized in every product, and sums are fp32. As in the kernels, activations
-are quantized row by row, so a token's result does not depend on the others. Dimensions: T tokens, K inputs, N outputs,
-G groups of inputs.
+These definitions are not fast: they dequantize weights in every product, and sum in fp32. As in the kernels,
+activations are quantized row by row, so a token's result does not depend on the others.
+
+Dimension key: T tokens, K inputs, N outputs, G groups of inputs.
 """
 
 import torch
@@ -10,26 +11,26 @@ import torch
 from sglang_dflash.cpu.refuse import refuse
 
 FP8, FP8_MAX, INT8_MAX = torch.float8_e4m3fn, 448.0, 127.0
-# order of the eight outputs that AWQ packs into an int32
+# Places of eight consecutive outputs in AWQ's int32, in units of 4 bits.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AnyDtype:
-    """Dtypes that a product accepts, in place of SGLang's lists for GPU kernels. Callable on a class or an object."""
+    """Replacement for SGLang's method that lists the activation dtypes of GPU kernels, of a class or an object."""
 
     def __call__(self, **_: object) -> list[torch.dtype]:
         return [torch.float32, torch.bfloat16, torch.float16]
 
 
 def any_device(self: object, min_capability: int, error: bool = True) -> bool:
-    """Return True: torch needs no compute capability."""
+    """Return True, because torch needs no compute capability."""
     return True
 
 
 def per_token_group_quant_fp8(
     x: torch.Tensor, group_size: int, eps: float = 1e-10, **layout: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize [..., K] to fp8 with scales, fp32 [..., G]: the largest of a group maps to 448."""
+    """Quantize [..., K] to fp8 with scales, fp32 [..., G]: the largest magnitude of a group maps to 448."""
     refuse("per_token_group_quant_fp8", layout)
     groups = x.unflatten(-1, (-1, group_size)).float()
     scale = groups.abs().amax(-1).clamp(min=eps) / FP8_MAX
@@ -57,7 +58,7 @@ def spread(scale: torch.Tensor, dim: int, size: int, total: int) -> torch.Tensor
 
 
 def per_token_quant_int8(x: torch.Tensor, **more: object) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize [..., K] to int8 with scales, fp32 [..., 1]: the largest of a token maps to 127."""
+    """Quantize [..., K] to int8 with scales, fp32 [..., 1]: the largest magnitude of a token maps to 127."""
     refuse("per_token_quant_int8", more)
     scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / INT8_MAX
     return (x.float() / scale).round().to(torch.int8), scale
@@ -77,7 +78,10 @@ def int8_scaled_mm(
 
 
 def awq_dequantize(qweight: torch.Tensor, scales: torch.Tensor, qzeros: torch.Tensor) -> torch.Tensor:
-    """Return [K, N]: each 4-bit weight minus its group's zero, times its scale [G, N]; int32 packs eight."""
+    """Return weights [K, N]: each 4-bit value minus its group's zero, times its group's scale [G, N].
+
+    `qweight` int32 [K, N / 8] and `qzeros` int32 [G, N / 8] pack eight values.
+    """
     weight, zeros = unpacked(qweight), unpacked(qzeros)
     size = weight.shape[0] // scales.shape[0]
     return (weight - spread(zeros, 0, size, len(weight))) * spread(scales, 0, size, len(weight))

@@ -26,7 +26,7 @@ def memcpy(
 def reduce_scatter_tensor(self: GroupCoordinator, output: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """Return this rank's rows of the sum of all inputs.
 
-    Gloo also sums all rows, but copies this rank's in a host operation, which a captured graph cannot contain.
+    Gloo's own reduce-scatter also sums all rows, but copies this rank's rows on the host, which capture forbids.
     """
     summed = self.all_reduce(input.clone())
     return output.copy_(summed.narrow(0, self.rank_in_group * len(output), len(output)))

@@ -1,4 +1,4 @@
-"""Refusal of unsupported arguments by a stand-in, which names them."""
+"""Check of a stand-in's arguments for unsupported ones."""
 
 from collections.abc import Mapping
 

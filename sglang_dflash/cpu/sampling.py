@@ -1,7 +1,7 @@
 """Sampled verification of a drafted chain for SGLang's own DFLASH worker (T > 0).
 
-Without it SGLang verifies greedily with only one warning, which would make its worker look faster than an exact one.
-This plugin's worker does not use it.
+Without this function SGLang would verify greedily after a single warning, which would make its worker look faster than
+an exact one. This plugin's worker does not use it.
 
 Dimension key: B requests, N tokens per block (slot 0 the anchor), D = N - 1 drafts, V vocabulary.
 """
@@ -27,11 +27,11 @@ def tree_speculative_sampling_target_only(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
 ) -> None:
-    """Accept drafts while their coins allow, then draw one token from the target's remaining weight; results in place.
+    """Accept drafts by rejection sampling, and draw one more token from the remaining distribution; results in place.
 
-    Slot i's coin is uniform_samples[b, i]: its draft is accepted if coin <= p / threshold_acc or p >= threshold_single,
-    p being the target's probability of it. The closing token is drawn from the target's distribution after the last
-    accepted slot, less draft_probs and the rejected draft if one was rejected.
+    The coin of slot i is uniform_samples[b, i], and p is the target's probability of its draft. The draft is accepted
+    if coin <= p / threshold_acc or p >= threshold_single. The last token is drawn from the target's distribution after
+    the last accepted slot. If a draft was rejected, draft_probs and this draft are subtracted from the distribution.
 
     candidates int64 [B, N]; target_probs, draft_probs fp32 [B, N, V]; uniform_samples fp32 [B, N];
     uniform_samples_for_final_sampling fp32 [B]. Written: predicts int32 [B * N] at retrive_index of every accepted slot
@@ -69,13 +69,13 @@ def _chain(N: int) -> torch.Tensor:
 
 
 def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:
-    """Return the first token whose cumulative weight exceeds coin * total, int64 [B]."""
+    """Return the first tokens whose cumulative weights exceed coin * total, int64 [B]."""
     cumulative_BV = weight_BV.double().cumsum(dim=1)
     threshold_B1 = coin_B[:, None].double() * cumulative_BV[:, -1:]
     return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(1).clamp(max=weight_BV.shape[1] - 1)
 
 
 def best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `k` largest values of the last dimension and their indices, largest first; replaces FlashInfer's."""
+    """Return the `k` largest values of the last dimension and their indices, largest first, in place of FlashInfer."""
     largest, where = torch.topk(scores, k, dim=-1)
     return largest, where

@@ -1,8 +1,8 @@
-"""Transfer of a prompt's K/V from the server that read it to the one that decodes: Mooncake's engine, over loopback.
+"""Transfer of a prompt's K/V from a prefill to a decode server, over loopback: a replacement for Mooncake's engine.
 
-SGLang's transfer is complete: handshake, queues and polling. Only its last call is replaced, the write into another
-process's memory. Mooncake's own engine also runs on a CPU, over TCP, if its package and system libraries are installed;
-otherwise this one is used. Both servers must run on this machine.
+SGLang's own code does handshake, queues and polling. The engine only writes into another process's memory. If
+Mooncake's package and system libraries are installed, Mooncake's own engine is used, which also runs on a CPU, over
+TCP. With this engine both servers must run on the same machine.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
-HEAD, PART = struct.Struct("<I"), struct.Struct("<QQ")  # number of parts; address and length of each
+HEAD, PART = struct.Struct("<I"), struct.Struct("<QQ")  # number of parts; address and length in bytes of each
 DONE = b"\x01"
 HOST = "127.0.0.1"
 
@@ -22,7 +22,7 @@ class TransferEngine:
     """Mooncake's engine as SGLang calls it; a status is 0, or -1 for failure."""
 
     def __init__(self) -> None:
-        self.regions: dict[int, int] = {}  # lengths by address of the memory that others may write
+        self.regions: dict[int, int] = {}  # by address: bytes that other processes may write
 
     def initialize(self, hostname: str, handshake: str, protocol: str, device: str) -> int:
         engine = self
@@ -78,7 +78,7 @@ class TransferEngine:
                 for part in zip(sources, lengths, strict=True):
                     connection.sendall(memory(*part))
                 return 0 if connection.recv(1) == DONE else -1
-        except OSError:  # the peer is gone: SGLang fails the request
+        except OSError:  # the peer has ended; SGLang fails the request
             return -1
 
     def send_probe(self, peer: str) -> int:
@@ -97,7 +97,7 @@ def memory(address: int, length: int) -> memoryview:
 
 
 class Event:
-    """Event of a single stream, always complete."""
+    """Event of the only stream, which is always complete."""
 
     def record(self, stream: object = None) -> None:
         return
@@ -110,7 +110,7 @@ CUDA = SimpleNamespace(Event=Event, current_stream=lambda: None)
 
 
 def install() -> None:
-    """Install as `mooncake.engine`, unless Mooncake is installed."""
+    """Install this engine as `mooncake.engine`, unless Mooncake is installed."""
     try:
         import mooncake.engine  # noqa: F401
     except ImportError:

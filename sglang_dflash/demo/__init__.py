@@ -1,8 +1,9 @@
-"""The demo: the tiny pair served by stock SGLang with this plugin, answering through the OpenAI API, without a GPU.
+"""Demo without a GPU: SGLang serves the tiny pair with this plugin, and answers through the OpenAI API.
 
-    sglang-dflash demo            asks a few questions, then keeps serving on port 30000 until Ctrl-C
-    sglang-dflash demo --once     asks and leaves
-    sglang-dflash demo --web      a page where you ask, and see which tokens came from a block, a copy or the target
+    sglang-dflash demo            asks a few questions, then serves on port 30000 until Ctrl-C
+    sglang-dflash demo --once     asks the questions and exits
+    sglang-dflash demo --web      serves a page for questions that shows the source of each token
 
-Two servers start at the same time, one with speculation and one without, and every question goes to both.
+Two servers start in parallel, one with speculation and one without, and both get every question. The source of a token
+is a drafted block, an n-gram copy, or the target.
 """

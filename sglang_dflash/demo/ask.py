@@ -1,4 +1,4 @@
-"""One streamed question. SGLang sends a chunk per step with the number of tokens so far, which separates steps."""
+"""Client for a streamed question. SGLang sends a chunk per step, with the number of tokens so far."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -41,13 +41,13 @@ class Answer(NamedTuple):
 def ask(
     client: openai.OpenAI, messages: str | Sequence[Message], show: Callable[[Step], None], *, rid: str | None = None
 ) -> Answer:
-    """Request one streamed chat completion, greedy; calls `show` with every step as it arrives.
+    """Request a greedy streamed chat completion, and call `show` with every step as it arrives.
 
     Args:
         messages: a conversation, or one question.
         rid: id of the request on the server.
     Raises:
-        openai.APIError: the server refuses it, or is gone.
+        openai.APIError: the server rejects the request, or does not answer.
     """
     question = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     text, n_tokens, sent = "", 0, time.perf_counter()

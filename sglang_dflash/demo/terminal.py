@@ -1,4 +1,4 @@
-"""The demo in a terminal: the tokens of each verify step in colours, and a table of speeds."""
+"""Terminal output of the demo: the tokens of each verify step in colours, and a table of speeds."""
 
 from collections.abc import Sequence
 
@@ -26,7 +26,7 @@ def legend(console: Console) -> str:
 
 
 class Painter:
-    """Printer of steps: accepted drafts in the step's colour (or in brackets), the target's own token in bold."""
+    """Printer of steps: accepted drafts in the step's colour or in brackets, the target's own token in bold."""
 
     def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
         self.console, self.tokenizer = console, tokenizer
@@ -42,10 +42,11 @@ class Painter:
         self.n_shown += bool(step.n_tokens)
 
     def _split(self, step: Step) -> tuple[str, str]:
-        """Return (accepted drafts, the target's own token). A step's last token is the target's, as is the prefill's.
+        """Split a step's text into accepted drafts and the target's own token.
 
-        A step's text is encoded again to find its last token. If that gives another number of tokens (an end token has
-        no text; a character can be split between steps), nothing is marked as the target's.
+        The target's own token is the last one of a step, and the only one of the prefill. Encoding the text again finds
+        it. If this gives another number of tokens, no text is marked as the target's: an end token has no text, and a
+        character can be split between steps.
         """
         if self.n_shown == 0 or step.n_tokens == 1:
             return "", step.text
@@ -57,7 +58,7 @@ class Painter:
 
 
 def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> list[tuple[str, Answer, Answer]]:
-    """Ask both servers every question, showing the first one's answers and timing both.
+    """Ask both servers every question, print the first one's answers, and time both.
 
     Raises:
         ServerError: the two answers to a question differ.

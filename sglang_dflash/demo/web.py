@@ -1,7 +1,7 @@
-"""The demo in a browser: one page on localhost, where answers stream in two columns, with and without speculation.
+"""Web page of the demo, on localhost: answers stream in two columns, with and without speculation.
 
 Security: the page puts texts into text nodes only, loads nothing, and runs only its own script. The server listens on
-localhost only, and answers only requests that name it so.
+localhost only, and checks the `Host` and `Origin` of every request.
 """
 
 import json
@@ -21,12 +21,12 @@ from sglang_dflash.demo.ask import Message, Step, ask, questions
 from sglang_dflash.servers.ports import HOST
 
 PAGE = Path(__file__).with_name("page.html")
-MOST_BYTES = 64 * 1024  # limit of a conversation
+MOST_BYTES = 64 * 1024  # limit of a conversation, in bytes
 POLICY = "default-src 'none'; connect-src 'self'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; base-uri 'none'"
 
 
 class Verified(NamedTuple):
-    """A step of one request: tokens verified, drafts accepted, and copied ones among these, which come last."""
+    """Step of one request: tokens verified, drafts accepted, and the copied ones among these, which come last."""
 
     width: int
     n_accepted: int
@@ -34,19 +34,19 @@ class Verified(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """Return the kinds of the tokens that it commits."""
+        """Return the kind of each committed token."""
         return ["block"] * (self.n_accepted - self.n_copied) + ["copy"] * self.n_copied + ["own"]
 
 
 class StepTrace:
-    """Reader of a server's trace (`SGLANG_DFLASH_WIDTH_TRACE`), by request, while it is written."""
+    """Reader, by request, of a trace (`SGLANG_DFLASH_WIDTH_TRACE`) that a server is writing."""
 
     def __init__(self, folder: Path) -> None:
         self.files = [path.open() for path in sorted(folder.glob("*.jsonl"))]
         self.unread: dict[str, deque[Verified]] = defaultdict(deque)
 
     def of(self, rid: str, n_tokens: int) -> list[Verified]:
-        """Return the request's next steps that commit `n_tokens`; the last may commit more."""
+        """Return the request's next steps up to `n_tokens` committed tokens; the last step may exceed them."""
         for file in self.files:
             for line in map(json.loads, file):
                 for one, n_accepted in line["accepted"].items():
@@ -59,7 +59,10 @@ class StepTrace:
 
 
 def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> list[tuple[str, int, str]]:
-    """Return (kind, place in the block, text) of each token, or of all if the text has another number of tokens."""
+    """Return (kind, place in the block, text) of each token.
+
+    If the text encodes to another number of tokens, the whole text is one piece.
+    """
     if not step.text:  # the end token alone
         return []
     places = [(kind, place) for one in verified for place, kind in enumerate(one.kinds, 1)]
@@ -73,10 +76,10 @@ def pieces(tokenizer: Tokenizer, step: Step, verified: Sequence[Verified]) -> li
 
 
 class Side(NamedTuple):
-    """A server to query, and its traced steps; None: it has none."""
+    """A server to query, and its step trace."""
 
     client: openai.OpenAI
-    steps: StepTrace | None
+    steps: StepTrace | None  # None without speculation
 
 
 class Demo:
@@ -91,14 +94,14 @@ class Demo:
         return PAGE.read_text().replace("{nonce}", nonce).replace("{examples}", examples)
 
     def answer(self, side: str, messages: Sequence[Message], show: Callable[[dict[str, Any]], None]) -> None:
-        """Query one server; calls `show` with a line of the answer for each step."""
+        """Query one server, and call `show` with a line of the answer for each step."""
         client, steps = self.sides[side]
-        rid, asked_s, n_said = f"demo-{next(self.n_asked)}", time.perf_counter(), 0
+        rid, asked_s, n_tokens = f"demo-{next(self.n_asked)}", time.perf_counter(), 0
 
         def seen(step: Step) -> None:
-            nonlocal n_said
-            verified = steps.of(rid, step.n_tokens) if steps and n_said else []  # the first token is the prompt's
-            n_said += step.n_tokens
+            nonlocal n_tokens
+            verified = steps.of(rid, step.n_tokens) if steps and n_tokens else []  # the prefill has no traced step
+            n_tokens += step.n_tokens
             shown = pieces(self.tokenizer, step, verified)
             line: dict[str, Any] = {"pieces": shown, "n_tokens": len(shown)}  # tokens with text
             if verified:
@@ -125,13 +128,13 @@ def is_message(one: object) -> bool:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Handler of the page and its answers; `web_server` sets demo and port."""
+    """HTTP handler of the page and its answers; `web_server` sets `demo` and `port`."""
 
     demo: Demo
     port: int
 
     def is_ours(self) -> bool:
-        """Return whether the request names this machine's localhost, and comes from no other page."""
+        """Return whether the request's host is localhost with this port, and its origin, if any, this page."""
         names = {f"{name}:{self.port}" for name in (HOST, "localhost")}
         origin = self.headers.get("Origin")
         return self.headers.get("Host") in names and (origin is None or origin.removeprefix("http://") in names)

@@ -1,1 +1,1 @@
-"""The draft: its checkpoint, and the model that SGLang runs."""
+"""Draft: its checkpoint, and the model that SGLang runs."""

@@ -1,8 +1,8 @@
 """Reader of a draft checkpoint without its weights: `config.json` and the headers of its safetensors files.
 
-The server, plain torch and the trainer all read drafts through it. It checks that fields are present and agree with
+The server, plain torch and the trainer read drafts with this module. It checks that fields are present and agree with
 each other, that the tensors are exactly those implied by the fields, and that nothing requires another drafter. `read`
-accepts what `to_json` writes. No code of a checkpoint is run. This module uses neither flags nor SGLang.
+accepts what `to_json` writes. No code of a checkpoint is executed. This module uses neither flags nor SGLang.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ from sglang_dflash.errors import STOCK, NotSupported
 
 CODEBOOK = "_codebook"  # suffix of a DFlash 2 matrix with one row per token
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# A draft rotates whole heads by one position. Drafts of partly rotated or multi-modal targets contain the target's
-# fields unused, and mark that by `rope_dim`.
+# Rope fields of partly rotated or multi-modal targets, which their drafts contain but do not use. A draft rotates whole
+# heads by one position, which `rope_dim` states.
 COPIED_FROM_TARGET = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -30,7 +30,7 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
         revision: branch, tag or commit of a repository.
     Raises:
         ValueError: the checkpoint contradicts itself or is incomplete.
-        NotSupported: it is a valid draft of another kind.
+        NotSupported: the checkpoint is a valid draft of another kind.
     """
     checkpoint = parse(draft_files.read_config(path, revision), path)
     found = draft_files.tensor_shapes(path, revision)
@@ -57,7 +57,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         num_key_value_heads=fields.count("num_key_value_heads"),
         head_dim=head_dim,
         intermediate_size=fields.count("intermediate_size"),
-        vocab_size=fields.count_if_said("vocab_size"),
+        vocab_size=fields.optional_count("vocab_size"),
         rms_norm_eps=fields.get("rms_norm_eps", Checkpoint.rms_norm_eps),
         attention_bias=bool(fields.get("attention_bias", False)),
         max_position_embeddings=fields.count("max_position_embeddings", Checkpoint.max_position_embeddings),
@@ -65,7 +65,7 @@ def parse(config: Mapping[str, Any], path: str) -> Checkpoint:
         layer_types=layer_types,
         sliding_window=fields.count("sliding_window") if SLIDING in layer_types else None,
         sliding_is_causal=causal,
-        num_target_layers=fields.count_if_said("num_target_layers"),
+        num_target_layers=fields.optional_count("num_target_layers"),
         block_size=fields.count("block_size", least=2),  # the anchor and at least one draft
         mask_token_id=fields.count("mask_token_id", least=0),
         target_layer_ids=_target_layer_ids(config, path),
@@ -103,25 +103,25 @@ def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
 
 
 def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[tuple[str, ...], bool]:
-    """Return the kind of each layer, and whether sliding layers are causal; full ones never are."""
+    """Return the kind of each layer, and whether sliding layers are causal; full layers never are."""
     if config.get("layer_types") is None and config.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window is set without layer_types; add layer_types")
     kinds = tuple(config.get("layer_types", (FULL,) * n_layers))
     is_causal, inner = config.get("is_causal"), config["dflash_config"].get("causal")
     sliding_is_causal = is_causal is not False or SLIDING not in kinds
     causal = {FULL: False, SLIDING: sliding_is_causal}
-    for name, said in {"is_causal": is_causal, "dflash_config.causal": inner}.items():
-        other = [kind for kind in kinds if kind in causal and said not in (None, causal[kind])]
+    for name, given in {"is_causal": is_causal, "dflash_config.causal": inner}.items():
+        other = [kind for kind in kinds if kind in causal and given not in (None, causal[kind])]
         if other:
             raise NotSupported(
-                f"{path}: {name}={said} on {other[0]} layers is not DFlash (full layers see their block, sliding "
+                f"{path}: {name}={given} on {other[0]} layers is not DFlash (full layers see their block, sliding "
                 f"layers look back, or both ways with is_causal=false); {STOCK}"
             )
     return kinds, sliding_is_causal
 
 
 def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dict[str, Any]:
-    """Return `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (before), as one mapping."""
+    """Return `rope_parameters` (Transformers 5), or `rope_theta` and `rope_scaling` (earlier), as one mapping."""
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", 10000.0))
     rope.setdefault("rope_type", rope.pop("type", "default"))

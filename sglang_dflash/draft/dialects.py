@@ -1,7 +1,7 @@
-"""Dialects of a draft's `config.json`, converted to the one that z-lab writes, which `checkpoint.py` reads.
+"""Conversion of a draft's `config.json` from other dialects to that of z-lab, which `checkpoint.py` reads.
 
-speculators (vLLM's trainer) nests the layers' fields in an object and counts target layers from 1. DeepSpec keeps every
-field at the top level. Both train DFlash's network and others, which are refused by name.
+speculators (vLLM's trainer) nests the layers' fields in an object and counts target layers from 1. DeepSpec has every
+field at the top level. Both train DFlash's network, and others that are rejected by name.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from sglang_dflash.draft.record import SLIDING
 from sglang_dflash.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH
 from sglang_dflash.errors import NotSupported
 
-SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # architecture names; DeepSpec's ends so: Qwen3DSparkModel
+SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # architecture name; end of one: Qwen3DSparkModel
 WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
 
 
@@ -26,10 +26,10 @@ def names_draft(config: Mapping[str, Any]) -> bool:
 
 
 def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the config in z-lab's dialect; one in no known dialect is returned unchanged.
+    """Return the config in z-lab's dialect; a config in no known dialect is returned unchanged.
 
     Raises:
-        NotSupported: the draft is not DFlash, or has a part that is not supported.
+        NotSupported: the draft is not DFlash, or has an unsupported part.
         ValueError: a field of the dialect is missing.
     """
     names = config.get("architectures") or ()
@@ -74,7 +74,7 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Convert DeepSpec's config. Its blocks are anchor-first unless the config explicitly denies it."""
+    """Convert DeepSpec's config. Blocks are anchor-first unless a field of the config is false."""
     (name,) = config["architectures"]
     if config.get("markov_rank"):
         raise NotSupported(f"{path}: {name} with markov_rank {config['markov_rank']} is DSpark; give a DFlash draft")

@@ -7,7 +7,7 @@ from typing import Any
 class Fields:
     """Fields of a config.json; those of the nested object `inner` take precedence.
 
-    A missing or wrongly typed field raises a ValueError that names it. Null counts as missing.
+    Methods raise a ValueError that names a missing or wrongly typed field. Null counts as missing.
     """
 
     def __init__(self, config: Mapping[str, Any], name: str, inner: str) -> None:
@@ -28,6 +28,6 @@ class Fields:
             raise ValueError(f"{self.name}: {field} is {value!r}, not an integer of at least {least}; fix config.json")
         return value
 
-    def count_if_said(self, field: str) -> int | None:
-        """Return an integer of at least 1, or None if the config does not have the field."""
+    def optional_count(self, field: str) -> int | None:
+        """Return an integer of at least 1, or None if the field is missing."""
         return None if self.get(field) is None else self.count(field)

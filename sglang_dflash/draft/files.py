@@ -25,7 +25,7 @@ Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 MASK_EMBEDDING = "mask_embedding.pt"
 ROTARY = "rotary_emb.inv_freq"
-# Tensors of the target that some exporters save with a draft, and speculators' vocabulary maps.
+# Unused tensors that some exporters save with a draft: the target's, and speculators' vocabulary maps.
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
 
 
@@ -43,7 +43,7 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
     """Return the JSON object in `file`.
 
     Raises:
-        ValueError: it holds none; the message ends with `cure`.
+        ValueError: the file contains no JSON object; the message ends with `cure`.
     """
     try:
         found = json.loads(file.read_text())
@@ -58,20 +58,20 @@ def tensor_shapes(path: str, revision: str | None) -> Shapes:
     """Return the shape of every tensor of the draft, with names as from `own_names`.
 
     Raises:
-        ValueError: no safetensors file, or one that is missing or damaged.
-        NotSupported: the draft has a mask embedding of its own.
+        ValueError: there is no safetensors file, or one is missing or damaged.
+        NotSupported: the draft has its own mask embedding.
     """
     folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
     return own_names(_local_shapes(folder) if folder else _hub_shapes(path, revision))
 
 
 def own_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the tensors without the prefix that some exporters write, and without rotary tables."""
+    """Return the tensors without the name prefix of some exporters, and without rotary tables."""
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not name.endswith(ROTARY)}
 
 
 def local_folder(source: str | Path) -> Path:
-    """Return `source` if it is a folder, else download that repository's config and weights.
+    """Return `source` if it is a folder, else download the repository's config and weights and return their folder.
 
     Raises:
         FileNotFoundError: `source` is neither a folder with a config.json nor a repository.
@@ -104,8 +104,8 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a draft's directory.
 
     Raises:
-        ValueError: there is none.
-        NotSupported: the draft has a mask embedding of its own.
+        ValueError: there is no safetensors file.
+        NotSupported: the draft has its own mask embedding.
     """
     if (folder / MASK_EMBEDDING).exists():
         raise NotSupported(f"{folder} has a mask embedding of its own, {MASK_EMBEDDING}, and DFlash has none; {STOCK}")

@@ -1,4 +1,4 @@
-"""Last step of the draft: from hidden states to a block's tokens, by the target's head or by DFlash 2's selector."""
+"""Last part of the draft's forward: tokens from hidden states, by the target's head or DFlash 2's selector."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from sglang_dflash.draft.target_ends import TargetEnds, likeliest
 def filled(
     hidden_TH: torch.Tensor, tokens_BN: torch.Tensor, selector: SGLangCandidateSelector | None, ends: TargetEnds
 ) -> torch.Tensor:
-    """Return the blocks with their drafts, int64 [B, N]; slot 0 stays the anchor.
+    """Return the blocks with their drafts, int64 [B, N]; slot 0 is the anchor.
 
     Args:
         hidden_TH: the draft's last hidden states, T = B x N rows.
-        tokens_BN: int64, the anchors and mask tokens.
+        tokens_BN: int64, anchors and mask tokens.
         selector: DFlash 2's; None: every slot gets its argmax token.
     """
     (B, N), H = tokens_BN.shape, hidden_TH.shape[-1]
-    slots_TH = hidden_TH.view(B, N, H)[:, 1:].flatten(0, 1)  # packed copy: the head is read once for all requests
+    slots_TH = hidden_TH.view(B, N, H)[:, 1:].flatten(0, 1)  # packed, so that the head is read once for all requests
     if selector is None:
         drafts_BD = likeliest(slots_TH, ends).view(B, N - 1)
     else:

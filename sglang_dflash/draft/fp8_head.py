@@ -1,7 +1,7 @@
-"""fp8 copy of the target's head that scores the draft's blocks, which then read half the bytes.
+"""fp8 copy of the target's head for the draft's blocks, which halves the bytes to read.
 
-Drafts need not be exact: rounding the head can lower acceptance, but changes no answer. Dimensions: T rows, the drafted
-slots of all requests' blocks; H hidden, V rows of the head (this rank's shard).
+Rounding the head can lower acceptance, but changes no answer, because the target verifies all drafts. Dimensions: T
+rows, the drafted slots of all requests' blocks; H hidden, V rows of the head (this rank's shard).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-CHUNK = 4096  # rows rounded at a time, to bound memory use when the KV cache leaves little
+CHUNK = 4096  # rows rounded at a time, because the KV cache leaves little memory
 
 
 class Fp8Head:
@@ -40,7 +40,7 @@ class Fp8Head:
 
     @torch.no_grad()
     def fill(self, weight_VH: torch.Tensor) -> None:
-        """Round the rows in place, since captured graphs read the copy."""
+        """Round the head's rows into the copy, in place, because captured graphs read it."""
         chunks = (tensor.split(CHUNK) for tensor in (weight_VH, self.rows_VH, self.scale_V1))
         for weights, rows, scales in zip(*chunks, strict=True):
             rounded, scale = rounded_rows(weights)

@@ -1,11 +1,11 @@
-"""One step of a generation, independent of the framework, and the end of a generation."""
+"""Step of a generation, and its cut at the end of the generation, for any framework."""
 
 from collections.abc import Container
 from typing import NamedTuple
 
 
 class DecodedStep(NamedTuple):
-    """One pass of the target. The first step reads the prompt: it has no drafts and commits one token."""
+    """One forward of the target. The first step reads the prompt, has no drafts and commits one token."""
 
     committed: list[int]  # accepted drafts, then the bonus; cut at a stop token or at max_new_tokens
     n_accepted: int  # accepted drafts, before any cut

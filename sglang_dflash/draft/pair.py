@@ -12,14 +12,14 @@ ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # o
 def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:
     """Check that the draft was trained on features, tokens and layers like this target's.
 
-    A draft without a selector uses the target's embedding and head. So the vocabulary sizes may differ by padding rows.
+    A draft without a selector uses the target's embedding and head, so the vocabulary sizes may differ by padding rows.
 
     Args:
-        target: its name in messages.
-        hidden_size, vocab_size, n_layers: the target's.
+        target: the target's name in messages.
+        hidden_size, vocab_size, n_layers: sizes of the target.
     Raises:
-        ValueError: it was not.
-        NotSupported: its vocabulary is reduced.
+        ValueError: the draft was trained for another target.
+        NotSupported: the draft's vocabulary is reduced.
     """
     path, n_target_layers, last = draft.path, draft.num_target_layers, draft.target_layer_ids[-1]
     other = "give the draft that was trained for this target"
@@ -38,7 +38,7 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
             f"{path}: mask_token_id {draft.mask_token_id} is outside the target's vocabulary of {vocab_size}; "
             f"fix config.json or {other}"
         )
-    # Layer i's output is captured at the entry of layer i + 1, so the last layer's cannot be.
+    # Layer i's output is captured at the entry of layer i + 1, so the last layer's output is not available.
     if last >= n_layers - 1:
         raise ValueError(
             f"{path}: target_layer_ids end at {last}, and a target of {n_layers} layers ({target}) gives features of "
@@ -51,15 +51,15 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
 
 
 def unused(names: Iterable[str]) -> str:
-    """Return a log sentence about tensors in a draft's files that a DFlash draft does not use."""
+    """Return a sentence for the log about unused tensors in a draft's files."""
     return f"{', '.join(sorted(names))} stay unused: a DFlash draft has the target's own"
 
 
 def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int) -> None:
-    """Check that a target's tensors in the draft's files have the shapes of this target's, which are used instead.
+    """Check that unused tensors of a target in the draft's files have the shapes of this target's.
 
     Raises:
-        ValueError: one has not; the draft may have been trained with it.
+        ValueError: a shape differs, so the draft may have been trained with another target.
         NotSupported: the vocabulary is reduced.
     """
     whole = draft.vocab_size or vocab_size

@@ -24,10 +24,10 @@ SECOND = {
 class Checkpoint:
     """Fields of a DFlash checkpoint, named as in its config.json.
 
-    Sizes are counts of elements, not divided by tensor parallelism. In a full layer a slot attends to its whole block.
-    In a sliding layer it attends to `sliding_window` tokens, itself and those before it, and without
-    `sliding_is_causal` to equally many after it. The six fields from `conv_kernel_size` on are DFlash 2's; sizes of 0
-    mean that the part is absent.
+    Sizes are for all ranks together. In a full layer a slot attends to its whole block. In a sliding layer it attends
+    to `sliding_window` tokens, itself and those before it, and without `sliding_is_causal` also to tokens after it at
+    the same distances. The six fields from `conv_kernel_size` on are DFlash 2's. A size of 0 means that the part is
+    absent.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -48,18 +48,18 @@ class Checkpoint:
     layer_types: tuple[str, ...]
     sliding_window: int | None = None  # None: no sliding layer
     sliding_is_causal: bool = True
-    num_target_layers: int | None  # layers of the target that it was trained for, if given
+    num_target_layers: int | None  # layers of the draft's target, if given
     block_size: int
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]  # the outputs of these target layers, in this order, are the features
+    target_layer_ids: tuple[int, ...]  # target layers whose outputs are the features, in this order
     dtype: str = "bfloat16"
     conv_kernel_size: int = 0  # taps
-    conv_group_size: int = 0  # channels that share a token-dependent change of the taps
+    conv_group_size: int = 0  # channels that share the token-dependent term of the taps
     selector_rank: int = 0
     selector_top_k: int = 0  # candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits
     final_logit_softcapping: float | None = None  # tanh soft cap applied after scaling; None: no cap
-    # Shapes of the target's tensors in the draft's files, by name; they are not used.
+    # Shapes of unused tensors of the target in the draft's files, by name.
     borrowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
     path: str = field(default="the draft", compare=False)  # name in messages
 
@@ -115,27 +115,27 @@ class Checkpoint:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return the number of tokens each layer sees, a slot's own included; None: whole context and block."""
+        """Return each layer's window in tokens, including the slot itself; None: whole context and block."""
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
     @property
     def window(self) -> int | None:
-        """Return the number of tokens that all layers look back; None if one of them sees the whole context."""
+        """Return the window of the draft in tokens; None if a layer attends to the whole context."""
         return None if FULL in self.layer_types else self.sliding_window
 
     def to_json(self) -> dict[str, Any]:
         """Return the config.json that SGLang, vLLM and `parse` read."""
-        said = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        dflash = {name: said.pop(name) for name in ("mask_token_id", "target_layer_ids")}
-        second = {name: said.pop(name) for name in SECOND}
-        causal = said.pop("sliding_is_causal")
-        del said["borrowed"]
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        dflash = {name: fields.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+        second = {name: fields.pop(name) for name in SECOND}
+        causal = fields.pop("sliding_is_causal")
+        del fields["borrowed"]
         theta = self.rope_parameters["rope_theta"]
         return {
             "architectures": [DFLASH_2 if self.selector_rank else DFLASH],
             "model_type": "qwen3",
             "hidden_act": "silu",
-            **{name: value for name, value in said.items() if name != "path" and value is not None},
+            **{name: value for name, value in fields.items() if name != "path" and value is not None},
             # In Transformers 4 this field (10,000 by default) overrides rope_parameters.
             **({} if theta == 10_000 else {"rope_theta": theta}),
             "use_sliding_window": self.sliding_window is not None,

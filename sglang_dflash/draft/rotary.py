@@ -1,4 +1,4 @@
-"""Rotary table of a draft, extended to every position that is served."""
+"""Extension of a draft's rotary table to every served position."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding
 
 
 def reach(rotary: RotaryEmbedding, n_positions: int) -> None:
-    """Make the table of cosines and sines at least `n_positions` long.
+    """Extend the table of cosines and sines to at least `n_positions` rows.
 
-    SGLang's own extension works for every kind but the linearly scaled one, whose new rows would lack the scale.
+    SGLang's own extension works except for linear scaling, where it would omit the scale in new rows.
     """
     if not isinstance(rotary, LinearScalingRotaryEmbedding):
         rotary._ensure_cos_sin_cache_length(n_positions - 1)

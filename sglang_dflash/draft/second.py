@@ -18,7 +18,7 @@ from sglang_dflash.draft.target_ends import TargetEnds, best_candidates
 
 
 class SGLangBlockConv(nn.Module):
-    """Convolution around one sublayer, replicated on every rank, as the hidden states are."""
+    """Convolution around one sublayer, replicated on every rank like the hidden states."""
 
     def __init__(self, hidden_size: int, n_taps: int, group_size: int) -> None:
         super().__init__()
@@ -30,10 +30,10 @@ class SGLangBlockConv(nn.Module):
     @classmethod
     def of(cls, config: Any) -> SGLangBlockConv | None:
         """Return the convolution that a draft's config describes; None if it has none."""
-        said: Mapping[str, int] = config.dflash_config
-        if not said.get("conv_kernel_size"):
+        sizes: Mapping[str, int] = config.dflash_config
+        if not sizes.get("conv_kernel_size"):
             return None
-        return cls(config.hidden_size, said["conv_kernel_size"], said["conv_group_size"])
+        return cls(config.hidden_size, sizes["conv_kernel_size"], sizes["conv_group_size"])
 
 
 def convolved(
@@ -51,15 +51,15 @@ def convolved(
 
 
 class SGLangCandidateSelector(nn.Module):
-    """Selector of one path through the candidates of a block's slots, replicated, as any rank may need any row."""
+    """Selector of one path through the candidates of a block's slots, replicated because any rank may need any row."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        said: Mapping[str, Any] = config.dflash_config
-        rank = said["selector_rank"]
-        self.n_candidates = said["selector_top_k"]
-        self.multiplier = said.get("output_multiplier") or 1.0
-        self.cap = said.get("final_logit_softcapping") or None
+        fields: Mapping[str, Any] = config.dflash_config
+        rank = fields["selector_rank"]
+        self.n_candidates = fields["selector_top_k"]
+        self.multiplier = fields.get("output_multiplier") or 1.0
+        self.cap = fields.get("final_logit_softcapping") or None
         self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank), requires_grad=False)
         self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank), requires_grad=False)
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
@@ -74,8 +74,8 @@ class SGLangCandidateSelector(nn.Module):
         """Return the drafts after the anchors, int64 [B, D]: in each slot the candidate that best follows the last one.
 
         Args:
-            hidden_TH: the last hidden states of the drafted slots, T = B x D rows, contiguous.
-            anchor_B: int64, the tokens in slot 0; may be strided.
+            hidden_TH: last hidden states of the drafted slots, T = B x D rows, contiguous.
+            anchor_B: int64, tokens of slot 0; may be strided.
         """
         tokens_TK, logits_TK = best_candidates(hidden_TH, ends, self.n_candidates)
         logits_TK *= self.multiplier

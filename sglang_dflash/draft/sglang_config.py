@@ -1,8 +1,8 @@
-"""SGLang's configuration of a draft, built by this plugin's reader instead of from flags meant for the target.
+"""SGLang's configuration of a draft, built by this plugin's reader.
 
-SGLang reads a draft's `config.json` in several places. Each time it applies `--json-model-override-args`, which are
-meant for the target. It also compares the draft's context length with the target's. Here both use `checkpoint.parse`,
-so that SGLang, `check` and a weight update read the same draft.
+SGLang reads a draft's `config.json` in several places, and applies `--json-model-override-args`, which are for the
+target. It also rejects a draft with a shorter context length than the target's. With these hooks all places use
+`checkpoint.parse`, so that SGLang, `check` and weight updates read the same draft.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def read_draft(
     model_override_args: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> PretrainedConfig:
-    """Read a DFlash draft from its own file alone; SGLang reads any other model. AROUND `get_config`.
+    """Read a DFlash draft from its own file only; SGLang reads other models. AROUND `get_config`.
 
-    SGLang also reads a draft that the reader refuses: DFLASH has refused it before, but another algorithm may serve it.
+    SGLang also reads drafts that the reader rejects: DFLASH has rejected them before, but another algorithm may serve
+    them.
     """
     try:
         found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
@@ -51,9 +52,9 @@ def read_draft(
 
 
 def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context_length: int | None) -> None:
-    """Give a draft every position of its target. AROUND `ModelConfig._derive_context_length`.
+    """Set a draft's context length to its target's. AROUND `ModelConfig._derive_context_length`.
 
-    SGLang refuses a draft that was trained for fewer positions, although answers are exact beyond them.
+    SGLang rejects a draft that was trained for fewer positions, although answers are exact beyond them.
     """
     if model_config.is_draft_model and context_length is not None and is_ours(model_config.hf_config):
         text = model_config.hf_text_config
@@ -62,12 +63,12 @@ def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context
 
 
 def is_ours(config: PretrainedConfig) -> bool:
-    """Return whether the config is that of a DFlash draft that this plugin serves."""
+    """Return whether the config is a DFlash draft's, and this plugin's worker serves it."""
     return names_draft({"architectures": config.architectures}) and flags.current().worker is not Worker.STOCK
 
 
 def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
-    """Return a draft's config from this plugin's reader; None if the file is no draft that it reads."""
+    """Return a draft's config from this plugin's reader; None if the reader rejects the file."""
     with suppress(ValueError):
         config = draft_files.read_config(model, revision)
         if names_draft(config) and flags.current().worker is not Worker.STOCK:

@@ -1,11 +1,11 @@
-"""DFlash draft as an SGLang model: one forward pass turns a block of mask tokens into draft tokens.
+"""DFlash draft as an SGLang model: one forward turns blocks of mask tokens into draft tokens.
 
-The draft has no embedding and no head: `attach` lends it the target's, so that one forward (one CUDA graph) maps token
-ids to token ids. Its context consists of features, the target's hidden states, which `context_kv` turns into K and V
+The draft has no embedding and no head. `attach` gives it the target's, so that one forward (one CUDA graph) maps token
+ids to token ids. The draft's context is the target's hidden states (features), from which `context_kv` computes K and V
 for every layer. The model is independent of requests, steps and acceptance.
 
 Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`; `second.py`
-has the parts that only the second has.
+has the parts that only the latter has.
 Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L draft layers, Q query heads, G KV heads,
 E head width, H hidden, C features (captured layers x H), V vocabulary.
 """
@@ -46,7 +46,7 @@ from sglang_dflash.draft.weights import (
 
 
 class DraftAttention(nn.Module):
-    """Attention of one draft layer. Full layers see the whole block, sliding layers a window, causally by default."""
+    """Attention of one draft layer: over the whole block in full layers, over a window in sliding layers."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
@@ -90,16 +90,17 @@ class DraftAttention(nn.Module):
         )
 
     def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Attend from the blocks' slots to the context K/V of `batch` and the blocks, whose K/V it writes: [T, H]."""
+        """Write the blocks' K/V, and attend from their slots to context and block: [T, H] -> [T, H]."""
         qkv, _ = self.qkv_proj(hidden_TH)
         q, k, v = self.norm_rotate(qkv, positions_T)
         out, _ = self.o_proj(self.attn(q, k, v, batch))
         return out
 
     def norm_rotate_in_one(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Normalise and rotate q and k in qkv, [T, (q + 2 kv) E], in place with one launch. Return views of q, k and v.
+        """Normalise and rotate q and k in qkv, [T, (q + 2 kv) E], in place with one launch.
 
-        The views are [T, q E], [T, kv E], [T, kv E], with this rank's heads.
+        Returns:
+            Views of q, k and v with this rank's heads: [T, q E], [T, kv E], [T, kv E].
         """
         table_qk_norm_rope_(
             qkv,
@@ -115,7 +116,7 @@ class DraftAttention(nn.Module):
         return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
 
     def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the same through SGLang's layers, for dtypes that the fused kernel does not take."""
+        """Return the same with SGLang's layers, for dtypes that the fused kernel does not support."""
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         return *self.rotary_emb(positions_T, q, k), v
@@ -138,7 +139,7 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm layer. The residual is passed separately, because SGLang's norms add it themselves."""
+    """Pre-norm layer. The residual is passed separately, because SGLang's norms add it."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
@@ -167,10 +168,10 @@ class DraftLayer(nn.Module):
 
 
 class DFlashDraftModel(nn.Module):
-    """Draft model: draft tokens from a block of mask tokens, and context K/V from target features.
+    """Draft model: computes draft tokens from blocks of mask tokens, and context K/V from target features.
 
-    SGLang builds it from the checkpoint's config and loads it; then the worker calls `attach` once. `config.py` has
-    validated the config, so fields are read here unchecked.
+    SGLang builds and loads it from the checkpoint; then the worker calls `attach` once. `config.py` has validated the
+    config, so fields are not checked here.
     """
 
     # Set by `attach`.
@@ -196,12 +197,12 @@ class DFlashDraftModel(nn.Module):
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the target's embedding, [T] -> [T, H].
 
-        SGLang's graph runner recognises by this method that the model embeds token ids itself.
+        If a model has this method, SGLang's graph runner passes token ids instead of embeddings.
         """
         return self.ends.embed(input_ids)
 
     def get_attention_sliding_window_size(self) -> int | None:
-        """Return the number of tokens before the current one that sliding layers see; None without sliding layers."""
+        """Return the number of tokens before the current one in sliding windows; None without sliding layers."""
         return self.config.sliding_window - 1 if "sliding_attention" in self.config.layer_types else None
 
     # -- after loading --------------------------------------------------------------------------------------------
@@ -210,14 +211,14 @@ class DFlashDraftModel(nn.Module):
         """Store the target's embedding and head, and stack the context weights of all layers.
 
         Args:
-            max_position: one more than the largest position used.
+            max_position: one more than the largest position.
         Raises:
-            ValueError: the checkpoint left a parameter unset.
+            ValueError: the checkpoint lacks a tensor.
         """
         missing = sorted(self.needed - self.loaded)
         if missing:
             raise ValueError(f"draft checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
-        # Bypasses nn.Module, or the target's weights would count as (and be updated as) the draft's.
+        # Bypasses nn.Module, so that the target's weights are not parameters of the draft.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions
         reach(attentions[0].rotary_emb, max_position)  # all layers share it
@@ -232,7 +233,7 @@ class DFlashDraftModel(nn.Module):
     def attentions(self) -> list[DraftAttention]:
         return [cast(DraftLayer, layer).self_attn for layer in self.layers]
 
-    # -- the two things a draft does ------------------------------------------------------------------------------
+    # -- forward and context K/V ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def forward(
@@ -241,7 +242,7 @@ class DFlashDraftModel(nn.Module):
         """Fill the blocks.
 
         Args:
-            input_ids: int64 [B * N], each block its anchor, then N - 1 mask tokens.
+            input_ids: int64 [B * N], for each block its anchor and N - 1 mask tokens.
             positions: int64 [B * N].
         Returns:
             SGLang's output type, whose `hidden_states` carries tokens_T, int64 [B * N]: the anchors and the drafts.
@@ -257,7 +258,7 @@ class DFlashDraftModel(nn.Module):
     def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E].
 
-        The features are fused once (fc, norm) and projected by every layer's own K and V weights.
+        The features are fused once (fc, norm), and projected with each layer's K and V weights.
         """
         fused_TH = self.hidden_norm(self.fc(features_TC))
         if self.qkv_LXH is None:
@@ -281,7 +282,7 @@ class DFlashDraftModel(nn.Module):
         if self.needed <= self.loaded:
             if self.qkv_LXH is None:
                 raise ValueError("a quantized draft takes no new weights; start the server again")
-            weights = list(weights)  # list: an update is refused whole or not at all
+            weights = list(weights)  # all names are checked before a tensor is loaded
             require_all_known((name for name, _ in weights), parameters)
         for name, tensor in weights:
             name = name.removeprefix("model.")

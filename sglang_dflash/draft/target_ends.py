@@ -1,4 +1,4 @@
-"""The target's two ends, its embedding and its head: found and checked once, lent to the draft.
+"""Embedding and head of the target, which the draft uses.
 
 Dimensions: T rows, the drafted slots of all requests' blocks; H hidden, V vocabulary (this rank's shard of it), K
 candidates, R tensor-parallel ranks.
@@ -20,29 +20,30 @@ from torch import nn
 from sglang_dflash.draft.fp8_head import Fp8Head
 from sglang_dflash.errors import STOCK, NotSupported
 
-SCALE = "get_dflash_noise_embedding_scale"  # method that SGLang's own worker looks for; no model of SGLang's has it
+SCALE = "get_dflash_noise_embedding_scale"  # method that SGLang's own worker looks up; no model of SGLang has it
 
 TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # top-k of the last dimension, best first
 
 
 class TargetEnds(NamedTuple):
-    """The target's embedding and head, as modules rather than weights, so that online updates of the target apply."""
+    """Embedding and head of the target, as modules rather than weights, so that weight updates apply to the draft."""
 
     embed: nn.Module  # token ids -> hidden
     head: Any  # module with .weight [V or its shard, H], possibly quantized
-    n_vocab: int  # rows of the head (of this rank's shard) that are real tokens
-    first_token: int  # the id of this shard's first row
-    tp_group: GroupCoordinator | None  # ranks that share the head; None: each has all of it
+    n_vocab: int  # rows of the head (of this rank's shard) that are tokens, without padding
+    first_token: int  # token id of this shard's first row
+    tp_group: GroupCoordinator | None  # ranks that share the head; None: each rank has the whole head
     top_k: TopK = torch.topk
     quantized: bool = False
-    fp8_head: Fp8Head | None = None  # scores the draft's block instead of `head`
+    fp8_head: Fp8Head | None = None  # used for the draft's blocks instead of `head`
 
 
 def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
     """Return the embedding and head of the base model; the draft never uses LoRA adapters.
 
     Raises:
-        NotSupported: the target requires scaled draft embeddings, or `fp8_head` is set and its head cannot be copied.
+        NotSupported: the target scales draft embeddings, ranks split embedding and head differently, or `fp8_head` is
+            set and the head cannot be copied.
     """
     if SCALE in dir(model):
         raise NotSupported(f"{type(model).__name__}.{SCALE} is not applied to what the draft embeds; {STOCK}")
@@ -80,7 +81,7 @@ def is_quantized(head: nn.Module) -> bool:
 
 
 def top_k_on(device: torch.device) -> TopK:
-    """Return the top-k for a device: on a GPU FlashInfer's radix selection, as torch sorts the whole vocabulary."""
+    """Return a top-k for a device: FlashInfer's radix selection on a GPU, where torch sorts the whole vocabulary."""
     if device.type != "cuda":
         return torch.topk
     import flashinfer
@@ -106,8 +107,8 @@ def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordina
     Ranks exchange 2 T numbers each instead of their shards.
 
     Args:
-        best_T: the largest value in this rank's shard of the vocabulary.
-        token_T: int64, its token id in the whole vocabulary.
+        best_T: largest value in this rank's shard of the vocabulary.
+        token_T: int64, token id of this value in the whole vocabulary.
     """
     best_RT = group.all_gather(best_T[None], dim=0)  # R ranks
     token_RT = group.all_gather(token_T[None], dim=0)
@@ -117,7 +118,7 @@ def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordina
 def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the K best tokens of every row, int64 [T, K], best first, and their logits, fp32 [T, K].
 
-    The same on every rank. Ranks exchange K logits and ids per row instead of their shards of the vocabulary.
+    All ranks return the same. They exchange K logits and ids per row instead of their shards of the vocabulary.
     """
     logits_TK, token_TK = ends.top_k(head_logits(hidden_TH, ends), k)
     logits_TK, token_TK = logits_TK.float(), token_TK.long() + ends.first_token
@@ -132,8 +133,8 @@ def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[
 def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """Return the logits of this rank's shard of the vocabulary, [T, V].
 
-    `hidden_TH` is packed, so that the head is read once: for a strided [B, D, H] PyTorch expands the head and reads it
-    once per request. A quantized head computes as for the target. An fp8 copy rounds weights and hidden states.
+    `hidden_TH` must be packed: for a strided [B, D, H] PyTorch would expand the head and read it once per request. A
+    quantized head computes as for the target. An fp8 copy rounds weights and hidden states.
     """
     if ends.fp8_head is not None:
         return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]

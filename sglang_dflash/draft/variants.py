@@ -1,7 +1,7 @@
-"""Drafts that resemble DFlash but are not: recognised by their config, and refused by name.
+"""Rejection of drafts that resemble DFlash, recognised by their config.
 
-Other drafters share DFlash's checkpoint layout and even its architecture name. Loading them as DFlash would not fail,
-but they would draft badly.
+Other drafters share DFlash's checkpoint layout and even its architecture name. They would load as DFlash without an
+error, but would draft badly.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash.errors import STOCK, NotSupported
 
 DFLASH, DFLASH_2 = "DFlashDraftModel", "DFlash2DraftModel"
-# Architecture name -> the network that it has. Some of the names are SGLang's for single targets.
+# Network by architecture name. Some of the names are SGLang's for single targets.
 ARCHITECTURES = {
     DFLASH: DFLASH,
     "MuseGlimmerAssistantModel": DFLASH,
@@ -19,10 +19,10 @@ ARCHITECTURES = {
     "MiniMaxDFlash2DraftModel": DFLASH_2,
 }
 
-# Fields meaning that slot 0 of a block predicts the next token instead of holding the anchor.
+# Fields that state that slot 0 of a block predicts the next token instead of holding the anchor.
 ANCHOR_FIRST = ("sample_from_anchor", "query_zero_predicts_next")
 
-# dflash_config keys of other drafters, by prefix or name.
+# Other drafters by their keys in `dflash_config`, a prefix or the whole name.
 VARIANT_KEYS = {
     "lilicorr_": "LiLiCorr",
     "gru_": "Domino",
@@ -36,8 +36,8 @@ VARIANT_KEYS = {
     "swa_window_size": "Nemotron",
 }
 
-# Keys of `dflash_config` that DFlash has. Output multiplier and soft cap increase with the logit, so they change DFlash
-# 2's selector scores but no argmax.
+# Keys of `dflash_config` in DFlash. Output multiplier and soft cap keep the order of logits, so they change DFlash 2's
+# selector scores but no argmax.
 KEYS = {
     "block_size",
     "mask_token",
@@ -55,7 +55,7 @@ KEYS = {
     "selector_top_k",
 }
 
-# config.json keys that change the computation, and the only value supported here.
+# Keys of config.json that change the computation, and the only supported value.
 TOP_LEVEL = {
     "model_type": "qwen3",  # a DFlash draft has Qwen3's layers for any target
     "use_gemma_norm": False,
@@ -73,11 +73,11 @@ TOP_LEVEL = {
 
 
 def refuse_variants(config: Mapping[str, Any], path: str) -> None:
-    """Refuse, by name, drafts whose computation is not DFlash's.
+    """Check that the computation of a draft is DFlash's.
 
     Raises:
-        NotSupported: `config` is another drafter's, or requires something that DFlash does not have.
-        ValueError: it is no DFlash draft's.
+        NotSupported: `config` is another drafter's, or requires a part that DFlash does not have.
+        ValueError: `config` has no `dflash_config`.
     """
     _refuse_anchor_first(config, path)
     _refuse_quantized(config, path)

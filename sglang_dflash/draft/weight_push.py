@@ -1,8 +1,8 @@
-"""Tensors that a trainer pushes while serving: over `/update_weights_from_tensor`, a process group, or IPC.
+"""Hooks on weight updates that a trainer pushes while serving: `/update_weights_from_tensor`, process group, or IPC.
 
-SGLang loads them into every model that the request's selector names, or into all models without a selector. Some names
-exist in both target and draft, so such a push would overwrite the draft. Here it goes to the target alone. Tensors of
-the draft are pushed with `"selector": "draft"`.
+SGLang loads pushed tensors into every model that the request's selector names, or into all models without a selector.
+Some names exist in both target and draft, so a push without a selector would overwrite the draft. These hooks restrict
+it to the target. Tensors of the draft are pushed with `"selector": "draft"`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any
 
 
 def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kwargs: Any) -> Outcome:
-    """Fail a push that cannot be loaded, not the server. AROUND `WeightUpdater.update_weights_from_tensor`."""
+    """Answer a push that cannot be loaded with a failure. AROUND `WeightUpdater.update_weights_from_tensor`."""
     try:
         return stock(updater, *args, **kwargs)
     except NOT_LOADED as error:
@@ -40,7 +40,7 @@ def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kw
 
 
 def draft_stays(stock: Callable[..., Outcome], updater: Any, request: Any) -> Outcome:
-    """Keep the draft: IPC has no selector and serves the target. AROUND `WeightUpdater.update_weights_from_ipc`."""
+    """Keep the draft, because IPC has no selector. AROUND `WeightUpdater.update_weights_from_ipc`."""
     if isinstance(updater.get_model(), DFlashDraftModel):
         return True, "Succeeded to update the target; the draft stays: IPC carries the target's tensors."
     return stock(updater, request)

@@ -1,12 +1,12 @@
-"""`/update_weights_from_disk` while serving: loads the named checkpoint into the model that it belongs to.
+"""Hook on `/update_weights_from_disk`, which loads a checkpoint only into the model that it belongs to.
 
-SGLang loads it into every model that it serves. But tensors of a target and of a draft share names, and a failed load
-is rolled back from the checkpoint that failed. So a DFlash draft's checkpoint goes to the draft alone, any other to the
-target alone. A draft unlike the served one is refused before a tensor is changed. Answers depend only on the target:
-with a new target the old draft stays exact, though its acceptance may change.
+SGLang loads a checkpoint into all models, but target and draft have tensors with equal names, and a failed load is
+rolled back from the checkpoint that failed. So a DFlash draft's checkpoint is loaded only into the draft, any other
+only into the target. A draft unlike the served one is rejected before a tensor changes. Answers depend only on the
+target: with a new target the old draft remains exact, but its acceptance may change.
 
-Graphs read weights in place, so new weights need no new graphs. SGLang's option to capture again is refused, as it
-would cover one width only.
+Graphs read weights in place, so new weights need no new graphs. SGLang's option to capture again is rejected, because
+it would cover only one width.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
 Update = Callable[..., tuple[bool, str]]
-# Fields that are fixed when the server starts, which a new draft must match.
+# Fields that are fixed at server start, so a new draft must have equal ones.
 BUILT = (
     "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
@@ -36,8 +36,8 @@ def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tu
     The hook returns success and a sentence.
 
     Args:
-        served: the draft that the server was started with.
-        vocab_size: of the target.
+        served: draft with which the server was started.
+        vocab_size: size of the target's vocabulary.
     """
 
     def update(

@@ -1,4 +1,4 @@
-"""Mapping from a draft checkpoint's tensors to the draft model's fused parameters, by names and storage."""
+"""Mapping from a draft checkpoint's tensors to the draft model's fused parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_dflash.draft.pair import unused
 
 logger = logging.getLogger(__name__)
 
-# A checkpoint stores the parts of a fused projection separately: part -> (fused parameter, shard).
+# Fused parameter and shard of each part of a fused projection; a checkpoint stores the parts separately.
 FUSED: dict[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -26,7 +26,7 @@ FUSED: dict[str, tuple[str, str | int]] = {
 
 
 def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
-    """Return the parameter of a checkpoint tensor, and its shard: `a.q_proj.weight` -> `a.qkv_proj.weight`, `q`."""
+    """Return the parameter of a checkpoint's tensor, and its shard: `a.q_proj.weight` -> `a.qkv_proj.weight`, `q`."""
     for part, (fused, shard) in FUSED.items():
         if f".{part}." in name:
             return name.replace(part, fused), (shard,)
@@ -46,7 +46,7 @@ def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str
 
 
 def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
-    """Check every name before a tensor is changed, and log the unused ones.
+    """Check all names before a tensor changes, and log unused ones.
 
     Raises:
         ValueError: the draft has no such tensor.
@@ -65,7 +65,7 @@ def is_unused(name: str) -> bool:
 
 
 def checkpoint_names(parameters: Iterable[str]) -> set[str]:
-    """Return the checkpoint tensors that set all these parameters: the inverse of `fused_name`."""
+    """Return the names of the checkpoint's tensors for all these parameters: the inverse of `fused_name`."""
     parts: dict[str, list[str]] = {}
     for part, (fused, _) in FUSED.items():
         parts.setdefault(fused, []).append(part)
@@ -85,9 +85,9 @@ def loader_of(parameter: nn.Parameter) -> Callable[..., None]:
 
 
 def lay_side_by_side(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Return one tensor [L, ...] whose rows become the parameters' own storage.
+    """Stack parameters into one tensor [L, ...], whose rows become the parameters' storage.
 
-    The weights exist once, so updating a parameter while serving updates the stack as well.
+    The weights exist only once, so an update of a parameter also updates the stack.
     """
     stack = torch.stack([p.data for p in parameters])
     for parameter, row in zip(parameters, stack, strict=True):

@@ -1,11 +1,12 @@
 """Checks of requests before they reach a scheduler, with and without speculation.
 
-SGLang 0.5.23 accepts some requests that end the scheduler, and with it every other client's answer. It looks up token
-ids and numbers of log-probabilities unchecked, and some numbers overflow their tensors. `n` is only bounded by memory:
-a request with n = 2**31 exhausts it. Other requests are answered from a distribution of NaN.
+SGLang 0.5.23 accepts some requests that end the scheduler, and with it the answers of all clients. Token ids and
+numbers of log-probabilities are used without a check, and some numbers overflow their tensors. `n` is only bounded by
+memory: a request with n = 2**31 exhausts it. Other requests are answered from a distribution of NaN.
 
-The process that tokenizes refuses them here by name, and the server answers errors raised here with status 400.
-`tests/server/test_requests_bad.py` sends such requests; docs/troubleshooting.md lists those that only SGLang can fix.
+The process that tokenizes a request rejects it here, with an error that names the field. The server answers such errors
+with status 400. `tests/server/test_requests_bad.py` sends such requests, and docs/troubleshooting.md lists those that
+only SGLang can fix.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from sglang_dflash.host import contract
 from sglang_dflash.host.increments import hook_parsers
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
-MOST_TOP_K = 2**31 - 1  # SGLang keeps it as int32
-MOST = 1e30  # far below fp32's maximum of 3.4e38: biased logits stay finite, and masked ones divided by it are no NaN
-LEAST_REPETITION = 1e-30  # logits are divided by it
-MOST_ANSWERS = 2**16  # per request; SGLang creates a request for each answer before it serves the first
+MOST_TOP_K = 2**31 - 1  # SGLang stores top_k as int32
+MOST = 1e30  # bias and temperature; far below fp32's maximum of 3.4e38, so that logits are neither infinite nor NaN
+LEAST_REPETITION = 1e-30  # logits are divided by the penalty
+MOST_ANSWERS = 2**16  # per request; SGLang creates a request for each answer before it serves the first one
 
 
 def hook_tokenizer() -> None:
-    """Check requests in this process, which tokenizes them, and parse its streams in pieces."""
+    """Set the hooks of a process that tokenizes: checks of requests, and parsing of streams in pieces."""
     hook_parsers()
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
@@ -46,7 +47,7 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
     """Check a request as the client sent it. AFTER `GenerateReqInput._handle_parallel_sampling`.
 
     Raises:
-        ValueError: it asks for too many answers, or sets a field that only SGLang sets.
+        ValueError: the request has too many answers, or sets a field that only SGLang may set.
     """
     if request.lora_id is not None:
         raise ValueError("lora_id is SGLang's own and no client's; leave it out, and name an adapter in lora_path")
@@ -56,10 +57,10 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
 
 
 def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
-    """Check a prompt. AROUND `TokenizerManager._validate_one_request`. Only ids sent by a client need a check.
+    """Check a prompt. AROUND `TokenizerManager._validate_one_request`. Only ids from a client need a check.
 
     Raises:
-        ValueError: the prompt has no tokens, or one outside the vocabulary; or see `check_labels`.
+        ValueError: the prompt has no tokens, or a token outside the vocabulary; or see `check_labels`.
     """
     stock(manager, request, input_ids)
     if not isinstance(request, GenerateReqInput):
@@ -68,7 +69,7 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
     if input_ids is None or request.input_embeds is not None:
         return
     if not len(input_ids):
-        # In a session the history may be the whole prompt; the scheduler refuses a request if that is empty too.
+        # In a session the history may be the whole prompt. The scheduler rejects a request if both are empty.
         if not (request.session_params or {}).get("id"):
             raise ValueError("the prompt has no tokens; send a text or input_ids with at least one")
         return
@@ -88,7 +89,7 @@ def check_labels(request: GenerateReqInput, manager: Any) -> None:
 
 
 def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
-    """Check the object that is sent to a scheduler. AFTER `TokenizerManager._create_tokenized_object`.
+    """Check the request for the scheduler. AFTER `TokenizerManager._create_tokenized_object`.
 
     Raises:
         ValueError: a parameter would end the scheduler.
@@ -111,7 +112,7 @@ def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
     for token, bias in (asked.logit_bias or {}).items():
         if not abs(bias) <= MOST:
             raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST:g}..{MOST:g}")
-    if asked.stop_token_ids:  # looked up if any request of the batch has min_new_tokens
+    if asked.stop_token_ids:  # used as indices if any request of the batch has min_new_tokens
         require_tokens("stop_token_ids", asked.stop_token_ids, vocab_size)
 
 
@@ -130,10 +131,10 @@ def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
 
 
 def require_processor(text: str) -> None:
-    """Check that `text` looks like the output of `CustomLogitProcessor.to_str`, without unpickling its content.
+    """Check that `text` has the form of `CustomLogitProcessor.to_str`, without unpickling its content.
 
     Raises:
-        ValueError: it does not.
+        ValueError: `text` has another form.
     """
     try:
         bytes.fromhex(json.loads(text)["callable"])

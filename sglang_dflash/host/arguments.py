@@ -1,6 +1,6 @@
 """Arguments about the draft and facts about the target, read from SGLang before a worker exists.
 
-They are two plain records, so that `config.py` and its tests run without SGLang.
+Both are plain records, so that `config.py` and its tests run without SGLang.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
 
-# SGLang's arguments without an exact meaning for a DFlash chain, by name, and why.
+# Reasons by name of SGLang's arguments that have no exact meaning for a DFlash chain.
 UNSUPPORTED = {
     "speculative_draft_sink_size": "a DFlash draft has no attention sink",
     "speculative_adaptive": "it steers EAGLE only",
@@ -50,7 +50,7 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Server arguments about the draft, as far as SGLang has resolved them; None means "not given"."""
+    """Server arguments about the draft, which SGLang may not have resolved yet; None means "not given"."""
 
     draft_path: str | None
     draft_revision: str | None
@@ -99,7 +99,7 @@ class Arguments:
 
 
 def arguments_of(server_args: Any) -> Arguments:
-    """Read the arguments through SGLang's view, which includes resolved values."""
+    """Read the arguments from SGLang's view, which includes resolved values."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolving_view
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import attn_dp_enabled_of
@@ -109,7 +109,7 @@ def arguments_of(server_args: Any) -> Arguments:
     return Arguments(
         draft_path=args.speculative_draft_model_path,
         draft_revision=args.speculative_draft_model_revision,
-        # `speculative_num_draft_tokens` holds the widest verify after resolution, so the block size is the smaller.
+        # After resolution `speculative_num_draft_tokens` is the widest verify, so the block size is the smaller one.
         block_size=least_given(args.speculative_num_draft_tokens, args.speculative_dflash_block_size),
         draft_window=args.speculative_draft_window_size,
         draft_backend=args.speculative_draft_attention_backend,
@@ -154,7 +154,7 @@ def least_given(*values: int | None) -> int | None:
 
 
 def target_of(server_args: Any) -> TargetFacts:
-    """Return facts from the target's config, which SGLang builds once."""
+    """Return facts from SGLang's config of the target."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import hybrid_gdn_config, mambaish_config
 
@@ -176,7 +176,7 @@ def target_of(server_args: Any) -> TargetFacts:
 def device_of(device: str | None) -> str:
     """Return "cpu", or an NVIDIA GPU's generation: "sm80", "sm89", "sm90", "sm100", "sm110", "sm120".
 
-    Any other device keeps SGLang's name. 8.9 is named apart, because no other compute capability 8.x has fp8.
+    Other devices have SGLang's names. 8.9 has its own name, because no other compute capability 8.x has fp8.
     """
     if device is None:
         return "undecided"  # until SGLang resolves its arguments

@@ -1,11 +1,11 @@
-"""Rules for the draft's attention backend, from its KV cache, its pages and the device.
+"""Selection of the draft's attention backend, by KV cache, page size and device.
 
-A DFlash draft needs a mask that ordinary decoding does not: in a full layer every slot of the block attends to the
-whole block. A backend without that mask changes the drafts, and acceptance falls without an error. So only `BACKENDS`,
-which have it, are allowed. SGLang checks that a kernel is installed.
+A DFlash draft needs a mask that ordinary decoding does not need: in a full layer every slot of the block attends to the
+whole block. With a backend without this mask drafts would change, and acceptance would fall without an error. So only
+`BACKENDS`, which have the mask, are allowed. SGLang checks that a kernel is installed.
 
-One difference is allowed: flashinfer gives all slots of a block the first one's window. So slot i of a sliding layer
-attends to i tokens more than the window (at most N - 1). The answers follow the target in any case.
+One difference is allowed: flashinfer uses the first slot's window for all slots of a block. So slot i of a sliding
+layer attends to i tokens more than the window (at most N - 1). Answers do not depend on it.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from sglang_dflash.errors import NotSupported
 
 FLAG = "--speculative-draft-attention-backend"
-# KV dtypes that mean the draft's own, or bf16.
+# Values of the KV dtype flag for a cache in the draft's dtype, or in bf16.
 UNQUANTIZED = ("auto", "bf16", "bfloat16")
-PAGES = (16, 32, 64, 128)
+PAGES = (16, 32, 64, 128)  # page sizes of trtllm_mha, in tokens
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,14 @@ class Backend:
     """An attention backend, with the masks and caches that it computes correctly for a block of the draft.
 
     Attributes:
-        devices: where it runs.
-        fp8_kv: where it reads a draft KV cache of fp8_e4m3. Below compute capability 8.9 that cannot be written either.
-        own_kv: SGLang keeps the draft's cache in the draft's dtype at any setting.
-        pages: tokens of a KV page that it accepts; empty: any.
-        one_pass: a layer that sees its whole block reads the context once; False: once for every slot.
-        slides_both_ways: a sliding layer may see its whole block.
-        because: where in SGLang 0.5.23 this was read.
+        devices: supported devices.
+        fp8_kv: devices with support for a draft KV cache of fp8_e4m3. Below compute capability 8.9 it cannot be written
+            either.
+        own_kv: SGLang keeps the draft's cache in the draft's dtype for any setting.
+        pages: supported page sizes in tokens; empty: any.
+        one_pass: a layer that attends to its whole block reads the context once; False: once per slot.
+        slides_both_ways: a sliding layer may attend to its whole block.
+        because: source of these facts in SGLang 0.5.23.
     """
 
     devices: tuple[str, ...]
@@ -91,10 +92,10 @@ class Needs:
     """Requirements of a draft on its attention backend.
 
     Attributes:
-        whole_blocks: some layers see their whole block: full ones, or sliding ones with is_causal=false.
+        whole_blocks: some layers attend to their whole block: full ones, or sliding ones with is_causal=false.
         slides_both_ways: some of these layers slide.
         device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
-        kv_dtype: the dtype that flags give the draft's KV cache, such as "auto" or "fp8_e4m3".
+        kv_dtype: value of the flag for the draft's KV cache, such as "auto" or "fp8_e4m3".
         page_size: tokens of a KV page; None: not resolved yet.
     """
 
@@ -106,9 +107,9 @@ class Needs:
 
 
 def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
-    """Return the draft's backend: the requested one, else the target's, else the first that fits.
+    """Return the draft's backend: the requested one, else the target's, else the first suitable one.
 
-    If the target's backend would read a layer's context once per slot, the preferred backend that fits is used instead.
+    If the target's backend would read a layer's context once per slot, the first suitable one is used instead.
 
     Args:
         asked: the flag's value.
@@ -133,7 +134,7 @@ def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
 
 
 def why_not(name: str, needs: Needs) -> str:
-    """Return why `name` cannot run the draft, as half a sentence; empty if it can."""
+    """Return the reason why backend `name` cannot run the draft, without a full stop; "" if it can."""
     backend = BACKENDS.get(name)
     if backend is None:
         return f"it is not a draft backend of this plugin ({', '.join(BACKENDS)})"
@@ -152,5 +153,5 @@ def why_not(name: str, needs: Needs) -> str:
 
 
 def _reads(backend: Backend, needs: Needs) -> bool:
-    """Return whether a quantized cache can be used: `append_context` writes fp8_e4m3 only."""
+    """Return whether a quantized cache can be used; `append_context` writes only fp8_e4m3."""
     return needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv

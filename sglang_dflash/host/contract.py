@@ -1,7 +1,7 @@
-"""Host contract: checks that the running SGLang is the one that this package was written for.
+"""Host contract: checks that the running SGLang has the names that this package uses.
 
-`require` compares it with the table in `sglang-0.5.23.txt` and stops at the first difference. `source.py` compares the
-same table with SGLang's source, without importing it.
+`require` compares SGLang with the table in `sglang-0.5.23.txt` and stops at the first difference. `source.py` compares
+the same table with SGLang's source, without importing SGLang.
 """
 
 import importlib
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def require_seams() -> None:
-    """Check the version and the names that get hooks.
+    """Check the version, and the names that hooks of `register` need.
 
     Raises:
         HostMismatch: the version differs, or a name is missing.
@@ -33,7 +33,7 @@ def require_seams() -> None:
 
 
 def require() -> None:
-    """Check everything.
+    """Check the version and all names that a server needs.
 
     Raises:
         HostMismatch: see `require_seams`.
@@ -43,7 +43,7 @@ def require() -> None:
 
 
 def require_hooks(*targets: str) -> None:
-    """Check that SGLang applied these hooks; it logs and ignores a plugin or a hook that it cannot load.
+    """Check that SGLang has applied these hooks. SGLang logs and ignores plugins and hooks that it cannot load.
 
     Raises:
         HostMismatch: a hook is not in place.
@@ -59,7 +59,7 @@ def require_hooks(*targets: str) -> None:
 
 
 def set_hooks(hooks: "Hooks") -> None:
-    """Set these hooks and check that they are in place.
+    """Set these hooks, and check that they are in place.
 
     Raises:
         HostMismatch: see `require_hooks`.
@@ -73,9 +73,9 @@ def set_hooks(hooks: "Hooks") -> None:
 
 
 def require_live() -> None:
-    """Check that a DFLASH launch of this process uses this plugin's worker, unless SGLang's was chosen.
+    """Check that a DFLASH launch of this process uses this plugin's worker, unless SGLang's was selected.
 
-    The CPU platform calls it as well, since SGLang loads that even if `SGLANG_PLUGINS` leaves the plugin out.
+    The CPU platform also calls this, because SGLang loads the platform even if `SGLANG_PLUGINS` omits the plugin.
 
     Raises:
         HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
@@ -88,7 +88,7 @@ def check(names: Iterable[Name]) -> None:
     """Compare names with the running SGLang.
 
     Raises:
-        HostMismatch: the first module, name or member that is missing.
+        HostMismatch: a module, name or member is missing; names the first one.
     """
     for name in names:
         found = _resolve(name)
@@ -120,7 +120,7 @@ def _members(found: Any) -> set[str]:
     for base in found.__mro__:
         members |= set(vars(base)) | set(inspect.get_annotations(base))
         methods = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
-        for function in filter(inspect.isfunction, methods):  # torch wraps some that are written in C
+        for function in filter(inspect.isfunction, methods):  # torch wraps some functions that are written in C
             members |= set(function.__code__.co_names)  # attributes that the method uses
             members |= set(function.__code__.co_varnames[: function.__code__.co_argcount])  # and its parameters
     return members

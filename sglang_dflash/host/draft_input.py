@@ -1,7 +1,7 @@
 """State that SGLang's scheduler passes from one step to the next, and the KV slots reserved in between.
 
 The state is the anchor and the committed length of each request. The overlap schedule relays both on the device
-(`FutureMap`), and the host sees them one step late. So a step reserves slots for the block that it will verify and for
+(`FutureMap`), and the host has them one step late. So a step reserves slots for the block that it will verify, and for
 the block still in flight.
 
 Invariant: when `prepare_for_decode` returns, row `r` of req_to_token maps positions [0, committed + 2 N).
@@ -26,14 +26,14 @@ from sglang.srt.utils import async_h2d
 
 @dataclass
 class DraftInput(SpecInput):
-    """State between two steps. `bonus_tokens`, `new_seq_lens`, `future_indices` are SGLang's names."""
+    """State between two steps. SGLang requires the names `bonus_tokens`, `new_seq_lens` and `future_indices`."""
 
     bonus_tokens: torch.Tensor  # anchor_B, int64
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
-    future_indices: torch.Tensor | None = None  # set by the overlap scheduler: indices of the two above in its relay
+    future_indices: torch.Tensor | None = None  # set by the overlap scheduler: indices of both in its relay
     allocated_B_cpu: torch.Tensor | None = None  # int32, set by prepare_for_decode: mapped positions per request
 
-    # Slots of SGLang's relay that other algorithms fill.
+    # Fields of SGLang's relay that only other algorithms use.
     topk_p = topk_index = hidden_states = draft_probs = None
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class DraftInput(SpecInput):
         return cls(bonus_tokens=empty, new_seq_lens=empty)
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        """Reserve KV slots for the coming step. The scheduler calls it before it has the last step's outcome."""
+        """Reserve KV slots for the next step. The scheduler calls this before it has the last step's outcome."""
         if batch.batch_size() == 0:
             return
         batch.maybe_evict_swa()
@@ -98,7 +98,7 @@ class DraftInput(SpecInput):
 
 
 def after_transfer(state: Any, *_: object) -> DraftInput:
-    """Return the state of prompts that another server read. AFTER `SpeculativeAlgorithm.build_disagg_draft_input`."""
+    """Return the state after a prefill on another server. AFTER `SpeculativeAlgorithm.build_disagg_draft_input`."""
     return DraftInput(
         bonus_tokens=state.bonus_tokens, new_seq_lens=state.new_seq_lens, future_indices=state.future_indices
     )
@@ -107,7 +107,7 @@ def after_transfer(state: Any, *_: object) -> DraftInput:
 def row_headroom(headroom: int) -> int:
     """Return the number of entries that a row of req_to_token needs past the context length; `headroom`: SGLang's.
 
-    A request may be one token short of the limit when 2 N more are reserved in whole pages. At page size 1 SGLang adds
-    N + 4, and the reservation would overflow into the next request's row (sglang issue 33579).
+    A request may be one token short of the limit when 2 N more tokens are reserved, in whole pages. At page size 1
+    SGLang's headroom is N + 4, so the reservation would overflow into the next request's row (sglang issue 33579).
     """
     return max(headroom, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)

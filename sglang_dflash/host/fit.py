@@ -1,4 +1,4 @@
-"""Checks of a draft against the launch that serves it: block, window, heads, and overridden settings."""
+"""Checks of a draft against its launch: block size, window, heads, load format, and differences to report."""
 
 from sglang_dflash.draft.pair import unused
 from sglang_dflash.draft.record import Checkpoint
@@ -10,10 +10,10 @@ DUMMY = "dummy"  # SGLang's name for random weights
 
 
 def block_size(arguments: Arguments, draft: Checkpoint) -> int:
-    """Return the block size N: at most the trained one, of which a shorter block is a prefix.
+    """Return the block size N, at most the trained one; a shorter block is a prefix of the trained one.
 
     Raises:
-        ValueError: the launch asks for a longer block, or for fewer than 2 tokens.
+        ValueError: the launch sets a longer block, or one of fewer than 2 tokens.
     """
     asked = draft.block_size if arguments.block_size is None else arguments.block_size
     if not 2 <= asked <= draft.block_size:
@@ -28,11 +28,11 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
     """Return the number of context tokens that the draft keeps of a request; None: all.
 
     Raises:
-        ValueError: the launch asks for fewer than a block.
-        NotSupported: the launch asks for a window, and K/V are sent to another server.
+        ValueError: the launch sets a window shorter than a block.
+        NotSupported: the launch sets a window, and K/V are sent to another server.
     """
     if arguments.disaggregation != "null":
-        # K/V are sent by the target's slots, so the draft must use these. Its layers still slide.
+        # K/V are sent by the target's slots, so the draft must use them. Its layers still slide.
         if arguments.draft_window is not None:
             raise NotSupported(
                 f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
@@ -64,10 +64,11 @@ def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
 def load_format(arguments: Arguments) -> str | None:
     """Return the load format of the draft's weights; None: the target's.
 
-    A target with dummy weights waits for a trainer's. Its draft is still loaded from its files, as no trainer sends it.
+    A target with dummy weights gets its weights from a trainer. No trainer sends a draft, so its draft is loaded from
+    files.
 
     Raises:
-        NotSupported: the draft itself is to have dummy weights.
+        NotSupported: the launch sets dummy weights for the draft.
     """
     if arguments.draft_load_format == DUMMY:
         raise NotSupported(
@@ -80,21 +81,21 @@ def load_format(arguments: Arguments) -> str | None:
 
 def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
     """Return a sentence for each difference between this launch and the draft's files."""
-    said = []
+    found = []
     if draft.max_position_embeddings < target.context_length:
-        said.append(
+        found.append(
             f"{draft.path} was trained for {draft.max_position_embeddings} positions and serves "
             f"{target.context_length} (beyond them answers stay exact, and fewer drafts may be accepted)"
         )
     if draft.dtype != target.dtype:
-        said.append(f"{draft.path} says {draft.dtype} and is loaded in {target.dtype}, the target's dtype")
+        found.append(f"{draft.path} says {draft.dtype} and is loaded in {target.dtype}, the target's dtype")
     if draft.vocab_size not in (None, target.vocab_size):
-        said.append(
+        found.append(
             f"{draft.path} says vocab_size {draft.vocab_size} and uses the target's embedding and head of "
             f"{target.vocab_size} rows"
         )
     if draft.borrowed:
-        said.append(f"{draft.path}: {unused(draft.borrowed)}")
+        found.append(f"{draft.path}: {unused(draft.borrowed)}")
     if arguments.load_format == DUMMY:
-        said.append(f"--load-format {DUMMY} is the target's: the draft is loaded from {draft.path}")
-    return tuple(said)
+        found.append(f"--load-format {DUMMY} is the target's: the draft is loaded from {draft.path}")
+    return tuple(found)

@@ -1,7 +1,7 @@
-"""Application for the processes of `--tokenizer-worker-num`: SGLang's, with the hooks of a single process.
+"""SGLang's HTTP application with this plugin's hooks, for the processes of `--tokenizer-worker-num`.
 
-SGLang does not load plugins in separate tokenizer processes. `plugin.check_requests` names this module in
-SGLANG_HTTP_SERVER_APP_PATH, from which these processes import their application.
+SGLang does not load plugins in separate tokenizer processes. These processes import their application from
+SGLANG_HTTP_SERVER_APP_PATH, which `plugin.check_requests` sets to this module.
 """
 
 from sglang.srt.entrypoints.http_server import app

@@ -1,12 +1,12 @@
-"""Parsing of streamed answers, made independent of the number of tokens in an increment.
+"""Parsing of streamed answers, independent of the number of tokens in an increment.
 
 A speculative step adds several tokens to a stream at once. Most of SGLang's tool-call parsers report one event per
-increment, so they lose arguments or whole calls if an increment holds more. One reasoning parser loses an answer. So
-increments are cut into pieces of about a token, the pieces are parsed one by one, and the results are joined.
+increment, so they lose arguments or whole calls if an increment contains more. One reasoning parser loses an answer. So
+increments are split into pieces of about a token, the pieces are parsed one by one, and the results are joined.
 
-A special token stays whole, because some parsers do not recognise its parts. So does a run of punctuation, and so does
-white space with what follows: tokenizers merge them, and Llama's parser takes a piece that starts with a brace for a
-call.
+A special token stays whole, because some parsers do not recognise its parts. Runs of punctuation, and white space with
+the following piece, also stay whole. Tokenizers merge them too, and Llama's parser takes a piece that starts with a
+brace for a call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Parsed = tuple[str, list[ToolCallItem]]
 
 
 def hook_parsers() -> None:
-    """Parse the increments of this process's streams in pieces."""
+    """Set the hooks that parse this process's streams in pieces."""
     contract.check(SECTIONS["increments"])
     contract.set_hooks(
         {
@@ -52,7 +52,7 @@ def parse_calls(stock: Callable[..., Parsed], parser: FunctionCallParser, text: 
 def parse_thoughts(
     stock: Callable[..., tuple[str | None, str | None]], parser: ReasoningParser, text: str
 ) -> tuple[str | None, str | None]:
-    """Return the new parts of the thoughts and of the text after them. AROUND `ReasoningParser.parse_stream_chunk`."""
+    """Return the new reasoning and the new text after it. AROUND `ReasoningParser.parse_stream_chunk`."""
     pieces = PIECE.findall(text)
     if len(pieces) < 2:
         return stock(parser, text)
@@ -61,7 +61,7 @@ def parse_thoughts(
 
 
 def joined(calls: Iterable[ToolCallItem]) -> list[ToolCallItem]:
-    """Join arguments with the preceding part of the same call, so that a client reads fewer events."""
+    """Join arguments with the preceding part of the same call, so that a client gets fewer events."""
     found: list[ToolCallItem] = []
     for call in calls:
         if found and not call.name and call.tool_index == found[-1].tool_index:

@@ -1,7 +1,7 @@
-"""Data of the host contract: every SGLang name that this package hooks, overrides or calls, read from a text file.
+"""Data of the host contract: every SGLang name that this package hooks, overrides or calls, from a text file.
 
-`sglang-0.5.23.txt` explains its format. `contract.py` compares it with the running SGLang, `source.py` with SGLang's
-source.
+`sglang-0.5.23.txt` explains its format. `contract.py` compares the names with the running SGLang, `source.py` with
+SGLang's source.
 """
 
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ class Name(NamedTuple):
     """One name of SGLang.
 
     Attributes:
-        module: where it is defined or re-exported.
+        module: module that defines or re-exports the name.
         qualname: `function`, `Class` or `Class.method`.
         members: blank-separated; a function's parameters, or a class's fields, methods and instance attributes.
-        hook: key in `HOOKS`; empty: it gets no hook.
+        hook: key in `HOOKS`; empty: no hook.
     """
 
     module: str

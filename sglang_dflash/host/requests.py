@@ -1,22 +1,22 @@
-"""Hooks on SGLang's scheduler about requests: whether one can be served, and where its answer ends.
+"""Hooks on SGLang's scheduler for requests: admission, the end of an answer, sessions, and retraction.
 
 SGLang tests all tokens of a step together: stop strings in the order of the request's list, then stop tokens. If a
-block holds two stops, the later one may win, and the answer is longer than without speculation. So when a request with
-stop strings has ended, SGLang's test is repeated token by token. The repetition may find no end at all, because the
-test looks for a stop string in fewer tokens when it runs after every token.
+block contains two stops, SGLang may find the later one, and the answer would be longer than without speculation. So
+when a request with stop strings has ended, SGLang's test is repeated token by token. The repetition may find no end,
+because the test searches fewer tokens for a stop string if it runs after every token.
 
-SGLang ends an aborted request without a test, with all of its last block: past the end token, or `max_new_tokens`. Such
-an answer is cut at the end inside the block; the abort remains its finish reason.
+SGLang ends an aborted request without a test, after its whole last block: past the end token, or `max_new_tokens`. Such
+an answer is cut at the end inside the block, and the abort remains the finish reason.
 
-Tokens after the end stay with the request, since its memory is counted by them, until a session continues it. Then the
-history is what the client received.
+Tokens after the end stay with the request, because its memory is counted by them. If a session continues the request,
+they are removed, so that the history equals the client's.
 
 A streaming session keeps a turn's memory for the next turn. K/V past the turn's end can be freed, but a recurrent state
-that a block or a step in flight has advanced cannot be reset. So for recurrent targets turns use the prefix cache, as
-other sessions do.
+that a block or a step in flight has advanced cannot be reset. So for recurrent targets turns use the prefix cache, like
+other sessions.
 
 A decode server (disaggregation) copies retracted requests to the host, with their state, up to the tokens that the
-scheduler has. So the outcome of the step in flight must be processed first.
+scheduler has. So the outcome of the step in flight must be processed before.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def admit(stock: Callable[..., str | None], *args: Any) -> None:
 
 
 def update_finish_state(stock: Stock, req: Req, new_accepted_len: int = 1) -> None:
-    """Test for the end after `new_accepted_len` output tokens have been added. AROUND `Req.update_finish_state`."""
+    """Test for the end after `new_accepted_len` new output tokens. AROUND `Req.update_finish_state`."""
     if req.finished() or new_accepted_len < 2:
         stock(req, new_accepted_len)
         return
@@ -57,12 +57,12 @@ def update_finish_state(stock: Stock, req: Req, new_accepted_len: int = 1) -> No
 
 
 def uncount_thoughts(req: Req, n_kept: int) -> None:
-    """Count only the thinking tokens among the first `n_kept` output tokens; SGLang counts before it cuts a step."""
+    """Limit the count of reasoning tokens to the first `n_kept` output tokens; SGLang counts before it cuts a step."""
     if req._is_reasoning_over:
         n_thoughts = min(req.reasoning_tokens, n_kept)
     else:
         n_thoughts = max(req.reasoning_tokens - (len(req.output_ids) - n_kept), 0)
-    # An incomplete start tag does not begin thoughts.
+    # An incomplete start tag does not begin reasoning.
     req.reasoning_tokens = n_thoughts if n_kept >= req._think_start_match_len else 0
 
 
@@ -73,7 +73,7 @@ def find_first_end(stock: Stock, req: Req, n: int) -> None:
     req.finished_reason = req.finished_len = None
     for i, token in enumerate(step):
         req.output_ids.append(token)
-        # The grammar has accepted the whole step, so its state is valid only at the last token.
+        # The grammar has accepted the whole step, so its state is that of the last token.
         req.grammar = grammar if i == n - 1 else None
         stock(req, 1)
         if req.finished():
@@ -84,7 +84,7 @@ def find_first_end(stock: Stock, req: Req, n: int) -> None:
 
 
 def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs: Any) -> Req:
-    """Create a session's next request, after cutting the history to the answers sent. AROUND `Session.create_req`."""
+    """Create a session's next request, after cutting earlier outputs at their ends. AROUND `Session.create_req`."""
     for node in session.req_nodes.values():
         if node.req.finished_len is not None:
             del node.req.output_ids[node.req.finished_len :]
@@ -92,7 +92,7 @@ def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs
 
 
 def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
-    """Keep nothing, since the session would keep the memory of the new turn. AROUND `StreamingSession.take`."""
+    """Do nothing, so that the session does not keep the memory of the new turn. AROUND `StreamingSession.take`."""
 
 
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:
@@ -104,9 +104,9 @@ def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: Sched
 
 
 def end_turn(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
-    """Return False: the session does not keep the memory. AROUND `StreamingSession.try_cache_finished_req`.
+    """Return False, so that the session keeps no memory. AROUND `StreamingSession.try_cache_finished_req`.
 
-    Also called for a request that is retracted and continues later.
+    SGLang also calls this for a retracted request, which continues later.
     """
     session = req.session
     if session is None or not session.streaming or not req.finished():

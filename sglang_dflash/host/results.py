@@ -13,7 +13,7 @@ from sglang_dflash.step import Plan, Target
 
 
 def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accepted) -> GenerationBatchResult:
-    """Return the result of a decode step, with logprobs if the batch asks for them."""
+    """Return the result of a decode step, with logprobs if a request of the batch needs them."""
     tokens_T = accepted.committed_BN.view(-1)
     if batch.return_logprob:
         compute_spec_logprobs(batch, target.output, tokens_T, chain_stride=plan.width)
@@ -21,7 +21,7 @@ def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accept
         logits_output=target.output,
         next_token_ids=tokens_T,
         accept_lens=accepted.n_committed_B,
-        cap_lens=torch.full((plan.n_requests,), plan.width),  # per block, for the request's own counts
+        cap_lens=torch.full((plan.n_requests,), plan.width),  # per block, for the counts in `meta_info`
         can_run_cuda_graph=target.run.can_run_graph,
         expert_distribution_metrics=target.run.expert_distribution_metrics,
         routed_experts_output=target.run.routed_experts_output,

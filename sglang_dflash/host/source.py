@@ -1,7 +1,7 @@
-"""Host contract against SGLang's installed source: parsed, not imported, so it takes two seconds and no GPU.
+"""Check of the host contract against SGLang's installed source, by parsing it, which takes two seconds and no GPU.
 
-Names are resolved as in Python (assignments, re-exports, star imports, base classes). For a class the known members are
-its fields, methods, instance attributes, and the parameters of `__init__`.
+Names are resolved as in Python (assignments, re-exports, star imports, base classes). Members of a class are its
+fields, methods, instance attributes, and the parameters of `__init__`.
 """
 
 import ast
@@ -22,7 +22,7 @@ class Source(NamedTuple):
 
 
 def problem(name: Name) -> str:
-    """Return the problem with one line of the table; empty if there is none."""
+    """Return the problem with one name of the table; "" if there is none."""
     if file(name.module) is None:
         return f"there is no module {name.module}"
     first, *rest = name.qualname.split(".")
@@ -111,7 +111,7 @@ def absolute(module: str, node: ast.ImportFrom) -> str:
 
 
 def instance(module: str, value: ast.expr) -> Source | None:
-    """Return the class of a `name = Class()` assignment's `value`; None for any other value."""
+    """Return the class of the `value` in an assignment `name = Class()`; None for other values."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
         return find(module, value.func.id)
     return None

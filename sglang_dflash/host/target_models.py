@@ -1,7 +1,7 @@
-"""Methods that SGLang's model of a target needs for DFLASH, added to its class in the scheduler's process.
+"""Missing methods for DFLASH, added to SGLang's model classes of some targets.
 
-SGLang's models provide features by a method `set_dflash_layers_to_capture`, and their embedding by
-`get_input_embeddings()`. A model may lack the first although it captures features for EAGLE3.
+SGLang's models provide features with the method `set_dflash_layers_to_capture`, and their embedding with
+`get_input_embeddings()`. A model may lack the former although it captures features for EAGLE3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MINIMAX_M2 = "MiniMaxM2ForCausalLM"
 
 
 def complete(architecture: str) -> None:
-    """Add missing methods to a target's class. Call it after the target is loaded, before SGLang asks for features."""
+    """Add missing methods to a target's class. Call this after the target is loaded, before SGLang uses features."""
     if architecture == MINIMAX_M2:
         from sglang.srt.models.minimax_m2 import MiniMaxM2ForCausalLM
 

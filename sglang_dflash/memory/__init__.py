@@ -1,1 +1,1 @@
-"""Memory of a request besides the target's K and V: ring buffers, records, token history, and their sizes."""
+"""Memory of requests in addition to the target's K and V: ring buffers, records, token histories, and their sizes."""

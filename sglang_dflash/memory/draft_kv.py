@@ -1,8 +1,8 @@
-"""Memory of the draft's context K/V and how SGLang counts it: one of two ways, chosen when the server starts.
+"""Memory of the draft's context K/V, and its accounting in SGLang, of one of two kinds.
 
-Shared   the draft's pool has a slot for each of the target's, as SGLang makes and counts it
+Shared   a slot for each of the target's slots, as SGLang allocates and counts it
 Rings    with a sliding window: a ring buffer of slots per request, sized by window and block. Rings are counted per
-         request, and the target's pool gets the rest
+         request, and the target's pool gets the remaining memory
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_dflash.memory.slots import DraftSlots, RingSlots, SharedSlots, rings
 
 logger = logging.getLogger(__name__)
 
-READ_AGAIN = 64  # tokens at the end of a prompt that are read even if they are in the prefix cache
+READ_AGAIN = 64  # tokens at the end of a prompt that are always read, even if they are in the prefix cache
 
 Hooks = dict[str, tuple[Callable[..., Any], HookType]]  # by hook names of `host/sglang-0.5.23.txt`
 Pools = tuple[MemoryPoolConfig | None, ReqToTokenPool | None]
@@ -42,7 +42,7 @@ class DraftKV(Protocol):
         """Return the draft's pool configuration and request table, derived from the target's."""
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> DraftSlots:
-        """Return the draft's slots. Call it after pools and attention backends are made."""
+        """Return the draft's slots. Call this after pools and attention backends are created."""
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
         """Return pool sizes and functions for fill levels, for metrics."""
@@ -60,21 +60,21 @@ def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
 
 
 class Shared:
-    """Storage with a slot for each of the target's."""
+    """Storage with a slot for each of the target's slots."""
 
     def __init__(self, *, offloads: bool) -> None:
-        """`offloads`: SGLang copies the K/V of retracted requests to the host, as a decode server does."""
+        """`offloads`: SGLang copies K/V of retracted requests to the host, as on a decode server."""
         self.offloads = offloads
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return none: SGLang already counts such a pool."""
+        """Return no hooks, because SGLang counts such a pool."""
         return {}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
         return target, requests
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> SharedSlots:
-        """Return the target's slots. If K/V are offloaded, copy the draft's along with the target's."""
+        """Return the target's slots. With `offloads`, the draft's K/V will be copied with the target's."""
         if self.offloads:
             copy_along(target.token_to_kv_pool_allocator, draft.token_to_kv_pool)
         return SharedSlots()
@@ -84,7 +84,7 @@ class Shared:
 
 
 def copy_along(allocator: Any, pool: KVCache) -> None:
-    """Copy the draft's K/V in the same slots whenever SGLang copies the target's to the host and back."""
+    """Wrap SGLang's copies of K/V to the host and back to include the draft's K/V of the same slots."""
     back_up, restore = allocator.get_cpu_copy, allocator.load_cpu_copy
 
     def get_cpu_copy(indices: torch.Tensor, **state: Any) -> tuple[Any, Any]:
@@ -105,11 +105,11 @@ class Rings:
 
     @property
     def size(self) -> int:
-        """Return the number of slots of a request's ring. Valid once the server's arguments are resolved."""
+        """Return the number of slots per ring. Valid only after SGLang has resolved its arguments."""
         return ring_slots(self.window, self.widest, get_schedule().page_size)
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return hooks that subtract rings from the target's memory and make the end of a prompt be read."""
+        """Return hooks that subtract rings from the target's memory, and that make SGLang read the end of prompts."""
         hooks: Hooks = {
             "kv_bytes": (self.available_bytes, HookType.AROUND),
             "kv_bytes_per_token": (target_alone, HookType.AROUND),
@@ -117,9 +117,9 @@ class Rings:
         return hooks if recurrent else hooks | {"longest_hit": (leave_the_end, HookType.AFTER)}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """Return a pool with a ring for each row of the request table, the padding row 0 included, and a table.
+        """Return the configuration of a pool with a ring per request-table row, padding row 0 included, and a table.
 
-        A table row lists the slots that a block attends to: at most a ring, at any context length.
+        A table row lists the slots that a block attends to, at most a ring for any context length.
         """
         assert target is not None, "the target's pools are made first"
         assert target.max_running_requests is not None, "SGLang decides it with the target's pool"
@@ -133,11 +133,11 @@ class Rings:
         return pool, table
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> RingSlots:
-        """Return the kind of ring slots that the draft's attention backend can plan with."""
+        """Return ring slots of the kind that the draft's attention backend needs."""
         return rings_for(draft)(target, draft, size=self.size, window=self.window, widest=self.widest)
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """Return the number of rings and a function that counts those in use."""
+        """Return the number of rings, and a function that counts those in use."""
         return {"rings": (requests.size, lambda: requests.size - requests.available_size())}
 
     def available_bytes(
@@ -174,13 +174,13 @@ def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, 
 def leave_the_end(longest: int, request: Any, input_len: int) -> int:
     """Return the longest allowed prefix hit, in tokens. AFTER `Req._compute_max_prefix_len`.
 
-    A prefix hit fills nothing of the draft's ring, whose window begins with the tokens that are read. A new question
-    gives enough context. If almost nothing is new (a repeated prompt, n > 1, a retracted request), drafts fail for
-    about thirty tokens (measured, see the log). So the end of a prompt is always read: an attention-only target takes
-    hardly longer for 64 tokens than for one.
+    A prefix hit fills no slot of the draft's ring, whose window begins with the tokens that are read. A new question is
+    enough context. If almost nothing is new (a repeated prompt, n > 1, a retracted request), drafts fail for about
+    thirty tokens (measured, see the log). So the end of a prompt is always read. An attention-only target takes hardly
+    longer for 64 tokens than for one.
 
-    Recurrent targets have no such hook. They resume from checkpoints, which may be sparse or missing, and read the
-    tokens after the last one anyway.
+    Recurrent targets do not have this hook. They resume from checkpoints, which may be sparse or missing, and read the
+    tokens after the last checkpoint anyway.
     """
     return max(min(longest, input_len - READ_AGAIN), 0)
 
@@ -188,7 +188,7 @@ def leave_the_end(longest: int, request: Any, input_len: int) -> int:
 def fit_page_tables(draft_runner: ModelRunner) -> None:
     """Make the page tables of attention backends as wide as a row of the draft's request table.
 
-    By default backends take the context length. A block may end 2 N past the target's context, and a ring is far
+    By default backends use the context length. But a block may end 2 N past the target's context, and a ring is much
     shorter.
     """
     draft_runner.model_config.context_len = draft_runner.req_to_token_pool.req_to_token.shape[1]

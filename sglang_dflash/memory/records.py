@@ -1,8 +1,8 @@
-"""Memory of recurrent states (Gated DeltaNet) that a request needs besides its persistent ones, and its accounting.
+"""Memory of recurrent layers (Gated DeltaNet) for a request's block, and its accounting in SGLang.
 
-SGLang keeps a state per drafted token and request, H V K values a layer: 2.25 GiB per request for a block of 16 at
+SGLang stores a state per drafted token and request, H V K values per layer: 2.25 GiB per request for a block of 16 with
 Qwen3.5-27B. `FoldState` needs a record per drafted token instead, H V + G K + H values (`kernels/gdn_verify.py`). Both
-keep the inputs of the causal convolution.
+store the inputs of the causal convolution.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def block_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
-    """Return the bytes that one request needs for a block of `n_tokens` besides its persistent states, on this rank."""
+    """Return this rank's bytes for one request's block of `n_tokens`, without its persistent states."""
     return sizes.block_bytes(
         n_tokens,
         n_layers=len(params.layers),
@@ -36,7 +36,7 @@ def block_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
 
 
 def snapshot_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
-    """Return `block_bytes` for SGLang's layout: a state per drafted token."""
+    """Return `block_bytes` for SGLang's layout, a state per drafted token."""
     return params.mamba_cache_per_req * n_tokens
 
 
@@ -47,7 +47,7 @@ def record_values(params: BaseLinearStateParams) -> int:
 
 
 class RecordPool(MambaPool):
-    """SGLang's pool of recurrent states, with records instead of the states per drafted token."""
+    """SGLang's pool of recurrent states, with records instead of states per drafted token."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RecordPool(MambaPool):
         )
         shape = cache_params.shape
         n_layers, n_tokens = len(mamba_layer_ids), speculative_num_draft_tokens
-        # Some servers capture batches larger than the number of requests, so that ranks can share their rows.
+        # Captured batches may have more rows than requests, so that ranks can share the rows evenly.
         n_rows = max(spec_state_size + 1, get_cuda_graph_max_batch_size(spec_state_size))
         self.conv_window_axis = self._detect_conv_window_axis(shape.conv, shape.conv_kernel - 1)
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
@@ -104,15 +104,15 @@ class RecordPool(MambaPool):
 
 
 def use_records() -> None:
-    """Make SGLang create `RecordPool`s. Call it before SGLang makes its memory pools."""
+    """Make SGLang create `RecordPool`s. Call this before SGLang creates its memory pools."""
     HybridReqToTokenPool.mamba_pool_cls = RecordPool
 
 
 def count_records(stock: Callable[[Any, float], float], configurator: Any, rest_gib: float) -> float:
-    """Return the GiB left for KV with states counted as records. AROUND `KVCacheConfigurator._handle_max_mamba_cache`.
+    """Return the GiB left for KV, counting records. AROUND `KVCacheConfigurator._handle_max_mamba_cache`.
 
-    SGLang counts a block of N tokens as N states per request. Setting N to the number of states that take as many bytes
-    as the records makes its formula that of `RecordPool`.
+    SGLang counts a block of N tokens as N states per request. With N set to the records' bytes over a state's bytes,
+    its formula is that of `RecordPool`.
     """
     if HybridReqToTokenPool.mamba_pool_cls is not RecordPool:
         return stock(configurator, rest_gib)

@@ -1,7 +1,7 @@
-"""Sizes of a server's caches in bytes: arithmetic without torch, SGLang or a GPU.
+"""Sizes of a server's caches in bytes, computed without torch, SGLang or a GPU.
 
-`capacity` divides a card's memory with these functions, and the pools are allocated with them, so both agree. Letters
-as in the kernels: G key heads, H value heads, K key width, V value width, N tokens per block.
+`capacity` divides a card's memory with these functions, and pools are allocated with them, so both agree. Letters as in
+the kernels: G key heads, H value heads, K key width, V value width, N tokens per block.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from sglang_dflash_kernels.record import record_width
 
-FP32 = 4  # bytes; records use it whatever the states' dtype, and so do the scales of an fp8 copy
+FP32 = 4  # bytes per value of a record, for any dtype of the states, and per scale of an fp8 copy
 INT32 = 4  # bytes per token of a history
 
 
@@ -19,37 +19,37 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def kept_window(asked: int | None, layers: int | None) -> int | None:
-    """Return the context tokens that a draft keeps, by its flag and its layers' common window; None: all."""
+    """Return the context tokens that a draft keeps, from its flag and its layers' common window; None: all."""
     return min((window for window in (asked, layers) if window is not None), default=None)
 
 
 def ring_slots(window: int, widest: int, page_size: int) -> int:
-    """Return the KV slots of a request's ring for a draft that looks back `window` tokens.
+    """Return the KV slots of a request's ring for a draft with a window of `window` tokens.
 
-    Besides the window the ring holds the most that a step writes (the drafted block, or the verified tokens), and the
-    start of the page in which the window begins.
+    In addition to the window, the ring holds the most tokens that a step writes (the drafted block, or the verified
+    tokens), and the start of the page in which the window begins.
     """
     return round_up(window + page_size - 1 + widest, page_size)
 
 
 def text_bytes(n_requests: int, context: int) -> int:
-    """Return the bytes of the token history: a row for each request, and one for SGLang's padding row."""
+    """Return the bytes of token histories: a row for each request, and one for SGLang's padding row."""
     return (n_requests + 1) * context * INT32
 
 
 def fp8_head_bytes(n_rows: int, width: int) -> int:
-    """Return the bytes of an fp8 copy of a head: one per weight, and a scale per row."""
+    """Return the bytes of an fp8 copy of a head: one per weight, and an fp32 scale per row."""
     return n_rows * (width + FP32)
 
 
 def block_bytes(
     n_tokens: int, *, n_layers: int, record_values: int, conv_shapes: Sequence[tuple[int, int]], conv_itemsize: int
 ) -> int:
-    """Return the bytes one request needs for a block of `n_tokens` besides its persistent states, on one rank.
+    """Return one rank's bytes for a request's block of `n_tokens`, without its persistent states.
 
     Args:
-        record_values: per layer and token, see `record_width`.
-        conv_shapes: of a layer's convolutions, channels and inputs kept between steps. Windows of a block's tokens
+        record_values: values per layer and token, see `record_width`.
+        conv_shapes: (channels, inputs kept between steps) of a layer's convolutions. Windows of consecutive tokens
             overlap, so a channel keeps `n_tokens` inputs and one less than a window.
     """
     inputs = sum(n_channels * (n_tokens + window - 1) for n_channels, window in conv_shapes)
@@ -58,12 +58,12 @@ def block_bytes(
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Sizes of the layers of a model that keep K and V. `head_dim` is the width of a key and of a value."""
+    """Sizes of the attention layers of a model."""
 
     n_layers: int
     n_kv_heads: int
-    head_dim: int
-    itemsize: int
+    head_dim: int  # width of a key, and of a value
+    itemsize: int  # bytes per value
 
     def bytes_per_token(self, tp_size: int) -> int:
         """Return the bytes per token on one rank. With fewer heads than ranks, each rank keeps one head."""
@@ -72,10 +72,10 @@ class AttentionSizes:
 
 @dataclass(frozen=True)
 class RecurrentSizes:
-    """The Gated DeltaNet layers of a hybrid target.
+    """Sizes of the Gated DeltaNet layers of a hybrid target.
 
     Attributes:
-        conv_window: inputs the causal convolution keeps between steps, one less than its kernel.
+        conv_window: inputs that the causal convolution keeps between steps, one less than its kernel.
     """
 
     n_layers: int
@@ -98,16 +98,16 @@ class RecurrentSizes:
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of a persistent state: H V K values and the convolution's last inputs."""
+        """Return the bytes of a persistent state: H V K values, and the convolution's last inputs, for all layers."""
         state = self.n_value_heads * self.value_width * self.key_width * self.state_itemsize
         return self.n_layers * (state + self.n_channels * self.conv_window * self.conv_itemsize)
 
     def snapshot_bytes(self, n_tokens: int) -> int:
-        """Return the bytes per request with a state for each of a block's tokens, as SGLang counts it."""
+        """Return the bytes per request with a state for each token of a block, as SGLang counts them."""
         return self.state_bytes * n_tokens
 
     def record_bytes(self, n_tokens: int) -> int:
-        """Return the bytes per request with a record for each of a block's tokens, as `RecordPool` allocates it."""
+        """Return the bytes per request with a record for each token of a block, as `RecordPool` allocates them."""
         return block_bytes(
             n_tokens,
             n_layers=self.n_layers,

@@ -1,7 +1,7 @@
-"""Slots of the draft's context K/V, and the context that a block attends to. One of two kinds, chosen at start-up.
+"""Slots of the draft's context K/V, and the context that a block attends to, of one of two kinds.
 
-SharedSlots   a slot for every slot of the target's pool, with the same id: a prefix found in SGLang's prefix cache
-              is found in the draft's pool as well
+SharedSlots   a slot for every slot of the target's pool, with the same id, so a prefix in SGLang's prefix cache is
+              also in the draft's pool
 RingSlots     with a sliding window: a ring buffer of slots per request, sized by window and block
 """
 
@@ -24,13 +24,13 @@ class Seen(NamedTuple):
     """Context of a block: the last `len_B` committed tokens of each request, and the block itself."""
 
     len_B: torch.Tensor
-    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact if a backend needs that
+    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact if a backend needs it
     bound_sum: int
     kv: KVLocPlan  # the slots of the context and of the block
 
 
 class PromptRows(NamedTuple):
-    """Rows of a prompt whose context K/V are kept, with their positions and slots."""
+    """Rows of prompts whose context K/V are kept, with their positions and slots."""
 
     rows_T: torch.Tensor | None  # int64, indices of the prompt's rows; None: all
     positions_T: torch.Tensor
@@ -52,7 +52,8 @@ class DraftSlots(Protocol):
     def is_cut(self, row: int, prefix_len: int) -> bool:
         """Return whether the request in `row` lacks context that a block after `prefix_len` tokens would attend to.
 
-        That is so if its prefix was found in the prefix cache. Runs on the host, for a request that is being decoded.
+        With ring buffers this happens after a hit in the prefix cache. Call this only for a request in decode. It runs
+        on the host.
         """
 
 
@@ -68,23 +69,23 @@ class SharedSlots:
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
         prefix_B = async_h2d(batch.prefix_lens, dtype=torch.int32, device=device)
         new_B = async_h2d(batch.extend_lens, dtype=torch.int32, device=device)
-        # "triton" selects the device kernel. On the CPU SGLang uses the torch form under every other name.
+        # "triton" selects the device kernel. On the CPU SGLang uses the torch form for any other name.
         form = "torch" if device.type == "cpu" else "triton"
         positions_T, _ = compute_position(form, prefix_B, new_B, sum(batch.extend_lens))
         return PromptRows(None, positions_T, batch.out_cache_loc)
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return False: a prefix in the target's slots is also in the draft's."""
+        """Return False, because a prefix in the target's slots is also in the draft's."""
         return False
 
 
 class RingSlots:
     """Ring buffers in the draft's own pool: position p of the request in table row r has slot r * size + p % size.
 
-    A block attends to the last `window` committed tokens whose K/V were written. A prefix found in the prefix cache is
-    only in the target's pool, so it is left out. The window fills up with the tokens after it. With pages larger than
-    one token the window starts at a page boundary, because backends derive pages from positions in a row. So it may be
-    up to page - 1 tokens longer.
+    A block attends to the last `window` committed tokens whose K/V were written. A prefix from the prefix cache is only
+    in the target's pool, so the window contains only tokens after it. With pages larger than one token the window
+    starts at a page boundary, because backends derive pages from positions in a row. So the window may be up to page -
+    1 tokens longer.
 
     Invariant: for the request in row r, positions from first_R[r] up to the committed length are in their slots. This
     holds for positions fewer than `size - widest` tokens back.
@@ -103,7 +104,7 @@ class RingSlots:
         assert n_rows * size <= draft_runner.max_total_num_tokens, "a ring for every row"
         assert self.table.shape == (n_rows, size), "a row for every ring"
         self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
-        # Host copies: `first_R`, the generation of the row's current request (SGLang's counter), its prompt's end.
+        # On the host: `first_R`, the generation of each row's request (SGLang's counter), and the end of its prompt.
         self.first_R_cpu = np.zeros(n_rows, np.int64)
         self.generation_R, self.end_R = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
         self.columns = torch.arange(window + self.page - 1 + widest, device=device)
@@ -118,7 +119,7 @@ class RingSlots:
         start_B = torch.maximum(plan.prefix_len_B - self.window, self.first_R[plan.rows_B])
         if self.page > 1:
             start_B = start_B - start_B % self.page
-        # The write has a fixed size, so that no length is needed on the host.
+        # The write has a fixed size, so the host does not need the lengths.
         self.table[rows_B1, self.columns] = self.slots(rows_B1, start_B[:, None] + self.columns).to(self.table.dtype)
         len_B = plan.prefix_len_B - start_B
         bound_B_cpu = self.host_lengths(plan, block)
@@ -133,7 +134,7 @@ class RingSlots:
 
     def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
         """Return an upper bound of len + N on the host, int64 [B]."""
-        # min(bound, longest) grows with the bound, so it stays an upper bound of the true length.
+        # min(bound, longest) increases with the bound, so it is an upper bound of the true length.
         return block.bound_B_cpu.clamp(max=len(self.columns))
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
@@ -141,7 +142,7 @@ class RingSlots:
         return self.slots(plan.rows_B[:, None], block.positions_BN).view(-1)
 
     def of_prompt(self, batch: ScheduleBatch, device: torch.device) -> PromptRows:
-        """Return the last rows of each prompt that fit a ring, and their slots."""
+        """Return the last rows of each prompt that fit into its ring, and their slots."""
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         self._begin(rows_B, prefix_B, prefix_B + new_B)
@@ -155,11 +156,11 @@ class RingSlots:
         return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return whether the request's first token in its ring lies within the window."""
+        """Return whether the first token in the request's ring lies within the window."""
         return bool(self.first_R_cpu[row] > max(prefix_len - self.window, 0))
 
     def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:
-        """Reset the rings of prompts that do not continue their row's last one, to begin at their first read token."""
+        """Reset the rings of prompts that do not continue their row's last prompt, to begin at the first read token."""
         generation_B = self.requests.req_generation[rows_B].numpy()
         new_B = (self.generation_R[rows_B] != generation_B) | (self.end_R[rows_B] != prefix_B)
         self.generation_R[rows_B], self.end_R[rows_B] = generation_B, end_B
@@ -171,14 +172,14 @@ class RingSlots:
 
 
 class ExactRingSlots(RingSlots):
-    """Ring slots for backends that need exact lengths on the host, which SGLang's scheduler then provides.
+    """Ring slots for backends that need exact lengths on the host, which SGLang's scheduler provides for them.
 
-    FlashInfer lays out its partial results by the planned lengths and writes them by those on the device. If the two
-    differ, rows of different requests are mixed.
+    FlashInfer allocates partial results by the planned lengths, but writes them by the lengths on the device. If the
+    lengths differ, rows of different requests are mixed.
     """
 
     def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
-        """Return len + N on the host, int64 [B], equal to the value that `seen` computes on the device."""
+        """Return len + N on the host, int64 [B], equal to the values on the device."""
         n_tokens = block.tokens_BN.shape[1]
         prefix_len_B = block.bound_B_cpu.numpy() - n_tokens
         start_B = np.maximum(prefix_len_B - self.window, self.first_R_cpu[plan.rows_B_cpu.numpy()])
@@ -186,5 +187,5 @@ class ExactRingSlots(RingSlots):
 
 
 def rings_for(draft_runner: ModelRunner) -> type[RingSlots]:
-    """Return the class of ring slots that the draft's attention backend can plan with."""
+    """Return the class of ring slots that the draft's attention backend needs."""
     return ExactRingSlots if draft_runner.attn_backend.needs_cpu_seq_lens else RingSlots

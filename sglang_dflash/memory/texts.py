@@ -1,4 +1,4 @@
-"""Token history for n-gram copies: which servers keep it, and its size in bytes."""
+"""Accounting of token histories for n-gram copies, and the reasons why a server has none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHOUT_TEXTS = {  # by `--disaggregation-mode`
 
 
 def why_no_copies(copy: Copy, disaggregation: str) -> str:
-    """Return why a server keeps no token history to copy from; empty if it keeps one.
+    """Return the reason why a server keeps no token histories; "" if it keeps them.
 
     Args:
         copy: SGLANG_DFLASH_COPY.
@@ -37,7 +37,7 @@ def why_no_copies(copy: Copy, disaggregation: str) -> str:
 
 
 def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:
-    """Return this rank's available bytes minus the token history of all requests.
+    """Return this rank's available bytes minus the token histories of all requests.
 
     AROUND `KVCacheConfigurator._profile_available_bytes`.
     """

@@ -9,18 +9,18 @@ from sglang.srt.utils import async_d2h
 
 
 class LateCounts:
-    """Reader of growing counts. Invariant: `known` has been returned; `asked` is a copy in flight, or None."""
+    """Reader of growing counts. Invariant: `more` has returned `known`; `asked` is a copy in flight, or None."""
 
     def __init__(self, counts: torch.Tensor) -> None:
-        """`counts`: int32, which only grow and wrap around at 2^32."""
+        """`counts`: int32, only increased, and wrapping around at 2^32."""
         self.counts = counts
         self.known = torch.zeros(counts.shape, dtype=torch.int64)
         self.asked: tuple[torch.Tensor, Any] | None = None
 
     def more(self) -> torch.Tensor:
-        """Return the increase since the last call, as far as copies have arrived: int64, on the host."""
+        """Return the increase since the last call, up to the last complete copy: int64, on the host."""
         if self.counts.is_cpu:
-            return self._told(self.counts)
+            return self._increase(self.counts)
         if self.asked is None:
             event = torch.get_device_module(self.counts.device).Event()
             self.asked = async_d2h(self.counts), event
@@ -29,9 +29,9 @@ class LateCounts:
         if not event.query():
             return torch.zeros_like(self.known)
         self.asked = None
-        return self._told(on_host)
+        return self._increase(on_host)
 
-    def _told(self, counts: torch.Tensor) -> torch.Tensor:
+    def _increase(self, counts: torch.Tensor) -> torch.Tensor:
         added = (counts - self.known) % 2**32
         self.known = self.known + added
         return added

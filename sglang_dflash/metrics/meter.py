@@ -1,7 +1,7 @@
 """DFLASH metrics on the server's `/metrics`, with SGLang's labels (`--enable-metrics`).
 
-`table.py` lists the metrics. A step adds to plain integers once SGLang has its outcome on the host. They are passed to
-Prometheus every `WRITE_EVERY` blocks and when the scheduler is idle.
+`table.py` lists the metrics. When SGLang has a step's outcome on the host, it is added to plain integers. These are
+passed to Prometheus every `WRITE_EVERY` blocks, and when the scheduler is idle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from sglang_dflash.stages.copier import TextCopies
 from sglang_dflash.width.tally import Tally
 
 WRITE_EVERY = 64  # blocks; an idle scheduler writes at once
-MATCHES = ("", "3", "4-7", "8-15", "16")  # matched tokens, by class; the first class is no match
+MATCHES = ("", "3", "4-7", "8-15", "16")  # label of each class of match lengths, in tokens; "": no match
+# Bounds of the histogram of stage times.
 SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -34,7 +35,7 @@ class Exports:
     """Prometheus objects of the metrics in `METRICS`."""
 
     def __init__(self, collector: Any, *, widest: int, widths: Sequence[int]) -> None:
-        """`collector`: SGLang's. Metrics get its labels, and its metric classes if it has its own (Ray)."""
+        """`collector`: SGLang's collector, with the metrics' labels, and their classes if it has its own (Ray)."""
         kinds = {
             Kind.COUNTER: collector._counter_cls or Counter,
             Kind.GAUGE: collector._gauge_cls or Gauge,
@@ -49,7 +50,7 @@ class Exports:
         made = {
             metric.name: kinds[metric.kind](
                 name=f"{PREFIX}{metric.name}",
-                documentation=metric.tells,
+                documentation=metric.meaning,
                 labelnames=[*collector.labels, *metric.labels],
                 **options.get(metric.name, {}),
             )
@@ -60,7 +61,7 @@ class Exports:
             return made[name].labels(**collector.labels, **labels)
 
         positions = range(1, widest)
-        # Created at once, so that a series begins with 0 rather than its first count.
+        # Created now, so that a series begins with 0 instead of its first count.
         self.committed = series("committed_tokens")
         self.verified = {p: series("verified_drafts_total", position=p) for p in positions}
         self.accepted = {p: series("accepted_drafts_total", position=p) for p in positions}
@@ -80,7 +81,7 @@ class Exports:
                 series.inc(n)
 
     def write(self, tally: Tally, cut: Tally) -> None:
-        """Add the counts of a tally; `cut`: those of blocks drafted with less context than their window."""
+        """Add the counts of a tally; `cut`: counts of blocks drafted with less context than their window."""
         verified, accepted = Count[int](), Count[int]()  # drafts by position
         for (width, n_accepted), n in tally.n_blocks.items():
             for _ in range(n):
@@ -100,12 +101,12 @@ class Exports:
 
 
 class Meter:
-    """Counts of a scheduler's decode steps, for the requests that the scheduler counts in their `meta_info`.
+    """Counter of a scheduler's decode steps, for the same requests as the counts in `meta_info`.
 
-    With the overlap schedule a step may still verify a block of a request that has ended or was retracted. That block
+    With the overlap schedule a step may still verify a block of a request that has ended or was retracted. Such a block
     is not counted.
 
-    Invariant: `tally` has not been written; `is_written` means that it is empty and the pool gauges are current.
+    Invariant: `tally` has not been written. If `is_written`, it is empty, and the pool gauges are current.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Meter:
         rows = scheduler.req_to_token_pool
         pools = {name: Pool(*gauge) for name, gauge in worker.config.draft_kv.gauges(rows).items()}
         if scheduler.is_hybrid_ssm:
-            # Read lazily: the scheduler makes its observer after this.
+            # Read later, because the scheduler creates its observer after this.
             pools["states"] = Pool(
                 rows.mamba_pool.size, lambda: scheduler.pool_stats_observer.get_pool_stats().mamba_num_used
             )

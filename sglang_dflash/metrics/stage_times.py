@@ -1,7 +1,7 @@
 """Times of a step's stages, measured in one step of `SAMPLE_EVERY`, without waiting.
 
-On a GPU two events are recorded around a stage and read some steps later, once the GPU has passed them. The time
-between them is the GPU's, including gaps in which it waited for the host. On the CPU it is the host's time.
+On a GPU two events are recorded around a stage, and read some steps later, when the GPU has passed them. The time
+between them is GPU time, including gaps in which the GPU waited for the host. On a CPU the host's time is measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from sglang_dflash.stages.stages import Stages, with_methods
 
 SAMPLE_EVERY = 32  # steps
-# In the order of a step. Planning and accepting are omitted, as they take almost no time.
+# In the order of a step, without planning and accepting, which take almost no time.
 STAGES = ("draft", "copy", "verify", "choose", "commit", "append", "weigh")
 
 P = ParamSpec("P")
@@ -24,6 +24,8 @@ R = TypeVar("R")
 
 
 class Clock(Protocol):
+    """Clock of a device."""
+
     def mark(self) -> Any:
         """Return the current point in the work submitted to the device."""
 
@@ -61,7 +63,7 @@ class Interval(NamedTuple):
 
 
 class StageTimes:
-    """Times of stages. Invariant: `intervals` are those not read yet, oldest first."""
+    """Times of stages. Invariant: `intervals` have not been read, oldest first."""
 
     def __init__(self, clock: Clock, every: int = SAMPLE_EVERY) -> None:
         self.clock, self.every = clock, every
@@ -69,7 +71,7 @@ class StageTimes:
         self.intervals = deque[Interval]()
 
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
-        """Return `run`, measured in sampled steps. A step begins with the first stage."""
+        """Wrap `run` to record its time in sampled steps. A step begins with the first stage."""
 
         def run_timed(*args: P.args, **kwargs: P.kwargs) -> R:
             self.n_steps += stage == STAGES[0]
@@ -83,7 +85,7 @@ class StageTimes:
         return run_timed
 
     def read(self) -> Iterator[tuple[str, float]]:
-        """Yield stages and their seconds, each once, as far as the device has finished them."""
+        """Yield (stage, seconds) of intervals that the device has finished, each once."""
         while self.intervals:
             stage, began, ended = self.intervals[0]
             seconds = self.clock.seconds(began, ended)
@@ -95,11 +97,11 @@ class StageTimes:
 
 class Timer(Protocol):
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
-        """Return `run`, measured as `stage`."""
+        """Wrap `run` to record its times as those of `stage`."""
 
 
 def measured(stages: Stages, times: Timer) -> Stages:
-    """Return `stages` with the methods of `STAGES` measured by `times`."""
+    """Return copies of `stages` whose methods in `STAGES` are measured by `times`."""
     timed, copier, verifier = times.timed, stages.copier, stages.verifier
     return stages._replace(
         drafter=with_methods(stages.drafter, draft=timed("draft", stages.drafter.draft)),
@@ -113,6 +115,6 @@ def measured(stages: Stages, times: Timer) -> Stages:
 
 
 def time_stages(stages: Stages, device: str) -> tuple[Stages, StageTimes]:
-    """Return the stages, measured from now on, and their times."""
+    """Return copies of the stages that are measured, and their times."""
     times = StageTimes(HostClock() if device == "cpu" else DeviceClock(device))
     return measured(stages, times), times

@@ -1,6 +1,6 @@
 """Table of all metrics: name, type, unit, labels, meaning, and the remedy for bad values.
 
-`meter.py` exports them, `docs/metrics.md` shows the table, and `assets/dashboard.json` plots all of them.
+`meter.py` exports the metrics, `docs/metrics.md` shows the table, and `assets/dashboard.json` plots all metrics.
 """
 
 from enum import StrEnum
@@ -21,10 +21,10 @@ class Metric(NamedTuple):
     """One metric of this plugin.
 
     Attributes:
-        name: without `PREFIX`; a counter's includes the `_total` that Prometheus adds.
-        unit: of the value.
-        labels: in addition to SGLang's.
-        tells: its meaning.
+        name: without `PREFIX`; for a counter, with the `_total` that Prometheus adds.
+        unit: unit of the value.
+        labels: labels in addition to SGLang's.
+        meaning: documentation in Prometheus.
         cure: signs of a bad value, and the remedy.
     """
 
@@ -32,7 +32,7 @@ class Metric(NamedTuple):
     kind: Kind
     unit: str
     labels: tuple[str, ...]
-    tells: str
+    meaning: str
     cure: str
 
     def exported(self) -> set[str]:
@@ -149,8 +149,7 @@ def table() -> str:
         f"| metric, after `{PREFIX}` | type | unit | labels | what it tells | when it is bad |",
         "|---|---|---|---|---|---|",
     ]
-    rows += [
-        f"| `{m.name}` | {m.kind} | {m.unit} | {', '.join(f'`{label}`' for label in m.labels)} | {m.tells} | {m.cure} |"
-        for m in METRICS
-    ]
+    for m in METRICS:
+        labels = ", ".join(f"`{label}`" for label in m.labels)
+        rows.append(f"| `{m.name}` | {m.kind} | {m.unit} | {labels} | {m.meaning} | {m.cure} |")
     return "\n".join(rows) + "\n"

@@ -1,4 +1,4 @@
-"""Write one JSON line per decode step (`SGLANG_DFLASH_WIDTH_TRACE`)."""
+"""Trace of decode steps, one JSON line per step (`SGLANG_DFLASH_WIDTH_TRACE`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_dflash.width.chooser import Trace as Outcome
 
 
 def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]:
-    """Return the stages and a function that writes every step's outcome. Without a folder nothing is traced."""
+    """Return the stages, and a function that writes every step's outcome; None without a folder."""
     if folder is None:
         return stages, None
     copier = stages.copier if isinstance(stages.copier, TextCopies) else None
@@ -28,20 +28,20 @@ def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]
 
 
 class Trace:
-    """Writer of one JSON line per step, into a file per process, as ranks must not share one.
+    """Writer of one JSON line per step, into a file per process, because ranks must not share a file.
 
-    Invariant, if copies are made: `places` belongs to the steps without an outcome, oldest first.
+    Invariant with copies: `places` are those of the steps without an outcome, oldest first.
     """
 
     def __init__(self, folder: Path, copier: TextCopies | None) -> None:
-        """`copier`: None if nothing is copied."""
+        """`copier`: None without copies."""
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
         self.copier = copier
         self.places = deque[torch.Tensor]()
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Copy, and start transferring the slots at which copies begin to the host."""
+        """Run the copier, and start to transfer the slots at which copies begin to the host."""
         assert self.copier is not None
         step = self.copier.copy(plan, drafts_BN)
         assert step.made is not None
@@ -49,7 +49,7 @@ class Trace:
         return step
 
     def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """Write a step. `copied`: the number of accepted drafts that were copied, the last of a block's."""
+        """Write a step. Field `copied` is the number of accepted drafts from copies, the last ones of a block."""
         accepted = dict(zip(rids, n_accepted_B, strict=True))
         line = {"s": round(now_s, 6), "width": width, "accepted": accepted}
         if self.copier:

@@ -1,9 +1,9 @@
-"""DFlash on MLX: a target that mlx-lm loads, one DFlash draft, one text at a time.
+"""DFlash on MLX: a target loaded by mlx-lm and a DFlash draft, for one text at a time.
 
     sglang-dflash mlx --model Qwen/Qwen3-8B --draft z-lab/Qwen3-8B-DFlash-b16 --prompt "Why is the sky blue?"
 
-mlx-lm is neither copied nor edited: its models run unchanged, and their layers' calls are recorded (`target.py`). Needs
-`pip install "sglang-dflash[mlx]"`, neither torch nor SGLang.
+mlx-lm's models run unchanged, and calls of their layers are recorded (`target.py`). Needs
+`pip install "sglang-dflash[mlx]"`, but neither torch nor SGLang.
 """
 
 try:

@@ -71,7 +71,7 @@ def answer(options: argparse.Namespace) -> None:
 
 
 def summary(steps: Sequence[DecodedStep], began: float, ends: Sequence[float]) -> str:
-    """Summarise the steps that have drafts: without the prompt's, and the last, which has no tokens."""
+    """Return a line about the steps with drafts, without the prompt's step and the last one, which has no tokens."""
     decoded = steps[1:-1]
     if not decoded:
         return f"1 token, prompt {ends[0] - began:.2f} s"

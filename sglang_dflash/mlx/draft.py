@@ -1,4 +1,4 @@
-"""The DFlash draft, 1 or 2, in MLX: the computation of `sglang_dflash.model.draft`, for one block over one text.
+"""DFlash draft, 1 or 2, in MLX: the computation of `sglang_dflash.model.draft`, for one block over one text.
 
 Shapes: S features or slots, N slots of a block, D = N - 1 drafts, T visible context tokens, H hidden, C features, E
 head width, V vocabulary, K candidates; 1 is the batch.
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         return self.o_proj(out.swapaxes(1, 2).reshape(1, N, -1))
 
     def mask(self, N: int, T: int) -> mx.array | None:
-        """Return the mask of T + N keys for each slot, bool [N, T + N]; None for all."""
+        """Return the attention mask of the slots, bool [N, T + N]; None without a window: all keys."""
         if self.window is None:
             return None
         distance = mx.arange(N)[:, None] - mx.arange(-T, N)
@@ -97,7 +97,7 @@ def convolve(hidden_1NH: mx.array, kernel_1NSH: mx.array) -> mx.array:
 
 
 class CandidateSelector(nn.Module):
-    """DFlash 2's walk through the best tokens of every slot, see `sglang_dflash.model.second`."""
+    """DFlash 2's greedy path through the best tokens of every slot, see `sglang_dflash.model.second`."""
 
     def __init__(self, config: Checkpoint) -> None:
         super().__init__()
@@ -159,8 +159,8 @@ class MLXDraft(nn.Module):
     def make_context(self) -> list[KVCache]:
         return [KVCache() for _ in self.layers]
 
-    def remember(self, features_SC: mx.array, context: list[KVCache]) -> None:
-        """Append the K and V of S committed tokens' features."""
+    def append_context_kv(self, features_SC: mx.array, context: list[KVCache]) -> None:
+        """Append keys and values of S committed tokens to `context`, from the tokens' features."""
         hidden_1SH = self.hidden_norm(self.fc(features_SC[None].astype(self.fc.weight.dtype)))
         for layer, kv in zip(self.layers, context, strict=True):
             kv.update_and_fetch(*layer.self_attn.key_value(hidden_1SH, kv.offset))
@@ -169,7 +169,7 @@ class MLXDraft(nn.Module):
         """Return the hidden states of the block's slots after its anchor, [D, H].
 
         Args:
-            embeddings_NH: the target's, of anchor, mask, mask, ...
+            embeddings_NH: the target's embeddings of anchor, mask, mask, ...
             draft_window: most context tokens that the block attends to; None: all.
         """
         hidden_1NH = embeddings_NH[None].astype(self.fc.weight.dtype)
@@ -178,7 +178,7 @@ class MLXDraft(nn.Module):
         return self.norm(hidden_1NH)[0, 1:]
 
     def guesses(self, hidden_DH: mx.array, logits_DV: mx.array, anchor_1: mx.array) -> mx.array:
-        """Return each slot's argmax token, or the selector's path: [D]."""
+        """Return the drafts of a block, [D]: each slot's argmax, or the selector's path."""
         if not self.config.selector_rank:
             return mx.argmax(logits_DV, axis=-1)
         return self.candidate_selector(hidden_DH, logits_DV, anchor_1)

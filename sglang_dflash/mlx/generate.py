@@ -1,7 +1,7 @@
-"""Speculative generation on MLX, one step at a time, by the rule of `sglang_dflash.model.generate`.
+"""Speculative generation on MLX, one step at a time, with the acceptance of `sglang_dflash.model.generate`.
 
-The target chooses a token at every slot, and drafts are kept while they equal it. So the sampling distribution is the
-target's, with any sampler.
+The target chooses a token at every slot, and drafts are kept while they equal the target's token. So the sampling
+distribution is the target's, with any sampler.
 """
 
 from __future__ import annotations
@@ -62,14 +62,17 @@ def spec_steps(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[
         n_committed = n_accepted + 1
         # The step emits accepted drafts and bonus, and keeps equally many rows: anchor and accepted drafts.
         target.keep(n_committed)
-        pair.draft.remember(features_NC[:n_committed], context)
+        pair.draft.append_context_kv(features_NC[:n_committed], context)
         anchor_1 = target_N[n_accepted:n_committed]
         step = ended(DecodedStep(target_N[:n_committed].tolist(), n_accepted), options.stop_token_ids, n_left)
         yield step
 
 
 def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iterator[tuple[str, DecodedStep]]:
-    """Yield every step of `spec_steps` with its text, and a last one for text held back as part of a character."""
+    """Yield (text, step) for every step of `spec_steps`, and a last empty step with the rest of the text.
+
+    The detokenizer holds back text that may be part of an incomplete character.
+    """
     writer = pair.tokenizer.detokenizer
     for step in spec_steps(pair, prompt, options):
         for token in step.committed:
@@ -83,15 +86,15 @@ def stream_generate(pair: Pair, prompt: Sequence[int], options: Options) -> Iter
 def read_prompt(pair: Pair, target: MLXTarget, prompt_S: mx.array, context: list) -> mx.array:
     """Read the prompt in chunks, for target and draft, and return the logits after the last token, [1, V].
 
-    The last token is read by itself: logits of other chunks are not used, so MLX does not compute them.
+    The last token is a chunk by itself. Logits of other chunks are not used, so MLX does not compute them.
     """
     n_before = len(prompt_S) - 1
     for start in range(0, n_before, PREFILL_CHUNK):
         _, features_SC = target.read(prompt_S[start : min(start + PREFILL_CHUNK, n_before)])
-        pair.draft.remember(features_SC, context)
+        pair.draft.append_context_kv(features_SC, context)
         mx.eval([cache.state for cache in (*target.caches, *context)])
     logits_1V, features_1C = target.read(prompt_S[-1:])
-    pair.draft.remember(features_1C, context)
+    pair.draft.append_context_kv(features_1C, context)
     return logits_1V
 
 

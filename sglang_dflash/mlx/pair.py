@@ -1,4 +1,4 @@
-"""A target of mlx-lm and its draft, loaded and checked against each other."""
+"""Loader of a target of mlx-lm and its draft, which are checked against each other."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from sglang_dflash.draft.pair import check_pair
 from sglang_dflash.errors import NotSupported
 from sglang_dflash.mlx.draft import MLXDraft
 
-# Families, by mlx-lm's name, whose embedding is not scaled, as the draft does not scale it.
+# Model types of mlx-lm without a scaled embedding, because the draft does not scale it.
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
-TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # read by the same class
+TEXT_ONLY = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}  # types that the same class loads
 
 
 class Pair(NamedTuple):
-    """A target with its draft, which uses the target's `embed` (tokens to [..., H]) and `head` (to [..., V])."""
+    """Target and draft, with the target's `embed` (tokens to [..., H]) and `head` ([..., H] to [..., V])."""
 
     target: nn.Module
     tokenizer: TokenizerWrapper
@@ -63,7 +63,7 @@ def target_config(model: str) -> dict[str, Any]:
 
 
 def load_draft(source: str) -> MLXDraft:
-    """Load the draft alone; errors as those of `sglang_dflash.model.DraftModel.from_pretrained`."""
+    """Load the draft; raises the errors of `sglang_dflash.model.DraftModel.from_pretrained`."""
     folder = files.local_folder(source)
     draft = MLXDraft(checkpoint.read(str(folder)))
     draft.load_weights(list(files.read_tensors(folder, lambda file: mx.load(str(file))).items()))

@@ -1,8 +1,8 @@
-"""A model of mlx-lm as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
+"""Model of mlx-lm as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
-The calls of its layers are recorded while it reads. A layer's output is a feature. A recurrent layer's state cannot be
-cut like K and V. So the state before the block is restored, and the layer is called again with the first rows of its
-recorded input. MLX then computes only the state, not the output, at the cost of the layer's projections into the state.
+Calls of layers are recorded while the model reads. Outputs of some layers are the features. A recurrent state cannot be
+cut like K and V. So the state before the block is restored, and the layer is called again with the kept rows of its
+recorded input. MLX then computes the projections and the state, but not the layer's output.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 from sglang_dflash.errors import NotSupported
 
-PREFILL_CHUNK = 2048  # tokens of a prompt that are read at once, as in mlx-lm
+PREFILL_CHUNK = 2048  # tokens of a prompt per forward, as in mlx-lm
 
 
 class Call(NamedTuple):
-    """A layer's call: its rows, [1, S, H], its other arguments, and its output."""
+    """Recorded call of a layer."""
 
-    rows: mx.array
+    rows: mx.array  # [1, S, H]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     out: mx.array
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, Call]]:
-    """Record the calls of these layers, by place, by patching their classes, where Python looks up `__call__`."""
+    """Record the last call of each layer, by index. Patches the layers' classes, where Python looks up `__call__`."""
     calls: dict[int, Call] = {}
     places = {id(layer): i for i, layer in layers.items()}
     plain: dict[Any, Any] = {kind: kind.__call__ for kind in map(type, layers.values())}
@@ -55,17 +55,17 @@ def recorded(layers: Mapping[int, nn.Module]) -> Iterator[dict[int, Call]]:
 
 
 class MLXTarget:
-    """One text in a target's cache.
+    """Reader of one text, with the target's cache.
 
     Args:
-        layer_ids: the layers whose outputs are features.
+        layer_ids: layers whose outputs are features.
     Raises:
         NotSupported: a layer has a cache that cannot be undone.
     """
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         self.model, self.layer_ids = model, layer_ids
-        # A rotating cache overwrites rows that left the window, so it is replaced; the mask has the window itself.
+        # A rotating cache overwrites rows that left the window, so it could not be undone. The mask limits the window.
         made = make_prompt_cache(model)
         self.caches = [KVCache() if isinstance(cache, RotatingKVCache) else cache for cache in made]
         unknown = {type(cache).__name__ for cache in self.caches} - {KVCache.__name__, ArraysCache.__name__}
@@ -75,14 +75,14 @@ class MLXTarget:
                 "only K and V, and arrays of recurrent layers, can be unread"
             )
         self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
-        # Only these layers are recorded, as the rows of a prompt's chunk are large.
+        # Other layers are not recorded, because the rows of a prompt's chunk are large.
         self.watched = {i: model.layers[i] for i in {*layer_ids, *self.recurrent}}
-        self.n_rows = 0  # in the block that was read last
-        self.before: dict[int, list[Any]] = {}  # the recurrent layers' arrays before it
+        self.n_rows = 0  # tokens of the last read
+        self.before: dict[int, list[Any]] = {}  # arrays of recurrent layers before the last read
         self.calls: dict[int, Call] = {}
 
     def read(self, tokens_S: mx.array) -> tuple[mx.array, mx.array]:
-        """Read S more tokens; return the logits after each, [S, V], and their features, [S, C]."""
+        """Read S more tokens; return logits after each, [S, V], and features, [S, C]."""
         self.n_rows = tokens_S.shape[0]
         self.before = {i: list(self.caches[i].cache) for i in self.recurrent}
         with recorded(self.watched) as self.calls:

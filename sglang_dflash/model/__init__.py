@@ -1,4 +1,4 @@
-"""DFlash in plain torch: the draft model and speculative generation on Transformers targets.
+"""DFlash in plain torch: the draft model, and speculative generation with Transformers targets.
 
     from sglang_dflash.model import DraftModel
 
@@ -7,7 +7,7 @@
 
 It imports torch, transformers and safetensors, never sglang. The trainer trains this draft, and its forward is the
 independent reference for the steps served by SGLang. `sglang_dflash.draft.checkpoint` reads checkpoints, as for SGLang.
-Nothing of a checkpoint is executed.
+No code of a checkpoint is executed.
 """
 
 from sglang_dflash.draft.record import Checkpoint as DraftConfig

@@ -39,6 +39,8 @@ class Copies:
 
 
 class NoCopies:
+    """Replacement of `Copies` that copies nothing."""
+
     def copy(self, tokens_N: torch.Tensor) -> torch.Tensor:
         return tokens_N
 

@@ -24,7 +24,7 @@ from sglang_dflash.model.second import BlockConv, CandidateSelector, convolved
 class ContextKV(NamedTuple):
     """Draft keys and values of the committed tokens; token t is at position t."""
 
-    keys_LRGTE: torch.Tensor  # normalised and rotated
+    keys_LRGTE: torch.Tensor  # normalised, with rotary embedding
     values_LRGTE: torch.Tensor
 
     @property
@@ -52,7 +52,7 @@ class Attention(nn.Module):
         return flat.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
 
     def key_value(self, hidden: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project [..., S, H] to keys and values [..., G, S, E], alike for context features and slots of a block."""
+        """Project [..., S, H] to keys and values, [..., G, S, E] each, for context features or slots of a block."""
         return rotate(self.k_norm(self.heads(self.k_proj(hidden))), rotation), self.heads(self.v_proj(hidden))
 
     def forward(
@@ -64,8 +64,8 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attend from the slots, [R, A, N, H], to context and block.
 
-        `visible_RANK` marks the keys that each slot sees, K = T + N: first the context, then the block. Blocks of a row
-        share its context: their queries are rows of one product with its keys, and nothing is copied.
+        `visible_RANK` (bool, K = T + N: context, then block) marks the keys that each slot attends to. The blocks of a
+        row share its context, so one product computes the scores of all their queries, without a copy of the keys.
         """
         R, A, N, _ = hidden_RANH.shape
         query = rotate(self.q_norm(self.heads(self.q_proj(hidden_RANH))), rotation) * self.head_dim**-0.5
@@ -178,7 +178,10 @@ class Draft(nn.Module):
     def guesses(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
         """Return the drafts of X blocks, int64 [X, D]: each slot's argmax, or the selector's path.
 
-        `hidden_XDH`: of the slots after the anchors, int64 [X]; `logits_XDV`: the target head's output for them.
+        Args:
+            hidden_XDH: hidden states of the slots after the anchors.
+            logits_XDV: the target head's output for these slots.
+            anchor_X: int64.
         """
         if self.candidate_selector is None:
             return logits_XDV.argmax(-1)

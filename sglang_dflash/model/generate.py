@@ -1,7 +1,7 @@
 """Speculative generation, one step at a time: draft a block, verify it with the target, keep the agreed prefix.
 
-Acceptance: take the target's own token at every slot (its argmax, or a sample at temperature > 0), and keep drafts
-while they equal it. So the committed tokens are exactly the target's own, at any temperature.
+The target chooses a token at every slot (its argmax, or a sample at temperature > 0), and drafts are kept while they
+equal the target's token. So the committed tokens are exactly the target's own, at any temperature.
 
 Independent of batches and engines: it uses the draft's forward and `Target`.
 """
@@ -29,8 +29,8 @@ class Options:
     block_size: slots drafted per step; None: the checkpoint's.
     width: slots verified per step, a prefix of the block, or more than the block with `copies`; None: the block.
     draft_window: context tokens that the draft attends to, as `--speculative-draft-window-size`; None: all.
-    page_size: the window begins at a page boundary, as for SGLang's paged backends, so it may be longer by page - 1.
-    n_unseen: tokens at the start that the draft never attends to, as those of a cached prefix with a ring buffer.
+    page_size: the window begins at a page boundary, as in SGLang's paged backends, so it is up to page - 1 longer.
+    n_unseen: first tokens that the draft never attends to, such as a cached prefix with a ring buffer.
     copies: continue the block's guesses by n-gram copies, see `kernels/copy_draft.py`.
     generator: for samples at temperature > 0, on the target's device; None: torch's own.
     """
@@ -67,7 +67,11 @@ def spec_steps(
 ) -> Iterator[DecodedStep]:
     """Yield the steps of one generation; their `committed` tokens concatenated are the continuation.
 
-    `input_ids`: int64 [1, prompt]. Raises ValueError if draft, target, prompt and options do not match.
+    Args:
+        input_ids: int64 [1, prompt].
+
+    Raises:
+        ValueError: draft, target, prompt and options do not match.
     """
     check_pair(draft.config, target)
     N, width = _checked_sizes(draft, input_ids, options)
@@ -99,7 +103,7 @@ def spec_steps(
 def draft_block(
     draft: Draft, target: PreTrainedModel, anchor: torch.Tensor, context: ContextKV, sizes: tuple[int, int | None]
 ) -> torch.Tensor:
-    """Return the anchor (int64 [1]) and the draft's guesses after it: int64 [N]. `sizes`: N, and the window or None."""
+    """Return the anchor (int64 [1]) and the draft's guesses after it, int64 [N]; `sizes`: N, and the window or None."""
     N, draft_window = sizes
     masks = anchor.new_full((N - 1,), draft.config.mask_token_id)
     embeddings_NH = target.get_input_embeddings()(torch.cat([anchor, masks])).to(draft.dtype)
@@ -122,7 +126,7 @@ def accepted_at(
 ) -> list[int]:
     """Return the number of drafts accepted with each token of the target's own answer as the anchor.
 
-    Near the end of the answer only the tokens that follow can be compared.
+    Near the end of the answer, only drafts up to its last token are compared.
     """
     text = torch.tensor([*prompt, *answer])
     at_A = torch.arange(len(prompt), len(text))
@@ -138,9 +142,9 @@ def accepted_at(
 def hidden_of_blocks(
     draft: Draft, target: PreTrainedModel, text: torch.Tensor, at_A: torch.Tensor, sizes: tuple[int, int | None]
 ) -> torch.Tensor:
-    """Return the draft's output for blocks whose anchors are the tokens of `text` at these places, [A, N, H].
+    """Return the draft's hidden states [A, N, H] for blocks that start at positions `at_A` of `text`, both int64.
 
-    Each attends to the text before its anchor. `sizes`: N, and the window or None.
+    Each block attends to the text before its anchor. `sizes`: N, and the window or None.
     """
     N, draft_window = sizes
     features_1SC = TargetReader(target, draft.config.target_layer_ids).read(text[None]).features_1SC

@@ -24,7 +24,7 @@ class Models:
 
 
 def load(target: str, draft: str) -> Models:
-    """Load target, draft and tokenizer: in the checkpoint's dtype on a GPU, in fp32 without one.
+    """Load target, draft and tokenizer: in the checkpoint's dtype on a GPU, in fp32 on CPU.
 
     Raises:
         OSError: a checkpoint cannot be read.

@@ -1,4 +1,4 @@
-"""The draft for users: loading from a checkpoint, generating with a target, writing a checkpoint."""
+"""Draft model for users: loads a checkpoint, generates with a target, writes a checkpoint."""
 
 import json
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ from sglang_dflash.model.generate import Options, spec_steps
 
 
 class DraftModel(Draft):
+    """DFlash draft in plain torch, for inference and training."""
+
     def spec_generate(
         self,
         input_ids: torch.Tensor,
@@ -25,11 +27,15 @@ class DraftModel(Draft):
         stop_token_ids: Sequence[int] = (),
         **options: Any,
     ) -> torch.Tensor:
-        """Return prompt and continuation, [1, prompt + new tokens]: exactly the target's own output.
+        """Return prompt and continuation, int64 [1, prompt + new tokens]: exactly the target's own output.
 
-        `input_ids`: int64 [1, prompt]. The result ends with the first of `stop_token_ids`, or after `max_new_tokens`.
-        `options`: further fields of `sglang_dflash.model.generate.Options`. Raises ValueError if draft and target do
-        not match.
+        Args:
+            input_ids: int64 [1, prompt].
+            max_new_tokens: limit of new tokens; generation ends earlier at the first of `stop_token_ids`.
+            options: further fields of `sglang_dflash.model.generate.Options`.
+
+        Raises:
+            ValueError: draft, target, prompt and options do not match.
         """
         chosen = Options(
             max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **options
@@ -41,10 +47,14 @@ class DraftModel(Draft):
     def from_pretrained(
         cls, source: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> Self:
-        """Load a DFlash checkpoint from a folder or from the Hugging Face hub; nothing of it is executed.
+        """Load a DFlash checkpoint from a folder or the Hugging Face hub, without executing its code.
 
-        `dtype`: None keeps the checkpoint's. Raises ValueError if config or tensors are not a DFlash draft's, and
-        FileNotFoundError if `source` is neither a checkpoint's folder nor a repository.
+        Args:
+            dtype: of the parameters; None: the checkpoint's.
+
+        Raises:
+            ValueError: config or tensors are not a DFlash draft's.
+            FileNotFoundError: `source` is neither a checkpoint's folder nor a repository.
         """
         folder = files.local_folder(source)
         draft = cls(checkpoint.read(str(folder)))

@@ -1,8 +1,8 @@
 """DFlash 2's additions to a draft: a convolution around every sublayer, and a selector of one path of candidates.
 
-Both restore dependence between slots that are filled at once. The convolution mixes each slot with those before it in
-its block. The selector keeps the best tokens of every slot and scores each against the token chosen before it. Without
-them a slot's argmax may belong to another continuation than its neighbour's.
+All slots of a block are filled at once, so their argmax tokens may belong to different continuations. Both additions
+make slots depend on each other. The convolution mixes each slot with earlier slots of its block. The selector keeps the
+best tokens of every slot, and scores each of them given the token chosen before it.
 
 Published by z-lab and Inco AI (August 2026). SGLang 0.5.23 has the same computation in `models/dflash.py`, and reads
 these parameter names.
@@ -82,21 +82,23 @@ class CandidateSelector(nn.Module):
         return tokens, self.unary(best)
 
     def unary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a token's own score. It increases with the logit, so the best tokens are those of the logits."""
+        """Return a token's own score, fp32: an increasing function of its logit."""
         scaled = logits.float() * self.multiplier
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
     def edges(self, previous: torch.Tensor, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the pairwise score of each candidate in `tokens`, int64 [..., K], after `previous`, int64 [...]: [...,
-        K].
+        """Return the pairwise score of each candidate after the previous token, [..., K].
 
-        `hidden`: [..., H], of the slot to fill.
+        Args:
+            previous: int64 [...].
+            hidden: [..., H], hidden state of the slot to fill.
+            tokens: int64 [..., K], the slot's candidates.
         """
         wanted = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
         return (wanted[..., None, :] * self.successor_codebook[tokens]).sum(-1)
 
     def walk(self, hidden_XDH: torch.Tensor, logits_XDV: torch.Tensor, anchor_X: torch.Tensor) -> torch.Tensor:
-        """Return the path from the anchor that takes the best candidate after the one before: int64 [X, D]."""
+        """Return the greedy path from the anchors, int64 [X, D]: at each slot the best candidate given the last one."""
         tokens_XDK, unary_XDK = self.candidates(logits_XDV)
         path = [anchor_X]
         for d in range(hidden_XDH.shape[1]):

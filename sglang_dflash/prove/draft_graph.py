@@ -1,7 +1,7 @@
-"""A captured draft forward at the shapes of Qwen3.5-27B's draft, to check that the target's head is read only once.
+"""Check that a captured draft forward reads the target's head once for all requests, at the shapes of a 27B target.
 
-The forward reads every weight of the draft's layers and ends in `draft/fill.py`, as in serving. Attention is omitted,
-since over a short context it reads almost nothing. Weights are random.
+The forward reads every weight of the layers of Qwen3.5-27B's draft and ends in `draft/fill.py`, as in serving.
+Attention is omitted, because it reads little over a short context. Weights are random.
 """
 
 import statistics
@@ -16,10 +16,12 @@ from torch.nn.functional import linear, rms_norm, silu
 from sglang_dflash.prove.plugin import Finding, Found, check
 
 BATCHES, N_ROUNDS = (1, 8, 32), 20
-MOST_OF_ONE = 2.0  # bound of 8 requests' time over one's; reading a head of 2.5 GB once per request makes it four
+MOST_OF_ONE = 2.0  # bound of the time for 8 requests over that for 1; about 4 if each reads the head of 2.5 GB
 
 
 class Shapes(NamedTuple):
+    """Sizes of Qwen3.5-27B's draft, and of the target's head."""
+
     n_layers: int = 5
     hidden: int = 5120
     heads: int = 32
@@ -31,7 +33,7 @@ class Shapes(NamedTuple):
 
     @property
     def weights(self) -> list[tuple[int, int]]:
-        """Return outputs and inputs of the weights: qkv, o, gate and up, down of each layer, then the head's."""
+        """Return (outputs, inputs) of each weight: qkv, o, gate and up, and down of each layer, then the head."""
         H, wide, inner = self.hidden, self.heads * self.head_dim, self.intermediate
         layer = [(wide + 2 * self.kv_heads * self.head_dim, H), (H, wide), (2 * inner, H), (H, inner)]
         return [*layer * self.n_layers, (self.n_vocab, H)]
@@ -69,7 +71,7 @@ def normed(x_TH: torch.Tensor) -> torch.Tensor:
 @check("draft graph", "a captured draft forward reads the target's head once for all requests", 2, short=True, gpu=True,
        expected="H200: 1.4 / 1.5 / 4.5 ms; with a head read per request 1.4 / 5.7 / 22")  # fmt: skip
 def check_draft_graph(found: Found) -> None:
-    """Time the forward at each batch size: medians of rounds that run the sizes in turn."""
+    """Compare median times of the forward by batch size; each round runs all sizes."""
     shapes = Shapes()
     weights = make(shapes, "cuda", torch.bfloat16)
     graphs = [captured(forward(weights, n_requests, shapes.block)) for n_requests in BATCHES]

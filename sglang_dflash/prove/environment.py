@@ -10,7 +10,7 @@ from sglang_dflash.check import findings, launch
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.plugin import Finding, Found, check
 
-# Modules that every server needs.
+# Modules that servers and checks import.
 MODULES = ("sglang", "torch", "triton", "transformers", "httpx", "psutil", "rich", "huggingface_hub", "fastapi", "zmq")
 VERSIONED = ("sglang", "torch", "triton", "transformers", "sglang_dflash")
 
@@ -19,14 +19,15 @@ VERSIONED = ("sglang", "torch", "triton", "transformers", "sglang_dflash")
 def check_environment(place: Place, found: Found) -> None:
     missing = [name for name in MODULES if importlib.util.find_spec(name) is None]
     assert not missing, f"not importable: {', '.join(missing)}; put them on PYTHONPATH"
-    # Read from the modules: metadata of unpacked packages may be missing or another version's.
+    # From the modules, because metadata of unpacked packages may be missing or of another version.
     versions = {name: importlib.import_module(name).__version__ for name in VERSIONED}
     if place.gpu is not None:
         a = torch.randint(-8, 8, (64, 64), device="cuda").float()
         error = (a @ a - (a.double() @ a.double()).float()).abs().max().item()
         assert error == 0, f"a product of small integers is off by {error}"
-    said = [*findings.installation(), *launch.report([])]
-    wrong = [f"{one.name}: {one.text}" for one in said if not one.ok]
+    all_findings = [*findings.installation(), *launch.report([])]
+    wrong = [f"{one.name}: {one.text}" for one in all_findings if not one.ok]
     shown = ", ".join(f"{name} {versions[name]}" for name in ("sglang", "torch", "triton"))
     numbers = versions | {"python": platform.python_version(), "cuda": torch.version.cuda, "device": place.device}
-    found(Finding("; ".join([shown, *wrong]), numbers | {"checks": {one.name: one.text for one in said}}, not wrong))
+    numbers |= {"checks": {one.name: one.text for one in all_findings}}
+    found(Finding("; ".join([shown, *wrong]), numbers, not wrong))

@@ -1,4 +1,4 @@
-"""Checks of the probe's records, from the scheduler of a server with the plugin, against plain torch's answers."""
+"""Checks of servers with the probe: records from the scheduler's process, and answers against plain torch's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,15 +17,15 @@ from sglang_dflash.prove.plugin import Finding, Found, check
 from sglang_dflash.prove.served import Draw, Reference, Watched
 from sglang_dflash.tiny.workloads import answered_conversations, held_out
 
-STEPS_WITHIN = 0.1  # relative, of the acceptance length; rounding differs
-BYTES_WITHIN = 0.02  # relative; a page of padding, alignment
+STEPS_WITHIN = 0.1  # relative tolerance of the acceptance length on a GPU, because rounding differs
+BYTES_WITHIN = 0.02  # relative tolerance of pool sizes, for a page of padding and alignment
 FP32 = 4  # bytes
-SIZE = ("requests", "width")
+SIZE = ("requests", "width")  # keys of a step's size
 STAGES = {"step", "plan", "draft", "copy", "verify", "choose", "accept", "commit", "append"}
 
 
 class Setting(NamedTuple):
-    """Environment of a watched server, which decides how it drafts and verifies, and its prompts."""
+    """Environment of a watched server, which determines how it drafts and verifies, and its prompts."""
 
     title: str
     where: str
@@ -43,7 +43,7 @@ SETTINGS = {
 
 
 def watching(name: str, proves: str, **minutes: float) -> pytest.MarkDecorator:
-    """Mark a check of watched servers; `minutes`: its limit by setting."""
+    """Mark a check that runs with several settings; `minutes`: its time limit by setting."""
     params = []
     for key, limit in minutes.items():
         title, where, *_ = SETTINGS[key]
@@ -60,7 +60,7 @@ def watched(place: Place, request: pytest.FixtureRequest) -> Watched:
 
 @pytest.fixture(scope="module")
 def reference(place: Place, watched: Watched) -> Reference:
-    """Return plain torch's answers. The watched server has ended before."""
+    """Return plain torch's answers, computed after the watched server has ended."""
     return served.by_plain_torch(place, watched.prompts, copies=watched.copies)
 
 
@@ -96,8 +96,8 @@ def check_steps(place: Place, watched: Watched, reference: Reference, found: Fou
 
 @watching("answers", "greedy answers are plain torch's", whole_blocks=8, copies=8)
 def check_answers(place: Place, watched: Watched, reference: Reference, found: Found) -> None:
-    tie, said = served.near_tie(place, place.backends[0]), watched.answers.items()
-    tokens = {c: [one.token_ids for one in answers] for c, answers in said}
+    tie = served.near_tie(place, place.backends[0])
+    tokens = {c: [one.token_ids for one in answers] for c, answers in watched.answers.items()}
     compared = {c: served.compare(watched.prompts, reference, answers, tie) for c, answers in tokens.items()}
     bad = [text for one in compared.values() for text in one.beyond_a_tie]
     text = ", ".join(f"{one.equal} of {one.of} with {c} at once" for c, one in compared.items())

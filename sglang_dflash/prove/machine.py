@@ -1,4 +1,4 @@
-"""The machine that runs the checks, and the flags that serve a pair there."""
+"""Machine that runs the checks, and the flags that serve a pair on it."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from sglang_dflash.host.backends import BACKENDS
 from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Pair
 
-# Runs in a separate process, because using the device occupies half a GiB of its memory until the process ends.
+# Program for a separate process, because a process that uses the device occupies half a GiB of its memory.
 ASK = """import json, torch
 gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
 print(json.dumps(gpu and [gpu.name, f"sm{gpu.major}{gpu.minor}", gpu.total_memory]))"""
@@ -25,7 +25,7 @@ GPU_FLAGS = (
     *("--max-running-requests", MAX_REQUESTS, "--cuda-graph-max-bs-decode", MAX_REQUESTS),
     *("--mamba-radix-cache-strategy", "extra_buffer", "--max-mamba-cache-size", "256"),
 )
-# Attention backends of target and draft: SGLang's default first, then others that run on the GPU.
+# Attention backends by architecture: SGLang's default first, then others that run on the GPU.
 ATTENTION = {
     "sm80": ("flashinfer", "triton"),
     "sm89": ("flashinfer", "triton"),
@@ -49,7 +49,7 @@ class Gpu(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """The machine of one run, and the pair served on it."""
+    """Machine of a run, and the pair served on it."""
 
     gpu: Gpu | None  # None: one is emulated
     device: str  # architecture of the real or emulated GPU, such as "sm90"
@@ -74,7 +74,7 @@ class Place:
         return ATTENTION.get(self.device, ("triton",))
 
     def page_sizes(self, attention: str) -> list[int]:
-        """Return the page sizes to test that the backend supports."""
+        """Return those of `PAGE_SIZES` that the backend supports."""
         pages = BACKENDS[attention].pages
         return [size for size in PAGE_SIZES if not pages or size in pages]
 
@@ -89,7 +89,7 @@ class Place:
 
     @property
     def env_of_checks(self) -> dict[str, str]:
-        """Return the environment of checking processes. Triton reads its variable at import."""
+        """Return the environment of processes that run checks. Triton reads its variable at import."""
         return OFFLINE if self.gpu else OFFLINE | {"TRITON_INTERPRET": "1"}
 
     def flags(self, attention: str, page_size: int | None = None) -> list[str]:
@@ -110,10 +110,10 @@ class Place:
 
 
 def place_of(options: argparse.Namespace) -> Place:
-    """Return the place of a command line. This process does not use the GPU.
+    """Return the place for a command line, without using the GPU in this process.
 
     Raises:
-        ValueError: there is neither a GPU nor its emulation, or only half a pair is given.
+        ValueError: there is neither a GPU nor its emulation, or only one model of a pair is given.
     """
     emulated = flags.read(os.environ).rehearse.gpu
     gpu = None if emulated else find_gpu()

@@ -1,6 +1,6 @@
-"""Kernels of `sglang_dflash_kernels` alone: agreement with their definitions, and share of the bandwidth.
+"""Checks of single kernels of `sglang_dflash_kernels`: agreement with their definitions, and bandwidth.
 
-Under emulation they run in Triton's interpreter, at small sizes.
+In the GPU emulation kernels run in Triton's interpreter, at small sizes.
 """
 
 import pytest
@@ -13,9 +13,9 @@ from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.plugin import Finding, Found, check
 
 N_ROUNDS, N_ROUNDS_SHORT = 100, 20
-N_SHOWN = 3
-BUSY, ALONE = "B=8 N=16", "B=1 N=16"  # shapes in the table
-# Bandwidths of the data sheets, bytes per us; a copy reaches nine tenths.
+N_SHOWN = 3  # most failed cases in the finding's text
+BUSY, ALONE = "B=8 N=16", "B=1 N=16"  # shapes in the finding's text
+# Bandwidths of the data sheets, bytes per us; a copy reaches about nine tenths.
 PUBLISHED = {"H200": 4.8e6, "H100": 3.35e6, "B200": 8.0e6}
 
 
@@ -43,7 +43,7 @@ def check_kernels(place: Place, cases: list[Case], found: Found) -> None:
 @check("bandwidth", "time of each kernel, and its share of the bandwidth", 3, short=True, gpu=True,
        expected="H200: copy_draft alone 6 us at 32k tokens (predicted; bound 40)")  # fmt: skip
 def check_bandwidth(place: Place, cases: list[Case], found: Found) -> None:
-    """Time each case in the same rounds as a copy. A wrong kernel is timed too: `kernels` names it."""
+    """Time each case in the same rounds as a copy, including kernels that fail the check `kernels`."""
     assert place.gpu is not None
     bytes_per_us, rows = timed(cases, N_ROUNDS_SHORT if place.short else N_ROUNDS)
     published = next((rate for name, rate in PUBLISHED.items() if name in place.gpu.name), None)

@@ -1,4 +1,4 @@
-"""Checks by a client of three servers: without speculation, with SGLang's DFLASH, with this plugin."""
+"""Checks by a client of servers without speculation, with SGLang's DFLASH and with this plugin."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglang_dflash.bench.__main__ import main as bench
-from sglang_dflash.prove import law, served
+from sglang_dflash.prove import distribution, served
 from sglang_dflash.prove.machine import Place
 from sglang_dflash.prove.plugin import RUN, Finding, Found, check
 from sglang_dflash.prove.served import Reference
@@ -19,11 +19,11 @@ from sglang_dflash.tiny.pairs import ARMS, Arm
 
 TEMPERATURE = 2.0  # at 1 the tiny pair is nearly certain of most tokens
 N_DRAWS, N_DRAWS_EMULATED, DRAWN_AT_ONCE = 1200, 400, 8
-N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5
-ONE_TOKEN_WITHIN = 1.1
-SPEED_AT, SPEED_AT_EMULATED = (1, 8, 16, 32), (1, 4)
+N_ONE_TOKEN, N_ONE_TOKEN_ROUNDS = 256, 5  # tokens of an answer; measured rounds
+ONE_TOKEN_WITHIN = 1.1  # bound of the time per token at width 1 over that without speculation
+SPEED_AT, SPEED_AT_EMULATED = (1, 8, 16, 32), (1, 4)  # concurrencies
 
-Said = Mapping[int, list[list[int]]]  # answers by concurrency
+Answers = Mapping[int, list[list[int]]]  # token ids by concurrency
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -38,24 +38,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def check_parity(place: Place, attention: str, page_size: int, found: Found) -> None:
-    asked, said = served.prompts(place), dict[Arm, Said]()
-    # The reference comes last, as it is queried about differences.
+    asked, tokens = served.prompts(place), dict[Arm, Answers]()
+    # The arm without speculation comes last, because it is queried about differences.
     for arms in [ARMS[::-1]] if place.side_by_side else [[arm] for arm in ARMS[::-1]]:
         with served.serving(place, arms, attention, page_size) as servers:
             for arm, server in servers.items():
                 answers = served.ask_at_each(server, asked, served.n_new(place))
-                said[arm] = {c: [one.token_ids for one in many] for c, many in answers.items()}
+                tokens[arm] = {c: [one.token_ids for one in many] for c, many in answers.items()}
             if Arm.OFF in servers:
-                reference = Reference(said[Arm.OFF][1], served.likeliest_of(servers[Arm.OFF]))
-                finding = judge_parity(served.near_tie(place, attention), asked, said, reference)
+                reference = Reference(tokens[Arm.OFF][1], served.likeliest_of(servers[Arm.OFF]))
+                finding = judge_parity(served.near_tie(place, attention), asked, tokens, reference)
     found(finding)
 
 
-def judge_parity(tie: float, asked: Sequence[Sequence[int]], said: Mapping[Arm, Said], reference: Reference) -> Finding:
-    """Judge the plugin's answers. Those of SGLang's worker are only counted."""
+def judge_parity(
+    tie: float, asked: Sequence[Sequence[int]], tokens: Mapping[Arm, Answers], reference: Reference
+) -> Finding:
+    """Compare answers with the reference. Only wrong answers of the plugin fail the check."""
     numbers, shown, bad = dict[str, dict[str, Any]](), list[str](), list[str]()
     for arm in ARMS:
-        compared = {c: served.compare(asked, reference, answers, tie) for c, answers in said[arm].items()}
+        compared = {c: served.compare(asked, reference, answers, tie) for c, answers in tokens[arm].items()}
         numbers |= {f"{arm} {c}": one._asdict() for c, one in compared.items()}
         equal, of = sum(one.equal for one in compared.values()), sum(one.of for one in compared.values())
         beyond = [f"{arm} with {c} at once: {text}" for c, one in compared.items() for text in one.beyond_a_tie]
@@ -68,7 +70,7 @@ def judge_parity(tie: float, asked: Sequence[Sequence[int]], said: Mapping[Arm, 
 @check("one token", "a step of one token costs little more than decoding without speculation", 6, short=True, gpu=True,
        expected=f"at most {ONE_TOKEN_WITHIN:.2f} times")  # fmt: skip
 def check_one_token(place: Place, found: Found) -> None:
-    """Time one request with a width of 1, and without speculation: medians of rounds."""
+    """Compare median times of one request, with a width of 1 and without speculation."""
     asked, ms = served.prompts(place)[:1], dict[Arm, float]()
     env = {"SGLANG_DFLASH_WIDTHS": "1", "SGLANG_DFLASH_COPY": "off"}
     for arm in (Arm.OFF, Arm.PLUGIN):  # on a GPU each takes all free memory
@@ -89,24 +91,26 @@ def judge_one_token(off_ms: float, ours_ms: float) -> Finding:
 
 
 @check("law", "above temperature 0 tokens are drawn as without speculation", 6)
-def check_law(place: Place, found: Found) -> None:
-    prompt, drawn = served.prompts(place)[0], dict[Arm, list[law.Draw]]()
+def check_distribution(place: Place, found: Found) -> None:
+    prompt, drawn = served.prompts(place)[0], dict[Arm, list[distribution.Draw]]()
     n = N_DRAWS_EMULATED if place.gpu is None else N_DRAWS
     for arms in [(Arm.OFF, Arm.PLUGIN)] if place.side_by_side else [(Arm.OFF,), (Arm.PLUGIN,)]:
         with served.serving(place, arms, place.backends[0]) as servers:
             drawn |= {arm: draws(server, prompt, n) for arm, server in servers.items()}
     sets = drawn[Arm.OFF], drawn[Arm.PLUGIN]
-    apart, kinds = law.violations(*sets), len(set(drawn[Arm.OFF]))
-    assert kinds > law.N_POSITIONS, f"{kinds} kinds of answers in {n} draws; the comparison could not fail"
-    numbers = {"draws": n, "kinds": kinds, "apart": list(map(str, apart)), "detectable": law.detectable(0.5, n)}
-    text = f"{n} draws each, {len(law.cells(*sets))} cells, {len(apart)} further apart than "
-    found(Finding("; ".join([f"{text}{law.BOUND:.0f} standard errors", *map(str, apart[:1])]), numbers, not apart))
+    apart, kinds = distribution.violations(*sets), len(set(drawn[Arm.OFF]))
+    assert kinds > distribution.N_POSITIONS, f"{kinds} kinds of answers in {n} draws; the comparison could not fail"
+    shift = distribution.detectable(0.5, n)
+    numbers = {"draws": n, "kinds": kinds, "apart": list(map(str, apart)), "detectable": shift}
+    text = f"{n} draws each, {len(distribution.cells(*sets))} cells, {len(apart)} further apart than "
+    text += f"{distribution.BOUND:.0f} standard errors"
+    found(Finding("; ".join([text, *map(str, apart[:1])]), numbers, not apart))
 
 
-def draws(server: Server, prompt: Sequence[int], n: int) -> list[law.Draw]:
+def draws(server: Server, prompt: Sequence[int], n: int) -> list[distribution.Draw]:
     """Return the first tokens of `n` answers to separate requests."""
     answers = server.generate_many(
-        [prompt] * n, concurrency=DRAWN_AT_ONCE, temperature=TEMPERATURE, max_new_tokens=law.N_POSITIONS
+        [prompt] * n, concurrency=DRAWN_AT_ONCE, temperature=TEMPERATURE, max_new_tokens=distribution.N_POSITIONS
     )
     return [tuple(answer.token_ids) for answer in answers]
 

@@ -1,4 +1,4 @@
-"""Pytest hooks of a process that checks: facts of a check, its time limit, and its finding."""
+"""Pytest hooks of processes that run checks: facts of a check, its time limit, and its finding."""
 
 import faulthandler
 import json
@@ -21,7 +21,7 @@ class Check(NamedTuple):
     """Facts of a check, as in the table."""
 
     name: str
-    proves: str  # a sentence without its full stop
+    proves: str  # sentence without its full stop
     minutes: float  # limit, including the start of a server
     short: bool = False  # part of the short form
     gpu: bool = False  # needs a GPU
@@ -29,18 +29,18 @@ class Check(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A measurement and its verdict: a sentence, and its numbers."""
+    """Result of a check."""
 
     text: str
     numbers: dict[Any, Any]
-    holds: bool = True
+    holds: bool = True  # whether the check passes
 
 
 class Run(NamedTuple):
     """One call of `sglang-dflash prove`, passed to each of its processes."""
 
     place: Place
-    only: tuple[str, ...]  # names; empty: all
+    only: tuple[str, ...]  # names of checks; empty: all
     deadline: float  # Unix time
 
     def limit_s(self, facts: Check, began: float) -> float:
@@ -61,7 +61,7 @@ def facts_of(item: pytest.Item) -> Check:
 
 
 def server_of(nodeid: str) -> str:
-    """Return an id of the server that a parametrized check shares with others; "" for other checks."""
+    """Return an id of the server that a check shares with others; "" for checks without parameters."""
     file, _, function = nodeid.partition("::")
     return file + function[function.index("[") :] if "[" in function else ""
 
@@ -73,7 +73,7 @@ def place(pytestconfig: pytest.Config) -> Place:
 
 @pytest.fixture
 def found(record_property: Callable[[str, object], None]) -> Found:
-    """Return a function that reports a check's finding, and fails the check if the finding does not hold."""
+    """Return a function that records a check's finding, and fails the check if the finding does not hold."""
 
     def report(finding: Finding) -> None:
         record_property("finding", json.dumps(finding[:2]))  # xdist sends only Python's own types
@@ -107,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Give a check its time limit, and each file a process, which frees a GPU's memory and confines its errors."""
+    """Set a check's time limit, and run each file in a new process, which frees GPU memory and confines errors."""
     config, facts = item.config, facts_of(item)
     if "workerinput" in vars(config) and config.stash.setdefault(FILE, item.path) != item.path:
         os._exit(0)  # a new worker takes over

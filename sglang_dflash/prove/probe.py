@@ -1,10 +1,10 @@
-"""The worker, recorded from inside the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
+"""Recorder of the worker in the scheduler's process: `SGLANG_DFLASH_PROBE=1`.
 
-At launch it runs dummy steps at every width, at every captured batch size and at one less, which is padded. Then it
-records every served step. `GET /server_info` returns the record under `dflash.probe`:
+At launch the probe runs dummy steps at every width, for every captured batch size and for one less, which needs
+padding. Then it records every served step. `GET /server_info` returns the record under `dflash.probe`:
 
-    steps     drafts that changed while the target ran, and non-finite values in its logits and features
-    stages    host seconds of each stage, and the device's between two events
+    steps     drafts that changed while the target ran, and non-finite values in logits and features
+    stages    milliseconds of each stage, on the host and between two events on the device
     bytes     sizes of the pools
 """
 
@@ -32,7 +32,7 @@ from sglang_dflash.step import Plan, Target
 from sglang_dflash.worker import DFlashWorker, Publish
 
 KEPT = 512  # most times kept per stage and size
-PADDING_SLOT = 0
+PADDING_SLOT = 0  # slot of the KV pools that padded rows write to
 
 Size = tuple[int, int]  # requests, width
 
@@ -43,9 +43,9 @@ class Seen:
 
     steps: int = 0
     served: int = 0  # steps of real requests, among `steps`
-    padded: int = 0  # rows of no request, in all steps
-    # Counted on the device: drafts that the target's replay changed, and non-finite values in padded rows and in
-    # requests' rows.
+    padded: int = 0  # padded rows, in all steps
+    # int64 [3] on the device: drafts that changed during the target's replay, and non-finite values in padded rows and
+    # in requests' rows.
     counts: Any = 0
 
     def describe(self) -> dict[str, int]:
@@ -55,6 +55,8 @@ class Seen:
 
 
 class ProbedWorker(DFlashWorker):
+    """DFLASH worker that records its steps."""
+
     def _init_stages(self) -> None:
         host.check(SECTIONS["probe"])
         super()._init_stages()
@@ -72,7 +74,7 @@ class ProbedWorker(DFlashWorker):
 
 
 class Probe:
-    """Recorder of a worker's steps. Invariant: only `describe` reads values back from the device."""
+    """Recorder of a worker's steps. Invariant: only `describe` copies values from the device."""
 
     def __init__(self, worker: DFlashWorker) -> None:
         self.worker = worker
@@ -91,7 +93,7 @@ class Probe:
     # -- dummy steps -----------------------------------------------------------------------------------------------
 
     def sizes(self) -> list[int]:
-        """Return numbers of requests: each captured one, and one less."""
+        """Return the captured batch sizes of the draft, and each of them less one."""
         graphs = self.draft.decode_cuda_graph_runner
         if not isinstance(graphs, DecodeCudaGraphRunner):
             return []
@@ -111,10 +113,10 @@ class Probe:
         stages.context_kv.late.forget()
         stages.verifier.restore()
 
-    # -- steps that are served -------------------------------------------------------------------------------------
+    # -- served steps ----------------------------------------------------------------------------------------------
 
     def watch(self) -> Stages:
-        """Return the worker's stages, recorded and measured."""
+        """Return the worker's stages, wrapped to record and time them."""
         stages, timed = measured(self.worker.stages, self.times), self.times.timed
         planner, copier, verifier = stages.planner, stages.copier, stages.verifier
 
@@ -142,12 +144,12 @@ class Probe:
         )
 
     def begin(self, size: Size, tokens_BN: torch.Tensor) -> None:
-        """Copy the drafts, before the target runs."""
+        """Copy the drafts before the target runs."""
         self.size, self.raw = size, None
         self.tokens, self.copy = tokens_BN, tokens_BN.clone()
 
     def end(self) -> None:
-        """Compare the drafts with their copy, and count non-finite outputs, after the target has run."""
+        """Compare the drafts with their copy after the target has run, and count non-finite outputs."""
         seen, n_rows = self.seen[self.size], self.size[0] * self.size[1]
         raw = (self.raw.next_token_logits, self.raw.hidden_states) if self.raw is not None else ()
         outputs = [x for x in raw if isinstance(x, torch.Tensor)]
@@ -183,7 +185,7 @@ class Probe:
         }
 
     def bytes(self) -> dict[str, Any]:
-        """Return the pools' sizes and the free memory on this rank."""
+        """Return this rank's pool sizes and free memory, in bytes, tokens, requests and rows by name."""
         sizes = {
             "target_tokens": int(self.target.max_total_num_tokens),
             "target_kv": kv_bytes(self.target),
@@ -224,7 +226,7 @@ def padding_slot(runner: ModelRunner) -> int:
 
 
 class StageClock:
-    """Host and device times of stages, by stage and size. Without a `device` only the host's."""
+    """Host and device times of stages, by stage and size; without a `device` only host times."""
 
     def __init__(self, device: str | None) -> None:
         self.events = DeviceClock(device) if device else None
@@ -233,7 +235,7 @@ class StageClock:
         self.marks = defaultdict[tuple[str, Size], deque[tuple[Any, Any]]](lambda: deque(maxlen=KEPT))
 
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
-        """Return `run`, measured as `stage`."""
+        """Wrap `run` to record its times as those of `stage`."""
 
         def run_timed(*args: P.args, **others: P.kwargs) -> R:
             marked = self.events.mark() if self.events else None
@@ -247,7 +249,7 @@ class StageClock:
         return run_timed
 
     def medians(self) -> Iterator[dict[str, Any]]:
-        """Yield milliseconds by stage and size; the device's are None without a device."""
+        """Yield median milliseconds by stage and size; `device_ms` is None without a device."""
         order = ["step", "plan", *STAGES, "accept"]
         for stage, size in sorted(self.host_s, key=lambda key: (key[1], order.index(key[0]))):
             host_s, marks = self.host_s[stage, size], self.marks[stage, size]

@@ -1,4 +1,4 @@
-"""Pytest hooks of the process that collects: results of checks, the table, the JSON document."""
+"""Pytest hooks of the process that collects results: table and JSON document."""
 
 import ctypes
 import json
@@ -17,7 +17,7 @@ from sglang_dflash.prove.plugin import RUN, Check, Run, facts_of, server_of
 from sglang_dflash.servers.document import head, inherited, portable
 
 PR_SET_CHILD_SUBREAPER = 36
-KILL_S = 25.0  # seconds for processes to disappear
+KILL_S = 25.0  # seconds until killed processes must have ended
 SHOWN = {"passed": "yes", "failed": "**no**", "timed out": "**no**: timed out", "skipped": "–"}
 CRASHED = "???"  # xdist's value of `when`
 
@@ -35,7 +35,7 @@ def end_children() -> None:
 
 
 class InOrder(LoadScheduling):
-    """Scheduler that runs checks in order. A worker that ended between two checks fails none."""
+    """Scheduler that runs checks in order. If a process ends between two checks, no check fails."""
 
     started: Mapping[str, float] = {}
 
@@ -47,12 +47,12 @@ class InOrder(LoadScheduling):
 
 
 class Collector:
-    """Collector of results as pytest reports them.
+    """Collector of results from pytest's reports.
 
     Attributes:
-        checks, rows: by pytest's node id, in the order of the run.
-        started: Unix time, by node id.
-        hung: names of checks that timed out, by the server they share with others.
+        checks, rows: facts and results by pytest's node id, in the order of the run.
+        started: Unix time by node id.
+        hung: names of checks that timed out, by the id of the server that they share with others.
     """
 
     def __init__(self, run: Run) -> None:
@@ -67,13 +67,13 @@ class Collector:
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.checks = {item.nodeid: facts_of(item) for item in session.items}
         for nodeid, facts in self.checks.items():
-            said = {
+            about = {
                 "name": facts.name,
                 "level": self.run.place.level,
                 "proves": facts.proves,
                 "expected": facts.expected,
             }
-            self.rows[nodeid] = said | {"status": "skipped", "text": "did not run", "numbers": {}, "seconds": 0.0}
+            self.rows[nodeid] = about | {"status": "skipped", "text": "did not run", "numbers": {}, "seconds": 0.0}
 
     def pytest_configure_node(self, node: WorkerController) -> None:
         node.workerinput["run"] = pickle.dumps((self.run, self.hung))
@@ -108,7 +108,7 @@ class Collector:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str]:
-        """Keep pytest's count, without its letter."""
+        """Return the category for pytest's counts, but no letter to print."""
         return report.outcome if report.when == "call" or not report.passed else "", "", ""
 
     def document(self, command: str, *, ok: bool) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Collector:
 
 
 def text_of(report: pytest.TestReport) -> str:
-    """Return a sentence: why a check was skipped, or how it failed."""
+    """Return a sentence with the reason for a skip or a failure."""
     if report.when == CRASHED:
         return "its process crashed; the end of checks.log says where"
     if isinstance(report.longrepr, tuple):
@@ -136,7 +136,7 @@ def text_of(report: pytest.TestReport) -> str:
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """Return a table with a line per check; `level` is the mark of the documents."""
+    """Return a Markdown table with a line per check; column `level` is the level of proof."""
     name = document["gpu"]["name"] if document["gpu"] else document["device"]
     lines = ["| check | what it proves | holds | level | found | expected |", "|---|---|---|---|---|---|"]
     for row in document["results"]:

@@ -1,4 +1,4 @@
-"""Servers of a place, their answers to prompts, and plain torch's answers to the same prompts."""
+"""Servers of a place, their answers to prompts, and plain torch's answers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,15 +22,15 @@ from sglang_dflash.tiny.workloads import held_out
 
 N_PROMPTS, N_PROMPTS_SHORT = 12, 4
 NEW_TOKENS, NEW_TOKENS_SHORT = 96, 48
-CONCURRENCIES = (1, 3, 8)  # 3: a captured batch of four is padded
-START_S = 900.0  # seconds; a model of 27B from disk, and its graphs
-TOP = 50  # log-probabilities to request
+CONCURRENCIES = (1, 3, 8)  # 3 is padded to a captured batch of four
+START_S = 900.0  # seconds, for a model of 27B from disk and its graphs
+TOP = 50  # log-probabilities per position
 
-Draw = Callable[[int], Sequence[Any]]  # conversations
+Draw = Callable[[int], Sequence[Any]]  # from a number to as many conversations
 
 
 def prompts(place: Place, draw: Draw = held_out) -> list[list[int]]:
-    """Return the token ids of conversations: held-out questions, or those of `draw`."""
+    """Return the token ids of conversations from `draw`, by default held-out questions."""
     tokenizer: Any = AutoTokenizer.from_pretrained(place.pair.target)
     return [
         tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
@@ -50,10 +50,10 @@ def serving(
     page_size: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[dict[Arm, Server]]:
-    """Run servers of these arms at the same time; `env` applies to the plugin's.
+    """Run servers of these arms at the same time; `env`: further variables of the plugin's server.
 
     Raises:
-        ServerError: a server does not start, or runs another worker than its arm's.
+        ServerError: a server does not start, or has another worker than its arm's.
     """
     flags, servers, port = place.flags(attention, page_size), dict[Arm, Server](), place.port
     with ExitStack() as stack:
@@ -86,11 +86,11 @@ def ask_at_each(server: Server, asked: Sequence[Sequence[int]], n_new: int) -> d
 
 
 class Watched(NamedTuple):
-    """Answers and records of a server of the plugin, with the probe."""
+    """Answers and records of a server with this plugin and its probe."""
 
     prompts: list[list[int]]
     answers: dict[int, list[Generation]]  # by concurrency
-    dflash: dict[str, Any]  # the worker's report
+    dflash: dict[str, Any]  # the worker's part of the server info
     info: dict[str, Any]  # SGLang's server info
     copies: bool = False  # n-gram copies follow every block
 
@@ -104,7 +104,7 @@ def watch(place: Place, env: Mapping[str, str], draw: Draw = held_out) -> Watche
 
 
 class Reference(NamedTuple):
-    """Greedy answers, and the log-probabilities that they were chosen by."""
+    """Greedy answers, and a function to the log-probabilities from which they were chosen."""
 
     answers: list[list[int]]
     likeliest: Likeliest
@@ -112,7 +112,7 @@ class Reference(NamedTuple):
 
 
 def by_plain_torch(place: Place, prompts: Sequence[Sequence[int]], *, copies: bool) -> Reference:
-    """Return the pair's answers in plain torch, on the GPU if there is one."""
+    """Compute the pair's answers in plain torch, on the GPU if there is one."""
     models = plain.load(str(place.pair.target), str(place.pair.draft))
     options = Options(max_new_tokens=n_new(place), stop_token_ids=models.stop_token_ids, copies=copies)
 
@@ -142,25 +142,27 @@ def likeliest_of(server: Server) -> Likeliest:
 
 
 def histogram(answer: Generation) -> dict[int, int]:
-    """Return the numbers of decode steps of a server's answer that accepted 0, 1, 2, ... drafts."""
+    """Return the number of an answer's decode steps by accepted drafts."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 
 def acceptance_length(histograms: Sequence[Mapping[int, int]]) -> float:
-    """Return tokens per step, including the bonus."""
+    """Return the mean tokens per step, including the bonus."""
     total = sum((Counter(one) for one in histograms), Counter())
     return Steps(total.total(), sum(n * count for n, count in total.items())).committed_per_step
 
 
 def near_tie(place: Place, attention: str) -> float:
-    """Return the nats within which rounding may swap two tokens; 0 in fp32 on a CPU."""
+    """Return the difference in nats within which rounding may swap two tokens; 0 in fp32 on a CPU."""
     if place.gpu is None:
         return 0.0
     return 0.05 if place.exact(attention) else 0.3
 
 
 class Agreement(NamedTuple):
-    equal: int
+    """Result of a comparison of answers."""
+
+    equal: int  # answers, among `of`
     of: int
     apart: list[str]  # first differences
     beyond_a_tie: list[str]  # differences in `apart` that rounding does not explain
@@ -169,7 +171,7 @@ class Agreement(NamedTuple):
 def compare(
     prompts: Sequence[Sequence[int]], reference: Reference, answers: Sequence[Sequence[int]], tie: float
 ) -> Agreement:
-    """Compare answers with a reference; differences of at most `tie` nats are near ties."""
+    """Compare answers with a reference; a difference of at most `tie` nats is a near tie."""
     apart = dict[str, bool]()
     for one in differences(reference.answers, answers):
         context = [*prompts[one.prompt], *reference.answers[one.prompt][: one.position]]

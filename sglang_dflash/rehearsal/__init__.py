@@ -1,13 +1,13 @@
 """GPU emulation on a CPU (rehearsal): a GPU server's code paths, run on a CPU.
 
-`SGLANG_DFLASH_REHEARSE=sm90` (or `sm100`) replaces the CPU platform by this one. SGLang's own graph runners then
-capture and replay the target's verify, the draft and every width. SGLang's own attention backends (fa3, fa4,
-flashinfer, triton, trtllm_mha) plan and run, and Triton kernels run in Triton's interpreter. The emulation is slow, and
-exact.
+`SGLANG_DFLASH_REHEARSE=sm90` (or `sm100`) selects this platform instead of the CPU platform. SGLang's own graph runners
+then capture and replay the target's verify, the draft and every width. SGLang's own attention backends (fa3, fa4,
+flashinfer, triton, trtllm_mha) plan and run, and Triton kernels run in Triton's interpreter. The emulation is exact,
+but slow.
 
-    pool         memory of captured graphs, by the rules of CUDA's caching allocator
+    pool         memory of captured graphs, with the rules of CUDA's caching allocator
     graph        capture and replay; tape: the recorder
-    host         marks of host tensors, and checks of reads on the host
+    host         marks of host tensors, and checks of the host's reads
     streams      order between streams; watch: accesses to memory (`,streams`)
     branches     streams inside a captured forward
     overlap      places where SGLang orders streams only on CUDA
@@ -19,8 +19,8 @@ exact.
     models       layers of single families of targets; qwen: Qwen3.5 and Qwen3-Next as on CUDA
     platform     SGLang's platform interface
 
-Proved: the Python that runs in capture and replay, and its metadata; that nothing captured depends on the host; that a
-replay reads what the step wrote; that no tensor outlives its memory; the plans of each backend, page tables, windows,
-host plans; the arithmetic of Triton kernels. Not proved: the kernels of FlashAttention, FlashInfer and TensorRT-LLM,
-bf16 and fp8, alignment beyond assertions, NCCL, memory sizes, speed.
+The emulation proves: the Python that runs in capture and replay, and its metadata; a captured forward does not depend
+on the host; a replay reads the step's values; no tensor is read after its memory is freed; each backend's plans, page
+tables and windows; the arithmetic of Triton kernels. It does not prove: the kernels of FlashAttention, FlashInfer and
+TensorRT-LLM, bf16 and fp8, alignment beyond assertions, NCCL, memory sizes, speed.
 """

@@ -1,8 +1,8 @@
 """Reference for the GPU's paged attention kernels in plain torch, one request at a time.
 
-`attend` is the definition. This module wraps it in FlashAttention's two entry points as SGLang calls them;
-`flashinfer.py` and `trtllm.py` have theirs. They check the kernels' requirements on metadata, and fill rows of no
-request with NaN.
+`attend` is the definition. This module has FlashAttention's two entry points as SGLang calls them. `flashinfer.py` and
+`trtllm.py` have those of the other libraries. Entry points check the kernels' requirements on metadata, and fill rows
+of no request with NaN.
 
 Dimension key: B requests, T packed queries, A query heads, G KV heads, E head width of q and k, F of v, N queries and L
 keys of a request, P pages of a request's row.
@@ -20,25 +20,25 @@ class Mask(NamedTuple):
 
     causal: bool
     left: int = -1  # most keys to the left of the query; -1: all
-    right: int = -1  # most keys to its right
+    right: int = -1  # most keys to the right of the query; -1: all
 
     def allowed(self, n_queries: int, n_keys: int) -> torch.Tensor:
         """Return the mask, bool [N, L]."""
-        behind = torch.arange(n_keys - n_queries, n_keys)[:, None] - torch.arange(n_keys)
-        allowed = behind >= 0 if self.causal else torch.ones_like(behind, dtype=torch.bool)
+        distance = torch.arange(n_keys - n_queries, n_keys)[:, None] - torch.arange(n_keys)
+        allowed = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         if self.left >= 0:
-            allowed &= behind <= self.left
+            allowed &= distance <= self.left
         if self.right >= 0:
-            allowed &= behind >= -self.right
+            allowed &= distance >= -self.right
         return allowed
 
 
 class Score(NamedTuple):
-    """Parameters of the weight of a key for a query."""
+    """Parameters of attention scores."""
 
     scale: float
     softcap: float = 0.0  # 0: none
-    sinks_A: torch.Tensor | None = None  # a logit per head that takes weight and adds nothing
+    sinks_A: torch.Tensor | None = None  # a logit per head in the softmax's denominator, without a value
 
 
 def attend(
@@ -47,7 +47,7 @@ def attend(
     """Compute the attention of one request, in fp32 or wider.
 
     Returns:
-        [N, A, F] in q's dtype, zeros for queries that see no key; the log-sum-exp of the scores, fp32 [N, A].
+        The output [N, A, F] in q's dtype, zeros for queries without a key, and the scores' log-sum-exp, fp32 [N, A].
     """
     wide = torch.promote_types(q_NAE.dtype, torch.float32)
     n_share = q_NAE.shape[1] // k_LGE.shape[1]
@@ -82,13 +82,16 @@ class Paged(NamedTuple):
 
     page_table_BP: torch.Tensor
     n_keys_B: torch.Tensor
-    first_query_B1: torch.Tensor  # with the end of the last, [B + 1]
+    first_query_B1: torch.Tensor  # [B + 1], starts of the requests' queries, and the end of the last
     max_queries: int
 
     def run(
         self, q_TAE: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, mask: Mask, score: Score
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [T, A, F] and [T, A] for caches [pages, page size, G, E or F]; rows of no request are NaN."""
+        """Return outputs [T, A, F] and log-sum-exps [T, A]; rows of no request are NaN.
+
+        The caches are [pages, page size, G, E] and [pages, page size, G, F].
+        """
         B = self.n_keys_B.shape[0]
         assert self.first_query_B1.shape == (B + 1,), f"{self.first_query_B1.shape} starts of {B} requests"
         assert self.page_table_BP.shape[0] >= B, f"{self.page_table_BP.shape[0]} rows of pages for {B} requests"
@@ -109,7 +112,7 @@ class Paged(NamedTuple):
 
 
 def refuse(op: str, others: dict[str, Any]) -> None:
-    """Raise if a caller passes options that a definition does not support."""
+    """Raise NotImplementedError if a caller passes options that a definition does not support."""
     asked = {name: value for name, value in others.items() if value is not None and value is not False}
     if asked:
         raise NotImplementedError(f"{op} with {', '.join(asked)} is not defined in the rehearsal; run this on a GPU")
@@ -138,9 +141,10 @@ def flash_attn_with_kvcache(
     ver: int = 3,
     **others: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Emulate FlashAttention 3 and 4 over a paged cache: q [T, A, E], caches [pages, page size, G, E or F]; [T, A, F].
+    """Emulate FlashAttention 3 and 4 over a paged cache; returns [T, A, F].
 
-    `qv` [T, A, F] (latent attention) is multiplied by the values, and added to the scores.
+    `q` is [T, A, E], the caches [pages, page size, G, E] and [pages, page size, G, F]. The product of `qv` [T, A, F]
+    (latent attention) with the values is added to the scores.
     """
     refuse("flash_attn_with_kvcache", others)
     require_int32(page_table=page_table, cache_seqlens=cache_seqlens, cu_seqlens_q=cu_seqlens_q)

@@ -1,11 +1,11 @@
-"""Streams inside a captured forward, by the rules of CUDA's capture (`,streams`).
+"""Streams inside a captured forward, with the rules of CUDA's capture (`,streams`).
 
-A capture begins on one stream. Another stream takes part from its first wait for one that does, and the first stream
-must wait for it again before the capture ends. Launches of two streams on the same memory must be ordered by such
-waits, since a replay keeps no other order. The graphs' pool keeps the blocks of streams apart. So a freed block is
-given only to launches of its own stream, which must come after every other stream's last use.
+A capture begins on one stream. Another stream takes part once it has waited for a stream that takes part, and the first
+stream must wait for it before the capture ends. Such waits must order launches of two streams on the same memory,
+because a replay keeps no other order. Blocks of the graphs' pool belong to one stream. So a freed block goes only to a
+launch of its own stream, which must come after the last use by every other stream.
 
-A replay is one launch on one stream, so the inside of a graph is checked here, once.
+A replay is one launch on one stream, so the order inside a graph is checked only at capture.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]  # first address of a tensor's memory, and the one after its last
 
-_used: set[str] = set()  # streams besides its own that a captured forward has used
+_used: set[str] = set()  # names of the other streams that captured forwards have used
 
 
 class BranchedTape(Tape):
@@ -94,10 +94,10 @@ class BranchedTape(Tape):
         return placed
 
     def launch(self, what: str) -> Access:
-        """Record a launch on the current stream, now.
+        """Record a launch on the current stream.
 
         Raises:
-            CaptureError: the stream takes no part in the capture.
+            CaptureError: the stream does not take part in the capture.
         """
         stream = current_stream()
         if stream is not self.origin:
@@ -113,7 +113,7 @@ class BranchedTape(Tape):
         return stream is self.origin or stream.clock.get(self.origin, 0) >= self.began
 
     def memories(self, tensor: torch.Tensor) -> list[Memory]:
-        """Return the accesses of all tensors that share memory with this one."""
+        """Return the records of all memory that overlaps with this tensor's."""
         if host.is_marked(tensor):
             return []
         if not self.pool.owns(tensor):

@@ -1,7 +1,7 @@
-"""Emulated GPU properties wherever SGLang's attention code queries the GPU; other code sees the real device.
+"""Properties of the emulated GPU for SGLang's attention code; other code sees the real device.
 
-SGLang queries them while arguments are resolved (`at_launch`) and while an attention backend is made (`answering`).
-FlashInfer has queries of its own (`flashinfer.install`).
+SGLang reads them while arguments are resolved (`at_launch`) and while an attention backend is created (`answering`).
+For FlashInfer's own queries see `flashinfer_seams.install`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable)
 
 
 class Gpu(NamedTuple):
-    """Largest GPU of each compute capability."""
+    """Emulated GPU, the largest of its compute capability."""
 
     capability: tuple[int, int]
     n_processors: int
@@ -53,7 +53,7 @@ def facts() -> dict[str, Any]:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Apply the flags, and replace functions that query the GPU otherwise, while an attention backend is made."""
+    """Apply the flags inside the context, and replace functions that query the GPU directly."""
     from sglang.srt.runtime_context import override_platform
 
     answers = facts()

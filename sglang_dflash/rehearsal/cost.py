@@ -1,7 +1,7 @@
-"""Cost rules of captured forwards, which values cannot show: no weight is read twice, launches keep to a budget.
+"""Cost rules of captured forwards: no weight is read twice, and launches stay within a budget.
 
-Bytes are logical: an expanded dimension counts as often as it is expanded, since a GPU's batched product reads a weight
-again for every batch. Look-ups read only their rows, so an embedding that is also the head counts as the head.
+An expanded dimension counts as a read per repetition, because a GPU's batched product reads a weight again for every
+batch. Look-ups read only some rows and do not count, so an embedding that is also the head counts as the head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_dflash.rehearsal.tape import CaptureError, Node, storage_of, tensors
 from sglang_dflash.stages import budget
 
 LOOKS_UP = {f"aten::{name}" for name in ("embedding", "index", "index_select", "gather", "take")}
-ROUNDING = 1e-6
+ROUNDING = 1e-6  # tolerance of a number of reads
 
 _models: list[weakref.ref[nn.Module]] = []
 
@@ -34,7 +34,7 @@ class Span(NamedTuple):
 
 
 def watch_parameters(model: nn.Module) -> None:
-    """Apply the rules to this model's parameters in captured forwards."""
+    """Check reads of this model's parameters in captured forwards from now on."""
     _models.append(weakref.ref(model))
 
 
@@ -47,7 +47,7 @@ def require_cheap(nodes: list[Node]) -> None:
     """Check a captured forward against the rules.
 
     Raises:
-        CaptureError: it breaks one.
+        CaptureError: the forward breaks a rule.
     """
     require_one_read(nodes)
     require_launches(nodes)
@@ -57,9 +57,9 @@ def require_launches(nodes: list[Node]) -> None:
     """Check a captured draft forward's launches against its budget. The target's forwards are SGLang's own.
 
     Raises:
-        CaptureError: it exceeds the budget.
+        CaptureError: the forward exceeds the budget.
     """
-    # Imported here: they import SGLang's layers, whose kernels must be replaced first.
+    # Imported here, because they import SGLang's layers, whose kernels must be replaced first.
     from sglang.srt.runtime_context import get_parallel
 
     from sglang_dflash.draft.sglang_model import DFlashDraftModel
@@ -99,7 +99,10 @@ def require_one_read(nodes: Iterable[Node]) -> None:
 
 
 def spans() -> dict[int, list[Span]]:
-    """Return the parameters of the checked models by storage. Not cached: a draft stacks its layers' after loading."""
+    """Return the parameters of the checked models by storage.
+
+    Not cached, because a draft stacks its layers' parameters after loading.
+    """
     found: dict[int, list[Span]] = {}
     for model in watched():
         for name, parameter in model.named_parameters():

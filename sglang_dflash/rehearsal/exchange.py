@@ -1,6 +1,7 @@
-"""Counter of what ranks exchange: the elements of each collective operation, eager or in replayed graphs.
+"""Counter of the elements that ranks exchange in each collective operation, eager or in replayed graphs.
 
-A replay runs its operations again (`graph.py`), so one dispatch mode counts both. It works on the CPU's server too.
+A replay runs its operations again (`graph.py`), so a dispatch mode sees both. The counter works without the emulation
+too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 COLLECTIVES = ("c10d::", "_c10d_functional::")
-SAID = "a step exchanged "
+STEP_LINE = "a step exchanged "  # start of a step's line in the log
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counter of the elements of collective operations on this rank, by name, while it is entered.
+    """Dispatch mode that counts the elements of collective operations on this rank, by name.
 
     A call counts as its largest tensor: the gathered one, or the one sent to all.
     """
@@ -40,14 +41,14 @@ class CollectiveCounter(TorchDispatchMode):
 
 
 def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the worker's `decode` so that each rank prints a line about each step, which `steps_in` reads."""
+    """Wrap the worker's `decode` so that each rank prints a line per step, which `steps_in` parses."""
 
     @functools.wraps(decode)
     def counted(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         with CollectiveCounter() as exchange:
             result = decode(self, batch, *args, **kwargs)
         step = {"rows": len(batch.reqs) * result.speculative_num_draft_tokens} | exchange.elements
-        print(SAID + json.dumps(step), flush=True)
+        print(STEP_LINE + json.dumps(step), flush=True)
         return result
 
     return counted
@@ -55,4 +56,4 @@ def report_steps(decode: Callable[..., Any]) -> Callable[..., Any]:
 
 def steps_in(log: str) -> list[dict[str, int]]:
     """Return, for every step and rank in a log, the rows verified and the elements of each collective operation."""
-    return [json.loads(found) for found in re.findall(SAID + r"(\{.*?\})", log)]  # two may share a line
+    return [json.loads(found) for found in re.findall(STEP_LINE + r"(\{.*?\})", log)]  # two may share a line

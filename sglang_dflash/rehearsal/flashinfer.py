@@ -1,6 +1,6 @@
-"""Definitions of FlashInfer's compiled modules. Its Python runs unchanged: wrappers, plan, run, workspaces, dtypes.
+"""Definitions of FlashInfer's compiled modules. FlashInfer's Python runs unchanged: wrappers, plans, workspaces.
 
-A sliding window is compiled in or not, as planned; SGLang's verify plans without one for any layer.
+A module is compiled with or without a sliding window. SGLang's verify plans all layers without one.
 
 Dimension key: as in `attention.py`.
 """
@@ -16,8 +16,8 @@ from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.attention import Mask, Score, attend
 from sglang_dflash.rehearsal.flashinfer_plan import Paged, Planned
 
-NON_CAUSAL, CAUSAL = 0, 1  # FlashInfer's mask modes; 2 is a mask of bits, 3 multi-item scoring
-LOG2_E = math.log2(math.e)  # its log-sum-exp has base 2
+NON_CAUSAL, CAUSAL = 0, 1  # FlashInfer's mask modes; 2 is a bit mask, 3 multi-item scoring
+LOG2_E = math.log2(math.e)  # factor to FlashInfer's log-sum-exp, which has base 2
 
 
 class Module:
@@ -129,7 +129,7 @@ class Module:
 
 
 class DecodeModule(Module):
-    """Emulation of `get_batch_decode_module`'s module: one query a request, without tensor cores."""
+    """Emulation of `get_batch_decode_module`'s module: one query per request, without tensor cores."""
 
     def plan(  # type: ignore[override]
         self,
@@ -192,7 +192,7 @@ def batch_decode_module(*args: Any) -> DecodeModule:
 
 
 def fmha_varlen_plan(*args: Any) -> tuple[None, ...]:
-    """Return a plan of the Blackwell kernel for packed keys, which plans on the device."""
+    """Return an empty plan for the Blackwell kernel over packed keys, which plans on the device."""
     return None, None, None, None
 
 
@@ -206,7 +206,10 @@ def fmha_varlen_run(
     first_key_B1: torch.Tensor,
     *plan_and_out: Any,
 ) -> None:
-    """Emulate FlashInfer's Blackwell kernel; `plan_and_out` ends: out, lse, mask mode, five scales, most queries."""
+    """Emulate FlashInfer's Blackwell kernel over packed keys.
+
+    `plan_and_out` ends with out, lse, mask mode, five scales and the most queries of a request.
+    """
     *_, out, lse, mask_mode, scale, q_scale, k_scale, v_scale, o_scale, max_queries = plan_and_out
     assert q_scale == k_scale == v_scale == o_scale == 1.0, "fp8 scales are not defined in the rehearsal"
     mask, score = Mask(mask_mode == CAUSAL), Score(scale)
@@ -227,7 +230,7 @@ def merge_state(
     v: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge two attentions over different keys into one over both; log-sum-exps have base 2."""
+    """Merge two attention outputs over different keys into one over both; log-sum-exps have base 2."""
     lse.copy_(torch.logaddexp2(lse_a, lse_b))
     weight_a, weight_b = ((part - lse).exp2()[..., None].to(v.dtype) for part in (lse_a, lse_b))
     v.copy_(v_a * weight_a + v_b * weight_b)

@@ -1,9 +1,9 @@
-"""Data that FlashInfer's host plans and its kernels read: the queries and keys of each request.
+"""FlashInfer's plans: the queries and keys of each request, which the host plans and kernels read.
 
-A plan is written into the wrapper's integer workspace, from which the kernel reads it. So a replay uses the plan of its
-own step, not the captured one. The kernel splits a request's keys and merges by the planned length, but counts its
-results by the length on the device. If the two differ, partial results of different rows are mixed (scheduler.cuh,
-prefill.cuh). So both are compared in every launch.
+The host writes a plan into the wrapper's integer workspace, from which the kernel reads it. So a replay uses the plan
+of its own step, not the captured one. The kernel splits and merges a request's keys by the planned length, but counts
+partial results by the length on the device. If the lengths differ, partial results of different rows are mixed
+(scheduler.cuh, prefill.cuh). So every launch compares both.
 
 Dimension key: as in `attention.py`.
 """
@@ -24,13 +24,13 @@ CHUNK = 128  # fewest keys into which a request is split
 
 
 class Planned(NamedTuple):
-    """Lengths that the host has when it plans."""
+    """Lengths of a plan."""
 
     first_query_B1: list[int]
     n_pages_B: list[int]  # or numbers of keys, without pages
 
     def write(self, int_workspace: torch.Tensor) -> list[int]:
-        """Write the plan into device memory. Returns the host's part, which a graph keeps as captured."""
+        """Write the plan into device memory. Returns the host's part, which stays as captured in a graph."""
         assert not graph.is_capturing(), "a plan reads lengths back, which waits for the device"
         numbers = torch.tensor([*self.first_query_B1, *self.n_pages_B], dtype=torch.int32)
         int_workspace.view(torch.int32)[: len(numbers)] = numbers
@@ -43,7 +43,7 @@ class Planned(NamedTuple):
         return cls(numbers[: B + 1], numbers[B + 1 :])
 
     def requests(self, first_query_B1: torch.Tensor, first_page_B1: torch.Tensor) -> Iterator[tuple[int, slice]]:
-        """Yield each request that has queries, and its rows.
+        """Yield each request with queries, and its rows.
 
         Raises:
             AssertionError: the device's lengths differ from the planned ones.
@@ -53,7 +53,7 @@ class Planned(NamedTuple):
         assert len(n_pages_B) == len(self.n_pages_B), f"{len(n_pages_B)} requests, planned {len(self.n_pages_B)}"
         for b, (n_pages, planned) in enumerate(zip(n_pages_B, self.n_pages_B, strict=True)):
             n_queries = starts[b + 1] - starts[b]
-            # A row that pads a graph is planned with an invalid length; it and its queries are in the first chunk.
+            # A padded row of a graph is planned with an invalid length. Its keys and queries are in the first chunk.
             is_padding = planned <= n_queries and n_pages <= CHUNK
             assert n_pages == planned or is_padding, (
                 f"request {b} has {n_pages} pages of keys on the device and was planned with {planned} on the host: "
@@ -64,7 +64,7 @@ class Planned(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """Paged keys in rows of no fixed width."""
+    """Paged keys whose page lists are packed, without a fixed row width."""
 
     k_cache: torch.Tensor  # [pages, page size, G, E]
     v_cache: torch.Tensor

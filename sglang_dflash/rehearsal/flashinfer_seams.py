@@ -1,4 +1,4 @@
-"""FlashInfer without CUDA: its compiled modules are replaced by definitions, and its GPU queries are answered."""
+"""Replacements in FlashInfer without CUDA: definitions of its compiled modules, and answers to its GPU queries."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BACKENDS = "sglang.srt.layers.attention."
 
 @functools.cache
 def install() -> None:
-    """Install the definitions, once a process and lazily, because importing FlashInfer takes seconds."""
+    """Install the definitions, once per process and lazily, because importing FlashInfer takes seconds."""
     sglang.check(SECTIONS["flashinfer"])
     define(capability.rehearsed())
-    # SGLang imported these modules without FlashInfer, which it treats as a part of CUDA.
+    # SGLang has imported these modules without FlashInfer, which it uses only on CUDA.
     available = pkgutil.resolve_name("sglang.srt.utils.is_flashinfer_available")
     cpu.put({"sglang.srt.utils.is_flashinfer_available": lambda: True})
     for name in ("flashinfer_backend", "trtllm_mla_backend", "trtllm_mha_backend"):
@@ -59,7 +59,7 @@ def define(gpu: capability.Gpu) -> None:
 
 
 def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap SGLang's factory of a backend to install the definitions first."""
+    """Wrap a backend's factory to install the definitions first."""
 
     def make(runner: Any) -> Any:
         install()

@@ -1,14 +1,13 @@
-"""CUDA graphs without CUDA: the launches of a forward are recorded once, and replayed without its Python.
+"""CUDA graphs without CUDA: the launches of a forward are recorded once, and replayed without the forward's Python.
 
 Capture runs the forward under a dispatch mode. Every operation that writes is a node: the operation, its arguments by
 address, and its host values at capture. Views and allocations are no nodes. The stand-in of a GPU kernel (`launch`) is
-one node, as it is one launch and may read device memory. Operations that CUDA forbids during capture raise
-`CaptureError`: handing a value to the host, a shape that depends on device data, a tensor made of host data.
+one node, and may read device memory. Operations that CUDA forbids during capture raise `CaptureError`: a copy of a
+value to the host, a shape that depends on device data, a tensor created from host data.
 
-Replay runs the nodes in order into the cells of their outputs, in `pool.py`'s memory.
+Replay runs the nodes in order, and writes their results to fixed cells in `pool.py`'s memory.
 
-Unlike on a GPU, a capture also computes: memory that the forward writes (K/V of the padding slots, buffers) is written
-once more.
+Unlike on a GPU, a capture also computes, so it writes K/V of the padding slots and other buffers.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Graph:
         logger.debug("captured %d launches in %.2f s, pool %d MiB", len(self.nodes), seconds, _pool.n_bytes // MIB)
 
     def instantiate(self) -> None:
-        """Do nothing: a tape needs no instantiation."""
+        """Do nothing, because a tape needs no instantiation."""
 
     def replay(self) -> None:
         _in_order()
@@ -82,10 +81,10 @@ class Graph:
 
 
 def _in_order() -> None:
-    """Check that this replay comes after the last one, as all graphs share memory.
+    """Check that this replay is ordered after the last one, because all graphs share memory.
 
     Raises:
-        UnorderedAccess: it runs on another stream than the last one, and no event orders the two.
+        UnorderedAccess: the two run on different streams, and no event orders them.
     """
     global _last_replay
     by = streams.access(streams.current_stream(), "Graph.replay")
@@ -124,7 +123,7 @@ def is_capturing() -> bool:
 
 
 def launch(fn: Function) -> Function:
-    """Make a function count as one launch: the stand-in of a kernel, or a function that launches one."""
+    """Wrap a function to count as one launch: a kernel's stand-in, or a function that launches a kernel."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +156,7 @@ def takes_part(stream: object) -> bool:
 
 
 def record_stream(tensor: torch.Tensor, stream: streams.Stream) -> None:
-    """Keep a tensor's memory until `stream` is done with it; while capturing, until the capture ends."""
+    """Keep a tensor's memory until `stream` no longer uses it; during capture, until the capture ends."""
     streams.record_stream(tensor, stream)
     if _tape is not None:
         _tape.kept.append(tensor)
@@ -168,7 +167,7 @@ def pool() -> Pool:
 
 
 def addresses(tree: Any) -> Any:
-    """Return the tree with tensors in the pool replaced by tensors by address, which do not own their cells."""
+    """Return the tree with tensors in the pool replaced by tensors over the same cells that do not own them."""
     return pytree.tree_map_only(
         torch.Tensor, lambda tensor: _pool.address(tensor) if tensor.numel() and _pool.owns(tensor) else tensor, tree
     )

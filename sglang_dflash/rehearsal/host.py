@@ -1,8 +1,8 @@
-"""Marks of host tensors, in place of the device attribute on a GPU; here all memory is the CPU's.
+"""Marks of host tensors, which replace the device attribute, because here all memory is the CPU's.
 
-Marked are results of `.cpu()`, `.pin_memory()` and pinned allocations, SGLang's `*_cpu` fields (by `seams.py`), and
-results that the host computes from marked tensors while it captures. All others are the device's. During capture the
-host may read only its own tensors. A device operation may read a host tensor only as a scalar: anything larger would be
+Host tensors are results of `.cpu()`, `.pin_memory()` and pinned allocations, SGLang's `*_cpu` fields (by `seams.py`),
+and results that the host computes from host tensors during capture. All others are device tensors. During capture the
+host may read only host tensors. A device operation may read a host tensor only as a scalar: a larger one would be
 copied once, at capture, which on a GPU is an error or a value that never changes.
 """
 
@@ -46,12 +46,12 @@ def only(args: tuple, kwargs: dict) -> bool:
 
 
 def keep(out: Any) -> Any:
-    """Mark all tensors in `out`, computed by the host, as the host's."""
+    """Mark all tensors in `out` as the host's, and return it."""
     return pytree.tree_map_only(torch.Tensor, mark, out)
 
 
 def require_device(name: str, args: tuple, kwargs: dict, refusal: Refusal) -> None:
-    """Check that a device operation reads no host tensor other than scalars, or raise the refusal."""
+    """Check that a device operation reads no host tensors except scalars, or raise the refusal."""
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() and is_marked(leaf):
             raise refusal(f"{name} of a host tensor {tuple(leaf.shape)}, whose values would be those of the capture")
@@ -76,7 +76,7 @@ def unwatch() -> None:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Allow reads inside a launch, which runs on the device."""
+    """Allow reads inside the context: a launch runs on the device."""
     global _refusal
     before, _refusal = _refusal, None
     try:

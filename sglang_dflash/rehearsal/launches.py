@@ -1,7 +1,7 @@
 """Launches of a decode step outside captured graphs, by stage, checked against the budget of `stages/budget.py`.
 
-They are counted with `,streams`, which separates the host's operations from the device's. Only steps that replay graphs
-with purely greedy requests are checked: sampling, penalties and grammars launch more, in SGLang's code.
+Launches are counted with `,streams`, which separates host operations from device operations. Only steps that replay
+graphs with purely greedy requests are checked: sampling, penalties and grammars launch more, in SGLang's code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OverBudget(RuntimeError):
 
 
 def install() -> None:
-    """Count the stages' launches from now on. Call it before stages are made."""
+    """Count launches by stage from now on. Call this before stages are created."""
     from sglang_dflash.stages.choice import Choice
     from sglang_dflash.stages.context_kv import ContextKV
     from sglang_dflash.stages.copier import TextCopies
@@ -52,7 +52,7 @@ def hold(worker: Any) -> None:
     """Check the steps of this DFLASH worker against the budget."""
     worker.step_result = counted("result", worker.step_result)
     worker.decode = held(worker, worker.decode)
-    worker.describe = telling(worker.describe)
+    worker.describe = with_launches(worker.describe)
 
 
 def counted(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def held(worker: Any, decode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain(batch: Any) -> bool:
-    """Return whether the requests ask for greedy tokens and nothing else."""
+    """Return whether all requests are greedy, without penalties, grammars and further outputs."""
     info = batch.sampling_info
     penalised = info.penalizer_orchestrator is not None and info.penalizer_orchestrator.is_required
     edits = info.logit_bias is not None or info.has_custom_logit_processor or penalised
@@ -123,7 +123,7 @@ def require(step: Counter[str], allowed: Mapping[str, int]) -> None:
         raise OverBudget(f"a decode step launches more than its budget: {', '.join(over)}; see stages/budget.py")
 
 
-def telling(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def with_launches(describe: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Wrap a worker's `describe` so that `GET /server_info` has the largest launch count of each stage."""
 
     @functools.wraps(describe)

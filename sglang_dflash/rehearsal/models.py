@@ -1,6 +1,6 @@
-"""Target families under emulation: replacements for layers that SGLang computes by GPU-only kernels, or on the host.
+"""Replacements for layers of single target families that SGLang computes with GPU-only kernels, or on the host.
 
-They are set after the target is loaded, when all of SGLang's models are imported.
+`layers` installs them after the target is loaded, when SGLang's models are imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 
 
 def before_loading() -> None:
-    """Redirect the default device module, on which Qwen3-Next makes its norms, from PyTorch's build to the CPU."""
+    """Make the CPU the default device module, on which Qwen3-Next creates its norms, for any build of PyTorch."""
     get_device_module = torch.get_device_module
 
     def default_here(device: torch.device | str | None = None) -> ModuleType:
@@ -46,7 +46,7 @@ def layers(model: torch.nn.Module) -> None:
 
 
 def _weigh_norms(model: torch.nn.Module) -> None:
-    """Apply the weight of Gemma-4's norms "without scale", into which it folds its router's scale."""
+    """Apply the weight of Gemma-4's norms "without scale", which contains the router's scale."""
     from sglang.srt.layers.layernorm import Gemma4RMSNorm
 
     for module in model.modules():
@@ -55,9 +55,9 @@ def _weigh_norms(model: torch.nn.Module) -> None:
 
 
 def experts() -> Any:
-    """Return SGLang's experts in plain torch, which route on the host, as the one launch that they are on a GPU.
+    """Return SGLang's experts in plain torch as one launch, because they read the routing on the host.
 
-    Weights laid out for `triton_kernels` (gpt-oss) have their last two dimensions exchanged.
+    Weights for `triton_kernels` (gpt-oss) have their last two dimensions exchanged.
     """
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 

@@ -15,7 +15,7 @@ Tensors = list[torch.Tensor]
 
 
 def tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operation's arguments or results, which nest no deeper than lists."""
+    """Yield the tensors among an operation's arguments or results, including those in lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -30,7 +30,7 @@ def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def is_hosts(name: str, args: tuple, touched: tuple[torch.Tensor, ...]) -> bool:
-    """Return whether an operation runs on the host: all its tensors, except index lists, are the host's."""
+    """Return whether an operation runs on the host: all its tensors, except indexes, are host tensors."""
     return all(map(host.is_marked, touched if name not in INDEXES else args[:1]))
 
 

@@ -1,7 +1,7 @@
 """Places where SGLang 0.5.23 orders streams only on CUDA, changed so that the overlapped loop runs as on a GPU.
 
-Not covered: code that skips `record_stream` for "cpu" tensors (the relay's indices, which the scheduler keeps for two
-steps anyway, and mixed batches); the unified memory pool, HiCache, pipeline parallelism, disaggregation.
+Not covered: code that skips `record_stream` for "cpu" tensors (mixed batches, and the relay's indices, which the
+scheduler keeps for two steps anyway); the unified memory pool, HiCache, pipeline parallelism, disaggregation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _SRT = "sglang.srt."
 
 
 def device() -> dict[str, Any]:
-    """Set the device module's streams and events, and return replacements; call it before kernels become launches."""
+    """Set the device module's streams and events, and return further replacements.
+
+    Call this before kernels become launches.
+    """
     for name, value in streams.names().items():
         setattr(torch.cpu, name, value)
     watch.install()
@@ -57,8 +60,8 @@ def scheduler() -> None:
 
     @functools.wraps(run)
     def run_event_loop(self: Scheduler) -> None:
-        """Run the loop under a watch; weights, pools and captures are finished before it."""
-        if self.draft_worker is not None:  # this plugin's: SGLang's worker is refused with streams
+        """Run the loop under a watch. Weights, pools and captures exist before."""
+        if self.draft_worker is not None:  # this plugin's, because SGLang's worker is refused with streams
             launches.hold(self.draft_worker)
         with watch.Watch(graph.pool()):
             run(self)

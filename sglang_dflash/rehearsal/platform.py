@@ -1,4 +1,4 @@
-"""Platform of the emulation: the CPU platform, but graphs are captured and attention backends are a GPU's."""
+"""Platform of the emulation: the CPU platform with graph capture and a GPU's attention backends."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class RehearsalPlatform(CpuPlatform):
         return DecodeCudaGraphRunner
 
     def is_pin_memory_available(self, device: torch.device | None = None) -> bool:
-        """Return True with streams, as on a GPU, where copies from pinned memory do not wait."""
+        """Return whether streams are emulated, because then copies from pinned memory do not wait."""
         return flags.current().rehearse.streams
 
     def init_backend(self) -> None:
@@ -59,4 +59,4 @@ class RehearsalPlatform(CpuPlatform):
         if flags.current().rehearse.streams:
             host.check(SECTIONS["streams"])
             overlap.scheduler()
-        host.check(SECTIONS["rehearsal"])  # the attention modules load only now
+        host.check(SECTIONS["rehearsal"])  # now, because attention modules are imported only here

@@ -1,12 +1,12 @@
 """Memory of captured graphs: one private pool for all graphs of a process, as SGLang shares one.
 
-Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to 512 bytes. Up to 1 MiB comes from segments
-of 2 MiB, more from segments of 20 MiB or of the requested size. The smallest block that fits is taken, among equals the
-lowest address. The remainder is split off, and free neighbours join.
+Blocks are assigned by CUDACachingAllocator's rules. Sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from
+segments of 2 MiB, larger ones from segments of 20 MiB or of the requested size. The smallest block that fits is taken,
+among equals the one at the lowest address. The remainder is split off, and free neighbours are merged.
 
-A block is free as soon as its last tensor is gone. The next tensor of its stream may reuse it, in this graph or a later
-one, as a segment belongs to the stream that requested it. Captured launches hold only addresses and keep nothing alive.
-So memory that is read too late has been overwritten, as on a GPU.
+A block is free when its last tensor is deleted. The next tensor of its stream may reuse it, in this graph or a later
+one, because a segment belongs to the stream that requested it. Captured launches hold only addresses, so they do not
+keep a block. Memory that is read too late has therefore been overwritten, as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from torch import from_numpy  # before `watch.py` replaces it: this memory is the device's
 
 MIB = 1 << 20
-ROUND = 512
-SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # largest small block; its segment
-LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB  # segment of blocks smaller than `LARGE`; larger ones have their own
-CAPACITY = 4096 * MIB  # address space; a page uses no memory before it is written
+ROUND = 512  # bytes; block sizes are multiples
+SMALL, SMALL_SEGMENT = MIB, 2 * MIB  # bytes of the largest small block, and of its segment
+LARGE_SEGMENT, LARGE = 20 * MIB, 10 * MIB  # bytes of a segment for blocks below `LARGE`; larger blocks have their own
+CAPACITY = 4096 * MIB  # bytes of address space; a page uses memory only once it is written
 
 
 class Pool:
-    """Pool of blocks. Invariant: `_free[segment]` are its free (offset, size), ascending, no two adjacent."""
+    """Pool of blocks. Invariant: `_free[segment]` lists the free (offset, size), ascending, no two adjacent."""
 
     def __init__(self, capacity: int = CAPACITY, stream: Callable[[], object] = lambda: None) -> None:
         """`stream`: returns the current stream."""
@@ -54,9 +54,9 @@ class Pool:
         return from_numpy(block).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def span(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return the first address of a tensor's block and the one after its last.
+        """Return the first address of a tensor's block, and the address after its last.
 
-        A tensor by address (`address`) has no block, so its own cells are used.
+        For a tensor from `address`, which has no block, these are the addresses of its own cells.
         """
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self._base or storage.nbytes() != self._memory.nbytes:
@@ -64,7 +64,7 @@ class Pool:
         return tensor.data_ptr(), tensor.data_ptr() + extent(tensor) * tensor.element_size()
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor over the same cells in the pool that does not own them, as captured launches hold it."""
+        """Return a tensor over the same cells that does not own them; captured launches hold such tensors."""
         offset = (tensor.data_ptr() - self._base) // tensor.element_size()
         return torch.empty(0, dtype=tensor.dtype).set_(self._whole, offset, tensor.shape, tensor.stride())
 
@@ -114,5 +114,5 @@ class Pool:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Return the number of elements from the first to the last, including those that strides skip."""
+    """Return the number of elements between the first and the last, inclusive, with those that strides skip."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

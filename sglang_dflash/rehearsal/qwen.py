@@ -1,11 +1,11 @@
-"""Qwen3.5 and Qwen3-Next as on CUDA: the places where SGLang 0.5.23 reads `_is_cuda` in these two models.
+"""CUDA's settings for Qwen3.5 and Qwen3-Next, where SGLang 0.5.23 reads `_is_cuda` in these two models.
 
 The emulated GPU has CUDA's defaults:
 
     alternative stream      in captured forwards, the projections of Gated DeltaNet's gates, the norm of K (Qwen3-Next;
                             Qwen3.5 only if attention has no output gate) and experts run parallel to the main stream
-    fused projection        decoding unpacks and convolves Gated DeltaNet's projections in one Triton kernel, run by
-                            Triton's interpreter; so does a verify of one token, and no wider one
+    fused projection        decode, and a verify of one token but no wider one, unpacks and convolves Gated DeltaNet's
+                            projections in one Triton kernel, run by Triton's interpreter
     strided prompts         Gated DeltaNet reads a prompt's projections in place
     fused Q/K preparation   norms, rotation and output gate in one kernel, defined here: the kernel rounds to 16 bits
 """
@@ -46,7 +46,7 @@ def device() -> None:
 
 
 def before_models() -> None:
-    """Apply CUDA's settings to the two modules before the first model is made; SGLang can be imported fully by then."""
+    """Apply CUDA's settings to the two modules when the first model is created, because they can be imported then."""
     loader: Any = importlib.import_module(_LOADER)
     loader._initialize_model = _first(models, loader._initialize_model)
 
@@ -77,13 +77,13 @@ def models() -> None:
             "_GDN_FUSED_QKVZBA_RATIOS": (1, 2, 3, 4),
             "fused_qk_gemma_rmsnorm_rope_gate": graph.launch(qk_norm_rope_gate),
         },
-        # At the end of a prefill graph's segment it asks the CUDA runtime which streams to wait for.
+        # At the end of a prefill graph's segment, this module queries the CUDA runtime for streams to wait for.
         breakable: {"_is_stream_capturing": graph.takes_part},
         fused: {_CAN_USE: on_cuda(vars(fused)[_CAN_USE])},
     }
     for module, values in put.items():
         vars(module).update(values)
-    # This module imports them only on a GPU.
+    # The backend imports these functions only on a GPU.
     vars(backend).update({name: vars(fused)[name] for name in (_CAN_USE, _SPLIT)})
     vars(backend)[_FUSE] = reported(vars(fused)[_FUSE])
 
@@ -100,7 +100,7 @@ def on_cuda(can_use: Callable[..., tuple[bool, str]]) -> Callable[..., tuple[boo
 
 
 def reported(fused: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the fused projection to log each width that captures it, once."""
+    """Wrap the fused projection to log once for each width that captures it."""
     from sglang.srt.runtime_context import get_spec
 
     @functools.wraps(fused)

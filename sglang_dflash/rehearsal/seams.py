@@ -26,7 +26,7 @@ _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_grap
 
 
 def device() -> None:
-    """Complete `torch.get_device_module("cpu")` as graph runners and backends use a device module."""
+    """Add the attributes to `torch.get_device_module("cpu")` that graph runners and backends use."""
     torch.cpu.graph = graph.graph  # type: ignore[attr-defined]
     torch.cpu.graph_pool_handle = graph.graph_pool_handle  # type: ignore[attr-defined]
     torch.cpu.is_current_stream_capturing = graph.is_capturing  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ def device() -> None:
 
 
 def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the CPU platform's stand-ins for kernels, each as one launch; methods of tensors are unchanged."""
+    """Return the CPU platform's stand-ins for kernels, each as one launch, and changed methods of tensors."""
     launches = {
         name: graph.launch(stand_in) if isfunction(stand_in) and not name.startswith("torch.") else stand_in
         for name, stand_in in stand_ins.items()
@@ -47,12 +47,15 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _our_kernels(*, interpreted: bool) -> None:
-    """Make each of this package's ops one launch: a CPU's form, or the kernel in the interpreter."""
+    """Select the form of this package's ops, each one launch: the kernel in the interpreter, or the CPU's form."""
     override(lambda forms: forms.on_gpu if interpreted else graph.launch(forms.on_cpu))
 
 
 def lora() -> None:
-    """Mark LoRA's pinned allocations as the host's, before the CPU platform's stand-ins; csgmv gets a device name."""
+    """Mark LoRA's pinned allocations as the host's, and return a device name to csgmv.
+
+    Call this before the CPU platform's stand-ins are installed.
+    """
     marking = pinned.torch_with(host.mark)
     modules = ("layers", "backend.torch_backend", "backend.triton_backend", "backend.chunked_backend")
     install.install({f"sglang.srt.lora.{module}.torch": marking for module in modules})
@@ -64,7 +67,7 @@ def _pin_memory(self: torch.Tensor, device: torch.device | None = None) -> torch
 
 
 def _cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-    """Return a copy, as from any device: an alias would change with the device's next write."""
+    """Return a copy of a device tensor, because an alias would change with the device's next write."""
     return self if host.is_marked(self) else host.mark(self.clone())
 
 
@@ -76,14 +79,13 @@ def graphs() -> None:
     # SGLang uses the default device module, which is torch.cuda in a CUDA build of PyTorch.
     install.put({"sglang.srt.distributed.parallel_state.get_current_device_stream_fast": torch.cpu.current_stream})
     ForwardBatch.__init__ = _marking_lengths(ForwardBatch.__init__)  # type: ignore[method-assign]
-    # A "cpu" runner reads `is_cpu_graph`, which means only torch.compile's decode.
+    # A "cpu" runner reads `is_cpu_graph`, which is true only for torch.compile's decode.
     ForwardMode.is_cpu_graph = ForwardMode.is_cuda_graph
 
-    # Between segments of a prefill graph SGLang stores device tensors by address, but treats "cpu" tensors as the
-    # host's.
+    # Between segments of a prefill graph SGLang stores device tensors by address, but not "cpu" tensors.
     install.put({f"{_BREAKABLE}._weak_ref_if_tensor": graph.addresses})
 
-    # A "cpu" runner captures nothing without torch.compile; nothing else in the module reads flags.
+    # A "cpu" runner captures only with torch.compile. The module reads no other flag.
     def flags() -> SimpleNamespace:
         wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
         return SimpleNamespace(capture=SimpleNamespace(enable_torch_compile=wanted))
@@ -126,7 +128,7 @@ def attention() -> None:
 
 
 def _without_scheduler(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wrap fa3's factory to drop its scheduler metadata, which are optional."""
+    """Wrap fa3's factory to disable its scheduler metadata, which are optional."""
 
     def make(runner: Any) -> Any:
         backend = factory(runner)

@@ -1,13 +1,13 @@
 """Streams without a device: operations run at once, and are recorded as if they might still be running.
 
-Streams and the host are actors, each with a vector clock: how much of every other actor is known to be finished. A
-launch comes after the host's earlier actions. `wait_stream`, `wait_event` and waits of the host join clocks; nothing
-else orders two actors. Memory stores its last write and the reads since. Each access must be ordered after those that
-it conflicts with, or `UnorderedAccess` names both places.
+Streams and the host are actors. Each has a vector clock: the part of every other actor's work that is known to be
+finished. A launch comes after the host's earlier actions. `wait_stream`, `wait_event` and waits of the host join
+clocks; nothing else orders two actors. Each memory records its last write and the reads since. An access must be
+ordered after earlier accesses that conflict with it, or `UnorderedAccess` names both places.
 
-Memory is a storage, shared by views, and the pool of captured graphs is one memory. By the rule of CUDA's caching
+Views share the memory of their storage, and the pool of captured graphs is one memory. By the rule of CUDA's caching
 allocator, freed memory returns to its stream, whose next tensor may reuse it. So uses on other streams must have
-finished, unless `record_stream` leaves that to the allocator.
+finished before, unless `record_stream` leaves this to the allocator.
 
 `watch.py` determines which operations touch which memory.
 """
@@ -27,8 +27,8 @@ Clock = dict["Actor", int]
 Place = tuple[tuple[str, int], ...]
 
 MIB = 1 << 20
-NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")
-N_SHOWN = 3
+NOT_SHOWN = ("/torch/", "/triton/", "/sglang_dflash/rehearsal/", "/contextlib.py")  # parts of paths
+N_SHOWN = 3  # most lines of code per access in a message
 
 
 class UnorderedAccess(RuntimeError):
@@ -36,12 +36,12 @@ class UnorderedAccess(RuntimeError):
 
 
 class Actor:
-    """The host, or a stream. Invariant: `clock[other]` is how much of `other` is finished before the next action."""
+    """The host, or a stream. Invariant: ticks of `other` up to `clock[other]` precede this actor's next action."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Clock = {}
-        self.freed: list[Memory] = []  # memory made here and free again that others may still use
+        self.freed: list[Memory] = []  # freed memory of this actor that others may still use
 
     def join(self, clock: Clock) -> None:
         for actor, done in clock.items():
@@ -89,10 +89,10 @@ def here() -> Iterator[tuple[str, int]]:
 
 
 class Memory:
-    """Accesses to one memory."""
+    """Record of the accesses to one memory."""
 
     def __init__(self, owner: Actor | None = None, n_bytes: int = 0) -> None:
-        """`owner`: the stream on which it was made; None: unknown."""
+        """`owner`: the stream that allocated the memory; None: unknown."""
         self.owner, self.n_bytes = owner, n_bytes
         self.written: Access | None = None
         self.reads: dict[Actor, Access] = {}
@@ -109,14 +109,14 @@ class Memory:
         self.written, self.reads = by, {}
 
     def uses(self) -> list[Access]:
-        """Return the accesses that a write must come after."""
+        """Return the accesses that must precede a write."""
         return [*self.reads.values(), *filter(None, [self.written])]
 
     def used_elsewhere(self) -> bool:
         return any(use.actor is not self.owner for use in self.uses())
 
     def hand_over(self, by: Access) -> None:
-        """Check that `by` may get this memory from the allocator."""
+        """Check that the allocator may give this memory to `by`, or raise UnorderedAccess."""
         for earlier in self.uses():
             if not earlier.before(by.actor):
                 raise unordered(by, "may be given the memory of a tensor that is gone but still in use", earlier)
@@ -129,7 +129,7 @@ def unordered(by: Access, does: str, earlier: Access) -> UnorderedAccess:
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return the memory of a tensor, stored in its storage."""
+    """Return the record of a tensor's memory, an attribute of its storage."""
     storage = tensor.untyped_storage()
     memory = storage.__dict__.get("memory")
     if memory is None:
@@ -141,7 +141,7 @@ def allocated(tensor: torch.Tensor, by: Access) -> Memory:
     """Record a new tensor on a device, and return its memory.
 
     Raises:
-        UnorderedAccess: it may reuse the memory of a freed tensor that a stream still uses.
+        UnorderedAccess: the tensor may reuse freed memory that a stream still uses.
     """
     storage = tensor.untyped_storage()
     n_bytes, owner = storage.nbytes(), by.actor
@@ -189,7 +189,7 @@ class Stream(Actor):
         return event
 
     def query(self) -> bool:
-        """Return True after synchronising: unfinished work is not emulated."""
+        """Synchronise and return True, because unfinished work is not emulated."""
         self.synchronize()
         return True
 
@@ -221,12 +221,12 @@ class Event:
         HOST.join(self.clock)
 
     def query(self) -> bool:
-        """Return True after synchronising: unfinished work is not emulated."""
+        """Synchronise and return True, because unfinished work is not emulated."""
         self.synchronize()
         return True
 
     def elapsed_time(self, end: Event) -> float:
-        """Return milliseconds of the host's time."""
+        """Return the milliseconds between two events, on the host's clock."""
         return (end.recorded_at - self.recorded_at) * 1e3
 
 
@@ -234,7 +234,7 @@ _refusal: Callable[[str], Exception] | None = None
 
 
 def refuse_waits(refusal: Callable[[str], Exception] | None) -> None:
-    """Make waits of the host for a device raise from now on; None: allow them."""
+    """Make waits of the host for a device raise `refusal`'s error from now on; None: allow them."""
     global _refusal
     _refusal = refusal
 
@@ -251,7 +251,7 @@ _current[0].name = "the default stream"
 
 
 class StreamContext:
-    """Context that makes a stream the current one, unless it is None. Reusable."""
+    """Reusable context that makes a stream the current one, unless it is None."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -276,7 +276,7 @@ def set_stream(stream: Stream) -> None:
 
 
 def synchronize(device: object = None) -> None:
-    """Make the host wait for every stream."""
+    """Wait, on the host, for every stream."""
     for stream in _streams:
         stream.synchronize()
 

@@ -34,24 +34,24 @@ class CaptureError(RuntimeError):
 
 
 class Node(NamedTuple):
-    """One launch. `outs`: cells to copy its results to; None if it writes them itself, or for views."""
+    """One launch."""
 
     run: Callable[..., Any]
     args: tuple
     kwargs: dict[str, Any]
-    outs: tuple[torch.Tensor | None, ...]
+    outs: tuple[torch.Tensor | None, ...]  # cells to copy each result to; None for a view; () if `run` writes them
 
 
 class Tape(TorchDispatchMode):
-    """Recorder of the operations that run while it is entered."""
+    """Dispatch mode that records a forward's operations."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__()
         self.pool = pool
         self.nodes: list[Node] = []
-        # Storages from neither the forward nor the pool: on a GPU, memory that a replay reads by address.
+        # Tensors by storage that are neither the forward's nor the pool's. On a GPU a replay reads them by address.
         self.outside: dict[int, torch.Tensor] = {}
-        self.n_uses: dict[int, int] = {}
+        self.n_uses: dict[int, int] = {}  # references that this tape holds, by storage
         self.kept: list[torch.Tensor] = []  # from `record_stream`: their blocks are freed when the capture ends
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -74,7 +74,7 @@ class Tape(TorchDispatchMode):
         """Record a launch that has just run, and place its new outputs in the pool.
 
         Args:
-            mutates: whether it may have written to its arguments.
+            mutates: whether the launch may have written to its arguments.
         Returns:
             `out`, with new tensors in the pool.
         """
@@ -96,7 +96,7 @@ class Tape(TorchDispatchMode):
         return pytree.tree_unflatten(placed, spec)
 
     def address(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an argument as a launch holds it: by address, without ownership."""
+        """Return an argument for a recorded launch: a tensor over the same memory without ownership of its block."""
         if not tensor.numel():
             return tensor
         if self.pool.owns(tensor):
@@ -114,7 +114,7 @@ class Tape(TorchDispatchMode):
         return self.new(tensor).copy_(tensor)
 
     def new(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised cells in the pool like `tensor`."""
+        """Return uninitialised cells in the pool, with the dtype, shape and strides of `tensor`."""
         return self.pool.like(tensor)
 
     def launching(self) -> AbstractContextManager[None]:
@@ -122,14 +122,17 @@ class Tape(TorchDispatchMode):
         return nullcontext()
 
     def takes_part(self, stream: object) -> bool:
-        """Return whether launches on `stream` are captured: always, if streams are not watched."""
+        """Return whether launches on `stream` are captured; always true if streams are not emulated."""
         return True
 
     def end(self) -> None:
         """Check the conditions for the end of a capture."""
 
     def dangling(self) -> list[str]:
-        """Return outside memory that only this tape keeps: on a GPU it is freed, and replays read other data."""
+        """Return dtype and shape of outside tensors that only this tape keeps.
+
+        On a GPU their memory would be free, and replays would read other data.
+        """
         held = torch._C._storage_Use_Count  # its argument counts as one more use
         return [
             f"{tensor.dtype} {tuple(tensor.shape)}"
@@ -139,9 +142,9 @@ class Tape(TorchDispatchMode):
 
 
 def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run a composite operation part by part, each seen by `mode`; NotImplemented if it is not composite.
+    """Run the parts of a composite operation under `mode`. Returns NotImplemented for other operations.
 
-    In inference mode PyTorch passes composites to modes whole, which hides whether `matmul` launches `mm` or `bmm`.
+    In inference mode PyTorch does not decompose for modes, which hides whether `matmul` launches `mm` or `bmm`.
     """
     TorchDispatchMode.__enter__(mode)  # skips a watch's own __enter__, which waits for its streams
     try:
@@ -151,7 +154,7 @@ def decomposed(mode: TorchDispatchMode, func: Any, args: tuple, kwargs: dict) ->
 
 
 def run_collective(func: Any, *args: Any, **kwargs: Any) -> None:
-    """Run an operation between ranks to its end, since on a GPU the stream waits for it."""
+    """Run a collective operation and wait for its end, as a GPU's stream does."""
     out = func(*args, **kwargs)
     (out[-1] if isinstance(out, tuple) else out).wait()
 
@@ -166,7 +169,7 @@ def require_capturable(func: Any, name: str, args: tuple, kwargs: dict) -> None:
 
 
 def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
-    """Return why the host waits for the device in this operation; empty if it does not."""
+    """Return the reason why the host waits for the device in this operation; "" if it does not."""
     if name in WAITS:
         return name
     if name in INDEXES and any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
@@ -177,7 +180,7 @@ def waits(func: Any, name: str, args: tuple, kwargs: dict) -> str:
 
 
 def capture_error(what: str) -> CaptureError:
-    """Return the error, with the innermost lines outside torch and the emulation."""
+    """Return the error for an operation, with the innermost lines of code outside torch and the emulation."""
     stack, ours = traceback.extract_stack(), ("/torch/", "/sglang_dflash/rehearsal/")
     frames = [frame for frame in stack if not any(part in frame.filename for part in ours)]
     where = " < ".join(f"{'/'.join(frame.filename.rsplit('/', 2)[-2:])}:{frame.lineno}" for frame in frames[-4:][::-1])
@@ -189,7 +192,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def keep(result: Any, outs: tuple[torch.Tensor | None, ...]) -> None:
-    """Copy a launch's results to the cells from which they are read."""
+    """Copy a launch's results to their cells; None: the result is not copied."""
     for cells, value in zip(outs, pytree.tree_leaves(result), strict=True):
         if cells is not None:
             cells.copy_(value)
@@ -201,7 +204,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def out_overload(func: Any) -> Any:
-    """Return the overload of an operation that writes into `out` and otherwise has the same arguments; or None."""
+    """Return the overload of an operation with an additional argument `out`; None if there is none."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
@@ -215,7 +218,7 @@ def out_overload(func: Any) -> Any:
 
 
 def writes_into(func: Any, args: tuple, kwargs: dict, cells: torch.Tensor) -> Any:
-    """Return the overload of `func` that leaves the content of `cells` unchanged; None if there is none."""
+    """Return the `out` overload of `func` if it writes the same bytes to `cells` as they hold; else None."""
     overload = out_overload(func)
     if overload is None:
         return None

@@ -1,7 +1,7 @@
 """Definitions of the kernels of FlashInfer's TensorRT-LLM entry points. FlashInfer's Python runs unchanged.
 
-XQA decodes and verifies on sm90, with a bit mask in the block; fmha v2 reads prompts there. trtllm-gen does both on
-sm100. All of them take a page table's row length from its width and ignore its strides.
+On sm90 XQA decodes and verifies, with a bit mask in the block, and fmha v2 reads prompts. On sm100 trtllm-gen does all
+of this. These kernels take a page table's row length from its width and ignore its strides.
 
 Dimension key: as in `attention.py`.
 """
@@ -15,8 +15,8 @@ import torch
 from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.attention import Mask, Paged, Score, attend, pages_of, refuse, require_int32
 
-PAGE_SIZES = (16, 32, 64, 128)  # XQA's and trtllm-gen's; 128 only with grouped queries
-USED = 4096  # bytes of a workspace that are checked, and overwritten as scratch
+PAGE_SIZES = (16, 32, 64, 128)  # supported by XQA and trtllm-gen; 128 only with grouped queries
+USED = 4096  # bytes of a workspace that are checked, or overwritten as scratch
 
 
 def require_zeros(what: str, buffer: torch.Tensor) -> None:
@@ -24,7 +24,7 @@ def require_zeros(what: str, buffer: torch.Tensor) -> None:
 
 
 def scribble(workspace: torch.Tensor) -> None:
-    """Overwrite a workspace: a kernel's scratch has no defined content afterwards."""
+    """Overwrite a workspace, because a kernel's scratch has no defined content afterwards."""
     workspace.view(-1).view(torch.uint8)[:USED] = 0xFF
 
 
@@ -40,9 +40,9 @@ def require_window(window_left: int) -> None:
 
 
 class DraftMask(NamedTuple):
-    """Bit mask, in words of 16: the last N keys that each of N queries attends to."""
+    """Bit mask of the last N keys for each of N queries."""
 
-    bits_BNW: torch.Tensor
+    bits_BNW: torch.Tensor  # uint16, 16 keys per word
 
     def allowed(self, b: int, n_keys: int) -> torch.Tensor:
         """Return the mask, bool [N, L]: all keys before the block, and the marked ones in it."""
@@ -80,8 +80,10 @@ def xqa(
     first_query_B1: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> None:
-    """Emulate XQA: q, out [B, 1, A, E], or with a mask [B, 1, N, A, E]; caches [pages, page size, G, E]; window 0:
-    none.
+    """Emulate XQA.
+
+    `q` and `out` are [B, 1, A, E], or [B, 1, N, A, E] with a mask. The caches are [pages, page size, G, E]. A window of
+    0 is none.
     """
     assert not fp8, "fp8 keys and values are not defined in the rehearsal"
     assert first_query_B1 is None, "as many queries for each request"
@@ -245,10 +247,10 @@ def fmha_v2(
     lse: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Emulate fmha v2: prompts over pages.
+    """Emulate fmha v2, which reads prompts over pages.
 
-    Values follow their keys page by page, or as in the second half of a [B, 2, P] table of blocks after the first
-    key's.
+    Values follow their keys page by page. With a page table [B, 2, P], its second half locates the values, in blocks
+    from the first key.
     """
     assert layout in ("q_paged_kv_nhd", "q_paged_kv_hnd"), f"layout {layout} is not defined in the rehearsal"
     assert mask_mode in ("causal", "padding"), f"mask mode {mask_mode} is not defined in the rehearsal"
@@ -259,13 +261,13 @@ def fmha_v2(
     assert page_table.is_contiguous(), "the kernel takes a page table's width for its stride"
     assert n_keys_B.max() <= max_keys, f"{n_keys_B.tolist()} keys, at most {max_keys} were announced"
     block_bytes = k_cache[0].numel() * k_cache.element_size()
-    behind = (v_cache.data_ptr() - k_cache.data_ptr()) // block_bytes
+    offset = (v_cache.data_ptr() - k_cache.data_ptr()) // block_bytes
     if page_table.dim() == 3:
         keys, values = page_table.unbind(1)
-        assert (values == keys + behind).all(), f"values {behind} blocks behind their keys, not where the table says"
+        assert (values == keys + offset).all(), f"values {offset} blocks behind their keys, not where the table says"
         page_table = keys
     else:
-        assert (behind, k_cache.stride(0)) == (1, 2 * k_cache[0].numel()), "keys and values of a page lie together"
+        assert (offset, k_cache.stride(0)) == (1, 2 * k_cache[0].numel()), "keys and values of a page lie together"
     if layout.endswith("hnd"):
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     paged = Paged(page_table, n_keys_B, first_query_B1, max_queries)

@@ -1,14 +1,14 @@
-"""Accesses of each operation to memory, for `streams.py`: every operation of PyTorch while a `Watch` is entered.
+"""Recorder of memory accesses, for `streams.py`: sees every PyTorch operation inside a `Watch`.
 
-An operation runs on the current stream, or on the host if all its tensors are the host's. A kernel's stand-in and a
-replay run operation by operation on one stream (`launch`), without the host.
+An operation runs on the current stream, or on the host if all its tensors are host tensors. The operations inside a
+kernel's stand-in and a replay run on one stream, as one launch (`launch`).
 
-A tensor's owner follows from how it was made (`install`). The host's are tensors made without a device argument, by
-`from_numpy` or `.cpu()`, in pinned memory, or by the host from its own. All others are the device's. `.to(device)` of a
-host tensor is a copy: immediate (the host waits for its stream), or asynchronous from pinned memory if not blocking.
+Host tensors are created without a device argument, by `from_numpy` or `.cpu()`, in pinned memory, or by the host from
+host tensors (`install`). All others are device tensors. `.to(device)` of a host tensor is a copy for which the host
+waits, or an asynchronous one from pinned memory with `non_blocking`.
 
-Not covered: other threads; memory written through numpy; writes of interpreted Triton kernels that change nothing;
-single rows, as an access to one row of a table counts for the whole table.
+Not covered: other threads; memory written through numpy; writes of interpreted Triton kernels that change no value;
+single rows, because an access to one row of a table counts for the whole table.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "from_numpy", "randint")
 NO_ACCESS = {f"aten::{name}" for name in ("detach_", "set_", "lift_fresh", "record_stream", "is_pinned")}
-READS_NOTHING = ("aten::new_", "_like")  # operations that use only shape and dtype of their argument
+READS_NOTHING = ("aten::new_", "_like")  # operations that use only the shape and dtype of their argument
 
 _watch: Watch | None = None
 _n_launches = 0  # nesting depth of launches
-kernels_seen_by: list[Any] = []  # the last one replaces a watch
-_n_launched = 0  # launches since the start, by a watched thread
+kernels_seen_by: list[Any] = []  # recorders of kernels; the last one is used in place of the watch
+_n_launched = 0  # launches since the start, by the watched thread
 
 
 class Watch(TorchDispatchMode):
@@ -49,7 +49,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.pool, self.pool_memory = pool, Memory()
         self.in_factory = 0
-        self.waits: set[tuple[str, str]] = set()  # places where the host has waited, and the stream
+        self.waits: set[tuple[str, str]] = set()  # (place, stream) of logged waits of the host
 
     def __enter__(self) -> Watch:
         global _watch
@@ -124,7 +124,7 @@ class Watch(TorchDispatchMode):
             memory.write(by)
 
     def wait(self) -> None:
-        """Make the host wait for the current stream."""
+        """Wait, on the host, for the current stream."""
         if _n_launches:
             return
         by = access(HOST, "")
@@ -146,7 +146,7 @@ class Watch(TorchDispatchMode):
 
 
 def n_launched() -> int:
-    """Return the launches and copies given to streams since the start; a replayed graph counts once."""
+    """Return the number of launches and copies on streams since the start; a replayed graph counts once."""
     return _n_launched
 
 
@@ -158,7 +158,7 @@ def _launched() -> None:
 
 @contextlib.contextmanager
 def launch() -> Iterator[None]:
-    """Count the operations inside as one launch of the device."""
+    """Count the operations inside the context as one launch."""
     global _n_launches
     _launched()
     _n_launches += 1
@@ -169,7 +169,10 @@ def launch() -> Iterator[None]:
 
 
 def interpreted(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a kernel's launch in Triton's interpreter, which copies all arguments back: changed ones are written."""
+    """Wrap a kernel's launch in Triton's interpreter: arguments that it changes count as written, others as read.
+
+    The interpreter copies all arguments back, so a write without a change is not seen.
+    """
 
     @functools.wraps(call)
     def launch_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,7 +192,7 @@ def interpreted(call: Callable[..., Any]) -> Callable[..., Any]:
     return launch_kernel
 
 
-# -- whose a tensor is ---------------------------------------------------------------------------------------------
+# -- host and device tensors ---------------------------------------------------------------------------------------
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
@@ -197,7 +200,7 @@ def is_pinned(tensor: torch.Tensor) -> bool:
 
 
 def install() -> None:
-    """Assign each new tensor to the host or the device by how it is made, from now on."""
+    """Wrap tensor factories, `.to` and reads by the host, to mark host tensors and record the reads."""
     for name in FACTORIES:
         setattr(torch, name, _factory(attrgetter(name)(torch)))
     for name in ("tolist", "numpy"):
@@ -206,13 +209,13 @@ def install() -> None:
 
 
 def pin(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Mark a tensor as the host's and pinned, so that copies from it need not wait."""
+    """Mark a tensor as the host's and pinned, so that copies from it may be asynchronous."""
     host.mark(tensor).untyped_storage().__dict__["pinned"] = True
     return tensor
 
 
 def to_host(tensor: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-    """Return a copy of a device tensor on the host, after the host has waited."""
+    """Return a host copy of a device tensor, for which the host waits."""
     if host.is_marked(tensor):
         return tensor
     copy = tensor.clone()
@@ -224,7 +227,7 @@ def to_host(tensor: torch.Tensor, memory_format: torch.memory_format = torch.pre
 
 
 def async_d2h(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy to pinned memory on the current stream; SGLang's own returns a "cpu" tensor unchanged."""
+    """Copy to pinned memory on the current stream; SGLang's own function returns a "cpu" tensor unchanged."""
     if host.is_marked(tensor):
         return tensor
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -251,7 +254,7 @@ def _factory(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         if kwargs.get("out") is not None or _n_launches or not (pin_memory or on_host):
             tensor = original(*args, **kwargs)
             if original is _tensor and _watch is not None:
-                _watch.wait()  # its data are the host's, and not pinned
+                _watch.wait()  # its data come from unpinned host memory
             return tensor
         with _in_factory():
             tensor = original(*args, **kwargs)

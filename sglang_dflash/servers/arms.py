@@ -1,7 +1,7 @@
-"""Launched arms: one set of server flags, decoded without speculation, by SGLang's worker, and by this plugin's.
+"""Arms of a benchmark that it launches: the same server flags without speculation, or with one of several workers.
 
-An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE`: the same with additional environment variables. Flags are those
-of `python -m sglang.launch_server`, as in a model card. Those that do not begin with `--speculative-` go to all arms.
+An arm is one of `ARMS`, or `NAME:VAR=VALUE,VAR=VALUE` for additional environment variables. Flags are those of
+`python -m sglang.launch_server`, as in a model card. Flags that do not begin with `--speculative-` apply to all arms.
 """
 
 import re
@@ -19,12 +19,12 @@ from sglang_dflash.servers.document import portable
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import Server
 
-# In the log of every server with this plugin's DFLASH worker, and of no other.
+# Text in the log of every server with this plugin's DFLASH worker, and of no other server.
 ANNOUNCEMENT = " serves DFLASH: "
 OFF, MTP, STOCK, OURS = ARMS = ("off", "mtp", "stock", "ours")
 SERVE = (sys.executable, "-m", "sglang.launch_server")
 SPECULATIVE = "--speculative-"
-# Fields of config.json with the layers of a target's own drafter.
+# Fields of config.json with the number of layers of a target's own drafter.
 MTP_FIELDS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -38,13 +38,15 @@ class ServerCommand(NamedTuple):
 def launches(
     names: Sequence[str], flags: Sequence[str], *, mtp_steps: int, env: Mapping[str, str] = {}
 ) -> list[ServerCommand]:
-    """Return the arms in the order of comparison; without names, all that the model supports.
+    """Return the arms in the order of `ARMS`; without names, all that the model supports.
 
     Args:
-        env: that of all arms.
+        flags: those of a DFLASH server.
+        mtp_steps: drafts per step of the arm `mtp`.
+        env: environment variables of all arms.
 
     Raises:
-        ValueError: flags that do not describe a DFLASH server, an unknown arm, or one the model does not have.
+        ValueError: the flags are not a DFLASH server's, or an arm is unknown, unsupported by the model, or repeated.
     """
     model = value_of("--model-path", flags) or value_of("--model", flags)
     if model is None:
@@ -89,7 +91,7 @@ def environment_of(arm: str) -> dict[str, str]:
     """Return the environment after an arm's name. A comma separates variables if a name and `=` follow it.
 
     Raises:
-        ValueError: it is no environment.
+        ValueError: the text after the colon is no environment.
     """
     _, colon, text = arm.partition(":")
     parts = re.split(r",(?=[A-Za-z_]\w*=)", text) if colon else []
@@ -102,7 +104,7 @@ def environment_of(arm: str) -> dict[str, str]:
 
 
 def mtp_flags(n_steps: int) -> tuple[str, ...]:
-    """Return the flags for a chain of `n_steps` drafts, and the bonus."""
+    """Return the flags for speculation with the target's MTP layers: a chain of `n_steps` drafts, and the bonus."""
     return (
         *("--speculative-algorithm", "NEXTN"),
         *("--speculative-num-steps", str(n_steps)),
@@ -122,7 +124,7 @@ def without_speculation(flags: Sequence[str]) -> list[str]:
 
 
 def value_of(flag: str, flags: Sequence[str]) -> str | None:
-    """Return the value in `--flag value` or `--flag=value`; the last one counts."""
+    """Return the value of the last `--flag value` or `--flag=value`; None without one."""
     found = None
     for i, word in enumerate(flags):
         if word == flag and i + 1 < len(flags):
@@ -133,10 +135,10 @@ def value_of(flag: str, flags: Sequence[str]) -> str | None:
 
 
 def mtp_layers(model: str) -> int:
-    """Return the number of MTP layers of a directory or a repository id.
+    """Return the number of MTP layers of a model, a directory or a repository id.
 
     Raises:
-        ValueError: its config.json is not available.
+        ValueError: the model's config.json is not available.
     """
     file = Path(model) / "config.json"
     try:
@@ -153,7 +155,7 @@ def mtp_layers(model: str) -> int:
 
 
 def require_worker(server: Server, *, ours: bool) -> None:
-    """Check by the log's announcement that the server's worker is that of its arm, or raise ServerError."""
+    """Check that the server's log announces this plugin's worker exactly if `ours`, or raise ServerError."""
     serves = ANNOUNCEMENT in server.log_text()
     if serves != ours:
         raise ServerError(

@@ -37,14 +37,14 @@ def head(benchmark: str, command: str) -> dict[str, Any]:
 
 
 def write(document: Mapping[str, Any], path: Path) -> str:
-    """Save the document. Returns its path, relative to the repository if it lies there."""
+    """Save the document. Returns its path, relative to the repository if it is inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
     return str(path).removeprefix(f"{CHECKOUT}/")
 
 
 def portable(text: str) -> str:
-    """Return `text` with paths relative to the repository, and only the last part of other paths."""
+    """Return `text` with paths relative to the repository; other absolute paths are reduced to their last part."""
     text = text.replace(sys.executable, "python").replace(f"{CHECKOUT}/", "")
     return re.sub(r"(?<![\w./])(?:/[\w.@+-]+)*/([\w.@+-]+)", r"\1", text)
 

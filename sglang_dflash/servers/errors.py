@@ -1,4 +1,4 @@
-"""Error that ends a program which started servers."""
+"""Errors of server processes."""
 
 
 class ServerError(RuntimeError):

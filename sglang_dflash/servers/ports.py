@@ -1,4 +1,4 @@
-"""Free ports, chosen so that no two processes of this package use the same."""
+"""Free ports, chosen so that no two processes of this package use the same one."""
 
 import socket
 
@@ -18,13 +18,13 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-# A server listens only seconds after its port was chosen. Until then the UDP port of the same number, otherwise unused,
-# marks the port as taken. It is released when the process ends in any way.
+# Sockets by port. A server listens only seconds after its port was chosen. Until then a socket on the UDP port of the
+# same number, which is otherwise unused, marks the port as taken. The socket closes when the process ends in any way.
 CLAIMS: dict[int, socket.socket] = {}
 
 
 def claim(port: int) -> bool:
-    """Return whether this process, and no other, may start a server on `port`."""
+    """Reserve `port` for this process. Returns whether no other process holds it."""
     if port not in CLAIMS:
         udp = socket.socket(type=socket.SOCK_DGRAM)
         try:
@@ -40,7 +40,7 @@ def free_port(start: int) -> int:
     """Return the first free port from `start` on, claimed by this process until it ends.
 
     Raises:
-        ServerError: none of the next hundred is free.
+        ServerError: none of a hundred ports is free.
     """
     for port in range(start, start + 100):
         if claim(port) and port_is_free(port):

@@ -10,15 +10,15 @@ from sglang_dflash.servers.server import START_TIMEOUT_S, Server
 
 
 def wait_ready(servers: Sequence[Server], console: Console, timeout_s: float = START_TIMEOUT_S) -> float:
-    """Wait for started servers, showing each one's stage.
+    """Wait for started servers, and show their stages.
 
-    A terminal gets one live line per server, other outputs one line per change of stage.
+    A terminal shows one live line per server. Other outputs get a line per change of stage.
 
     Returns:
         Seconds waited.
 
     Raises:
-        ServerError: a server ended, or the time is over.
+        ServerError: a server ended, or the time is up.
     """
     began = time.monotonic()
     columns = (

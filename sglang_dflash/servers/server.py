@@ -1,6 +1,6 @@
-"""One SGLang server as a child process: start it, wait until it answers, send requests, stop it without leftovers.
+"""SGLang server as a child process: start, wait until ready, send requests, and stop all its processes.
 
-Shared by benchmarks, demo and tests. It handles processes, ports and HTTP; the command decides what is served.
+Benchmarks, demo and tests use it. The command line selects model and flags.
 """
 
 import os
@@ -23,19 +23,14 @@ from sglang_dflash.servers.ports import HOST, port_is_free
 if TYPE_CHECKING:
     from openai import OpenAI
 
-# seconds; SGLang ends by itself within about five seconds of SIGTERM
-GRACE_S = 20.0
-# seconds; a step of a tiny model takes milliseconds, so minutes mean that the server hangs
-REQUEST_TIMEOUT_S = 300.0
-# The server closes connections idle for 5 s; one reused at that moment is reset.
+GRACE_S = 20.0  # seconds after a signal; SGLang ends within about five seconds of SIGTERM
+REQUEST_TIMEOUT_S = 300.0  # a step of a tiny model takes milliseconds, so minutes mean that the server hangs
+START_TIMEOUT_S = 1200.0  # against hangs only: a start takes a minute of CPU, and a dead process is noticed at once
+# The server closes connections that are idle for 5 s. A request on a connection that closes at that moment would fail.
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
-# seconds, against hangs only: a start is a minute of CPU, and the end of a process is noticed at once
-START_TIMEOUT_S = 1200.0
-
-
-# Stages of a starting server in its log: (text, number of occurrences, stage), in order of appearance. If a later
-# release changes a line, the display lags by one stage.
+# Stages of a starting server: (text in its log, number of occurrences, stage), in order. If a later SGLang changes a
+# line, the display lags by one stage.
 _MARKS = (
     ("server_args=", 1, "starting scheduler and detokenizer"),
     ("Init parallel begin", 1, "setting up the device"),
@@ -49,7 +44,7 @@ _MARKS = (
 
 
 def stage_of(log: str) -> str:
-    """Return the last stage whose mark is in `log`."""
+    """Return the last stage whose text is in `log`."""
     reached = [stage for mark, count, stage in _MARKS if log.count(mark) >= count]
     return reached[-1] if reached else "importing SGLang"
 
@@ -63,7 +58,7 @@ class Generation(NamedTuple):
 
 
 def end_on_sigterm() -> None:
-    """Make SIGTERM end this program as Ctrl-C does, so that `with Server(...)` stops its process."""
+    """Let SIGTERM raise SystemExit, so that `with Server(...)` stops its process."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
@@ -79,10 +74,9 @@ class Process(Protocol):
 
 
 class Server:
-    """A server process, its port and its log.
+    """A server process with its port and log: a context manager, or call `start`, `wait_ready` and `stop`.
 
-    The process leads its own group, so that all processes it started are stopped with it. Use it as a context manager,
-    or call `start`, `wait_ready` and `stop`.
+    The process leads a process group, so that `stop` also ends the processes it started.
     """
 
     ENDED_BY = (signal.SIGCONT, signal.SIGTERM, signal.SIGKILL)
@@ -139,7 +133,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Return the process id of the group's leader, which is also the group's id."""
+        """Return the id of the process, which is also the id of its group."""
         assert self._process is not None, f"{self.name}: not started"
         return self._process.pid
 
@@ -160,7 +154,7 @@ class Server:
         return found
 
     def stage(self) -> str:
-        """Return the stage of the start, from the log."""
+        """Return the stage of the server's start."""
         return stage_of(self.log_text())
 
     def is_ready(self) -> bool:
@@ -181,7 +175,7 @@ class Server:
         """Block until the server answers; `progress.wait_ready` does the same with a display.
 
         Raises:
-            ServerError: the process ended, or the time is over.
+            ServerError: the process ended, or the time is up.
         """
         deadline = time.monotonic() + timeout_s
         while not self.is_ready():
@@ -190,14 +184,14 @@ class Server:
             time.sleep(0.5)
 
     def pause(self) -> None:
-        """Stop the whole group's execution, so that it cannot disturb a measurement."""
+        """Suspend the whole group (SIGSTOP), so that it cannot disturb a measurement."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
         os.killpg(self.pid, signal.SIGCONT)
 
     def stop(self) -> None:
-        """End the whole group: SIGTERM, a grace period, SIGKILL. Does nothing if it was never started.
+        """End the whole group: SIGTERM, a grace period, SIGKILL. Does nothing if the process was never started.
 
         Raises:
             ServerError: the port is still taken afterwards.
@@ -248,7 +242,7 @@ class Server:
             sampling: SGLang's sampling parameters (`max_new_tokens=32`, `temperature=0.7`, ...).
 
         Raises:
-            ServerError: the server refused the request or died.
+            ServerError: the server rejected the request, or died.
         """
         content = {"text": prompt} if isinstance(prompt, str) else {"input_ids": list(prompt)}
         request = content | {"sampling_params": {"temperature": 0.0} | sampling} | dict(fields or {})
@@ -263,11 +257,11 @@ class Server:
             return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache, after waiting for the last request to leave the scheduler."""
+        """Wait until the scheduler has no request, then empty the prefix cache."""
         self._post("/flush_cache?timeout=30", {})
 
     def server_info(self) -> dict[str, Any]:
-        """Return the resolved server arguments and, under `internal_states`, the scheduler's state."""
+        """Return the resolved server arguments, and the scheduler's state under `internal_states`."""
         return self._get("/server_info")
 
     def load(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The stages of a decode step, a file each; `worker.py` calls them in order."""
+"""Stages of a decode step, one file each; `worker.py` calls them in order."""

@@ -1,4 +1,4 @@
-"""Construction of a server's stages, once, when pools, attention backends and SGLang's own graphs exist."""
+"""Construction of a server's stages, after pools, attention backends and SGLang's own graphs."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def build_stages(
     slots_are_ours: bool,
     on_host: bool,
 ) -> Stages:
-    """Make the stages.
+    """Build the stages.
 
     Args:
-        worker: the target's.
-        states: the state of the widest verify (already attached), and a function that makes another width's.
-        logits: the kind of logits that the target's verifies end with.
-        slots_are_ours: only prompts and blocks that this worker reads and verifies fill KV slots.
+        worker: the target's worker.
+        states: the state of the widest verify (already attached), and a function from another width to its state.
+        logits: the kind of logits that the target's verifies return.
+        slots_are_ours: only this worker fills KV slots, from prompts and blocks.
         on_host: the target runs on the CPU.
     """
     target = worker.model_runner

@@ -1,8 +1,8 @@
 """Choose: draw the target's token after every slot, under each request's own sampling parameters.
 
-One rule serves greedy and sampled requests: at every slot, draw the target's token as SGLang would without speculation,
-given the drafted prefix. Acceptance keeps drafts while they equal the drawn tokens. That is exact for a draft that
-proposes one token with certainty, and no exact rule accepts more (Leviathan et al. 2023, arXiv:2211.17192).
+One rule serves greedy and sampled requests: at every slot, the target's token is drawn as SGLang would draw it without
+speculation, given the drafted prefix. Acceptance keeps drafts while they equal the drawn tokens. This is exact for a
+draft that proposes one token per slot, and no exact rule accepts more (Leviathan et al. 2023, arXiv:2211.17192).
 
 The logits of a slot pass the same steps as without speculation, in the same order: penalties, grammar, bias, custom
 processors. SGLang's own sampler draws, over B x N rows instead of B.
@@ -31,8 +31,10 @@ from sglang_dflash.step import Plan, Target
 
 
 class Choice:
+    """Stage that draws the target's tokens."""
+
     def __init__(self, runner: ModelRunner, logits: Whole) -> None:
-        """`logits`: the kind of logits that the target's verifies end with."""
+        """`logits`: the kind of logits that the target's verifies return."""
         self.sampler = runner.sampler
         self.device = runner.device
         self.vocab_size = runner.model_config.vocab_size
@@ -48,10 +50,10 @@ class Choice:
         self.penalties.begin(batch)
 
     def anchors(self, batch: ScheduleBatch, drawn_B: torch.Tensor) -> torch.Tensor:
-        """Return anchor_B, int64: the tokens that SGLang drew, the same on every rank."""
+        """Return the tokens that SGLang drew for the prompts, int64 [B], the same on every rank."""
         anchor_B = self.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, drawn_B).to(torch.int64)
         self.penalties.count_anchors(batch.reqs, anchor_B)
-        self.processors.remember(batch, anchor_B[:, None], torch.ones_like(anchor_B))
+        self.processors.keep_tokens(batch, anchor_B[:, None], torch.ones_like(anchor_B))
         return anchor_B
 
     # -- decode: this worker draws ------------------------------------------------------------------------------------
@@ -64,9 +66,9 @@ class Choice:
         target: Target,
         grammar_barrier: Callable[[], None] | None,
     ) -> torch.Tensor:
-        """Return target_BN, int64: the target's token after each slot. Edits the logits in place.
+        """Return the target's token after each slot, int64 [B, N]. Edits the logits in place.
 
-        If only the largest logit of each row was read, the output's logits are set to None.
+        If only the largest logit of each row is needed, the output's logits are set to None.
         """
         output = target.output
         if self._reads_only_the_largest(batch):
@@ -80,7 +82,7 @@ class Choice:
         return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
 
     def _reads_only_the_largest(self, batch: ScheduleBatch) -> bool:
-        """Return whether all requests are greedy, none edits its logits, and none needs more than the largest."""
+        """Return whether the step needs only the largest logit of each row: all greedy, without edits and logprobs."""
         info = batch.sampling_info
         return (
             info.is_all_greedy
@@ -122,10 +124,10 @@ class Choice:
     def count_tokens(self, batch: ScheduleBatch, accepted: Accepted) -> None:
         """Count the tokens that a step has committed, for penalties and custom logit processors."""
         self.penalties.count(batch.reqs, accepted)
-        self.processors.remember(batch, accepted.committed_BN, accepted.n_committed_B)
+        self.processors.keep_tokens(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
-        """Draw at every slot of the largest possible step, with every filter: the peak memory of `choose`."""
+        """Draw at every slot of the largest possible step, with every filter, for the peak memory of `choose`."""
         ones_B = torch.ones(n_requests, device=self.device)
         info = SamplingBatchInfo(
             temperatures=ones_B[:, None],
@@ -147,7 +149,7 @@ class Choice:
     def _sample(
         self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor
     ) -> tuple[torch.Tensor, SamplingMaskOutput | None]:
-        """Return tokens [B * N] and, for requests that ask for sampling masks, the support of each slot's draw."""
+        """Return tokens [B * N], and the support of each slot's draw for requests with sampling masks."""
         output = LogitsProcessorOutput(next_token_logits=logits_TV)
         target_T = self.sampler(
             output,

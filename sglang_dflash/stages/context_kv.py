@@ -3,9 +3,9 @@
 The draft never runs over the prompt: its context K/V depend only on the target's features. `memory/slots.py` decides
 which slots they are written to.
 
-Context K/V are not read before the next block is drafted. So steps that draft nothing only keep their features, and one
-projection later serves many steps, reading the draft's weights once. With a hierarchical cache nothing waits: it copies
-a request's slots to the host when the request ends.
+Context K/V are not read before the next block is drafted. So steps without drafts only keep their features, and one
+projection later serves several steps, reading the draft's weights once. With a hierarchical cache all context K/V are
+written at once, because the cache copies a request's slots to the host when the request ends.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.step import Plan
 
-LATE_ROWS = 64  # most rows that wait; a matrix product of up to this many rows takes about the same time
+LATE_ROWS = 64  # most waiting rows; a matrix product takes about the same time for any number up to this
 
 
 class LateRows:
     """Rows to be written later: one per request and step, of consecutive steps of the same requests.
 
-    Invariant: no two rows share a slot, and no slot has been written since its row was added. A slot may pass to
-    another request once its owner has left the batch. So waiting rows are written before rows of other requests are
-    added and before a prompt is read.
+    Invariant: no two rows share a slot, and no slot has been written since its row was added. When a request leaves the
+    batch, another may get its slots. So waiting rows are written before rows of other requests are added, and before a
+    prompt is read.
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
-        """Make room for `n_rows` rows and `n_steps` of a request, with the width, dtype and device of `like_TC`."""
+        """Allocate `n_rows` rows, at most `n_steps` per request, with the width, dtype and device of `like_TC`."""
         self.features_TC = like_TC.new_empty(n_rows, like_TC.shape[1])
         self.n_steps = n_steps
         self.rids: Sequence[str] = ()
@@ -45,7 +45,7 @@ class LateRows:
         return len(self.rids) * len(self.slots)
 
     def fits(self, rids: Sequence[str]) -> bool:
-        """Return whether a step of these requests may be added to the rows that wait."""
+        """Return whether a step of these requests may be added to the waiting rows."""
         if not self.slots:
             return True
         room = len(self.slots) < self.n_steps and self.n_rows + len(rids) <= len(self.features_TC)
@@ -54,7 +54,7 @@ class LateRows:
     def add(
         self, rids: Sequence[str], features_BC: torch.Tensor, positions_B: torch.Tensor, slots_B: torch.Tensor
     ) -> None:
-        """Keep a step's rows. The features are copied: they may be a graph's buffer."""
+        """Add a step's rows, [B, C] and int64 [B]. The features are copied, because they may be a graph's buffer."""
         n_rows = self.n_rows
         self.features_TC[n_rows : n_rows + len(features_BC)] = features_BC
         self.rids = rids
@@ -68,7 +68,7 @@ class LateRows:
         return rows
 
     def forget(self) -> None:
-        """Drop the rows unwritten, because their slots will not be read."""
+        """Drop the rows without writing them."""
         self.positions, self.slots = [], []
 
 
@@ -85,7 +85,7 @@ class ContextKV:
         block_size: int,
         may_wait: bool = True,
     ) -> None:
-        """`n_requests`: the most that run. `may_wait`: rows may be written as late as the next draft."""
+        """`n_requests`: the most that run at once. `may_wait`: rows may be written as late as the next draft."""
         attention = model.attentions[0]
         pool = runner.token_to_kv_pool
         layers = range(len(model.layers))
@@ -100,7 +100,7 @@ class ContextKV:
             eps=attention.k_norm.variance_epsilon,
             cos_sin_PR=attention.rotary_emb.cos_sin_cache,
         )
-        # A ring holds a block more than the window, so the rows of `block_size` steps never share one of its slots.
+        # A ring is longer than the window by a block, so the rows of `block_size` steps never share a slot.
         self.late = LateRows(max(LATE_ROWS, n_requests), block_size, like_TC=model.fc.weight)
 
     @torch.inference_mode()
@@ -110,8 +110,8 @@ class ContextKV:
         If only anchors were verified, the rows wait until the next draft.
 
         Args:
-            features_TC: the target's, of all B * N rows.
-            n_kept_B: int32.
+            features_TC: the target's features of all B * N rows.
+            n_kept_B: int32 [B].
         """
         positions_T = plan.verified.positions_BN.view(-1)
         slots_T = self.slots.of_block(plan, plan.verified)
@@ -124,7 +124,7 @@ class ContextKV:
 
     @torch.inference_mode()
     def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:
-        """Write the context K/V of the prompt rows that the target has just read. `features_TC`: of all T rows."""
+        """Write the context K/V of prompt rows that the target has just read; `features_TC`: those of all T rows."""
         self._catch_up()
         rows = self.slots.of_prompt(batch, features_TC.device)
         if rows.rows_T is not None:
@@ -133,17 +133,17 @@ class ContextKV:
 
     @torch.inference_mode()
     def write_all(self, plan: Plan, features_TC: torch.Tensor) -> None:
-        """Write the context K/V of every row, as of a prompt or of rows that waited. Kernels take it as another form.
+        """Write the context K/V of every row without counts, to compile the kernels for prompts and waiting rows.
 
         Args:
-            features_TC: of all B * N rows.
+            features_TC: features of all B * N rows.
         """
         positions_T = plan.verified.positions_BN.view(-1)
         self._write(features_TC, positions_T, self.slots.of_block(plan, plan.verified), None)
 
     @torch.inference_mode()
     def before_draft(self, plan: Plan) -> None:
-        """Write the rows that wait, if the draft runs."""
+        """Write the waiting rows, if this step drafts."""
         if plan.drafted is not None:
             self._catch_up()
 

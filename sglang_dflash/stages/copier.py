@@ -1,8 +1,8 @@
 """Copy: n-gram copy (prompt lookup) after the block's guesses, from the request's own token history.
 
-A copy proposes the tokens that followed an earlier occurrence of the same n-gram. Histories are kept on the device, one
-row per row of the request table. A prompt is written after it has been read, cached parts included. A step writes the
-tokens that it verifies; the next step's prefix length determines how many of them count.
+A copy proposes the tokens that followed an earlier occurrence of the same n-gram. Histories are on the device, one row
+per row of the request table. A prompt is written after it has been read, including its cached part. A step writes the
+tokens that it verifies, and the next step's prefix length determines which of them belong to the history.
 
 Each request decides whether a copy is taken, and from which slot on, by the value of copies in its own steps
 (`kernels/copy_draft.py`, `kernels/weigh_copies.py`). The target still verifies one chain, so no other stage handles
@@ -28,27 +28,29 @@ NO_TEXT = -1  # marks history entries outside the vocabulary, such as SGLang's p
 
 
 class Copier(Protocol):
+    """Interface of the stage."""
+
     def read(self, batch: ScheduleBatch) -> None:
-        """Write the token history of requests for which a prompt, or a chunk of one, has been read."""
+        """Write the token history of requests whose prompt, or a chunk of it, has been read."""
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Replace the end of each block by a copy if the copy is expected to have more tokens accepted.
+        """Replace the end of each block by a copy if more tokens of the copy are expected to be accepted.
 
         Args:
-            drafts_BN: int64 [B, width], slot 0 the anchor, then drafts, and mask tokens after the block.
+            drafts_BN: int64 [B, width]: anchor, drafts, then mask tokens past the block.
         """
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
         """Count how many copied tokens of `step` would have been accepted."""
 
     def totals(self) -> list[list[int]]:
-        """Return two counts for each class of matches since the start: blocks with a copy, copied drafts accepted.
+        """Return, for each class of matches, the numbers of blocks with a copy and of accepted copied drafts.
 
-        Empty if this server copies nothing. Waits for the device.
+        Counts are since the start, and empty without copies. Waits for the device.
         """
 
     def forget(self) -> None:
-        """Set all counts to zero; no request runs."""
+        """Set all counts to zero. Call this only while no request runs."""
 
 
 class CopyStep(NamedTuple):
@@ -56,16 +58,18 @@ class CopyStep(NamedTuple):
 
     tokens_BN: torch.Tensor  # int64 [B, width], to be verified
     drafts_BN: torch.Tensor  # int64 [B, width], the block's own guesses
-    made: tuple[Copied, Texts] | None = None  # None: this server copies nothing
+    made: tuple[Copied, Texts] | None = None  # None: this server makes no copies
 
 
 class NoCopies:
+    """Copier of a server without copies."""
+
     def read(self, batch: ScheduleBatch) -> None:
         """Do nothing."""
         return
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Return the drafts as they are."""
+        """Return the drafts unchanged."""
         return CopyStep(drafts_BN, drafts_BN)
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
@@ -109,13 +113,13 @@ class TextCopies:
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Search each request's history, copy where that is trusted, and write the result after the history."""
+        """Search each request's history, copy trusted matches, and write the result after the history."""
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(drafts_BN, texts)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count for each request how many tokens a copy from every slot would have had accepted."""
+        """Count for each request how many tokens of a copy from every slot would have been accepted."""
         if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
             (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
             self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)
@@ -130,20 +134,20 @@ class TextCopies:
 
 
 class RandomCopies(TextCopies):
-    """Copies that trust random classes of matches, drawn at each step and equal on all ranks. For tests."""
+    """Copier for tests, which trusts random classes of matches, drawn at each step and equal on all ranks."""
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
         super().__init__(req_to_token, vocab_size)
         self.generator = torch.Generator(self.device).manual_seed(0)
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Copy after drawing which matches are trusted."""
+        """Draw the trusted classes of matches, then copy."""
         self.counts_QK2.random_(-8, 9, generator=self.generator)
         return super().copy(plan, drafts_BN)
 
 
 def make_copier(copy: Copy, req_to_token: torch.Tensor, vocab_size: int) -> Copier:
-    """Return the copier of this server. `req_to_token`: SGLang's request table [Q, M]."""
+    """Return the copier of this server; `req_to_token`: SGLang's request table [Q, M]."""
     if copy is Copy.OFF:
         return NoCopies()
     return (RandomCopies if copy is Copy.RANDOM else TextCopies)(req_to_token, vocab_size)

@@ -1,8 +1,8 @@
 """Draft: one forward of the draft model over the planned blocks.
 
-The block runs as SGLang's TARGET_VERIFY mode on the draft's own runner, which provides N queries per request over the
-context K/V, attention metadata for every backend, and CUDA graphs. `memory/slots.py` decides where the context K/V are
-and which of them a block attends to.
+The forward runs in SGLang's TARGET_VERIFY mode on the draft's own runner. This mode provides N queries per request over
+the context K/V, attention metadata for every backend, and CUDA graphs. `memory/slots.py` determines the slots of the
+context K/V, and which of them a block attends to.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from sglang_dflash.step import Block, Plan
 
 
 class Drafter:
+    """Stage that drafts blocks."""
+
     def __init__(self, runner: ModelRunner, slots: DraftSlots, block_size: int, scope: Scope) -> None:
         self.runner = runner
         self.slots = slots
         self.block_info = block_info(block_size, CaptureHiddenMode.NULL, runner.device)
-        # SGLang puts the eager runner where a draft's graphs would be.
+        # Without graphs this attribute is SGLang's eager runner.
         captured = runner.decode_cuda_graph_runner not in (None, runner.eager_runner)
         self.forward = within(scope, through_runner(runner) if captured else directly(runner))
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
         """Draft one block per request. Returns int64 [B, width]: anchor, drafts, then mask tokens past the block.
 
-        The draft always fills the whole block, as in training. It does not run when only the anchor is verified. The
-        result is a copy: a captured forward's output lies in the memory that all graphs share, and the target's replay
-        writes there before the drafts are compared.
+        The draft always fills the whole block, as in training. It does not run if only the anchor is verified. The
+        result is a copy, because a captured forward's output is in memory that all graphs share, and the target's
+        replay overwrites it before the drafts are compared.
         """
         block = plan.drafted
         if block is None:
@@ -60,7 +62,7 @@ def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) 
 
 
 def block_forward(plan: Plan, block: Block, seen: Seen, info: DFlashVerifyInput, *, graphs: bool) -> ForwardBatch:
-    """Return SGLang's forward over `block` with `seen` before it. The caller binds the slots that it writes."""
+    """Return SGLang's batch for a forward over `block` with the context `seen`. The caller binds its KV slots."""
     n_tokens = block.tokens_BN.numel()
     device = block.tokens_BN.device
     return ForwardBatch(

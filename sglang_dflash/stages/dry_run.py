@@ -1,8 +1,8 @@
 """Steps of dummy requests at server start, which compile kernels and measure step times.
 
 Rows of dummy requests in the request table are empty, so steps read and write the pools' padding slots, or ring buffers
-that no request holds yet. Each has its own recurrent state (`own_states`), since one state for all would be read from a
-cache.
+that no request uses yet. Each dummy request has its own recurrent state (`own_states`), because a shared one would be
+read from a cache, which is faster.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from sglang_dflash.step import Plan
 from sglang_dflash.width.chooser import make_policy
 from sglang_dflash.width.policy import Policy
 
-CONTEXT = 256
-ROUNDS = 5  # the median leaves out a slow first one
-IN_A_ROW = 3  # steps timed together on a GPU: the host launches the next while one runs, as when serving
+CONTEXT = 256  # context tokens of a dummy request
+ROUNDS = 5  # timed rounds; the median ignores a slow first one
+IN_A_ROW = 3  # steps timed together on a GPU, where the host launches the next step while one runs, as in serving
 DUMMY = [""]  # request ids
 
 
 class DryRun:
+    """Runner of dummy steps."""
+
     def __init__(self, stages: Stages, *, on_host: bool) -> None:
         """`on_host`: the target runs on the CPU."""
         self.stages, self.on_host = stages, on_host
@@ -44,7 +46,7 @@ class DryRun:
         self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # all batches have track slots, or none has
 
     def run(self, kind: WidthPolicy) -> Policy:
-        """Warm up every width and return the policy that chooses among them by their measured step times."""
+        """Warm up every width, and return the policy that chooses a width by measured step times."""
         n_requests, widths = self.runner.max_running_requests, sorted(self.stages.verifier.engines)
         with own_states(self.runner.req_to_token_pool, n_requests):
             self.warm_up(widths, n_requests)
@@ -54,8 +56,8 @@ class DryRun:
         return policy
 
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
-        """Run a step of every kind that serving will meet; on the CPU, nothing is compiled per batch size."""
-        if not widths:  # prompts only: nothing is drafted
+        """Run every kind of step of serving, at one batch size on the CPU, where nothing is compiled per size."""
+        if not widths:  # a server that only reads prompts
             return
         stages = self.stages
         for size in [1] if self.on_host else batch_sizes(n_requests):
@@ -65,13 +67,13 @@ class DryRun:
                 logits_TV, features_TC = self.after_draft(size, width)()
                 whole_TV = stages.choice.logits.whole(logits_TV)
                 stages.choice.penalties.dry_run(self.plan(size, width).verified.tokens_BN, whole_TV)
-            stages.context_kv.write_all(anchors, features_TC[:size])  # after the widths, which write by counts
+            stages.context_kv.write_all(anchors, features_TC[:size])  # widths above write with counts
 
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
-        """Return the seconds of a step of `n_requests` at each width, without sampling parameters.
+        """Return the seconds of a greedy step of `n_requests` at each width.
 
-        All widths run in turn, round after round. A passing slowdown affects whole rounds, and each time is taken
-        relative to its round's mean.
+        Each round runs all widths. A passing slowdown affects whole rounds, so each time is divided by its round's
+        mean.
         """
         whole = self.plan(n_requests, self.stages.planner.block_size)
         runs = [
@@ -84,11 +86,11 @@ class DryRun:
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
     def end(self) -> None:
-        """Undo the traces that the dummy steps leave in the stages."""
+        """Remove what the dummy steps leave in the stages."""
         self.stages.context_kv.late.forget()
         self.stages.copier.forget()
         self.stages.verifier.restore()
-        # With this event set, the scheduler would not wait until the first prompt has read the tables.
+        # If this event stayed set, the scheduler would not wait until the first prompt has read the tables.
         self.runner.shared_read_done_event = None
 
     def plan(self, n_requests: int, width: int) -> Plan:
@@ -105,7 +107,7 @@ class DryRun:
         )
 
     def after_draft(self, n_requests: int, width: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function that runs the rest of a step after drafting, for logits [T, V] and features [T, C]."""
+        """Return a function that runs a step after drafting, and returns logits [T, V] and features [T, C]."""
         stages = self.stages
         plan = self.plan(n_requests, width)
         seen = SharedSlots().seen(plan, plan.verified)
@@ -123,7 +125,7 @@ class DryRun:
             if self.runner.model_config.model_is_mrope:
                 forward_batch.mrope_positions = forward_batch.positions.expand(3, -1)
             without_adapters(self.runner, forward_batch)
-            stages.verifier.ranks.tell_all(forward_batch)
+            stages.verifier.ranks.assume_equal_batches(forward_batch)
             seen.kv.bind(forward_batch, self.runner.kv_index_translator)
             output = stages.verifier.forward(forward_batch).logits_output
             logits_TV, features_TC = output.next_token_logits, output.hidden_states
@@ -149,10 +151,10 @@ class DryRun:
 
 
 def batch_sizes(n_requests: int) -> list[int]:
-    """Return batch sizes that together cover every specialisation of a kernel.
+    """Return batch sizes that cover every specialisation of the kernels.
 
-    Kernels are compiled for one request, for multiples of 16, and for other sizes. Some are compiled for each power of
-    two that the batch fits into.
+    Kernels are compiled for one request, for multiples of 16, and for other sizes, some also for each power of two that
+    bounds the batch size.
     """
     powers = [2**i for i in range(n_requests.bit_length() + 1)]
     sizes = {size for power in powers for size in (power - 1, power)}
@@ -162,7 +164,7 @@ def batch_sizes(n_requests: int) -> list[int]:
 
 @contextmanager
 def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
-    """Give each of the first rows of the request table its own recurrent state; before serving none is in use."""
+    """Assign a separate recurrent state to each of the first rows of the request table, before serving uses any."""
     if not isinstance(pool, HybridReqToTokenPool):
         yield
         return
@@ -174,7 +176,7 @@ def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
 
 
 def peak_bytes(run: Callable[[], object], device: str) -> int:
-    """Return the most bytes of device memory that `run` allocates. On a CPU returns 0 without running."""
+    """Return the peak bytes of device memory that `run` allocates. On a CPU returns 0 without running."""
     if device == "cpu":
         return 0
     memory = torch.get_device_module(device)
@@ -187,13 +189,13 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
 
 
 def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, widths: Sequence[int]) -> int:
-    """Return the bytes that steps and prompts need of the memory that is free now.
+    """Return the bytes that steps and prompts need in addition to the memory in use.
 
-    Covers sampling, measured by a dry run, and a prompt's features, which exist twice while the layers' outputs are
-    joined. A server without widths only reads prompts and samples one slot per request.
+    The bytes cover sampling, measured by a dry run, and a prompt's features, which exist twice while the layers'
+    outputs are concatenated. A server without widths only reads prompts, and samples one slot per request.
 
     Raises:
-        RuntimeError: sampling does not fit.
+        RuntimeError: sampling does not fit into the free memory.
     """
     n_requests, n_vocab, n_slots = target.max_running_requests, target.model_config.vocab_size, max(widths, default=1)
     logits_bytes = 4 * n_requests * n_slots * n_vocab
@@ -209,5 +211,5 @@ def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, width
         sampling_input_bytes=logits_bytes, sampling_headroom_bytes=sampling
     )
     schedule = get_schedule()
-    n_tokens = max(schedule.chunked_prefill_size or 0, 0) or schedule.max_prefill_tokens  # None, 0 and less: no chunks
+    n_tokens = max(schedule.chunked_prefill_size or 0, 0) or schedule.max_prefill_tokens  # None, 0 or less: no chunks
     return sampling + 2 * n_tokens * draft.model.fc.weight[0].nbytes

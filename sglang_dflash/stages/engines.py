@@ -1,8 +1,8 @@
-"""The parts of the target that each width has of its own: attention backend, state, captured graphs, LoRA routing.
+"""Parts of the target that are separate for each width: attention backend, state, captured graphs, LoRA routing.
 
-SGLang's backends and graph runners read the number of tokens per request from its configuration when they are made. So
-each further width gets its own, made under that width. Weights and memory pools are shared, and so is the scratch
-memory of attention kernels, since no two forwards run at once and none reads another's scratch.
+SGLang's backends and graph runners read the number of tokens per request from SGLang's configuration when they are
+created. So they are created for each width, with that width in the configuration. All widths share weights, memory
+pools, and the scratch memory of attention kernels, because forwards do not overlap or read another's scratch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_dflash.stages.verifier import WidthEngine
 
 logger = logging.getLogger(__name__)
 
-KEPT_FREE = 0.5  # fraction of the memory free before further widths' graphs are captured
+KEPT_FREE = 0.5  # fraction of the free memory that graphs of further widths must leave
 
 
 def build_engines(
@@ -39,9 +39,9 @@ def build_engines(
     widest: int,
     reserve_bytes: int,
 ) -> dict[int, WidthEngine]:
-    """Return an engine for each width that fits; the widest's is SGLang's own, with `state` attached.
+    """Return an engine for each width that fits; that of the widest is SGLang's own, with `state` attached.
 
-    Captured graphs take memory that SGLang has not counted. `KEPT_FREE` of the free memory stays free for the
+    SGLang has not counted the memory of further captured graphs. `KEPT_FREE` of the free memory stays free for the
     activations of prompts, and at least `reserve_bytes`. Widths whose graphs do not fit are left out.
     """
     runner, tp_group = worker.model_runner, get_parallel().tp_group
@@ -54,7 +54,7 @@ def build_engines(
     def free_gib() -> float:
         if own.graphs is None:
             return math.inf
-        return get_available_gpu_memory(  # the minimum over all ranks, so that they leave out the same widths
+        return get_available_gpu_memory(  # minimum over all ranks, so that they leave out the same widths
             runner.device, runner.gpu_id, distributed=tp_group.world_size > 1, cpu_group=tp_group.cpu_group
         )
 
@@ -73,10 +73,10 @@ def build_engines(
 def build_while_they_fit(
     widths: Sequence[int], build: Callable[[int], WidthEngine], free_gib: Callable[[], float], reserve_gib: float
 ) -> dict[int, WidthEngine]:
-    """Build the widest first, then always the width farthest (in log) from those built, until memory runs short.
+    """Build the widest engine, then repeatedly the width farthest (in log) from those built, until memory is short.
 
-    The next engine is assumed to need as much as the largest so far. `KEPT_FREE` of the free memory stays free, and at
-    least `reserve_gib`.
+    The next engine is assumed to need as much memory as the largest so far. `KEPT_FREE` of the free memory stays free,
+    and at least `reserve_gib`.
     """
     rest, engines, most_gib = set(widths), dict[int, WidthEngine](), 0.0
     left_gib = free_gib()
@@ -114,7 +114,7 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
 def fewer(sizes: Sequence[int]) -> list[int]:
     """Return the powers of two and the largest among SGLang's captured batch sizes.
 
-    A batch in between is padded, which costs little at few verified tokens per request.
+    Other batches are padded, which costs little with few verified tokens per request.
     """
     return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
 

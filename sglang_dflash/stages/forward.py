@@ -1,4 +1,4 @@
-"""One forward of a model that SGLang runs, through SGLang's runner or directly. Decided when the server starts."""
+"""Forward of a model, through SGLang's runner or directly, selected when the server starts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def through_runner(runner: ModelRunner) -> Forward:
 
 
 def directly(runner: ModelRunner) -> Forward:
-    """Return a forward that calls the model, for models without experts and graphs.
+    """Return a forward that calls the model itself, for models without experts and graphs.
 
-    It skips SGLang's preparation for experts, graphs and data parallelism: a few percent of a step of tiny models. The
-    attention backend is the one that the runner has at the time of the call.
+    This skips SGLang's preparation for experts, graphs and data parallelism, a few percent of a tiny model's step. Each
+    call uses the runner's current attention backend.
     """
 
     def forward(batch: ForwardBatch) -> ModelRunnerOutput:

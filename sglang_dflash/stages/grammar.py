@@ -1,7 +1,7 @@
-"""Grammars: the tokens that they allow at every slot of a step.
+"""Masks of the tokens that grammars allow at every slot of a step.
 
-SGLang walks each request's grammar along its drafts. An error of one grammar there would end the scheduler, and every
-other request with it. Without speculation the same error ends only its own request, with status 500; so it does here.
+SGLang walks each request's grammar along the request's drafts. An error of one grammar would end the scheduler, and
+with it all requests. Here, as without speculation, the error ends only its own request, with status 500.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def allowed(
 
     Args:
         tree: the drafts of every request, one chain each.
-        barrier: lets the grammars accept the tokens of the previous step. None: they have done so.
+        barrier: lets the grammars accept the tokens of the previous step; None: they have accepted them.
     Returns:
         The mask of logits [B * N, V]; None if no request has a grammar.
     """

@@ -1,11 +1,10 @@
-"""Logits of a verify where tensor-parallel ranks share the head: each keeps its shard.
+"""Logits of a verify if tensor-parallel ranks share the head: each rank keeps its shard.
 
 SGLang's forward ends by gathering, casting and storing every rank's shard of the vocabulary on every rank. A greedy
-batch reads only the largest logit of each row. So a verify, captured or not, ends with the shards. Then, if the batch
-is greedy, ranks exchange their best values and token ids. Otherwise SGLang gathers the logits as its forward would
-have.
+batch needs only the largest logit of each row. So a verify, captured or not, ends with the shards. If the batch is
+greedy, ranks exchange their best values and token ids. Otherwise SGLang gathers the logits as its forward would have.
 
-The target's kind, `Whole` or `Shards`, is decided once, before its graphs are captured.
+`verified_logits` selects `Whole` or `Shards` before the target's graphs are captured.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class Whole:
 
 
 class Shards(Whole):
-    """Kind of verify that ends with this rank's shard of the logits, in the dtype that the head computes.
+    """Kind of verify that ends with this rank's shard of the logits, in the head's dtype.
 
-    A cast to fp32 keeps order and ties, so the shard's own dtype has the same largest value.
+    A cast to fp32 keeps order and ties, so the argmax in the head's dtype is the same.
     """
 
     def __init__(self, runner: ModelRunner, processor: LogitsProcessor, ends: TargetEnds) -> None:
@@ -55,7 +54,7 @@ class Shards(Whole):
         keep_shards(processor)
 
     def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """Return the argmax of every row, int64 [T]. Ranks exchange two numbers a row."""
+        """Return the argmax of every row, int64 [T]. Ranks exchange two numbers per row."""
         ends = self.ends
         assert ends.tp_group is not None
         real_TV = logits_TV[:, : ends.n_vocab]
@@ -64,7 +63,7 @@ class Shards(Whole):
         return first_best(best_T, token_T + ends.first_token, ends.tp_group)
 
     def whole(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """Gather and cast the shards as SGLang's forward does, into the same buffer, which the shards may share."""
+        """Gather and cast the shards as SGLang's forward does, into the same buffer, which may contain the shards."""
         gathered = self.processor._logits_gatherer(logits_TV)
         metadata = SimpleNamespace(next_token_logits_buffer=self._buffer(len(logits_TV)))
         return self.processor._copy_logits_to_buffer(gathered, metadata)  # type: ignore[arg-type]
@@ -78,17 +77,17 @@ class Shards(Whole):
 
 
 def keep_shards(processor: LogitsProcessor) -> None:
-    """Make `processor` end a verify with the shard. Call it before graphs are captured.
+    """Make `processor` end a verify with the shard. Call this before graphs are captured.
 
-    SGLang has functions that finish the logits of some soft-capped heads. `why_whole` refuses such heads, so these
-    functions are free to finish a verify's logits instead.
+    SGLang's processor has methods that finish the logits of some soft-capped heads. `why_whole` excludes such heads, so
+    these methods are replaced.
     """
 
     def is_verify(logits: object, hidden_states: object, head: object, metadata: LogitsMetadata) -> bool:
         return metadata.forward_mode.is_target_verify()
 
     def finish(shard_TV: torch.Tensor, metadata: LogitsMetadata, use_buffer: bool) -> torch.Tensor:
-        """Write the shard into SGLang's logits buffer: all graphs keep their outputs and so share this memory."""
+        """Write the shard into SGLang's logits buffer, so that the outputs of all graphs share this memory."""
         buffer = metadata.next_token_logits_buffer
         if buffer is None:
             return shard_TV
@@ -99,7 +98,7 @@ def keep_shards(processor: LogitsProcessor) -> None:
 
 
 def verified_logits(runner: ModelRunner, ends: TargetEnds, ranks: OneGroup) -> Whole:
-    """Choose the kind of logits that the target's verifies end with: whole, or this rank's shard."""
+    """Return the kind of logits that the target's verifies return, and set it up."""
     if ends.tp_group is None:
         return Whole()
     processors = [module for module in runner.model.modules() if isinstance(module, LogitsProcessor)]
@@ -110,7 +109,7 @@ def verified_logits(runner: ModelRunner, ends: TargetEnds, ranks: OneGroup) -> W
 
 
 def why_whole(processors: list[LogitsProcessor], ends: TargetEnds, ranks: OneGroup) -> str:
-    """Return why every verify gathers the logits of all ranks; empty if each may keep its shard."""
+    """Return the reason why verifies must gather the logits of all ranks; "" if ranks may keep their shards."""
     if ranks.meet:
         return "ranks of attention data parallelism exchange rows as well as shards"
     if len(processors) != 1:

@@ -1,7 +1,8 @@
-"""The target's LoRA adapters: which rows of a forward use which adapter. The draft has none.
+"""Routing of a forward's rows to the target's LoRA adapters. The draft has no adapters.
 
-SGLang sets this for every forward that it builds from a batch, verifies included. Captured graphs read it from tensors
-that SGLang makes anew with each graph runner, keeping a reference only to the latest. So every width keeps its own.
+SGLang sets the routing for every forward that it builds from a batch, including verifies. Captured graphs read it from
+tensors that SGLang creates with each graph runner, but SGLang refers only to the last ones. So every width stores its
+own tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Routing = Mapping[str, Any]  # by attribute name; empty without LoRA
 
 
 def routing_of(runner: ModelRunner) -> Routing:
-    """Return the tensors that the most recently captured graphs read."""
+    """Return the routing tensors of the graphs that were captured last."""
     if runner.lora_manager is None:
         return {}
     held = vars(runner.lora_manager.lora_backend)
@@ -27,22 +28,23 @@ def routing_of(runner: ModelRunner) -> Routing:
 
 
 def use(runner: ModelRunner, routing: Routing) -> None:
-    """Make SGLang write its routing into the tensors that the graphs captured with `routing` read."""
+    """Make SGLang write the routing into the tensors `routing`, for graphs that were captured with them."""
     if routing:
         vars(runner.lora_manager.lora_backend).update(routing)
 
 
 def keep_buffers(runner: ModelRunner) -> None:
-    """Keep the buffers in which experts' adapters are sorted.
+    """Prevent SGLang from replacing the buffers in which experts' adapters are sorted.
 
-    For a graph runner of fewer tokens SGLang would replace them by smaller ones, but graphs of wider blocks read them.
+    For a graph runner with fewer tokens SGLang would allocate smaller buffers, but graphs of wider blocks read the old
+    ones.
     """
     if runner.lora_manager is not None:
         runner.lora_manager.lora_backend._moe_cg_buffer_max_bs = None
 
 
 def without_adapters(runner: ModelRunner, batch: ForwardBatch) -> None:
-    """Mark all rows of a forward that SGLang did not build as the base model's."""
+    """Route all rows of a forward to the base model, because SGLang did not build it from a batch."""
     if runner.lora_manager is not None:
         batch.lora_ids = [None] * batch.batch_size
         runner.lora_manager.prepare_lora_batch(batch)

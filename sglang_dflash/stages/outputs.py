@@ -1,7 +1,7 @@
-"""Outputs per token that requests may ask for: the target's last hidden state, and the sampler's support.
+"""Optional outputs per token: the target's last hidden state, and the sampler's support.
 
-As without speculation, a token's row is the one that it was drawn from. SGLang's scheduler finds a step's rows by
-request and slot, and reads those of the committed tokens. Nothing is copied if no request of the batch asks.
+As without speculation, the output of a token is from the row that the token was drawn from. SGLang's scheduler reads
+the rows of the committed tokens, by request and slot. Nothing is copied if no request of the batch needs the outputs.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from sglang_dflash.errors import NotSupported
 def keep_hidden_states(model: nn.Module) -> None:
     """Make the target return its last hidden states as well as the features, if the server returns hidden states.
 
-    Call it before graphs are captured.
+    Call this before graphs are captured.
 
     Raises:
-        NotSupported: the target has no LogitsProcessor to keep them.
+        NotSupported: the target has no LogitsProcessor, which would store them.
     """
     if not get_server_return_hidden_states_mode().need_capture():
         return
@@ -39,9 +39,9 @@ def keep_hidden_states(model: nn.Module) -> None:
 
 
 def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
-    """Return the last hidden states of every row, [T, hidden size]; None if no request asks.
+    """Return a copy of the last hidden states of every row, [T, hidden size]; None if no request needs them.
 
-    They are copied, because a graph's next replay overwrites its own while the host still reads.
+    A graph's next replay overwrites its output while the host still reads.
     """
     return output.last_hidden_states.clone() if batch.return_hidden_states else None
 
@@ -57,9 +57,9 @@ def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput
 def sampling_masks_by_block(
     batch: ScheduleBatch, output: LogitsProcessorOutput, n_committed_B: torch.Tensor, width: int
 ) -> None:
-    """Split the sampler's output for R requests' slots by request: [R * N, ...] becomes [R, N, ...], in place.
+    """Split the sampler's output by request, from [R * N, ...] to [R, N, ...], in place.
 
-    Adds the number of slots of each block that are read. Does nothing if no request asks for the output.
+    Adds each block's number of committed slots. Does nothing if no request needs the output.
     """
     masks = output.sampling_mask_output
     if masks is None:

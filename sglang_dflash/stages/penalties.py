@@ -1,9 +1,9 @@
-"""Penalties and min_new_tokens, from counts of each request's output tokens, kept on the device.
+"""Penalties and min_new_tokens, from counts of each request's output tokens on the device.
 
-SGLang's penalizers count one token per step, read from the host. That does not work with several tokens per step, the
-newest still on the device. Invariant after every step: `counts_RV[row]` is how often each token is in the output of the
-request that holds the row, the anchor included. A request gets a row in its prefill if it asks for a penalty. Other
-requests cost nothing, and a server without such requests allocates nothing.
+SGLang's penalizers count one token per step, from the host. With speculation a step has several tokens, and the newest
+are only on the device. Invariant after every step: `counts_RV[row]` is the number of each token in the output of the
+row's request, including the anchor. A request with a penalty gets a row in its prefill. Other requests cost nothing,
+and a server without such requests allocates nothing.
 
 A retracted request is prefilled again with its output, which is counted again.
 """
@@ -25,22 +25,22 @@ from sglang_dflash.step import Plan
 
 logger = logging.getLogger(__name__)
 
-FEWEST_ROWS = 8
+FEWEST_ROWS = 8  # rows of the first allocation
 
 
 class Asking(NamedTuple):
-    """Requests of a batch that ask for a penalty (P of them)."""
+    """The P requests of a batch with a penalty."""
 
     asked: Asked
     prompt_len_P: torch.Tensor  # int64
 
 
 class Penalties:
-    """Token counts of the requests that ask for a penalty, and their penalties."""
+    """Token counts and penalties of the requests with a penalty."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # weak: a request that is gone returns its row
+        self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # weak: a deleted request frees its row
         self.last: tuple[list[Req], Asking | None] = [], None  # see `_asking`
 
     # -- prefill ------------------------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ class Penalties:
     def begin(self, batch: ScheduleBatch) -> None:
         """Count earlier output, and set the penalties with which SGLang draws the prompts' own tokens.
 
-        SGLang's penalizers do not count output from before a retraction. `batch.sampling_info` is this step's own copy.
+        SGLang's penalizers do not count output from before a retraction. `batch.sampling_info` is a copy for this step.
         """
         reqs = [req for req in batch.reqs if asks(req)]
         for req in reqs:
@@ -67,7 +67,7 @@ class Penalties:
             info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
 
     def count_anchors(self, reqs: list[Req], anchor_B: torch.Tensor) -> None:
-        """Count the prompts' own tokens, int64 [B], the first of the output; the next chunk draws a chunk's again."""
+        """Count the prompts' own tokens, int64 [B], the first of the output. A prompt's next chunk draws it again."""
         if (asking := self._asking(reqs)) is not None:
             anchor_P1 = anchor_B[asking.asked.index_P, None].to(torch.int64)
             self._count(asking.asked, anchor_P1, torch.ones_like(anchor_P1))
@@ -75,7 +75,7 @@ class Penalties:
     # -- decode -------------------------------------------------------------------------------------------------------
 
     def are_asked_for(self, reqs: list[Req]) -> bool:
-        """Return whether a request of the batch asks for a penalty."""
+        """Return whether a request of the batch has a penalty."""
         return self._asking(reqs) is not None
 
     def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
@@ -121,7 +121,7 @@ class Penalties:
         self.counts_RV.view(-1).scatter_add_(0, cell_PN.view(-1), is_output_PN.view(-1).to(torch.int32))
 
     def _seed(self, req: Req) -> None:
-        """Clear the request's row and count its output. Steps of the row's last holder were enqueued earlier."""
+        """Clear the request's row and count its output. All steps of the row's last request were launched before."""
         row = self.row_of.get(req)
         if row is None:
             row = self._free_row()
@@ -148,7 +148,7 @@ class Penalties:
     # -- the parameters -----------------------------------------------------------------------------------------------
 
     def _asking(self, reqs: list[Req]) -> Asking | None:
-        """Return what these requests ask for, or None. Cached, because most batches equal the previous one."""
+        """Return the penalties of these requests, or None; cached, because most batches equal the previous one."""
         if reqs != self.last[0]:
             self.last = list(reqs), self._read(reqs)
         return self.last[1]
@@ -166,7 +166,7 @@ class Penalties:
 
 
 def asks(req: Req) -> bool:
-    """Return whether a request asks for a penalty or for min_new_tokens."""
+    """Return whether a request has a penalty or min_new_tokens."""
     params = req.sampling_params
     return (
         params.frequency_penalty != 0.0
@@ -177,7 +177,7 @@ def asks(req: Req) -> bool:
 
 
 def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.device) -> Asked:
-    """Return the parameters of requests, on the device. `index`: places in the batch; `rows`: rows of the counts."""
+    """Return the parameters of requests on the device; `index`: places in the batch; `rows`: rows of the counts."""
     params = [req.sampling_params for req in reqs]
     stops = [sorted(stop_tokens(req)) for req in reqs]
     longest = max(1, *map(len, stops)) if stops else 1
@@ -197,7 +197,7 @@ def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.d
 
 
 def stop_tokens(req: Req) -> set[int]:
-    """Return the tokens that min_new_tokens forbids: those that would end the request, stop strings aside."""
+    """Return the tokens that min_new_tokens forbids, which end the request; stop strings are not included."""
     if req.sampling_params.min_new_tokens == 0:
         return set()
     stops = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())

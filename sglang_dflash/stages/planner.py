@@ -1,4 +1,4 @@
-"""Plan: the slots of every request's block. Reads the request table and uses no model."""
+"""Plan: compute tokens, positions and slots of every request's block, from the request table."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Planner:
         self.translator = target_runner.kv_index_translator
         self.block_size, self.widest = block_size, widest
         self.mask_token_id = mask_token_id
-        # The kernel's form is chosen here: tensors that are always of one kind need no check at every step.
+        # The kernel's form is selected once, because the kind of the tensors never changes.
         self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
-        """Plan the step of a batch: `width` tokens of each block are verified. With width 1 nothing is drafted."""
+        """Plan a step that verifies `width` tokens of each block. With width 1 nothing is drafted."""
         state = batch.spec_info
         anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices, batch.req_pool_indices_cpu
-        if batch.seq_lens_cpu is None:  # no backend asked for exact lengths on the host
+        if batch.seq_lens_cpu is None:  # no backend needs exact lengths on the host
             return self.place(*anchors, state.allocated_B_cpu, width=width, n_bounded=self.widest)
         return self.place(*anchors, batch.seq_lens_cpu, width=width)
 
@@ -44,8 +44,8 @@ class Planner:
         """Return the plan for these anchors.
 
         Args:
-            anchor_B, prefix_len_B, rows_B, rows_B_cpu: int64.
-            bound_B_cpu: upper bound of prefix_len + `n_bounded`; exact if `n_bounded` is 0.
+            anchor_B, prefix_len_B, rows_B, rows_B_cpu: int64 [B].
+            bound_B_cpu: upper bound of prefix_len + `n_bounded`, [B]; exact if `n_bounded` is 0.
         """
 
         def block(n_tokens: int) -> Block:

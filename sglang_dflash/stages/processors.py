@@ -1,11 +1,11 @@
 """Custom logit processors at every slot of the block.
 
-A processor gets the logits of the requests that named it and their parameters, which may include the request itself and
-so its output. A slot's row must see the output at that slot: the committed tokens, and the drafts up to the slot. These
-may be only on the device, so they are fetched when a processor reads them. Only that read waits for the device.
+A processor gets the logits of the requests that use it, and their parameters. These may include the request itself, and
+so its output. At a slot, the output must be the committed tokens and the drafts up to the slot. They may be only on the
+device, so they are copied when a processor reads them, and only this read waits for the device.
 
-This is exact for functions of logits, parameters and output. A processor that keeps state from call to call also sees
-the slots that are rejected; SGLang's contract does not exclude such calls.
+This is exact for functions of logits, parameters and output. A processor with state between calls is also called for
+slots that are rejected later, which SGLang's contract does not exclude.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Processors:
         self.last_reqs: list[Req] = []
         self.last_committed_BN = self.last_n_committed_B = torch.empty(0)
 
-    def remember(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
-        """Keep a step's tokens, int64 [B, N], the first int [B] committed, until the scheduler has them."""
+    def keep_tokens(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
+        """Keep a step's tokens, int64 [B, N], the first `n_committed_B` committed, until the scheduler has them."""
         if batch.sampling_info.has_custom_logit_processor:
             self.last_reqs = list(batch.reqs)
             self.last_committed_BN, self.last_n_committed_B = committed_BN, n_committed_B
@@ -76,13 +76,13 @@ def committed(committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> list[l
 
 
 class ReqAtSlot(Req):
-    """Copy of a request with the output that it would have if the block were kept up to a slot."""
+    """Copy of a request, with the output as if the block were committed up to a slot."""
 
     _read_text: Callable[[], array]
 
     @classmethod
     def of(cls, req: Req, read_text: Callable[[], array]) -> ReqAtSlot:
-        """Return a copy of `req` whose output is what `read_text` returns."""
+        """Return a copy of `req` with the output that `read_text` returns."""
         view = cls.__new__(cls)
         view.__dict__.update(req.__dict__)
         view._read_text = read_text

@@ -1,7 +1,7 @@
-"""Attention data parallelism: groups of ranks with requests of their own, which meet in the target's other layers.
+"""Attention data parallelism: groups of ranks serve different requests, and exchange rows in the target's other layers.
 
-A forward of the target then involves all ranks. A rank without requests runs an empty forward. SGLang computes every
-rank's number of rows as requests times the width, so all ranks verify the same width: the block. The draft runs within
+So a forward of the target involves all ranks, and a rank without requests runs an empty forward. SGLang computes every
+rank's number of rows as requests times the width, so all ranks verify the same width, the block. The draft runs within
 each group.
 """
 
@@ -42,19 +42,19 @@ class OneGroup:
 
     @contextmanager
     def making_draft(self, target: ModelRunner, block_size: int) -> Iterator[None]:
-        """Enter the draft's scope, with the draft's block size, while SGLang builds the draft's runner."""
+        """Set the draft's scope and block size while SGLang builds the draft's runner."""
         with self.draft_scope(target)(), get_spec().override(speculative_num_draft_tokens=block_size):
             yield
 
     def beside_idle_ones(self, forward: Forward) -> Forward:
-        """Return the target's `forward` for ranks some of which may have no requests."""
+        """Return the target's `forward`, for use while some ranks may have no requests."""
         return forward
 
-    def tell_all(self, batch: ForwardBatch) -> None:
-        """Prepare a forward that no scheduler has prepared, assuming equally many requests on all ranks."""
+    def assume_equal_batches(self, batch: ForwardBatch) -> None:
+        """Prepare a forward that no scheduler has prepared, as if all ranks had equally many requests."""
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
-        """Return the forward that a rank without requests runs while others read prompts or verify blocks."""
+        """Return the forward of a rank without requests, while other ranks read prompts or verify blocks."""
         return lambda batch: None
 
 
@@ -79,9 +79,9 @@ class Groups(OneGroup):
         return scope
 
     def beside_idle_ones(self, forward: Forward) -> Forward:
-        """Wrap `forward` to run eagerly on all ranks whenever any rank has no requests.
+        """Wrap `forward` to run eagerly on all ranks whenever a rank has no requests.
 
-        Such a rank runs eagerly, with no rows, while a graph replays with as many rows as it was captured for.
+        A rank without requests runs eagerly, with no rows, but a graph replays a fixed number of rows.
         """
 
         def together(batch: ForwardBatch) -> ModelRunnerOutput:
@@ -91,7 +91,7 @@ class Groups(OneGroup):
 
         return together
 
-    def tell_all(self, batch: ForwardBatch) -> None:
+    def assume_equal_batches(self, batch: ForwardBatch) -> None:
         """Set SGLang's metadata as if every group's forward had as many requests as this one."""
         requests = [batch.batch_size] * get_parallel().num_dp_ranks
         batch.init_mlp_sync_metadata(
@@ -145,7 +145,7 @@ def from_first_of_ours() -> Agree:
 
 
 def within(scope: Scope, forward: Forward) -> Forward:
-    """Return `forward` that runs in `scope`."""
+    """Wrap `forward` to run in `scope`."""
     if scope is nullcontext:
         return forward
 

@@ -27,13 +27,13 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
             if info.custom_logit_processor is None
             else {key: entry_over_slots(entry, width) for key, entry in info.custom_logit_processor.items()}
         ),
-        # Already applied to the logits, or the request was refused.
+        # Applied to the logits before.
         grammars=None,
         grammar_mask=None,
         logit_bias=None,
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
-        # Host lists from which the indices below were made.
+        # Host lists, from which the indices below were computed.
         return_sampling_masks=None,
         return_sampling_support_logprobs=None,
         sampling_mask_batch_indices=slots_of(info.sampling_mask_batch_indices, width),

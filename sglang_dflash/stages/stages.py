@@ -1,4 +1,4 @@
-"""The stages of a decode step as one value, made once when the server starts. `DFlashWorker.decode` calls them."""
+"""Stages of a decode step as one value, built when the server starts. `DFlashWorker.decode` calls them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Stage = TypeVar("Stage")
 
 
 class Stages(NamedTuple):
-    """The stages, in the order of a step."""
+    """Stages, in the order of a step."""
 
     planner: Planner
     drafter: Drafter
@@ -33,10 +33,10 @@ class Stages(NamedTuple):
 
 
 def with_methods(stage: Stage, **methods: Callable[..., Any]) -> Stage:
-    """Return a copy of `stage` with these methods in place of its own; the two share their parts.
+    """Return a shallow copy of `stage` with other methods, for measurements.
 
-    For measurements: a server without them has no wrappers. A stage's attributes are not set again after start-up, so
-    the copy stays equal to the original.
+    A server without measurements has no wrappers. A stage's attributes are not set after start-up, so the copy stays
+    equal to the original.
     """
     twin = copy.copy(stage)
     vars(twin).update(methods)

@@ -1,11 +1,12 @@
 """Commit: advance the recurrent state of hybrid targets (Gated DeltaNet) after a partly accepted block.
 
-Attention needs no commit: rows past the accepted prefix are not read again. A recurrent state cannot be cut back. So a
-verify leaves the persistent state unchanged and stores what is needed to advance it afterwards: either the state after
-every token, or each token's contribution to it. When the accepted prefix crosses a multiple of the track interval, a
-second copy goes to the request's tracking slot, from which the prefix cache can resume.
+Attention needs no commit, because rows past the accepted prefix are not read again. A recurrent state cannot be reduced
+to a prefix. So a verify leaves the persistent state unchanged and stores data to advance it afterwards: either the
+state after every token, or each token's contribution. If the accepted prefix crosses a multiple of the track interval,
+the state at this multiple is copied to the request's tracking slot, from which the prefix cache can resume.
 
-A block of one token has nothing to reject: the target decodes it as without speculation, updating its state in place.
+In a block of one token nothing is rejected, so the target decodes it as without speculation and updates its state in
+place.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class State(Protocol):
         """Prepare `backend` before its first verify. Called once for each of the target's attention backends."""
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance the states by the committed tokens, int32 [B]. The runner has the backend that verified the step."""
+        """Advance the states by the committed tokens, int32 [B]. The runner's backend must be that of the verify."""
 
 
 class NoState:
@@ -61,18 +62,18 @@ class NoState:
 
 
 class SnapshotState:
-    """State whose verify stores it after every token; commit copies the right one back."""
+    """State whose verify stores a copy after every token; commit restores the copy after the last committed token."""
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
         self.worker = worker
         self.slots = BlockSlots(worker, width)
 
     def attach(self, backend: AttentionBackend) -> None:
-        """Do nothing: SGLang's verify stores the states."""
+        """Do nothing, because SGLang's verify stores the states."""
         return
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Copy back the state after the last committed token."""
+        """Restore the state after the last committed token."""
         commit_mamba_states_after_verify(
             self.worker,
             batch,
@@ -84,14 +85,14 @@ class SnapshotState:
 
 
 class FoldState:
-    """State whose verify records each token's contribution; commit adds the accepted ones to it, all layers at once.
+    """State whose verify records each token's contribution; commit adds those of committed tokens, for all layers.
 
     The records replace the per-token states in SGLang's pool (`memory/records.py`), and `RecordingVerify` replaces
-    SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs alike.
-    The windows of the causal convolution are small and stay SGLang's.
+    SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The
+    windows of the causal convolution are small, and SGLang handles them.
 
-    A commit is three launches on a GPU at any number of layers: SGLang's search for the slots to keep, the fold
-    (tracked states included), and SGLang's copy of the windows (one launch per copy if they are not bf16).
+    On a GPU a commit has three launches for any number of layers: SGLang's search for the slots to keep, the fold
+    (including tracked states), and SGLang's copy of the windows (one launch per copy if they are not bf16).
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
@@ -107,11 +108,11 @@ class FoldState:
         self.states_LSHVK, self.record_LRNX = cache.temporal, cache.intermediate_ssm
         self.n_key_heads = pool.n_key_heads
         self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
-        # The kernel's form is chosen here: shapes that never change need no check at every step.
+        # The kernel's form is selected once, because the shapes never change.
         self.fold = GDN_FOLD.form_for(self.states_LSHVK)
 
     def attach(self, backend: AttentionBackend) -> None:
-        """Replace the backend's verify kernel by one that records."""
+        """Replace the backend's verify kernel by one that writes records."""
         gdn_backend(backend).kernel_dispatcher.verify_kernel = RecordingVerify(self.record_LRNX)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
@@ -128,9 +129,9 @@ class FoldState:
 
 
 class InPlaceState:
-    """State for blocks of one token: the verify decodes, which advances it; commit copies the tracked ones.
+    """State for blocks of one token: the verify decodes, which advances the state; commit copies tracked states.
 
-    Folding would read all states once more, and write records.
+    Folding would read all states again, and write records.
     """
 
     def __init__(self, worker: TpModelWorker) -> None:
@@ -142,11 +143,11 @@ class InPlaceState:
         """Make the backend decode instead of verify."""
         linear = gdn_backend(backend)
         linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
-        # Qwen3.5 then passes a verify's packed projections, which decoding unpacks and convolves in one launch.
+        # So Qwen3.5 passes a verify's packed projections, which decode unpacks and convolves in one launch.
         linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Copy the states that completed a track interval; verifying has advanced them all."""
+        """Copy the states that completed a track interval; the verify has advanced all states."""
         if batch.mamba_track_indices is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend
@@ -162,7 +163,7 @@ class InPlaceState:
 def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
     """Return a `forward_extend` that decodes instead of verifying; prompts run as before.
 
-    It returns the same as `forward_decode`: the outputs, together with the gates z if projections came packed.
+    For a verify it returns the same as `forward_decode`: the outputs, with the gates z if projections were packed.
     """
     extend, decode = backend.forward_extend, backend.forward_decode
 
@@ -174,15 +175,14 @@ def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
 
 
 class RecordingVerify:
-    """Verify kernel that records, for SGLang's GDN backend; `intermediate_states_buffer` is a layer's record.
+    """Verify kernel that writes records, for SGLang's GDN backend; `intermediate_states_buffer` is a layer's record.
 
-    States [S, H, V, K] at `cache_indices`, int [B], are read and not written.
+    States [S, H, V, K] at `cache_indices`, int [B], are only read.
     """
 
     supports_strided_target_verify_qkv = True
 
     def __init__(self, record_LRNX: torch.Tensor) -> None:
-        # The form is chosen once.
         self.verify = GDN_VERIFY.form_for(record_LRNX)
 
     def target_verify(
@@ -199,7 +199,7 @@ class RecordingVerify:
         cache_indices: torch.Tensor,
         query_start_loc: torch.Tensor,
         intermediate_states_buffer: torch.Tensor,
-        **others: object,  # numbers of steps and rows, known from the block and the batch
+        **others: object,  # numbers of steps and rows, which the other arguments imply
     ) -> torch.Tensor:
         """Verify a layer's blocks: q, k [1, T, G, K], v [1, T, H, V], a and b [T, H]. Returns outputs [1, T, H, V]."""
         slot_B = cache_indices[: len(query_start_loc) - 1]
@@ -219,10 +219,10 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
 
 
 class BlockSlots:
-    """Finder of the slots whose recurrent states a commit keeps, in blocks of `width` tokens: one launch.
+    """Finder of the slots whose recurrent states a commit keeps, in blocks of `width` tokens, with one launch.
 
-    SGLang's kernel also serves trees, so it takes the row of every accepted token. In a chain slot i of request b is
-    row b * width + i, whatever is accepted, so this table is made once.
+    SGLang's kernel also serves trees, so it takes the row of every accepted token. In a chain, slot i of request b is
+    always row b * width + i, so this table is computed once.
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
@@ -233,9 +233,10 @@ class BlockSlots:
     def last_and_tracked(
         self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the last kept slot of each request, int64 [B], and the one that the prefix cache can resume from.
-        The second is the slot after which the committed length is a multiple of the track interval, or -1. It is None
-        if nothing is tracked.
+        """Return each request's last committed slot, and the slot from which the prefix cache can resume, int64 [B].
+
+        After the second slot the committed length is a multiple of the track interval. It is -1 if there is no such
+        slot, and None if nothing is tracked.
         """
         tracks = batch.mamba_track_indices is not None
         return fused_commit_track_indices(
@@ -256,11 +257,11 @@ def track_interval(page_size: int) -> int:
 def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> State:
     """Return the `State` that advances the target's recurrent states after blocks of `width` tokens.
 
-    Call it after the target's memory pools and attention backends are made, and before its graphs.
+    Call this after the target's memory pools and attention backends are created, and before its graphs.
 
     Args:
-        worker: the target's.
-        kind: None: the target has no such states, or nothing is verified.
+        worker: the target's worker.
+        kind: None: the target has no recurrent states, or nothing is verified.
     Raises:
         NotSupported: the target has further states that folding does not advance.
     """

@@ -1,4 +1,4 @@
-"""Verify: one forward of the target over the first tokens of the blocks gives logits and features for every slot."""
+"""Verify: run one forward of the target over the blocks, for logits and features of every slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_dflash.step import Plan, Target
 
 
 class WidthEngine(NamedTuple):
-    """Parts of the target that are made for one width."""
+    """Parts of the target for one width."""
 
     backend: AttentionBackend
     graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
@@ -40,8 +40,8 @@ class Verifier:
         """Store the worker and choose the target's forward.
 
         Args:
-            worker: the target's.
-            engines: one for each width that will be verified.
+            worker: the target's worker.
+            engines: by width.
             on_host: the target runs on the CPU.
         """
         self.worker = worker
@@ -50,7 +50,7 @@ class Verifier:
         runner = worker.model_runner
         self.own = runner.attn_backend, runner.decode_cuda_graph_runner
         eager = all(engine.graphs is None for engine in engines.values())
-        # On a GPU the host's time is hidden, so only a CPU gains from calling the model directly.
+        # On a GPU host time is hidden, so calling the model directly is faster only on a CPU.
         direct = eager and on_host and not has_experts(runner.model) and not ranks.meet
         self.forward = directly(runner) if direct else ranks.beside_idle_ones(through_runner(runner))
         self.keep_up = ranks.keep_up(worker, max(engines, default=0))
@@ -63,7 +63,7 @@ class Verifier:
         lora.use(runner, engine.routing)
 
     def restore(self) -> None:
-        """Restore SGLang's own engine, because prefill graphs read the metadata of that backend only."""
+        """Restore SGLang's own engine, because prefill graphs read only its backend's metadata."""
         runner = self.worker.model_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self.own
 
@@ -71,13 +71,13 @@ class Verifier:
         """Return logits and features of every slot, and write the target's K/V of the block.
 
         Args:
-            tokens_BN: int64, the tokens to verify: N is the plan's width, slot 0 the anchor.
+            tokens_BN: int64, tokens to verify; N is the plan's width, slot 0 the anchor.
         """
         self.use(plan.width)
         # The copy of the drafts to the host starts before the target's forward, to overlap with it.
         tree = GrammarTree.from_linear_chain(tokens_BN) if batch.has_grammar else None
         verified = plan.verified
-        # SGLang builds its forward from the batch; the scheduler restores these fields after the step.
+        # SGLang builds the forward from the batch. The scheduler restores these fields after the step.
         batch.out_cache_loc = verified.slots_BN.view(-1)
         batch.seq_lens_cpu = verified.bound_B_cpu
         batch.seq_lens_sum = verified.bound_sum
@@ -88,7 +88,7 @@ class Verifier:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=verified.kv,
         )
-        # The forward plans attention itself: an eager one of SGLang's plans even if that was done before.
+        # The forward plans attention, and SGLang's eager forward would plan it a second time.
         forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         run = self.forward(forward_batch)
         output = run.logits_output

@@ -1,1 +1,1 @@
-"""The package's tiny trained pairs: their files, their command line, their corpus and workloads."""
+"""Tiny trained pairs of this package: files, command line, corpus and workloads."""

@@ -1,7 +1,7 @@
-"""An endless, seeded chat corpus for the tiny pair: twelve kinds of question, each answered in a fixed form.
+"""Endless, seeded chat corpus for the tiny pairs: twelve kinds of question, each answered in a fixed form.
 
-Every text is generated from the word lists below, so nothing is stored and no licence applies. Answers follow from
-their questions, except in `story`, where several continuations are right, so that sampling has a choice.
+Every text is generated from the word lists below, so no text is stored and no licence applies. A question determines
+its answer, except in `story`, which has several right continuations for sampling.
 
 Independent of tokens and models.
 """
@@ -242,12 +242,12 @@ TASKS: dict[str, Task] = {
 
 
 def is_held_out(prompt: str) -> bool:
-    """Return whether a prompt is excluded from training: one in sixteen, by its text alone."""
+    """Return whether a prompt is excluded from training: one in sixteen, by a hash of its text."""
     return hashlib.sha256(prompt.encode()).digest()[0] % 16 == 0
 
 
 def draw(random: Random, *, held_out: bool = False, task: str | None = None) -> Exchange:
-    """Return an exchange of the training part or the held-out part, of a random task by default."""
+    """Return an exchange of the training part, or of the held-out part; `task`: its kind, random by default."""
     while True:
         name = task or random.choice(list(TASKS))
         prompt, answer = TASKS[name](random)

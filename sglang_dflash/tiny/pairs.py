@@ -1,4 +1,4 @@
-"""The package's tiny trained pairs, and the command line that serves them without an accelerator.
+"""Tiny trained pairs of this package, and the flags that serve them without an accelerator.
 
 The demo, the benchmarks and the tests share these flags, and the check of a server's worker.
 """
@@ -40,8 +40,8 @@ class Arm(StrEnum):
 ARMS = (Arm.OFF, Arm.STOCK, Arm.PLUGIN)  # the default comparison
 
 
-# fp32 is needed for exact comparison: in bf16 a tiny model has near ties. Pools have explicit sizes, because SGLang
-# would take gigabytes of host memory for them. An idle server must not use CPU while another one is measured.
+# Answers are compared exactly, which needs fp32: in bf16 a tiny model has near ties. Pools have explicit sizes, because
+# SGLang would allocate gigabytes of host memory. An idle server must not use CPU while another one is measured.
 FLAGS = (
     *("--device", "cpu"),
     *("--attention-backend", "torch_native"),
@@ -75,7 +75,7 @@ def command(arm: Arm, pair: Pair, *flags: str) -> list[str]:
 
 
 def environment(arm: Arm) -> dict[str, str]:
-    """Return the environment that selects the worker of `arm`, for any model."""
+    """Return the environment that selects the worker of `arm`."""
     return {} if arm is Arm.OFF else {"SGLANG_DFLASH_WORKER": str(arm)}
 
 

@@ -1,6 +1,7 @@
-"""Workloads by how often drafts of the tiny pair are accepted, for measuring widths and copies.
+"""Workloads with different acceptance rates of the tiny pair's drafts, for measuring widths and copies.
 
-`hard`: less often than for its own questions. `hopeless`: hardly ever. `repeating`: answers occur in their own context.
+`hard`: drafts are accepted less often than for held-out questions. `hopeless`: hardly ever. `repeating`: the context
+already contains the answer.
 """
 
 from random import Random
@@ -45,14 +46,14 @@ def hard_questions(n: int) -> list[str]:
 
 
 def repeating_conversations(n: int) -> list[list[Message]]:
-    """Return enough conversations for about `n` prompts. The model's own answers are to be inserted."""
+    """Return enough conversations for about `n` prompts; the model's answers are still missing."""
     random = Random(SEED)
     questions = [draw(random, held_out=True)[1] for _ in range(max(n // N_TIMES, 1))]
     return [asked(*[question] * N_TIMES) for question in questions]
 
 
 def answered_conversations(n: int) -> list[list[Message]]:
-    """Return questions that are asked again after the corpus's own answer."""
+    """Return conversations: a question, the corpus's answer, and the same question again."""
     random, roles = Random(SEED), ("user", "assistant", "user")
     drawn = [draw(random, held_out=True) for _ in range(n)]
     return [

@@ -7,7 +7,7 @@
     sglang-dflash train chats --out FILE
     sglang-dflash train tiny [--kind hybrid|dense] [--out DIR]
 
-A run that was interrupted goes on where it stopped when the same command is given again.
+The same command resumes an interrupted run.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_text_options(commands: Any, shows_defaults: type[argparse.HelpFormatter]) -> None:
-    """Add the commands by which a served target writes its draft's training text."""
+    """Add the commands with which a served target writes its draft's training text."""
     asks = commands.add_parser(
         "prompts", help="let a target write user turns; add tasks", formatter_class=shows_defaults
     )

@@ -1,6 +1,6 @@
-"""Training text from the target itself: an OpenAI server answers prompts, one line of JSON per conversation.
+"""Training text from the target: an OpenAI server answers prompts, one line of JSON per conversation.
 
-Lines are written as answers arrive, so that a run that was interrupted goes on with the prompts that have no line yet.
+Each line is written when its answer arrives, so an interrupted run resumes with the prompts that have no line yet.
 """
 
 import asyncio
@@ -31,14 +31,15 @@ class Sampling:
 
 
 def name_of(line: Line) -> str:
-    """Return 16 hex digits that name a conversation without its answer, and what it is asked with."""
+    """Return a digest, 16 hex digits, of a conversation without its answer, with tools and template variables."""
     return sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_prompts(path: Path) -> list[Line]:
-    """Return the lines of a .jsonl file, each a conversation that ends in a turn of the user or of a tool.
+    """Return the lines of a .jsonl file.
 
-    Raises ValueError naming the line that holds something else.
+    Raises:
+        ValueError: a line is no conversation that ends in a turn of the user or of a tool; the error names the line.
     """
     found = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -57,7 +58,7 @@ def read_prompts(path: Path) -> list[Line]:
 
 
 def answered(out: Path) -> Iterator[str]:
-    """Yield the names of the conversations that `out` holds; a last line that was cut off is taken out."""
+    """Yield the names of the conversations in the file `out`. Removes an incomplete last line from the file."""
     if not out.exists():
         return
     text = out.read_text()
@@ -70,7 +71,7 @@ def answered(out: Path) -> Iterator[str]:
 
 
 async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, number: int) -> Line | None:
-    """Return the line with the target's answer; None for an empty one. Even numbers are answered greedily."""
+    """Return the line with the target's answer; None if the answer is empty. Even numbers are answered greedily."""
     reply = await client.chat.completions.create(
         model=model,
         messages=line["messages"],
@@ -79,12 +80,12 @@ async def ask(client: AsyncOpenAI, model: str, line: Line, sampling: Sampling, n
         seed=sampling.seed + number,
         extra_body={key: value for key, value in line.items() if key != "messages"},
     )
-    said = answer_of(reply.choices[0].message)
-    return line | {"messages": [*line["messages"], said]} if said else None
+    answer = answer_of(reply.choices[0].message)
+    return line | {"messages": [*line["messages"], answer]} if answer else None
 
 
 def answer_of(message: ChatCompletionMessage) -> dict[str, Any] | None:
-    """Return the answer as a line has it, with its thoughts and its tool calls; None for an empty one."""
+    """Return the answer as a message with its reasoning and tool calls; None if it is empty."""
     text, thoughts = message.content, (message.model_extra or {}).get("reasoning_content")
     if not message.tool_calls and not (text and text.strip()):
         return None
@@ -100,9 +101,13 @@ def answer_of(message: ChatCompletionMessage) -> dict[str, Any] | None:
 async def write_answers(
     client: AsyncOpenAI, prompts: Sequence[Line], out: Path, sampling: Sampling, *, at_once: int
 ) -> int:
-    """Append a line to `out` for each prompt that has none yet, `at_once` of them in flight; returns how many.
+    """Append a line to `out` for each prompt that has none yet, with `at_once` requests in flight.
 
-    Raises openai.APIError when the server refuses a prompt; the lines written so far stay.
+    Returns:
+        The number of lines written.
+
+    Raises:
+        openai.APIError: the server refuses a prompt. Lines written before remain.
     """
     model = (await client.models.list()).data[0].id
     done = set(answered(out))
@@ -123,7 +128,7 @@ async def write_answers(
 
 
 async def in_flight(work: Iterator[Any], at_once: int) -> AsyncIterator[Any]:
-    """Yield the results of coroutines as they finish, at most `at_once` of them running."""
+    """Yield the results of coroutines as they finish, with at most `at_once` running."""
     running: set[asyncio.Task[Any]] = set()
     for coroutine in work:
         running.add(asyncio.create_task(coroutine))
@@ -136,7 +141,11 @@ async def in_flight(work: Iterator[Any], at_once: int) -> AsyncIterator[Any]:
 
 
 def run(server: str, prompts: Path, out: Path, sampling: Sampling, at_once: int) -> int:
-    """Answer the prompts of a file; returns how many lines were written. Raises ValueError where that is impossible."""
+    """Answer the prompts of a file and return the number of lines written.
+
+    Raises:
+        ValueError: the file is invalid, or the server refuses a prompt.
+    """
     client = AsyncOpenAI(base_url=server, api_key="none", timeout=3600)
     try:
         return asyncio.run(write_answers(client, read_prompts(prompts), out, sampling, at_once=at_once))

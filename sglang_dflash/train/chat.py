@@ -1,7 +1,7 @@
-"""Conversations as serving writes them: what SGLang passes to the chat template, and which part is the assistant's.
+"""Conversations as SGLang renders them with a chat template, split into the assistant's turns and the rest.
 
-SGLang drops null fields, writes null content as an empty text, and decodes the arguments of calls. It passes tools with
-every field of its own schema, and the fields of `chat_template_kwargs` as variables of the template.
+SGLang drops null fields, replaces null content by an empty text, and decodes the arguments of tool calls. It passes
+tools with every field of its own schema, and the fields of `chat_template_kwargs` as variables of the template.
 """
 
 import json
@@ -23,10 +23,10 @@ MESSAGE_KEYS = (*USER_KEYS, "name", "reasoning_content", "tool_calls", "tool_cal
 
 
 def require_keys(found: Iterable[str], allowed: Sequence[str], where: str) -> None:
-    """Check that nothing is given that would be ignored.
+    """Check that no key is given that would be ignored.
 
     Raises:
-        ValueError: a key that is not allowed.
+        ValueError: a key is not in `allowed`; `where` names the object in the message.
     """
     for key in found:
         if key not in allowed:
@@ -34,10 +34,10 @@ def require_keys(found: Iterable[str], allowed: Sequence[str], where: str) -> No
 
 
 def require_line(row: dict[str, Any]) -> None:
-    """Check the keys of a line with a conversation, and what they hold.
+    """Check the keys of a line with a conversation, and the types of their values.
 
     Raises:
-        ValueError: a key is unknown, or its value is of another kind.
+        ValueError: a key is unknown, or its value has another type.
     """
     require_keys(row, LINE_KEYS, "a line with messages")
     if not isinstance(row["messages"], list) or not all(isinstance(message, dict) for message in row["messages"]):
@@ -49,13 +49,14 @@ def require_line(row: dict[str, Any]) -> None:
 
 
 def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]:
-    """Return the text of a conversation in parts, as the chat template writes it.
+    """Render a conversation with the chat template and split it into (text, is response) parts.
 
     Args:
-        row: a line of the file: messages, and perhaps tools and chat_template_kwargs.
+        row: a line of the file: messages, optionally tools and chat_template_kwargs.
 
     Raises:
-        ValueError: the line cannot be used; TypeError, KeyError: the template cannot.
+        ValueError: the line cannot be used.
+        TypeError, KeyError: the template fails on it.
     """
     if tokenizer.chat_template is None:
         raise ValueError('this target has no chat template; give {"prompt", "response"} instead of {"messages"}')
@@ -85,7 +86,7 @@ def parts(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[Part]
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], tools: list[dict[str, Any]], variables: dict[str, Any]
 ) -> str:
-    """Return the text of the chat template. A template that fails on tools is given their functions alone."""
+    """Return the rendered chat template. If it fails on tools, it gets only their `function` objects."""
 
     def applied(tools: Any) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, tools=tools, **variables))
@@ -103,7 +104,7 @@ def served(message: Message) -> Message:
 
     Raises:
         ValueError: a key is unknown, the content is no text, or arguments are no JSON object.
-        KeyError: it has no role.
+        KeyError: the message has no role.
     """
     found = {"role": message["role"]} | {key: value for key, value in message.items() if value is not None}
     is_user = found["role"] == "user"
@@ -117,10 +118,11 @@ def served(message: Message) -> Message:
 
 
 def served_call(call: dict[str, Any], *, decode: bool) -> dict[str, Any]:
-    """Return a tool call as SGLang passes it to the chat template, its arguments decoded.
+    """Return a tool call as SGLang passes it to the chat template; `decode`: parse its arguments.
 
     Raises:
-        ValueError: the arguments are no JSON object; KeyError: there is no function.
+        ValueError: a key is unknown, or the arguments are no JSON object.
+        KeyError: there is no function.
     """
     require_keys(call, ("id", "index", "type", "function"), "a tool call")
     require_keys(call["function"], ("name", "arguments"), "the function of a tool call")
@@ -137,7 +139,7 @@ def served_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return tools as SGLang passes them to the chat template.
 
     Raises:
-        ValueError: one is no tool of the OpenAI API.
+        ValueError: one of them is no tool of the OpenAI API.
     """
     if not tools:
         return []

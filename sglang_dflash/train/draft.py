@@ -1,9 +1,9 @@
-"""Train a DFlash draft for a target: the target reads, the draft learns to guess what it will say.
+"""Training of a DFlash draft: the target reads text, and the draft learns to predict the target's next tokens.
 
-In bf16 (a bf16 target) the forward computes in bf16 while weights, gradients and moments stay fp32, so that no step is
-too small to count; the draft is saved in the target's dtype.
+For a bf16 target the forward runs in bf16. Weights, gradients and moments stay fp32, because bf16 would round small
+updates away. The draft is saved in the target's dtype.
 
-Knows neither where the rows come from nor what becomes of the draft.
+Independent of the source of the rows and of the draft's use.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,36 +30,37 @@ from sglang_dflash.train.ranks import ALONE, Ranks
 from sglang_dflash.train.start import initialised, start_from
 from sglang_dflash.train.tokens import Rows
 
-# Tokens drawn anew in every step where not all are scored: any that a draft wrongly prefers is met within 50 steps.
+# Tokens drawn at random in each step if not all are scored. About 50 steps cover a vocabulary of 50,000, so a token
+# that the draft wrongly prefers is soon scored.
 N_OTHERS = 1024
 
-RowsAt = Callable[[int], Rows]  # the batch of a step; must depend on the step alone
+RowsAt = Callable[[int], Rows]  # batch of a step; must depend only on the step
 
 
 class Data(NamedTuple):
-    """What a draft learns from, and what it is checked with."""
+    """Training rows, and held-out rows and prompts for evaluation."""
 
     rows_at: RowsAt
     held_out: Sequence[Rows]
-    prompts: Sequence[torch.Tensor]  # int64 [1, tokens], from text that is held out too
-    facts: dict[str, Any]  # what the rows depend on
-    frequent: torch.Tensor | None = None  # int64, the tokens that are scored in every step; None: all
+    prompts: Sequence[torch.Tensor]  # int64 [1, tokens] each, from held-out text
+    facts: dict[str, Any]  # settings that the rows depend on
+    frequent: torch.Tensor | None = None  # int64, tokens scored in every step; None: all
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a draft learns from its data."""
+    """Settings of a draft's training and evaluation."""
 
     n_anchors: int = 32  # blocks per row
     gamma: float | None = None  # decay of the weights along the block, in slots; None: the paper's for this block size
     seed: int = 0
-    from_target: bool = False  # start with the target's last layers, where names and shapes agree
-    eval_tokens: int = 64  # of each answer in which acceptance is counted
+    from_target: bool = False  # start from the target's last layers, where names and shapes agree
+    eval_tokens: int = 64  # tokens per answer when acceptance is measured
 
 
 @dataclass(frozen=True)
 class Second:
-    """The sizes of a DFlash 2 draft, under their names in config.json; z-lab's published ones by default."""
+    """Sizes of a DFlash 2 draft, named as in config.json; the defaults are those of z-lab's published drafts."""
 
     conv_kernel_size: int = 2
     conv_group_size: int = 16
@@ -68,7 +69,7 @@ class Second:
 
 
 class BlockLoss(nn.Module):
-    """The loss of a training step as one forward, which is what DistributedDataParallel can wrap."""
+    """Loss of a training step as a module's forward, because DistributedDataParallel wraps modules."""
 
     def __init__(self, draft: DraftModel, gamma: float) -> None:
         super().__init__()
@@ -78,12 +79,12 @@ class BlockLoss(nn.Module):
     def forward(
         self, target: PreTrainedModel, features_RLC: torch.Tensor, blocks: Blocks, tokens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss of these blocks and the sum of their weights; see `objective.block_loss`."""
+        """Return the blocks' summed loss and the sum of their weights, see `objective.block_loss`."""
         return block_loss(self.draft, target, features_RLC, blocks, self.gamma, tokens=tokens)
 
 
 class DraftRun:
-    """One draft in training: everything but the data."""
+    """A draft in training, with its target and settings, but without the data."""
 
     def __init__(
         self,
@@ -106,7 +107,10 @@ class DraftRun:
         self.shared_loss = DistributedDataParallel(self.block_loss) if ranks.n > 1 else self.block_loss
 
     def blocks(self, rows: Rows, anchor_RA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Blocks]:
-        """The target's choices and features of the rows, and the blocks to guess in them, on the target's device."""
+        """Return the target's choices int64 [R, L] and features [R, L, C] of the rows, and the blocks to predict.
+
+        Everything is on the target's device.
+        """
         rows = rows.to(self.target.device)
         choices_RL, features_RLC = self.read(rows)
         config = self.draft.config
@@ -124,7 +128,7 @@ class DraftRun:
         return random_anchors(rows.is_response_RL, self.settings.n_anchors, generator)
 
     def scored(self, step: int) -> torch.Tensor | None:
-        """The tokens that a step scores beside the labels: the frequent ones, and others drawn anew. None: all."""
+        """Return the tokens that a step scores besides the labels, int64: frequent and random ones; None: all."""
         if self.frequent is None:
             return None
         generator = torch.Generator().manual_seed(Random(f"scored/{self.settings.seed}/{step}").getrandbits(63))
@@ -132,14 +136,15 @@ class DraftRun:
         return torch.cat([self.frequent, others]).to(self.target.device)
 
     def autocast(self) -> torch.autocast:
-        """A bf16 target is answered in bf16."""
+        """Return a context that computes in bf16 if the target is bf16."""
         half = self.target.dtype == torch.bfloat16
         return torch.autocast(self.draft.device.type, torch.bfloat16, enabled=half)
 
     def loss(self, rows: Rows, step: int) -> torch.Tensor:
-        """This process's part of the loss of a whole batch: the mean over processes is the loss.
+        """Return this process's part of the batch's loss, a scalar; the mean over processes is the loss.
 
-        rows: the whole batch, on the CPU. Each process takes its share of it, and of the anchors drawn for all of it.
+        Args:
+            rows: the whole batch, on the CPU. Each process takes its share of the rows and of their anchors.
         """
         anchor_RA = self.anchors(rows, f"{self.settings.seed}/{step}")
         rank, n = self.ranks.rank, self.ranks.n
@@ -150,7 +155,7 @@ class DraftRun:
 
     @torch.no_grad()
     def report(self, data: Data) -> Report:
-        """Loss and acceptance on text that is held out, each process reading its share of it."""
+        """Return loss and acceptance on held-out text; each process evaluates its share."""
         self.draft.eval()
         device, mine = self.target.device, slice(self.ranks.rank, None, self.ranks.n)
         sums, agreeing = torch.zeros(2, device=device), torch.zeros(2, dtype=torch.int64, device=device)
@@ -165,7 +170,7 @@ class DraftRun:
         return on_text | (self.acceptance(data.prompts) if data.prompts else {})
 
     def acceptance(self, prompts: Sequence[torch.Tensor]) -> Report:
-        """What the target accepts while it answers, each process asking its share of the prompts."""
+        """Return the acceptance while the target answers prompts; each process generates for its share."""
         options = Options(max_new_tokens=self.settings.eval_tokens, stop_token_ids=stop_token_ids(self.target))
         counted = n_surviving(self.draft, self.target, prompts[self.ranks.rank :: self.ranks.n], options)
         accepted = acceptance(self.ranks.total(counted))
@@ -181,15 +186,18 @@ def draft_config_for(
     target_layer_ids: tuple[int, ...] | None = None,
     second: Second | None = None,
 ) -> Checkpoint:
-    """A draft shaped like the target's own layers, all of them full attention.
+    """Return the configuration of a draft whose layers have the target's sizes, all with full attention.
 
-    second: what a DFlash 2 draft has beside; None for DFlash.
-    target_layer_ids: None spreads one feature layer per draft layer over the target, the last layer left out.
-    Raises ValueError when the target has no such layers, or no such mask token.
+    Args:
+        target_layer_ids: feature layers; None: one per draft layer, spread over the target without its last layer.
+        second: sizes of a DFlash 2 draft; None: DFlash.
+
+    Raises:
+        ValueError: the target has no such layers, or no such mask token.
     """
     text = target.config.get_text_config()
     fields = text.to_dict()
-    theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)  # the target's, where it has just one
+    theta = (fields.get("rope_parameters") or {}).get("rope_theta", 10_000.0)  # the target's, if it has only one
     n_target = text.num_hidden_layers
     last = n_target - 2
     spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
@@ -227,10 +235,12 @@ def train_draft(
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> DraftModel:
-    """Train a draft, resuming what `out` holds, and save it there in the target's dtype; returns it in fp32.
+    """Train a draft, resuming from `out`, and save it there in the target's dtype. Returns the draft in fp32.
 
-    read: where choices and features come from; None asks the target anew in every step.
-    Raises ValueError when `out` holds another run, or when the target cannot answer the prompts speculatively.
+    Args:
+        read: source of choices and features; None: the target reads the rows in every step.
+    Raises:
+        ValueError: `out` holds another run, or the target cannot decode the prompts speculatively.
     """
     if data.prompts:
         require_undo(target, config)
@@ -277,7 +287,7 @@ def train_draft(
 
 
 def require_undo(target: PreTrainedModel, config: Checkpoint) -> None:
-    """Raise ValueError, before the training, for a target that could not take back what it rejects."""
+    """Check, before the training, that the target can undo rejected tokens, or raise ValueError."""
     try:
         TargetReader(target, config.target_layer_ids)
     except ValueError as error:

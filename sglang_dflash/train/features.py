@@ -1,9 +1,9 @@
-"""What the target says of the training text: its choice after each token, and its features. Computed, or kept on disk.
+"""The target's argmax after each token of the training text, and its features: computed, or cached on disk.
 
-A cache holds both for every document of a text, so that the target reads each of them once and never again. It
-remembers what it was made from and refuses to serve anything else. An interrupted filling goes on where it stopped.
+A cache holds both for every document, so the target reads each document only once. The cache also stores the settings
+it was made with and rejects others. An interrupted filling resumes where it stopped.
 
-Knows targets and documents, not drafts.
+Independent of drafts.
 """
 
 import json
@@ -26,7 +26,7 @@ from sglang_dflash.train.loop import differing
 from sglang_dflash.train.ranks import Ranks
 from sglang_dflash.train.tokens import Rows, Tokens, stacked, text_digest
 
-Reading = tuple[torch.Tensor, torch.Tensor]  # int64 [R, L], the target's choice after each token; features [R, L, C]
+Reading = tuple[torch.Tensor, torch.Tensor]  # int64 [R, L], the target's argmax after each token; features [R, L, C]
 Read = Callable[[Rows], Reading]
 
 FACTS, FEATURES, CHOICES, DONE = "cache.json", "features.bin", "choices.bin", "done.bin"
@@ -34,13 +34,13 @@ FACTS, FEATURES, CHOICES, DONE = "cache.json", "features.bin", "choices.bin", "d
 
 @torch.no_grad()
 def read_rows(target: PreTrainedModel, rows: Rows, layer_ids: Sequence[int]) -> Reading:
-    """One pass of the target over rows on its device."""
+    """Run the target over rows on its device."""
     out = target(input_ids=rows.ids_RL, use_cache=False, output_hidden_states=True)
     return out.logits.argmax(-1), target_features(out.hidden_states, layer_ids)
 
 
 def weights_digest(module: nn.Module) -> str:
-    """16 hex digits that tell one set of weights from another, from about a thousand values of every tensor."""
+    """Return a digest of weights, 16 hex digits, from about a thousand values of each tensor."""
     digest = sha256()
     for name, parameter in sorted(module.named_parameters()):
         flat = parameter.detach().flatten()
@@ -51,7 +51,7 @@ def weights_digest(module: nn.Module) -> str:
 
 
 class FeatureCache:
-    """Choices and features of documents, in files of `folder` that are mapped, not read, into memory."""
+    """Choices and features of documents, in memory-mapped files of `folder`."""
 
     def __init__(
         self, folder: Path, documents: Sequence[Tokens], target: PreTrainedModel, layer_ids: Sequence[int]
@@ -65,7 +65,7 @@ class FeatureCache:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """Return the bytes of each file."""
         n_tokens = self.first_of[-1]
         return {
             FEATURES: n_tokens * self.feature_size * self.target.dtype.itemsize,
@@ -75,7 +75,7 @@ class FeatureCache:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the contents depend on."""
+        """Return the settings that the contents depend on."""
         return {
             "target": weights_digest(self.target),
             "text": text_digest(self.documents),
@@ -84,9 +84,13 @@ class FeatureCache:
         }
 
     def prepare(self, say: Callable[[str], None]) -> None:
-        """Create the files, or check that those found belong to this target, text and layers.
+        """Create the files, or check that existing ones belong to this target, text and layers.
 
-        Raises ValueError when they do not, or when the disk has no room.
+        Args:
+            say: prints a line for the user.
+
+        Raises:
+            ValueError: existing files belong to others, or the disk has no room.
         """
         n_bytes, facts = sum(self.sizes.values()), self.facts
         if (self.folder / FACTS).exists():
@@ -110,11 +114,11 @@ class FeatureCache:
             )
         for name, size in self.sizes.items():
             with (self.folder / name).open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, size)  # now, not by a signal in the middle of the filling
+                os.posix_fallocate(file.fileno(), 0, size)  # so a full disk fails here, not as SIGBUS later
         (self.folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
 
     def fill(self, ranks: Ranks) -> None:
-        """Read the documents that are still missing, each process its share."""
+        """Let the target read the missing documents; each process takes its share."""
         features_TC, choices_T, done = self._mapped
         missing = [i for i in range(ranks.rank, len(self.documents), ranks.n) if not done[i]]
         for i in track(missing, "target reads", disable=not (ranks.is_first and missing)):
@@ -127,7 +131,7 @@ class FeatureCache:
         ranks.wait()
 
     def read(self, rows: Rows) -> Reading:
-        """As `read_rows`, for rows that are whole documents; zeros stand where a row is padded."""
+        """Return the same as `read_rows` for rows that are whole documents, with zeros in the padding."""
         features_TC, choices_T, _ = self._mapped
         features_RLC = torch.zeros(*rows.ids_RL.shape, self.feature_size, dtype=self.target.dtype)
         choices_RL = torch.zeros(rows.ids_RL.shape, dtype=torch.int64)
@@ -148,7 +152,7 @@ class FeatureCache:
 
 
 def shown_bytes(n: int) -> str:
-    """`12.3 GB`, of 1,000,000,000 bytes."""
+    """Format a number of bytes in decimal units: `12.3 GB`."""
     value, unit = float(n), "bytes"
     for larger in ("kB", "MB", "GB", "TB"):
         if value < 1000:

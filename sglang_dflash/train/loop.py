@@ -1,12 +1,12 @@
-"""One training loop for targets and drafts: AdamW, warm-up and cosine, checkpoints that resume exactly, a progress bar.
+"""Training loop for targets and drafts: AdamW, warm-up and cosine, checkpoints that resume exactly, a progress bar.
 
-Whatever is random at step s must be drawn from a generator seeded with (seed, s). The loop then keeps no generator
-state, and a run that was interrupted is, step for step, the one that was not: same weights, same log.
+All random numbers of step s must come from a generator seeded with (seed, s). The loop therefore stores no generator
+state, and a resumed run equals an uninterrupted one in weights and log.
 
-Weights and moments are fp32, also where the forward computes in bf16. With several processes the caller's loss sees to
-the gradients (DistributedDataParallel); here only the first one writes and prints.
+Weights and moments are fp32, even if the forward runs in bf16. With several processes the caller's loss averages the
+gradients (DistributedDataParallel), and only the first process writes and prints.
 
-Knows nothing of what is trained: it is given a module and a function from the step to its loss.
+Independent of the model: it takes a module, and a function from the step to its loss.
 """
 
 import json
@@ -31,14 +31,14 @@ CHECKPOINT, LOG = "checkpoint.pt", "log.jsonl"
 
 @dataclass(frozen=True)
 class TrainRecipe:
-    """How long and how fast to train: one cosine cycle, or several."""
+    """Schedule and optimiser settings: one cosine cycle, or several."""
 
-    steps: int
-    learning_rate: float
-    more_cycles: tuple[tuple[int, float], ...] = ()  # (steps, learning rate) of each
-    warmup_steps: int = 50
-    final_rate: float = 0.02  # the cosine ends at this share of learning_rate
-    weight_decay: float = 0.1  # on matrices only
+    steps: int  # of the first cycle
+    learning_rate: float  # peak of the first cycle
+    more_cycles: tuple[tuple[int, float], ...] = ()  # (steps, peak learning rate) of each
+    warmup_steps: int = 50  # per cycle
+    final_rate: float = 0.02  # end of the cosine, as a fraction of the peak
+    weight_decay: float = 0.1  # of matrices only
     max_grad_norm: float = 1.0
     save_every: int = 200
     report_every: int = 100
@@ -53,12 +53,12 @@ class TrainRecipe:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the weights depend on."""
+        """Return the settings that the weights depend on."""
         return {name: value for name, value in asdict(self).items() if name not in ("save_every", "report_every")}
 
 
 def learning_rate(recipe: TrainRecipe, step: int) -> float:
-    """Within a cycle, linear warm-up times a cosine from 1 to `final_rate`; `step` counts from 0."""
+    """Return the rate at `step`, counted from 0: in each cycle linear warm-up times a cosine from 1 to `final_rate`."""
     for n_steps, peak in recipe.cycles:
         if step < n_steps:
             warmup = min(1.0, (step + 1) / max(1, recipe.warmup_steps))
@@ -69,7 +69,7 @@ def learning_rate(recipe: TrainRecipe, step: int) -> float:
 
 
 def adamw(module: nn.Module, recipe: TrainRecipe) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms, biases and kernels that begin as the identity alone."""
+    """Return AdamW with weight decay on matrices, but not on norms, biases and identity-initialised kernels."""
     learned = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     matrices = [p for name, p in learned if p.ndim >= 2 and not name.endswith("base_kernel")]
     vectors = [p for name, p in learned if p.ndim < 2 or name.endswith("base_kernel")]
@@ -88,7 +88,7 @@ def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 
 @dataclass
 class Run:
-    """The state of a run between two steps; `step` is the next one."""
+    """State of a run between two steps; `step` is the next one."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -96,7 +96,7 @@ class Run:
     losses: list[float]  # since the last report
 
     def save(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Write one file, replaced whole."""
+        """Write the state to `path`, replacing the file atomically."""
         partial = path.with_suffix(".partial")
         state = {
             "facts": dict(facts),
@@ -109,9 +109,10 @@ class Run:
         os.replace(partial, path)
 
     def load(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Take over what `path` holds, if it exists.
+        """Restore the state from `path`, if the file exists.
 
-        Raises ValueError when it was written by a run with other facts.
+        Raises:
+            ValueError: a run with other facts wrote the file.
         """
         if not path.exists():
             return
@@ -128,7 +129,7 @@ class Run:
 
 
 class Log:
-    """One line of JSON per report; lines of steps that a resumed run will take again are dropped."""
+    """Log with a line of JSON per report. A resumed run first drops the lines of steps that it will repeat."""
 
     def __init__(self, path: Path, run: Run, ranks: Ranks) -> None:
         self.path = path
@@ -155,18 +156,23 @@ def train(
     ranks: Ranks = ALONE,
     stop_after: int | None = None,
 ) -> None:
-    """Train `module` in place by `recipe`, resuming from the checkpoint in `folder` when there is one.
+    """Train `module` in place by `recipe`, resuming from a checkpoint in `folder`.
 
-    loss_at: step -> scalar loss whose gradient reaches the module; a pure function of the step and the weights.
-    report: called every `recipe.report_every` steps and at the end; its numbers are printed and logged.
-    facts: what else the run depends on, of plain types; a checkpoint made with others is refused.
-    ranks: each process has its loss; their mean is the batch's.
-    stop_after: stop at this step, checkpoint written, as an interruption would (the schedule stays the recipe's).
+    Args:
+        loss_at: returns a step's scalar loss, a pure function of step and weights whose gradient reaches the module.
+        name: shown in the progress bar and in reports.
+        report: called every `recipe.report_every` steps and at the end; its numbers are printed and logged.
+        facts: further settings that the run depends on, of plain types; a checkpoint with others is rejected.
+        ranks: the processes; the mean of their losses is the batch's.
+        stop_after: step at which to write a checkpoint and stop, as an interruption would; the schedule is unchanged.
+
+    Raises:
+        ValueError: the checkpoint belongs to a run with other facts.
     """
     run = Run(module, adamw(module, recipe), step=0, losses=[])
     checkpoint, facts = folder / CHECKPOINT, recipe.facts | dict(facts or {})
     run.load(checkpoint, facts)
-    ranks.wait()  # until all have read it
+    ranks.wait()  # all processes read the checkpoint before one overwrites it
     log = Log(folder / LOG, run, ranks)
     last = min(recipe.total_steps, stop_after or recipe.total_steps)
     console = Console(highlight=False, quiet=not ranks.is_first)
@@ -189,7 +195,7 @@ def train(
 
 
 def take_step(run: Run, loss_at: Callable[[int], torch.Tensor], recipe: TrainRecipe, ranks: Ranks) -> float:
-    """One update of the weights; returns the loss of the whole batch."""
+    """Update the weights once and return the loss of the whole batch."""
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(recipe, run.step)
     loss = loss_at(run.step)
@@ -202,7 +208,7 @@ def take_step(run: Run, loss_at: Callable[[int], torch.Tensor], recipe: TrainRec
 
 
 def shown(report: Mapping[str, int | float | list[float]]) -> str:
-    """`step 100 · loss 1.2345 · accepted_at_slot .91 .80`"""
+    """Format a report: `step 100 · loss 1.2345 · accepted_at_slot .91 .80`."""
     parts = []
     for name, value in report.items():
         if isinstance(value, list):

@@ -1,13 +1,12 @@
-"""The training objective of DFlash (arXiv 2602.06036): at random anchors, guess the block that follows.
+"""Training objective of DFlash (arXiv 2602.06036): at random anchors, predict the block that follows.
 
-A block is the anchor and mask tokens; its labels are the target's own choices after each token of the text, taken from
-one forward pass over the text. They hold only while the target agrees with the text, because behind the first
-disagreement the target would have read something else. Earlier slots weigh more: exp(-(slot - 1) / gamma), for a
-wrong slot throws away everything behind it.
+A block is the anchor and mask tokens. Its labels are the target's argmax after each token of the text, from one forward
+pass over the text. Labels are valid up to the first one that differs from the text, because after it the target would
+have read another token. Slots are weighted by exp(-(slot - 1) / gamma), because a wrong slot also rejects all later
+ones.
 
-A DFlash 2 draft learns two things at once: the head's logits as above, and the selector's choice among the candidates
-of a slot, behind the token that the target would have said before it. A label that is no candidate takes the place of
-the worst one, so that every slot teaches.
+A DFlash 2 draft has a second loss: the selector's choice among a slot's candidates, given the label of the slot before.
+A label that is not a candidate replaces the worst candidate, so that every slot contributes.
 
 Shapes: R rows of L tokens, A anchors per row, N slots per block, D = N - 1 drafts, K candidates.
 """
@@ -22,27 +21,27 @@ from sglang_dflash.model import DraftModel
 from sglang_dflash.model.second import CandidateSelector
 from sglang_dflash.train.tokens import Rows
 
-ROWS_AT_ONCE = 128  # 25 MB of fp32 logits at 49,152 tokens, which caches of a CPU hold
+ROWS_AT_ONCE = 128  # slots; 25 MB of fp32 logits at 49,152 tokens, which fit into a CPU's cache
 
 
 class Blocks(NamedTuple):
-    """What to guess, and what is known: everything before the anchors."""
+    """Blocks to predict, each from the context before its anchor."""
 
-    anchor_RA: torch.Tensor  # int64, the anchors' positions: also how many context tokens each block sees
+    anchor_RA: torch.Tensor  # int64, position of the anchor, which is also the number of context tokens
     tokens_RAN: torch.Tensor  # int64, anchor, mask, mask, ...
-    labels_RAD: torch.Tensor  # int64, the target's choice for slots 1..D
-    is_valid_RAD: torch.Tensor  # bool, whether that choice exists and still holds
+    labels_RAD: torch.Tensor  # int64, the target's argmax for slots 1..D
+    is_valid_RAD: torch.Tensor  # bool, whether the label exists and all labels before it equal the text
 
 
 def default_gamma(block_size: int) -> float:
-    """The paper's decay at 8, 10 and 16 tokens, and about the same share of any other block."""
+    """Return the paper's decay for 8, 10 and 16 tokens, and about the same fraction of any other block size."""
     return {8: 4.0, 10: 5.0, 16: 7.0}.get(block_size, max(1.0, 0.45 * block_size))
 
 
 def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torch.Generator) -> torch.Tensor:
-    """Positions of `n_anchors` different response tokens that another response token follows, int64 [R, A].
+    """Draw `n_anchors` different positions per row, each a response token followed by another: int64 [R, A].
 
-    A row with fewer of them yields other positions too; `make_blocks` gives those no valid label.
+    A row with fewer such tokens gets other positions too, for which `make_blocks` has no valid label.
     """
     follows_RL = is_response_RL & torch.cat([is_response_RL[:, 1:], torch.zeros_like(is_response_RL[:, :1])], dim=1)
     score_RL = torch.rand(is_response_RL.shape, generator=generator).to(is_response_RL.device)
@@ -53,7 +52,7 @@ def random_anchors(is_response_RL: torch.Tensor, n_anchors: int, generator: torc
 def make_blocks(
     rows: Rows, choices_RL: torch.Tensor, anchor_RA: torch.Tensor, *, block_size: int, mask_token_id: int
 ) -> Blocks:
-    """choices_RL: int64, the target's choice after each token of the rows."""
+    """Return the blocks at the anchors; `choices_RL`: int64, the target's argmax after each token of the rows."""
     L = rows.ids_RL.shape[1]
     tokens_RAN = torch.full((*anchor_RA.shape, block_size), mask_token_id, device=anchor_RA.device)
     tokens_RAN[..., 0] = rows.ids_RL.gather(1, anchor_RA)
@@ -75,7 +74,7 @@ class Slots(NamedTuple):
     """The valid slots of blocks, one row each."""
 
     hidden: torch.Tensor  # [valid, H], the draft's
-    before: torch.Tensor  # int64 [valid], the token that the target says before the slot
+    before: torch.Tensor  # int64 [valid], label of the slot before, or the anchor
     labels: torch.Tensor  # int64 [valid]
     weights: torch.Tensor  # fp32 [valid]
 
@@ -93,7 +92,7 @@ def block_hidden(
 
 
 def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slots:
-    """Return the slots that have a valid label, weighed by their place in the block."""
+    """Return the slots with a valid label, weighted by their place in the block."""
     D, valid = blocks.labels_RAD.shape[-1], blocks.is_valid_RAD
     decay_D = torch.exp(-torch.arange(D, device=hidden_RADH.device) / gamma)
     before_RAD = torch.cat([blocks.tokens_RAN[..., :1], blocks.labels_RAD[..., :-1]], dim=-1)
@@ -102,18 +101,18 @@ def valid_slots(hidden_RADH: torch.Tensor, blocks: Blocks, gamma: float) -> Slot
 
 
 class Head(NamedTuple):
-    """The target's head, whole or some of its rows. It does not learn."""
+    """The target's frozen head, or some of its rows."""
 
     weight_VH: torch.Tensor
     bias_V: torch.Tensor | None
-    tokens_V: torch.Tensor | None  # int64, sorted, the tokens of these rows; None: all
+    tokens_V: torch.Tensor | None  # int64, sorted, tokens of these rows; None: all
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., V], as `model.generate.draft_logits`."""
+        """Return logits [..., V] for `hidden` [..., H], as `model.generate.draft_logits`."""
         return F.linear(hidden.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
 
     def rows(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return in which rows `tokens` are, int64; they must be among them."""
+        """Return the rows of `tokens`, int64; each must be in this head."""
         return tokens if self.tokens_V is None else torch.searchsorted(self.tokens_V, tokens)
 
     def tokens(self, rows: torch.Tensor) -> torch.Tensor:
@@ -122,7 +121,7 @@ class Head(NamedTuple):
 
 
 def head_of(target: PreTrainedModel, tokens: torch.Tensor | None = None) -> Head:
-    """Return the target's head; with `tokens`, int64 and perhaps repeated, only their rows."""
+    """Return the target's head; with `tokens`, int64 and possibly repeated, only their rows."""
     head = target.get_output_embeddings()
     if tokens is None:
         return Head(head.weight, head.bias, None)
@@ -133,7 +132,7 @@ def head_of(target: PreTrainedModel, tokens: torch.Tensor | None = None) -> Head
 def candidate_scores(
     selector: CandidateSelector, head: Head, logits: torch.Tensor, slots: Slots
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The selector's scores of each slot's candidates, [valid, K], and which candidate is the label, int64 [valid]."""
+    """Return the selector's scores of each slot's candidates, fp32 [valid, K], and the label's index, int64 [valid]."""
     labels = head.rows(slots.labels)
     candidates, _ = selector.candidates(logits.detach())
     is_label = candidates == labels[:, None]
@@ -144,10 +143,7 @@ def candidate_scores(
 
 
 def slots_loss(selector: CandidateSelector | None, head: Head, slots: Slots) -> torch.Tensor:
-    """Cross entropy of the head's logits with the labels, times the weights and summed; fp32 scalar.
-
-    Where there is a selector its cross entropy is added.
-    """
+    """Return the weighted sum of the head's cross entropy, plus the selector's if there is one: an fp32 scalar."""
     logits = head.logits(slots.hidden)
     loss = F.cross_entropy(logits.float(), head.rows(slots.labels), reduction="none")
     if selector is not None:
@@ -156,7 +152,7 @@ def slots_loss(selector: CandidateSelector | None, head: Head, slots: Slots) -> 
 
 
 class _Known(torch.autograd.Function):
-    """A scalar whose gradients are known already: `apply(value, gradients, *inputs)`."""
+    """Scalar with precomputed gradients: `apply(value, gradients, *inputs)`."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, gradients: list[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
@@ -177,12 +173,13 @@ def block_loss(
     *,
     tokens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss of the valid slots, and the sum of their weights. Scalars, fp32.
+    """Return the summed loss of the valid slots and the sum of their weights, fp32 scalars; their quotient is the loss.
 
-    tokens: int64; only these and the labels are scored. None: the whole vocabulary.
+    Several processes sum both before they divide. Logits exist for `ROWS_AT_ONCE` slots at a time: their gradient is
+    computed in the forward pass, so the backward pass does not read the frozen head.
 
-    Their quotient is the loss; several processes add up both before they divide. The logits of `ROWS_AT_ONCE` slots
-    exist at a time: their gradient is taken in the forward pass, and the head, which does not learn, is read no more.
+    Args:
+        tokens: int64, tokens to score besides the labels; None: the whole vocabulary.
     """
     slots = valid_slots(block_hidden(draft, target, features_RLC, blocks), blocks, gamma)
     head = head_of(target, None if tokens is None else torch.cat([tokens, slots.labels]))

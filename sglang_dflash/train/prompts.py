@@ -1,7 +1,7 @@
 """Prompts for a target to answer: user turns that the target itself writes, and tasks about code and text.
 
-A chat model that continues its own user header writes what its users would ask; the openings steer it a little. Tasks
-take functions and documentation from Python packages that are installed.
+A chat model that continues the header of a user turn writes a typical question. `OPENINGS` add variety. Tasks take
+functions and documentation from installed Python packages.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ SENTINEL = "SENTINEL"
 
 
 def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Return what the chat template writes before and after the content of a first user turn."""
+    """Return the chat template's text before and after the content of a first user turn."""
     turn = [{"role": "user", "content": SENTINEL}]
     before, _, after = str(tokenizer.apply_chat_template(turn, tokenize=False)).partition(SENTINEL)
     return before, after
@@ -34,7 +34,7 @@ def user_header(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 async def user_turns(
     client: AsyncOpenAI, tokenizer: PreTrainedTokenizerBase, n: int, seed: int, at_once: int
 ) -> Iterator[Messages]:
-    """Let the target write `n` user turns at T = 0.9; sensible lengths alone are kept, each once."""
+    """Let the target write `n` user turns at temperature 0.9; return the distinct ones of 8 to 400 characters."""
     before, after = user_header(tokenizer)
     model = (await client.models.list()).data[0].id
     stop = after.strip().splitlines()[0]
@@ -62,7 +62,7 @@ def write_prompts(
     seed: int,
     at_once: int,
 ) -> int:
-    """Write prompts to the file `out` in random order, one conversation a line; returns how many."""
+    """Write prompts to the file `out` in random order, one conversation per line, and return their number."""
 
     async def written() -> list[Messages]:
         async with AsyncOpenAI(base_url=server, api_key="none", timeout=3600) as client:

@@ -1,9 +1,9 @@
-"""Several processes on one run, as `torchrun` starts them: who am I, which rows are mine, what do we add up to.
+"""Processes of one training run, as `torchrun` starts them: rank, sums over all processes, a barrier.
 
-The batch of a step is the same whatever the number of processes; each takes its share of the rows. So a run on two
-processes is the run on one, up to the order in which floats are added, and may be resumed on any number of them.
+The batch of a step does not depend on the number of processes; each takes its share of the rows. So runs with different
+numbers of processes differ only in the order of float additions, and a run may resume with another number.
 
-Knows tensors and processes, not what is trained.
+Independent of the model.
 """
 
 import os
@@ -18,25 +18,25 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `n`."""
+    """Rank of this process among `n`."""
 
     rank: int
     n: int
 
     @property
     def is_first(self) -> bool:
-        """The first one writes files and prints."""
+        """Return whether this process writes files and prints."""
         return self.rank == 0
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, on each of them; a new tensor that gradients do not flow through."""
+        """Return the sum of `tensor` over all processes, as a new detached tensor."""
         summed = tensor.detach().clone()
         if self.n > 1:
             dist.all_reduce(summed)
         return summed
 
     def wait(self) -> None:
-        """Go on when all have come here."""
+        """Wait until all processes have called this."""
         if self.n > 1:
             dist.barrier()
 
@@ -46,9 +46,12 @@ ALONE = Ranks(rank=0, n=1)
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[Ranks, torch.device]]:
-    """Who this process is and where it computes: `device`, or under torchrun its own GPU if `device` is cuda.
+    """Join the process group that torchrun started, if any; yield this process's rank and device.
 
-    Raises ValueError when there are fewer GPUs than processes.
+    Under torchrun, `device` "cuda" becomes the process's own GPU.
+
+    Raises:
+        ValueError: there are fewer GPUs than processes.
     """
     if "RANK" not in os.environ:
         yield ALONE, torch.device(device)
@@ -62,7 +65,7 @@ def joined(device: str) -> Iterator[tuple[Ranks, torch.device]]:
             )
         torch.cuda.set_device(local_rank)
         device = f"cuda:{local_rank}"
-    # A day: filling a cache, some processes finish long before others, and waiting for them is no error.
+    # A timeout of a day, because some processes finish filling a cache long before others.
     dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=timedelta(days=1))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size()), torch.device(device)

@@ -1,4 +1,4 @@
-"""The weights that a draft starts with: noise, or the target's last layers."""
+"""Initial weights of a draft: random, or the target's last layers."""
 
 import torch
 from torch import nn
@@ -8,10 +8,10 @@ from sglang_dflash.model import DraftModel
 
 
 def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
-    """Normal matrices and unit norms, as the targets themselves start; DFlash 2 starts as DFlash.
+    """Initialise matrices from a normal distribution, and a DFlash 2 draft so that it computes the same as DFlash.
 
-    Convolutions begin as the identity. A selector begins with no say: its successors are zero, and its predecessors
-    are not, so that there is a gradient.
+    Convolutions start as the identity. A selector's pairwise scores start at zero: its successor codebook is zero, and
+    its predecessor codebook is random, so that gradients are not zero.
     """
     for name, parameter in draft.named_parameters():
         if name.endswith(("kernel_projection.weight", "successor_codebook")):
@@ -25,10 +25,10 @@ def initialised(draft: DraftModel, std: float = 0.02) -> DraftModel:
 
 @torch.no_grad()
 def start_from(draft: DraftModel, target: PreTrainedModel) -> None:
-    """Give a draft the target's last layers: each norm and matrix of the same name and shape, and the final norm.
+    """Copy the target's last layers into a draft: each norm and matrix of the same name and shape, and the final norm.
 
-    The context is at first the last feature layer alone, the one nearest to what those layers read. A norm is copied by
-    what it makes of ones, since some models add 1 to its weight.
+    `fc` selects the last feature layer, the one nearest to the input of the copied layers. A norm's weight is taken
+    from its output for ones, because some models add 1 to the stored weight.
     """
     decoder = target.get_decoder()
     layers = decoder.layers[-len(draft.layers) :]

@@ -1,18 +1,20 @@
-"""Training text from files: what a line means, which part of it is the response, and the batches of a step.
+"""Training text from files: formats, response parts, and batches.
 
 A `.txt` file is one long text. Every line of a `.jsonl` file is one of
-    {"text": "..."}                           all of it is learnt
-    {"prompt": "...", "response": "..."}      taken as they are; the response is learnt
-    {"messages": [{"role", "content"}, ...]}  written with the tokenizer's chat template; assistant turns are learnt
-A line with messages may also have "tools" and "chat_template_kwargs", as a request to the server has them.
+    {"text": "..."}                           the whole text is a response
+    {"prompt": "...", "response": "..."}      used verbatim
+    {"messages": [{"role", "content"}, ...]}  rendered with the tokenizer's chat template; assistant turns are responses
+A line with messages may also have "tools" and "chat_template_kwargs", as in a request to the server. Drafts are trained
+on responses only.
 
-Knows tokenizers, not models.
+Independent of models.
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import compress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,10 +28,12 @@ from sglang_dflash.train.tokens import Rows, Tokens, stacked
 
 
 def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: int) -> list[Tokens]:
-    """The documents of a .txt or .jsonl file, cut to `max_length` tokens (a text is cut into several).
+    """Return the documents of a .txt or .jsonl file, split into pieces of at most `max_length` tokens.
 
-    Documents without two response tokens in a row are left out: they hold nothing to guess.
-    Raises ValueError naming the line that cannot be used, and when nothing remains.
+    Pieces without two consecutive response tokens are left out, because they have nothing to predict.
+
+    Raises:
+        ValueError: the file has another suffix, a line cannot be used, or fewer than two documents remain.
     """
     if path.suffix == ".txt":
         documents = [tokens_of([(path.read_text(), True)], tokenizer)]
@@ -51,7 +55,7 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 
 class Batches:
-    """Batches of documents in an order that depends on the seed alone; some documents are kept for checking."""
+    """Batches of documents in an order that depends only on the seed. Some documents are held out for evaluation."""
 
     def __init__(self, documents: list[Tokens], *, n_rows: int, pad_id: int, seed: int) -> None:
         shuffled = Random(seed).sample(range(len(documents)), len(documents))
@@ -64,24 +68,23 @@ class Batches:
         self.order_of = lru_cache(maxsize=2)(self._order_of)  # a batch may reach into the next epoch
 
     def at(self, step: int) -> Rows:
-        """The batch of a step; every epoch shows every document once, in a new order."""
+        """Return the batch of a step. Each epoch has each document once, in a new order."""
         first, n = step * self.n_rows, len(self.trained_documents)
         return self._rows([self.order_of(i // n)[i % n] for i in range(first, first + self.n_rows)])
 
     @property
     def held_out(self) -> list[Rows]:
-        """The documents that are not trained on, one by one: as many processes as there are may share them."""
+        """Return the held-out documents one per batch, so that any number of processes can share them."""
         return [self._rows([i]) for i in self.held_out_documents]
 
     def prompts(self, n: int) -> list[torch.Tensor]:
-        """The prompts of up to `n` documents that are not trained on, int64 [1, tokens] each."""
+        """Return the prompts of at most `n` held-out documents, int64 [1, tokens] each."""
         return [torch.tensor([self.documents[i].prompt]) for i in self.held_out_documents[:n]]
 
     def most_frequent(self, n: int) -> torch.Tensor:
-        """The `n` tokens that stand in responses most often, int64; fewer where there are fewer."""
-        counts = Counter(
-            token for i in self.trained_documents for token, said in zip(*self.documents[i], strict=True) if said
-        )
+        """Return the at most `n` most frequent tokens of training responses, int64."""
+        documents = (self.documents[i] for i in self.trained_documents)
+        counts = Counter(token for document in documents for token in compress(*document))
         return torch.tensor([token for token, _ in counts.most_common(n)])
 
     def _order_of(self, epoch: int) -> list[int]:
@@ -95,15 +98,12 @@ class Batches:
 
 
 def padded(documents: list[Tokens], pad_id: int) -> Rows:
-    """Rows as long as the longest document. Padding stands behind, where a causal target cannot be disturbed by it."""
+    """Return rows as long as the longest document. Padding is at the end, where a causal target ignores it."""
     length = max(len(document.ids) for document in documents)
     return stacked(
         [
-            Tokens(
-                document.ids + [pad_id] * (length - len(document.ids)),
-                document.is_response + [False] * (length - len(document.is_response)),
-            )
-            for document in documents
+            Tokens(ids + [pad_id] * (length - len(ids)), is_response + [False] * (length - len(ids)))
+            for ids, is_response in documents
         ]
     )
 
@@ -140,10 +140,10 @@ def tokens_of(parts: list[Part], tokenizer: PreTrainedTokenizerBase) -> Tokens:
     """Tokenize parts one by one, and mark the tokens of responses."""
     ids: list[int] = []
     is_response: list[bool] = []
-    for text, said in parts:
+    for text, is_answer in parts:
         part = tokenizer.encode(text, add_special_tokens=False)
         ids += part
-        is_response += [said] * len(part)
+        is_response += [is_answer] * len(part)
     return Tokens(ids, is_response)
 
 

@@ -1,7 +1,7 @@
-"""The tiny pair from nothing: tokenizer, a Qwen3.5-style hybrid or a Qwen3 dense target, and its draft.
+"""Training of the tiny pairs from random weights: tokenizer, a Qwen3.5-style hybrid or Qwen3 dense target, its draft.
 
-Sizes are chosen so that a pair trains on one CPU core in about an hour and ships in a few megabytes. Tests and
-demonstrations that need real acceptance use it.
+A pair trains on one CPU core in about an hour and takes a few megabytes in the package. Tests and the demo use it where
+they need real acceptance.
 """
 
 import json
@@ -41,13 +41,13 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Words with the blank before them, digits one by one, punctuation, line ends, blanks.
+# Pre-tokenizer: words with the space before them, single digits, punctuation, line ends, spaces.
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\n+|\s+(?!\S)|\s+"
 
 CONTEXT_LENGTH = 4096
-PROMPT_WEIGHT = 0.1  # of a prompt token's loss; a response token's is 1
-SHORT, LONG = (4, 256), (1, 1024)  # rows x tokens of a batch; every LONG_EVERY-th batch is long
-LONG_EVERY = 4
+PROMPT_WEIGHT = 0.1  # weight of a prompt token's loss; a response token's is 1
+SHORT, LONG = (4, 256), (1, 1024)  # rows, tokens of a batch
+LONG_EVERY = 4  # batches, one of them long
 
 RECIPES: dict[Kind, TrainRecipe] = {
     "hybrid": TrainRecipe(steps=3000, learning_rate=3e-3, warmup_steps=100, more_cycles=((1200, 2e-3),)),
@@ -56,7 +56,7 @@ RECIPES: dict[Kind, TrainRecipe] = {
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE trained on the corpus; always the same one."""
+    """Train byte-level BPE on the corpus, deterministically."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -77,13 +77,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def chat_tokens(exchange: corpus.Exchange, tokenizer: PreTrainedTokenizerFast) -> Tokens:
-    """One exchange as the chat template writes it; the response ends with `<|im_end|>`."""
+    """Tokenize one exchange as the chat template renders it; the response ends with `<|im_end|>`."""
     asked = f"<|im_start|>user\n{exchange.prompt}<|im_end|>\n<|im_start|>assistant\n"
     return tokens_of([(asked, False), (f"{exchange.answer}<|im_end|>", True), ("\n", False)], tokenizer)
 
 
 def chat_rows(tokenizer: PreTrainedTokenizerFast, seed: str, shape: tuple[int, int], *, held_out: bool = False) -> Rows:
-    """`shape` = (rows, tokens) of packed exchanges; the same rows for the same seed."""
+    """Return packed exchanges of `shape` (rows, tokens), which depend only on the arguments."""
     random = Random(seed)
     n_rows, length = shape
     endless = (chat_tokens(corpus.draw(random, held_out=held_out), tokenizer) for _ in iter(int, 1))
@@ -92,13 +92,13 @@ def chat_rows(tokenizer: PreTrainedTokenizerFast, seed: str, shape: tuple[int, i
 
 
 def rows_at(tokenizer: PreTrainedTokenizerFast, seed: int, step: int) -> Rows:
-    """The training batch of a step; long rows now and then keep long contexts alive."""
+    """Return the training batch of a step. Every `LONG_EVERY`-th batch has a long row, to train long contexts."""
     n_rows, length = LONG if step % LONG_EVERY == LONG_EVERY - 1 else SHORT
     return chat_rows(tokenizer, f"{seed}/{step}", (n_rows, length + 1))
 
 
 def make_target(kind: Kind) -> PreTrainedModel:
-    """A freshly initialised target of about 1.4 million parameters, fp32."""
+    """Return an initialised target of about 1.4 million parameters, fp32."""
     common: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": CONTEXT_LENGTH,
@@ -120,7 +120,7 @@ def make_target(kind: Kind) -> PreTrainedModel:
 
 
 def give_memory(gated_delta_net: nn.Module) -> None:
-    """Start with states that fade over ten to a thousand tokens; Transformers' own start forgets within one."""
+    """Initialise states that decay over 10 to 1,000 tokens; Transformers' initial values decay within one token."""
     parameters = dict(gated_delta_net.named_parameters())
     time_step = torch.exp(torch.empty_like(parameters["dt_bias"]).uniform_(math.log(1e-3), math.log(1e-1)))
     inverse_softplus = time_step + torch.log(-torch.expm1(-time_step))
@@ -129,14 +129,14 @@ def give_memory(gated_delta_net: nn.Module) -> None:
 
 
 def token_losses(target: PreTrainedModel, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of every token but the first, and whether the target's argmax is that token: [R, L-1] each."""
+    """Return the cross entropy of every token but the first, and whether it is the target's argmax: [R, L-1] each."""
     logits_RLV = target(input_ids=rows.ids_RL[:, :-1]).logits
     next_RL = rows.ids_RL[:, 1:]
     return F.cross_entropy(logits_RLV.mT, next_RL, reduction="none"), logits_RLV.argmax(-1) == next_RL
 
 
 def train_target(kind: Kind, out: Path, recipe: TrainRecipe, seed: int = 0) -> None:
-    """Train a target, resuming what `out` holds, and save it there with its tokenizer in bf16."""
+    """Train a target, resuming from a checkpoint in `out`, and save it there in bf16 with its tokenizer."""
     torch.manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer, target = make_tokenizer(), make_target(kind)
@@ -157,9 +157,9 @@ def train_target(kind: Kind, out: Path, recipe: TrainRecipe, seed: int = 0) -> N
         numbers: Report = {}
         for length, rows in held_out.items():
             loss_RL, right_RL = token_losses(target, rows)
-            said_RL = rows.is_response_RL[:, 1:]
-            numbers[f"held_out_loss_{length}"] = loss_RL[said_RL].mean().item()
-            numbers[f"top_1_{length}"] = right_RL[said_RL].float().mean().item()
+            scored_RL = rows.is_response_RL[:, 1:]
+            numbers[f"held_out_loss_{length}"] = loss_RL[scored_RL].mean().item()
+            numbers[f"top_1_{length}"] = right_RL[scored_RL].float().mean().item()
         return numbers
 
     train(target, loss_at, recipe, folder=out, name=f"{kind} target", report=report, facts={"seed": seed})
@@ -173,7 +173,7 @@ def save_target(target: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out
     config_path = out / "config.json"
     config = json.loads(config_path.read_text())
     if config["model_type"] == "qwen3_5_text":
-        # SGLang reads the layer pattern from this field, which Transformers leaves out.
+        # SGLang reads the layer pattern from this field, which Transformers does not write.
         config["full_attention_interval"] = config["layer_types"].index("full_attention") + 1
     config_path.write_text(json.dumps(config, indent=2) + "\n")
 
@@ -189,7 +189,7 @@ SECOND = Second(selector_rank=32, selector_top_k=8)
 
 
 class TaskAcceptance(NamedTuple):
-    """Committed tokens per verify step, of one task or of all."""
+    """Acceptance length of one task, or of all."""
 
     task: str
     mean_committed: float
@@ -204,9 +204,9 @@ def make_pair(
     target_recipe: TrainRecipe | None = None,
     draft_recipe: TrainRecipe | None = None,
 ) -> None:
-    """Train `out`/target and `out`/draft, resuming what is there.
+    """Train `out`/target and `out`/draft, resuming from checkpoints there.
 
-    Recipes: None takes those of the shipped pair of this kind.
+    Recipes: None: those of the shipped pair of this kind.
     """
     train_target(kind, out / "target", target_recipe or RECIPES[kind], seed)
     make_draft(out, kind, seed=seed, recipe=draft_recipe)
@@ -215,9 +215,11 @@ def make_pair(
 def make_draft(
     out: Path, kind: Kind, *, seed: int = 0, recipe: TrainRecipe | None = None, second: bool = False
 ) -> None:
-    """Train a draft for `out`/target: `out`/draft, or with `second` the DFlash 2 draft `out`/draft2. Both read the same
-    text, and by default for as many steps."""
-    # The draft learns from the weights as they are shipped, in fp32 so that it meets the target's exact choices.
+    """Train a draft for `out`/target: `out`/draft, or with `second` the DFlash 2 draft `out`/draft2.
+
+    Both use the same text, and by default the same number of steps.
+    """
+    # The draft learns from the saved weights, in fp32 so that labels are exactly the target's choices.
     target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
     tokenizer = make_tokenizer()
     config = draft_config_for(
@@ -241,18 +243,18 @@ def make_draft(
 
 
 def draft_folder(*, second: bool) -> str:
-    """Name the folder of one of the two drafts of a pair, which share the target."""
+    """Return the name of a draft's folder; the two drafts of a pair share the target."""
     return "draft2" if second else "draft"
 
 
 def load_pair(folder: Path, *, second: bool = False) -> tuple[DraftModel, PreTrainedModel]:
-    """Draft and target of `folder`, in fp32."""
+    """Load draft and target of `folder` in fp32."""
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     return DraftModel.from_pretrained(folder / draft_folder(second=second), dtype=torch.float32), target
 
 
 def held_out_prompts(tokenizer: PreTrainedTokenizerFast, n_per_task: int) -> list[tuple[str, torch.Tensor]]:
-    """(task, prompt as int64 [1, tokens]) for every task in turn; the same prompts every time."""
+    """Return fixed (task, prompt) pairs, for every task in turn; a prompt is int64 [1, tokens]."""
     random, prompts = Random("prompts"), []
     for task in list(corpus.TASKS) * n_per_task:
         messages = [{"role": "user", "content": corpus.draw(random, held_out=True, task=task).prompt}]
@@ -270,7 +272,7 @@ def measure(
     max_new_tokens: int = 160,
     block_size: int | None = None,
 ) -> list[TaskAcceptance]:
-    """Greedy acceptance on held-out prompts, per task and last over all; the prompt's own step is not counted."""
+    """Measure greedy acceptance on held-out prompts, per task and last over all, without the prompt's own step."""
     options = Options(max_new_tokens=max_new_tokens, stop_token_ids=(END,), block_size=block_size)
     committed: dict[str, list[int]] = {task: [] for task in corpus.TASKS}
     for task, input_ids in held_out_prompts(tokenizer, n_per_task):

@@ -1,7 +1,4 @@
-"""Token rows to train on: which tokens, and which of them are the response.
-
-Knows nothing of models, and of files only through its callers.
-"""
+"""Token rows to train on, with a mark for tokens of responses. Independent of models and files."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -11,14 +8,14 @@ import torch
 
 
 class Tokens(NamedTuple):
-    """One document: its tokens, and for each token whether the model is to say it (a response) or only reads it."""
+    """One document: token ids, and for each whether it is part of a response, which drafts are trained on."""
 
     ids: list[int]
     is_response: list[bool]
 
     @property
     def prompt(self) -> list[int]:
-        """What comes before the first response; of a document that is all response, the first half."""
+        """Return the tokens before the first response; if the document starts with a response, its first half."""
         return self.ids[: self.is_response.index(True) or (len(self.ids) + 1) // 2]
 
 
@@ -27,20 +24,20 @@ class Rows(NamedTuple):
 
     ids_RL: torch.Tensor  # int64
     is_response_RL: torch.Tensor  # bool
-    document_R: torch.Tensor  # int64, which document a row is; -1 for a row that is not one whole document
+    document_R: torch.Tensor  # int64, index of the row's document; -1 if the row is not one whole document
 
     def to(self, device: torch.device) -> "Rows":
         return Rows(*(tensor.to(device) for tensor in self))
 
     def share(self, rank: int, n_ranks: int) -> "Rows":
-        """Every `n_ranks`-th row, beginning with row `rank`."""
+        """Return every `n_ranks`-th row, starting with row `rank`."""
         return Rows(*(tensor[rank::n_ranks] for tensor in self))
 
 
 def packed(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
-    """Rows of `length` tokens, each of whole documents end to end; what the last one has too much is dropped.
+    """Yield rows of `length` tokens, each of concatenated documents; the last document is cut to fit.
 
-    No row starts inside a document: an answer without its question teaches nothing.
+    No row starts inside a document, because an answer without its question is useless for training.
     """
     ids: list[int] = []
     is_response: list[bool] = []
@@ -53,13 +50,13 @@ def packed(documents: Iterable[Tokens], length: int) -> Iterator[Tokens]:
 
 
 def stacked(rows: Sequence[Tokens]) -> Rows:
-    """Rows of one length as tensors."""
+    """Return rows of equal length as tensors."""
     ids_RL, is_response_RL = (torch.tensor([row[field] for row in rows]) for field in (0, 1))
     return Rows(ids_RL, is_response_RL, torch.full((len(rows),), -1))
 
 
 def text_digest(documents: Iterable[Tokens]) -> str:
-    """16 hex digits that tell one list of documents from another: tokens, responses and order."""
+    """Return a digest, 16 hex digits, of documents: tokens, response marks and order."""
     digest = sha256()
     for document in documents:
         digest.update(f"{len(document.ids)}:{document.ids}".encode())

@@ -1,1 +1,1 @@
-"""Width: the number of tokens of a drafted block that are verified. Independent of SGLang and torch."""
+"""Choice of the verify width, the number of tokens of a block to verify. Independent of SGLang and torch."""

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: estimates for each request of a batch, from the steps so far."""
+"""Estimates of draft acceptance for each request of a batch, from earlier steps."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,15 @@ HEAVY = 1e100  # weight above which all weights are scaled down
 ALL_DECAY = math.exp(-1 / 512)  # per step: how fast an observation fades in the counts of all requests
 PRIOR = 4.0  # weight of the prior, in observations
 LEVEL_DECAY = math.exp(-1 / 8)  # per block: how fast evidence about a request's level fades
-FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0  # weights of the usual level in a request's own, in drafts: first, others
+FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0  # weights of the usual level in a request's level, in drafts: first, further ones
 CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
-WARM_UP = 8  # tokens; requests that end within them, as a server's warm-up requests do, are not counted for all
+WARM_UP = 8  # tokens; shorter requests, such as a server's warm-up, do not enter the counts of all requests
 
 Counts = list[tuple[float, float]]  # by position: weighted number of times it was reached, and of times it was accepted
 
 
 class Level:
-    """Odds of acceptance of one request over those of all requests, from its last blocks."""
+    """Ratio of one request's odds of acceptance to those of all requests, from the request's last blocks."""
 
     def __init__(self, prior: float) -> None:
         """`prior`: weight of the usual level, in drafts."""
@@ -43,9 +43,9 @@ class Own:
 
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0
-        # Separate, because a first draft's failure does not inform about the drafts of blocks that go on.
+        # Separate, because the failure of first drafts says nothing about further drafts in other blocks.
         self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
-        # (width, accepted) of the first steps, not counted for all requests yet; None: steps count at once
+        # (width, accepted) of the first steps, not yet in the counts of all requests; None: steps count at once
         self.kept: list[tuple[int, int]] | None = []
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
@@ -58,9 +58,9 @@ class Acceptance:
 
     A request's counts are shrunk towards the estimate over all requests, shifted in odds by the level of the request's
     last blocks. The estimate over all requests is shrunk towards its last value at the position. For a position never
-    reached, it is shrunk towards the estimate at the position before. Older steps weigh less: a request's own fade by
-    `DECAY`, those of all requests by the slower `ALL_DECAY`, so that one request does not dominate the estimate for the
-    next.
+    reached, it is shrunk towards the estimate at the position before. Older steps weigh less. A request's own counts
+    fade by `DECAY`, those of all requests by the slower `ALL_DECAY`, so that one request does not dominate the estimate
+    for the next.
     """
 
     def __init__(self, n_drafts: int) -> None:
@@ -94,7 +94,7 @@ class Acceptance:
             self.batch, self.all_weight = scaled(self.batch, 1 / self.all_weight), 1.0
 
     def _share(self, own: Own, width: int, n_accepted: int, n_requests: int) -> None:
-        """Add a step to the counts of all requests, once the request is longer than a warm-up request."""
+        """Add a step to the counts of all requests, if the request is longer than a warm-up request."""
         steps = [*(own.kept or ()), (width, n_accepted)]
         if own.kept is not None and own.n_tokens <= WARM_UP:
             own.kept = steps
@@ -104,7 +104,7 @@ class Acceptance:
             if width == 1:
                 continue
             count(self.batch, width, n_accepted, self.all_weight)
-            # Cap the counts at the most that a batch of this size reaches, so that a larger batch's do not linger.
+            # Cap the counts at the most that a batch of this size reaches, so that those of a larger batch fade.
             most = n_requests * self.all_weight / (1 - ALL_DECAY)
             if self.batch[0][0] > most:
                 self.batch = scaled(self.batch, most / self.batch[0][0])
@@ -123,7 +123,7 @@ class Acceptance:
         return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]
 
     def _of_one(self, own: Own, all_D: Sequence[float]) -> list[float]:
-        """Return a request's probabilities, [D]: those of all requests at its level, combined with its own counts."""
+        """Return a request's probabilities, [D]: its own counts, with those of all requests at its level as prior."""
         first, further, prior = own.first.odds(), own.further.odds(), PRIOR * self.weight
         odds_D = [(further if i else first) * odds(p) for i, p in enumerate(all_D)]
         return [
@@ -133,10 +133,10 @@ class Acceptance:
 
     def _of_all(self, n: int | None = None) -> list[float]:
         """Return the probabilities of all requests at the first `n` positions; None: at all positions."""
-        believed, prior, batch_D = 1.0, PRIOR * self.all_weight, []
+        p, prior, batch_D = 1.0, PRIOR * self.all_weight, []
         for (reached, accepted), last in zip(self.batch[:n], self.last_D[:n], strict=True):
-            believed = (accepted + prior * (believed if last is None else last)) / (reached + prior)
-            batch_D.append(believed)
+            p = (accepted + prior * (p if last is None else last)) / (reached + prior)
+            batch_D.append(p)
         return batch_D
 
 

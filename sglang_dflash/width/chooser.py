@@ -24,12 +24,12 @@ Kind = tuple[int, int, int]  # a step's number of requests, width, and number of
 
 
 class Chooser:
-    """Choice of each step's width by a policy, which gets the outcomes. They arrive in order, one or two steps late.
+    """Chooser of each step's width by a policy, which gets the outcomes in order, one or two steps late.
 
-    Step time is measured between two consecutive outcomes. On a GPU that interval belongs to the step that just
-    finished; on a CPU, to one launched later. So it counts only if both are alike: the step, the one before it and
-    those in flight have equal numbers of requests and equal widths, with no prompt in between. Equally many steps must
-    be in flight as at the outcome before.
+    Step time is measured between two consecutive outcomes. On a GPU this interval belongs to the step that just
+    finished, on a CPU to one launched later. So the interval counts only if all these steps are alike: the step, the
+    one before it and those in flight have equal numbers of requests and equal widths, with no prompt in between. Also,
+    equally many steps must be in flight as at the outcome before.
     """
 
     def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
@@ -47,7 +47,7 @@ class Chooser:
         return decision.width
 
     def interrupt(self) -> None:
-        """Record that something other than a decode step is launched now."""
+        """Record the launch of something other than a decode step."""
         self.n_interruptions += 1
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
@@ -99,8 +99,8 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
     """Return the widths to choose from, ascending.
 
     Args:
-        no_copies: why blocks get no n-gram copies. Empty: they do, so more than the block may be verified.
-        whole_blocks: why only the whole block can be verified. Empty: any width can.
+        no_copies: reason why blocks get no n-gram copies. Empty: they do, so more than the block may be verified.
+        whole_blocks: reason why only the whole block can be verified. Empty: any width can be.
     Raises:
         ValueError: a width is out of range.
         NotSupported: a width differs from the block although only the block can be verified.
@@ -123,7 +123,7 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
 
 
 def widest(block_size: int, widths: Sequence[int]) -> int:
-    """Return the most tokens of a request that a step writes, for which memory is allocated."""
+    """Return the most tokens of a request that a step writes, which determines memory sizes."""
     return max((block_size, *widths))
 
 

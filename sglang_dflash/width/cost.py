@@ -6,10 +6,10 @@ from statistics import median
 
 import numpy as np
 
-COMMON = 0.1  # fraction of a step's relative error by which every width is corrected
-OWN = 0.03  # fraction by which the step's own width is corrected in addition
-MOST = 0.15  # largest relative error that counts in a width's first steps, some of which take twice as long
-RECENT = 5  # last steps of a width whose median error counts instead, whatever its size
+COMMON = 0.1  # fraction of a step's relative error by which the times of all widths are corrected
+OWN = 0.03  # fraction by which the time of the step's own width is corrected in addition
+MOST = 0.15  # bound of relative errors in a width's first steps, some of which take twice as long
+RECENT = 5  # last steps of a width; once there are so many, their median error counts, without a bound
 
 Agree = Callable[[np.ndarray], None]  # overwrites an array in place with the same values on every rank
 
@@ -17,9 +17,9 @@ Agree = Callable[[np.ndarray], None]  # overwrites an array in place with the sa
 class StepCost:
     """Estimator of the step time T(B, w), in seconds.
 
-    Real steps include what start-up did not measure: the scheduler, longer contexts, a busy machine. That is a similar
-    share of a step at every width, while an error of the start-up measurement is specific to its width. Ranks read
-    their own clocks and must choose the same width, so corrections apply only once the ranks have agreed on them.
+    Real steps include costs that start-up did not measure: the scheduler, longer contexts, a busy machine. These costs
+    are a similar share of a step at every width, but an error of the start-up measurement is specific to its width.
+    Ranks have different clocks but must choose the same width, so corrections apply only after the ranks have agreed.
     """
 
     def __init__(self, widths: Sequence[int], seconds: Mapping[int, Sequence[float]], agree: Agree) -> None:
@@ -27,19 +27,19 @@ class StepCost:
         self.widths, self.sizes, self.agree = tuple(widths), sorted(seconds), agree
         self.measured_SW = [list(seconds[size]) for size in self.sizes]
         self.errors_W = [deque[float](maxlen=RECENT) for _ in self.widths]  # relative errors of the last steps
-        # The measured sizes whose costs make up those of n requests, and their weights: linear interpolation.
+        # By number of requests: measured sizes and their weights in a linear interpolation.
         weight_SN = [np.interp(range(self.sizes[-1] + 1), self.sizes, one).tolist() for one in np.eye(len(self.sizes))]
         self.parts_N = [[(i, x) for i, x in enumerate(weight_S) if x] for weight_S in zip(*weight_SN, strict=True)]
         self.settle()
 
     def settle(self) -> None:
-        """Apply the corrections measured so far. All ranks call it after the same steps."""
+        """Apply the corrections measured so far. All ranks must call this after the same steps."""
         agreed_SW = np.array(self.measured_SW, dtype=float)
         self.agree(agreed_SW)
         self.measured_SW, self.agreed_SW = agreed_SW.tolist(), agreed_SW.tolist()
 
     def of(self, n_requests: int) -> list[float]:
-        """Return seconds per step, one per width. A batch larger than measured costs as much as the largest."""
+        """Return seconds per step, one per width; those of the largest measured batch for larger batches."""
         return self._of(n_requests, self.agreed_SW)
 
     def _of(self, n_requests: int, seconds_SW: Sequence[Sequence[float]]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Width policy: how many tokens of a drafted block the target verifies.
+"""Policies for the verify width: the number of tokens of a block that the target verifies.
 
 Verifying w tokens commits, on average over the requests of a batch, E(w) = S_0 + ... + S_(w-1) tokens. S_i is the
 probability that drafts 1..i are all accepted (S_0 = 1 is the bonus), and the step takes T(B, w) seconds. At width 1
@@ -9,10 +9,10 @@ later. So besides a width w the policy chooses a rest, r steps of one token befo
 
 over all widths. On a GPU T is a staircase, so a worse neighbour does not exclude a better width beyond it.
 
-Verifying w tokens shows the outcome at every narrower width, and at no wider one. So some steps look at the full width:
-the first step of a request that runs alone, the first of a batch of new requests, and later steps once a budget covers
-the expected loss. The budget grows by `EXPLORE` times the most that a wider block could gain if all unseen drafts were
-accepted. Switching is free; the only hysteresis is slow forgetting.
+Verifying w tokens shows the outcome at every narrower width, but not at wider ones. So some steps verify the whole
+block, which is called a look: the first step of a request that runs alone, the first of a batch of new requests, and
+later steps once a budget covers the expected loss. The budget grows by `EXPLORE` times the most that a wider block
+could gain if all unseen drafts were accepted. Switching is free; the only hysteresis is slow forgetting.
 
 The policy runs on the host in plain Python, from counts that arrive one or two steps late. numpy calls between two
 steps would be slow on a CPU whose caches a model has just filled. Ranks with the same counts choose the same width.
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from sglang_dflash.width.acceptance import Acceptance
 from sglang_dflash.width.cost import StepCost
 
-EXPLORE = 0.01  # share of a wider block's possible gain, and at most of the time, spent on looking at it
+EXPLORE = 0.01  # budget for looks, as a fraction of a wider block's possible gain, and at most of the time
 REST = 6  # steps of one token between two drafts, if drafts rest; longer rests have no further effect
 REST_DECAY = math.exp(-1 / 128)  # per draft: how fast evidence about rest periods fades
 REST_PRIOR = 64.0  # weight of a factor of 1, in accepted drafts
@@ -36,6 +36,8 @@ EARLY = (SETTLE // 4, SETTLE // 2)  # steps that settle in addition: times measu
 
 
 class Decision(NamedTuple):
+    """Decision about one step."""
+
     width: int
     expected: float = 0.0  # committed tokens per request; 0: the policy does not estimate them
     rested: bool = False  # drafts after `REST` steps of one token
@@ -82,7 +84,8 @@ class Random(Policy):
 class Rhythm:
     """Two factors on the expected number of accepted drafts: right after another draft, and after a rest.
 
-    Each is accepted over expected drafts in its case, relative to that over all drafts (see `Acceptance`), shrunk to 1.
+    A factor is the ratio of accepted to expected drafts (see `Acceptance`) in its case, relative to the ratio over all
+    drafts, and shrunk to 1.
     """
 
     def __init__(self) -> None:
@@ -94,21 +97,21 @@ class Rhythm:
         return [(self.accepted_2[i] / level + REST_PRIOR) / (self.expected_2[i] + REST_PRIOR) for i in (0, 1)]
 
     def observe(self, rested: bool, accepted: float, expected: float) -> None:
-        """Record a draft's outcome, the mean over the requests; `expected` includes the factor."""
+        """Record accepted and expected drafts of a step, means over its requests; `expected` includes the factor."""
         expected /= self.factors()[rested]
         self.accepted_2 = [REST_DECAY * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
         self.expected_2 = [REST_DECAY * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
 
 
 class Review(NamedTuple):
-    """The best decision for a batch at the current estimates, and the value of a look at the whole block."""
+    """Best decision for a batch at the current estimates, and the value of a look."""
 
     rest: int  # steps of one token before each draft
     best: Decision
     look: Decision
-    block_s: float  # time of a step that verifies the whole block
-    price_s: float  # expected loss of a look, in time
-    saving_s: float  # added to the budget for looks at each step
+    block_s: float  # seconds of a step that verifies the whole block
+    price_s: float  # expected loss of a look, in seconds
+    saving_s: float  # seconds added to the budget for looks at each step
 
 
 class Adaptive(Policy):
@@ -127,7 +130,7 @@ class Adaptive(Policy):
         self.drafted = set[str]()  # requests for which a draft was decided
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Choose the best width, a rest, or a look at the whole block once the budget covers its price."""
+        """Choose the best width, a step of a rest, or a look if the budget covers its price."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
             self.cost.settle()
@@ -141,7 +144,7 @@ class Adaptive(Policy):
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
             self.saved_s -= review.price_s
-            if len(rids) == 1:  # a batch may go into debt, so that looks stay rare when requests come and go
+            if len(rids) == 1:  # the budget of a batch may become negative, so that changing batches rarely look
                 self.saved_s = max(self.saved_s, 0.0)
             decision = review.look
         if decision.width > 1:
@@ -161,7 +164,7 @@ class Adaptive(Policy):
             for rest, factor in factors.items()
             for width in self.widths
         }
-        # Among equals, the shortest rest and then the greatest width, which gives the most information.
+        # Ties go to the shortest rest, then to the greatest width, which gives the most information.
         rate, minus_rest, width = max(
             ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)
             for rest, width in self.cycles
@@ -181,7 +184,7 @@ class Adaptive(Policy):
         )
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        """Record which drafts were accepted, and how that depends on rests."""
+        """Record the accepted drafts, for acceptance and for the effect of rests."""
         self.acceptance.observe(rids, decision.width, n_accepted_B)
         if decision.width > 1:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.expected - 1)

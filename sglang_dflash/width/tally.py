@@ -10,7 +10,7 @@ class Tally:
     def __init__(self) -> None:
         self.n_steps = Counter[int]()  # by width; a batch's step counts once
         self.n_blocks = Counter[tuple[int, int]]()  # by width and accepted drafts; each request of a batch counts
-        self.n_drafted, self.n_useful = 0, 0  # blocks with drafts, and those with an accepted draft
+        self.n_drafted, self.n_useful = 0, 0  # blocks with drafts, and blocks with an accepted draft
 
     def add(self, width: int, n_accepted_B: Sequence[int]) -> None:
         """Count a step that verified `width` tokens of each block; `n_accepted_B`: accepted drafts, 0..width - 1."""

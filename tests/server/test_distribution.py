@@ -1,6 +1,6 @@
 """The sampling distribution of the first tokens above temperature 0: equal to that without speculation.
 
-`prove/law.py` has the comparison and its bound. `N` draws on each side catch a shift of 0.15 in an outcome of
+`prove/distribution.py` has the comparison and its bound. `N` draws on each side catch a shift of 0.15 in an outcome of
 probability 0.5 in five of six cases, and one of 0.09 at probability 0.1. A wrong acceptance shifts outcomes more: the
 last tests show this on servers with wrong acceptance.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sglang_dflash.check import served
-from sglang_dflash.prove import law
-from sglang_dflash.prove.law import Draw
+from sglang_dflash.prove import distribution
+from sglang_dflash.prove.distribution import Draw
 from sglang_dflash.servers.server import Server
 from tests.server.conftest import SECOND
 from tests.server.lib.variants import VARIANTS
@@ -46,8 +46,8 @@ def drawn_off(server: Callable) -> Callable[[Case], list[Draw]]:
     return draws
 
 
-def compare(server: Server, drawn_off: Callable, case: Case) -> list[law.Cell]:
-    return law.violations(drawn_off(case), parameters.draws(server, case, N))
+def compare(server: Server, drawn_off: Callable, case: Case) -> list[distribution.Cell]:
+    return distribution.violations(drawn_off(case), parameters.draws(server, case, N))
 
 
 @pytest.mark.parametrize("case", SAMPLED, ids=str)
@@ -60,7 +60,7 @@ def test_the_sampling_distribution_holds(ours: Server, drawn_off: Callable, case
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.row != "temperature > 0"], ids=str)
 def test_the_parameter_changes_the_distribution(drawn_off: Callable, case: Case) -> None:
     """Otherwise a server that ignores it would pass."""
-    assert law.violations(drawn_off(parameters.bare(case)), drawn_off(case))
+    assert distribution.violations(drawn_off(parameters.bare(case)), drawn_off(case))
 
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.name in ANY_WIDTH], ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sglang_dflash.prove import law
+from sglang_dflash.prove import distribution
 from sglang_dflash.servers.server import Server
 from tests.server.conftest import PAIRS
 from tests.server.lib.talk import post, together
@@ -152,5 +152,5 @@ def test_greedy_sampled_and_constrained_requests_share_a_batch(ours: Server, off
 def test_sampled_tokens_follow_the_targets_distribution(ours: Server, off: Server) -> None:
     case = next(case for case in parameters.SAMPLED if case.name == "top_p 0.8")
     drawn, wanted = (parameters.draws(server, case, 400) for server in (ours, off))
-    assert not law.violations(wanted, drawn)
+    assert not distribution.violations(wanted, drawn)
     assert len(set(wanted)) > 3, "the draws show no randomness; this test cannot fail"

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from sglang_dflash.prove import law
+from sglang_dflash.prove import distribution
 from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Server
 from tests.server.lib.talk import chat, token_ids
@@ -266,10 +266,10 @@ def ask_all(
         return list(pool.map(lambda pair: ask(server, *pair, **sampling), asked))
 
 
-def draws(server: Server, case: Case, n: int, per_request: int = 100) -> list[law.Draw]:
+def draws(server: Server, case: Case, n: int, per_request: int = 100) -> list[distribution.Draw]:
     """Draw the first tokens of `n` answers to a case of `SAMPLED`; raise ServerError if it is refused."""
-    case = case._replace(sampling=case.sampling | {"n": per_request, "max_new_tokens": law.N_POSITIONS})
-    found = list[law.Draw]()
+    case = case._replace(sampling=case.sampling | {"n": per_request, "max_new_tokens": distribution.N_POSITIONS})
+    found = list[distribution.Draw]()
     for reply in ask_all(server, [(begun(case), case)] * -(-n // per_request), concurrency=2):
         if isinstance(reply, Refusal):
             raise ServerError(f"{server.name}: {case} refused with {reply.status}: {reply.message}")

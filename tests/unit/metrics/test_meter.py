@@ -201,7 +201,7 @@ def test_exported_metrics_match_the_table(meter: Meter, scraped: Scraped) -> Non
         family = families[metric.name.removesuffix("_total")]
         samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
         assert family.type == metric.kind
-        assert family.documentation == metric.tells
+        assert family.documentation == metric.meaning
         assert {sample.name for sample in samples} == metric.exported()
         for sample in samples:
             assert set(sample.labels) - {"le"} == {*LABELS, *metric.labels}

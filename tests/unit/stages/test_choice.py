@@ -211,7 +211,7 @@ def test_a_processor_reads_the_tokens_before_its_slot(late):
         *reqs[:3],
     )
     processors, n_late_B = Processors(), torch.tensor([*map(len, late)])
-    processors.remember(batch, torch.tensor([[*new, 0, 0, 0][:3] for new in late]), n_late_B)
+    processors.keep_tokens(batch, torch.tensor([[*new, 0, 0, 0][:3] for new in late]), n_late_B)
     batch.reqs.append(reqs[3])
     lens = torch.tensor([len(prompt) + len(text) for prompt, text in zip(PROMPTS, TEXTS, strict=True)])
     plan = SimpleNamespace(width=N, prefix_len_B=lens - 1 + torch.cat([n_late_B, torch.tensor([0])]))

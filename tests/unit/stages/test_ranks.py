@@ -36,17 +36,17 @@ def test_one_group_of_ranks_needs_no_synchronisation():
 
     alone = ranks.OneGroup()
     assert alone.beside_idle_ones(forward) is forward
-    alone.tell_all(None)
+    alone.assume_equal_batches(None)
     assert alone.keep_up(None, BLOCK)(None) is None
     assert alone.draft_scope(None) is nullcontext
 
 
-def test_tell_all_announces_the_same_request_count_for_every_rank(together):
+def test_equal_batches_have_the_same_request_count_on_every_rank(together):
     sent = list[Any]()
     batch = SimpleNamespace(
         batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: sent.extend(args)
     )
-    together.tell_all(batch)
+    together.assume_equal_batches(batch)
     info, device = sent
     assert (info.global_num_tokens, info.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
 

@@ -1,11 +1,11 @@
-"""Comparison of two sampling distributions by counting, with a bound fixed beforehand.
+"""Comparison of two sampling distributions by counting, with a fixed bound.
 
 A draw is the first tokens of one answer. Two sets of draws are compared in several views: the token at each position,
 and the first two tokens together. In each view the shares of every outcome must agree within `BOUND` standard errors.
-Outcomes seen fewer than `RARE` times in both sets share one cell, as their standard error is unreliable.
+Outcomes seen fewer than `RARE` times share one cell, because their standard error is unreliable.
 
-With n draws in each set, a shift of `detectable(p, n)` in an outcome of probability p is found five times in six. Two
-equal samplers are reported as different less than once in a million comparisons of a cell.
+With n draws in each set, a shift of `detectable(p, n)` in an outcome of probability p is found with probability 0.84.
+A cell of two equal samplers exceeds the bound with probability below 1e-6.
 """
 
 import math
@@ -19,7 +19,7 @@ Outcome = tuple[int, ...]
 
 BOUND = 5.0  # standard errors
 RARE = 20  # draws, in both sets together
-N_POSITIONS = 4
+N_POSITIONS = 4  # tokens of a draw
 ENDED = -1  # the token of a position after the answer's end
 REST: Outcome = (-2,)  # the cell of all rare outcomes
 
