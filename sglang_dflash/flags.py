@@ -88,7 +88,7 @@ class Flag:
     default: str
     values: tuple[str, ...]
     meaning: str
-    whose: str = "plugin"
+    whose: str = "ours"
     pattern: str = "(?!)"  # regular expression of further values; by default none
     example: str = ""  # a value that matches `pattern`
 
@@ -102,22 +102,23 @@ FLAGS = (
         "SGLANG_DFLASH_WORKER",
         "plugin",
         tuple(Worker),
-        "The worker of `--speculative-algorithm DFLASH`: this plugin's, or SGLang's built-in one (`stock`).",
+        "Which worker serves `--speculative-algorithm DFLASH`: ours, or SGLang's built-in one.",
     ),
     Flag(
         "SGLANG_DFLASH_GDN_STATE",
         "fold",
         tuple(GdnState),
-        "Gated DeltaNet targets: `fold` records what each token adds to the state and sums the accepted records; "
-        "`snapshot` keeps a state per token, as the built-in worker does.",
+        "Gated DeltaNet targets: `fold` records what each token of a block adds to the state and sums the accepted "
+        "ones; `snapshot` keeps a full state per token, as the built-in worker does.",
     ),
     Flag(
         "SGLANG_DFLASH_WIDTHS",
         "auto",
         tuple(WidthPolicy),
-        "Tokens of the block that a step verifies. `auto`: the width with the most committed tokens per second. A "
-        "list: the widths for `auto`, up to 32 with n-gram copies. One number: that width. `fixed`: the whole block. "
-        "`random`: any, for tests.",
+        "How many tokens of the drafted block a step verifies: `auto` what commits most per second, from no draft at "
+        "all to the whole block; a list is what `auto` may choose from, up to 32 where copies continue the block, and "
+        "one number is always that width; `fixed` the whole block, as the built-in worker does; `random` any, for "
+        "tests.",
         pattern=r"[0-9]+(,[0-9]+)*",
         example="1,4,8,16",
     ),
@@ -125,7 +126,8 @@ FLAGS = (
         "SGLANG_DFLASH_WIDTH_TRACE",
         "off",
         ("off",),
-        "Directory for a file per process with a JSON line per step: width, requests, accepted drafts.",
+        "Write every step's width, requests and accepted drafts, a line of JSON each, into a file per process in this "
+        "directory.",
         pattern="/.+",
         example="/a/directory",
     ),
@@ -133,21 +135,25 @@ FLAGS = (
         "SGLANG_DFLASH_COPY",
         "auto",
         tuple(Copy),
-        "N-gram copies from the request's token history. `auto`: where supported. `on`: a server without support is "
-        "refused. `random`: any copies, for tests.",
+        "Continue a block's guesses by what stood behind the same tokens earlier in the request's own text, where that "
+        "has been worth more: `auto` wherever it can be, `on` likewise, and a server that cannot is refused; `random` "
+        "trusts any copies, for tests.",
     ),
     Flag(
         "SGLANG_DFLASH_DRAFT_HEAD",
         "full",
         ("full", "fp8"),
-        "The head that scores the draft's block: `full`, the target's; `fp8`, an fp8 copy. Answers do not change.",
+        "Which head scores the draft's block: `full`, the target's; `fp8`, a copy with a scale per row, half as "
+        "large, kept beside it in memory. Answers do not change.",
     ),
     Flag(
         "SGLANG_DFLASH_REHEARSE",
         "off",
         ("off", "1", "sm90", "sm100"),
-        "GPU emulation on a machine without a GPU, for tests: the compute capability (`1`: sm90). `,kernels`: Triton "
-        "kernels in Triton's interpreter. `,streams`: the server ends at a race between streams.",
+        "On a machine without a GPU: run what a server runs on one of this compute capability (`1`: sm90), captured "
+        "graphs and its attention backends, over definitions of their kernels. `,kernels`: our Triton "
+        "kernels too, in Triton's interpreter; `,streams`: the server ends where a stream or the host touches what "
+        "another stream may still be at. For tests; refused where a GPU is.",
         pattern="(1|sm90|sm100)(,kernels|,streams|,kernels,streams)",
         example="sm90,kernels,streams",
     ),
@@ -155,34 +161,35 @@ FLAGS = (
         "SGLANG_DFLASH_PROBE",
         "0",
         ("0", "1"),
-        "`1`: record every step for `sglang-dflash prove`, in `/server_info`. Slower.",
+        "`1`: watch every step from inside for `sglang-dflash prove`, and tell it in `/server_info`. Slower.",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
-        "Older SGLang's switch for the overlap schedule: `1` changes nothing, `0` means `--disable-overlap-schedule`.",
-        "older SGLang",
+        "Older SGLang's switch for the overlap schedule, which 0.5.23 has on by default: "
+        "`1` changes nothing, `0` means `--disable-overlap-schedule`.",
+        "model cards",
     ),
     Flag(
         "SGLANG_ENABLE_DFLASH_SPEC_V2",
         "1",
         _OFF_ON,
-        "The same switch for DFLASH alone.",
-        "older SGLang",
+        "The same switch for DFLASH alone: `1` changes nothing, `0` means `--disable-overlap-schedule`.",
+        "model cards",
     ),
     Flag(
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "0",
         _OFF_ON,
-        "Plan a step on a second CUDA stream. SGLang reads the value; the plugin checks it.",
+        "Plan a step on a second CUDA stream. SGLang reads it; we only check the value.",
         "SGLang",
     ),
     Flag(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
         "0",
         _OFF_ON,
-        "Allow `--context-length` above the model's own limit. SGLang reads the value; the plugin checks it.",
+        "Allow `--context-length` above the model's own limit. SGLang reads it; we only check the value.",
         "SGLang",
     ),
 )

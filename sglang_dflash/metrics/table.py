@@ -47,75 +47,80 @@ METRICS = (
         Kind.HISTOGRAM,
         "tokens",
         (),
-        "Tokens that a request commits in a step: accepted drafts and the bonus. Its mean is the acceptance length.",
-        "Mean near 1: the draft belongs to another target or was trained on other text, or see `cut_blocks_total`.",
+        "What a request commits in a step: its accepted drafts and the bonus. `_count` is requests times steps.",
+        "A mean near 1: drafts fail from the first on. The draft is another target's or was trained on other text "
+        "(another language, thinking off), or contexts begin cut, see `cut_blocks_total`.",
     ),
     Metric(
         "verified_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("position",),
-        "Drafts that the target verified, by slot of the block (1 follows the anchor).",
-        "No growth at late positions: small widths, see `steps_total`.",
+        "Drafts the target has checked, by slot of the block (1 is next to the anchor).",
+        "Late positions at rest: the width is narrower than the block, see `steps_total`.",
     ),
     Metric(
         "accepted_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("position",),
-        "Accepted drafts. Divide by `verified_drafts_total` for acceptance by position.",
-        "Low from position 1 on: see `committed_tokens`. Low at the end only: normal; a smaller "
-        "`--speculative-num-draft-tokens` saves draft time.",
+        "Drafts that were accepted, and all before them. Divided by `verified_drafts_total`: acceptance by position.",
+        "Low from position 1 on: see `committed_tokens`. Low at the end only: normal; a shorter "
+        "`--speculative-num-draft-tokens` drafts for less.",
     ),
     Metric(
         "steps_total",
         Kind.COUNTER,
         "steps",
         ("width",),
-        "Decode steps by verified tokens per block; 1 is a step without drafts.",
-        "Mostly 1 under load: verification costs more than it gains, which is normal. Mostly 1 at low load: see "
-        "`committed_tokens`, and step times in `check --server`.",
+        "Decode steps by how many tokens of each block were verified; 1 is a step without drafts.",
+        "Mostly 1 under load: verifying costs more than it commits, which is the width's answer to a full machine; "
+        "at low load see `committed_tokens`, and `check --server` for what steps were timed at.",
     ),
     Metric(
         "copied_blocks_total",
         Kind.COUNTER,
         "blocks",
         ("match",),
-        "Blocks with an n-gram copy, by matched tokens (`SGLANG_DFLASH_COPY`).",
-        "No growth: texts do not repeat, or copies are off.",
+        "Blocks that were continued by a copy of the request's own text, by how many tokens matched before it "
+        "(`SGLANG_DFLASH_COPY`).",
+        "At rest: texts do not repeat themselves, or copies are off.",
     ),
     Metric(
         "copied_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("match",),
-        "Accepted copied drafts. Divide by `copied_blocks_total` for the value of a copy.",
-        "Few per block: copies fail; each request stops copying after some steps.",
+        "Copied drafts that were accepted. Divided by `copied_blocks_total`: what a copy is worth.",
+        "Few for a block: copies are tried and fail; each request gives them up after some steps.",
     ),
     Metric(
         "stage_seconds",
         Kind.HISTOGRAM,
         "seconds",
         ("stage",),
-        f"Time of {', '.join(STAGES)} in one step of {SAMPLE_EVERY}: device time on a GPU, host time on a CPU.",
-        "Draft above a third of verify: set a draft window or change `--speculative-draft-attention-backend`. Choose "
-        "in milliseconds: grammars or penalties. All high on an idle GPU: slow host, or missing graphs "
-        "(`--cuda-graph-max-bs-decode`).",
+        f"Time of a step's {', '.join(STAGES)}; one step in {SAMPLE_EVERY} is measured. On a GPU the device's, between "
+        "events that are read later; on a CPU the host's.",
+        "Draft above a third of verify: shorten the draft window or change `--speculative-draft-attention-backend`. "
+        "Choose in milliseconds: grammars or penalties take it. All high while the GPU idles: the host is slow, or "
+        "graphs were not captured (`--cuda-graph-max-bs-decode`).",
     ),
     Metric(
         "cut_blocks_total",
         Kind.COUNTER,
         "blocks",
         (),
-        "Blocks drafted with less context than the draft window, because a cached prefix is not in the ring buffer.",
-        "A large share of `committed_tokens_count`, with few tokens: serve without `--speculative-draft-window-size`.",
+        "Blocks drafted with less context than the draft's window, because a prefix found in the radix cache is not in "
+        "the request's ring. Stays 0 without a window.",
+        "A large share of `committed_tokens_count`, and few tokens in them: answers are shorter than the window takes "
+        "to fill; serve without `--speculative-draft-window-size`.",
     ),
     Metric(
         "cut_committed_tokens_total",
         Kind.COUNTER,
         "tokens",
         (),
-        "Tokens committed in those blocks. Divide by `cut_blocks_total` for their acceptance length.",
+        "Tokens committed in those blocks. Divided by `cut_blocks_total`: what a step is worth while a ring warms up.",
         "See `cut_blocks_total`.",
     ),
     Metric(
@@ -123,16 +128,17 @@ METRICS = (
         Kind.GAUGE,
         "rings, states",
         ("pool",),
-        "Capacity: `rings`, ring buffers of the draft's context K/V; `states`, recurrent states.",
-        "`sglang-dflash check` names the limit and the flag that raises it.",
+        "What there is: `rings`, the draft's context K/V per request (with a window); `states`, recurrent states "
+        "(hybrid targets).",
+        "`sglang-dflash check` says what bounds it and which flag lifts it.",
     ),
     Metric(
         "pool_in_use",
         Kind.GAUGE,
         "rings, states",
         ("pool",),
-        "Rings or states held by requests. States held only by the prefix cache are free.",
-        "At `pool_size` while requests wait: `--max-running-requests` limits rings, `--max-mamba-cache-size` states.",
+        "How many of them requests hold; states that only the prefix cache holds are free for the asking.",
+        "At `pool_size` while requests wait: `--max-running-requests` bounds rings, `--max-mamba-cache-size` states.",
     ),
 )
 
@@ -140,7 +146,7 @@ METRICS = (
 def table() -> str:
     """Return the metrics as a Markdown table, for `docs/metrics.md`."""
     rows = [
-        f"| metric, after `{PREFIX}` | type | unit | labels | meaning | bad values |",
+        f"| metric, after `{PREFIX}` | type | unit | labels | what it tells | when it is bad |",
         "|---|---|---|---|---|---|",
     ]
     rows += [
