@@ -229,7 +229,7 @@ def current() -> Flags:
 
 
 def table() -> str:
-    """Return the flags as a Markdown table, for `env/README.md`."""
+    """Return the flags as a Markdown table, for `docs/environment.md`."""
     rows = ["| variable | values | default | whose | meaning |", "|---|---|---|---|---|"]
     rows += [
         f"| `{flag.name}` | {', '.join(f'`{value}`' for value in spellings(flag))} | `{flag.default}` "

@@ -1,4 +1,4 @@
-"""Environment flags: values, refusals, and the table in env/README.md."""
+"""Environment flags: their values, what is refused, and the table in docs/environment.md."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import pytest
 from sglang_dflash import flags
 from sglang_dflash.flags import Copy, Flags, GdnState, Rehearse, WidthPolicy, Worker
 
-README = Path(__file__).parents[2] / "env" / "README.md"
+PAGE = Path(flags.__file__).with_name("docs") / "environment.md"
 
 
 def test_defaults_are_the_plugin_and_the_overlap_schedule() -> None:
@@ -92,5 +92,5 @@ def test_streams_of_the_stock_worker_are_not_rehearsed() -> None:
         flags.read({"SGLANG_DFLASH_REHEARSE": "sm90,streams", "SGLANG_DFLASH_WORKER": "stock"})
 
 
-def test_the_readme_has_the_table() -> None:
-    assert flags.table() in README.read_text(), "write sglang_dflash.flags.table() into env/README.md"
+def test_the_page_has_the_table() -> None:
+    assert flags.table() in PAGE.read_text(), "write sglang_dflash.flags.table() into docs/environment.md"
