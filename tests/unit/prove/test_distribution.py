@@ -33,7 +33,10 @@ def test_a_large_shift_is_found(seed: int) -> None:
 def test_the_stated_power_holds() -> None:
     """A shift of `detectable` is found about five times in six, so in more than half of these runs."""
     p = WEIGHTS[0]
-    shifted = [p + distribution.detectable(p, N), *(w * (1 - p - distribution.detectable(p, N)) / (1 - p) for w in WEIGHTS[1:])]
+    shifted = [
+        p + distribution.detectable(p, N),
+        *(w * (1 - p - distribution.detectable(p, N)) / (1 - p) for w in WEIGHTS[1:]),
+    ]
     caught = sum(
         bool(distribution.violations(draws(N, seed, length=1), draws(N, seed + 1000, shifted, length=1)))
         for seed in range(40)
