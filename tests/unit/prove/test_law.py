@@ -34,9 +34,7 @@ def test_the_stated_power_holds() -> None:
     """A shift of `detectable` is found about five times in six, so in more than half of these runs."""
     p = WEIGHTS[0]
     shifted = [p + law.detectable(p, N), *(w * (1 - p - law.detectable(p, N)) / (1 - p) for w in WEIGHTS[1:])]
-    caught = sum(
-        bool(law.violations(draws(N, seed, length=1), draws(N, seed + 1000, shifted, length=1))) for seed in range(40)
-    )
+    caught = sum(bool(law.violations(draws(N, s, length=1), draws(N, s + 1000, shifted, length=1))) for s in range(40))
     assert caught >= 26
 
 
