@@ -53,9 +53,8 @@ def test_old_overlap_switches(name: str, value: str, overlap: bool) -> None:
 
 @pytest.mark.parametrize("flag", flags.FLAGS, ids=lambda flag: flag.name)
 def test_an_unknown_value_is_refused_by_name(flag: flags.Flag) -> None:
-    with pytest.raises(
-        ValueError, match=f"{flag.name}='maybe' is not one of {', '.join(flags.spellings(flag))}; set one"
-    ):
+    names = ", ".join(flags.spellings(flag))
+    with pytest.raises(ValueError, match=f"{flag.name}='maybe' is not one of {names}; set one"):
         flags.read({flag.name: "maybe"})
 
 

@@ -123,9 +123,8 @@ def test_the_page_runs_its_own_script_and_loads_nothing(url):
     assert reply.text.count(f'nonce="{nonce}"') == 2
     assert nonce not in httpx.get(url).text
     script = reply.text.split("<script")[1]
-    assert not [
-        word for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(") if word in script
-    ]
+    unsafe = ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(")
+    assert [word for word in unsafe if word in script] == []
     assert "http://" not in reply.text.replace("http://www.w3.org/2000/svg", "")
 
 

@@ -76,9 +76,7 @@ def test_ends_as_if_tokens_came_one_by_one(stop, stop_token_ids, stop_regex, max
     widths=st.lists(st.integers(1, 16), min_size=40, max_size=40),
     aborted=st.booleans(),
 )
-def test_reasoning_tokens_are_counted_as_if_tokens_came_one_by_one(
-    stop, max_new_tokens, n_start, end, widths, *, aborted
-):
+def test_reasoning_tokens_are_counted_one_by_one(stop, max_new_tokens, n_start, end, widths, *, aborted):
     """The start tag has 1 to 3 tokens at the beginning of the answer, or stands in the prompt."""
     tokens = [*token_ids(TEXT), 2]
     asked = {"stop": stop or None, "max_new_tokens": max_new_tokens}

@@ -135,9 +135,8 @@ def test_forward_equals_the_definition(fields, window):
     features_TC, embeddings_NH = torch.randn(7, 64), torch.randn(4, 32)
     context = draft.context_kv(features_TC[None])
     got = draft(embeddings_NH[None, None], context, torch.tensor([[7]]), window)
-    torch.testing.assert_close(
-        got[0, 0], defined_forward(draft, embeddings_NH, features_TC, window), atol=2e-5, rtol=1e-5
-    )
+    want = defined_forward(draft, embeddings_NH, features_TC, window)
+    torch.testing.assert_close(got[0, 0], want, atol=2e-5, rtol=1e-5)
 
 
 def test_context_may_be_appended_in_pieces():

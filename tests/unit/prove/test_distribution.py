@@ -38,8 +38,7 @@ def test_the_stated_power_holds() -> None:
         *(w * (1 - p - distribution.detectable(p, N)) / (1 - p) for w in WEIGHTS[1:]),
     ]
     caught = sum(
-        bool(distribution.violations(draws(N, seed, length=1), draws(N, seed + 1000, shifted, length=1)))
-        for seed in range(40)
+        bool(distribution.violations(draws(N, s, length=1), draws(N, s + 1000, shifted, length=1))) for s in range(40)
     )
     assert caught >= 26
 

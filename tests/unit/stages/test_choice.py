@@ -140,9 +140,8 @@ def test_every_slot_draws_as_its_request_would_alone(rows, torch_seed):
         # Spell out every parameter: the batch as a whole selects one of SGLang's two functions.
         alone = {"temperature": 1.0, "top_p": 1.0, "top_k": WHOLE} | rows[b]
         info = info_of([{name: value for name, value in alone.items() if name in names}])
-        assert draw(logits_BNV[b, slot : slot + 1], info, torch.tensor([prefix_lens[b] + slot])) == [
-            together_BN[b, slot]
-        ]
+        position = torch.tensor([prefix_lens[b] + slot])
+        assert draw(logits_BNV[b, slot : slot + 1], info, position) == [together_BN[b, slot]]
 
 
 def test_sampled_and_greedy_requests_share_a_batch():

@@ -49,9 +49,7 @@ def test_a_draft_without_graphs_is_called_directly(decode_runner: object, way: s
 
 
 @pytest.mark.parametrize(("n_requests", "width"), [(1, 2), (1, 16), (2, 2), (2, 16), (2, 24)])
-def test_drafts_are_copied_out_of_the_forwards_memory(
-    n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_are_copied_from_graph_memory(n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured forward returns the same memory every time, and another graph's replay may overwrite it.
 
     Mask tokens are verified after the drafted ones.

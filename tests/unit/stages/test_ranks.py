@@ -43,9 +43,7 @@ def test_one_group_of_ranks_needs_no_synchronisation():
 
 def test_equal_batches_have_the_same_request_count_on_every_rank(together):
     sent = list[Any]()
-    batch = SimpleNamespace(
-        batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *args: sent.extend(args)
-    )
+    batch = SimpleNamespace(batch_size=5, input_ids=torch.zeros(40), init_mlp_sync_metadata=lambda *a: sent.extend(a))
     together.assume_equal_batches(batch)
     info, device = sent
     assert (info.global_num_tokens, info.global_num_tokens_for_logprob, device.type) == ([5] * 3, [5] * 3, "cpu")
