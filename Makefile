@@ -2,7 +2,8 @@
 #
 #   make setup        create .venv and install the package with its development tools
 #   make demo         serve the tiny pair on port 30000 and show it at work; ONCE=1 leaves when it has been shown
-#   make test         everything except the `full` battery
+#   make test         kernels, unit tests and a few servers, in minutes
+#   make test-ci      more servers: what continuous integration runs
 #   make test-full    the `full` battery too
 #   make soak         the long-running battery
 #   make test-vllm    what vLLM makes of our drafts; installs its CPU build, about 6 GB, into .run/vllm
@@ -10,7 +11,7 @@
 #   make clean        remove .venv and what runs left behind
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full soak test-vllm lint clean
+.PHONY: help setup demo test test-ci test-full soak test-vllm lint clean
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -50,6 +51,9 @@ demo: $(READY)
 
 # The kernels' tests need Triton imported as an interpreter, so they run in processes of their own, first.
 test: $(READY)
+	@$(call pytest,-m "not full and not ci")
+
+test-ci: $(READY)
 	@$(call pytest,-m "not full")
 
 test-full: $(READY)

@@ -28,6 +28,12 @@ hypothesis.settings.load_profile("tests")
 ROOT = Path(__file__).parent.parent
 # Batteries with a server for each row, and their rows.
 BATTERIES = {"tests/server/test_exact.py": VARIANTS, "tests/server/test_rehearsal.py": REHEARSALS}
+# Server tests of `make test`: all answers and steps on one server, a server started by its command line, and one
+# emulated GPU. The others are marked `ci`.
+QUICK = re.compile(
+    r"tests/server/(test_parity\.py::|test_exact\.py::.*\[hybrid(-\d+)?\]$|test_harness\.py::.*\[plugin\]$"
+    r"|test_rehearsal\.py::.*\[fa3-graphs-streams-1-and-16(-\d+)?\]$)"
+)
 
 
 def uses_servers(nodeid: str) -> bool:
@@ -66,11 +72,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByScope:
     return ByScope(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (rank_of(item.nodeid), "launch" not in item.fixturenames))  # type: ignore[attr-defined]
     for item in items:
         if uses_servers(item.nodeid):
             item.add_marker(pytest.mark.server)
+            if not QUICK.match(item.nodeid):
+                item.add_marker(pytest.mark.ci)
 
 
 class FailuresAtOnce:

@@ -89,7 +89,7 @@ def commands(page: Path) -> list[list[str]]:
     found = guide.commands(page)
     begins = re.compile(rf"python |make |sglang-dflash ({'|'.join(PROGRAMS)})\b")
     found += [shlex.split(span) for span in code(page) if begins.match(span) and "\n" not in span]
-    return [as_module(without_shell(words)) for words in found]
+    return [as_module(without_shell(words)) for words in found if words[0] != "#"]
 
 
 def without_shell(words: list[str]) -> list[str]:

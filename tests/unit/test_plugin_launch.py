@@ -201,6 +201,7 @@ def test_a_draft_must_be_named(launch, pair):
     assert ended.last_line.endswith("ValueError: DFLASH needs a draft model; give --speculative-draft-model-path")
 
 
+@pytest.mark.ci
 def test_bad_input_in_a_real_process(pair):
     line = CPU.format(target=pair["hybrid"], draft=pair["draft"]) + " --speculative-num-draft-tokens 16"
     ended = subprocess.run(

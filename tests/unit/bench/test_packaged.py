@@ -11,6 +11,7 @@ from sglang_dflash.bench import prompts
 from sglang_dflash.tiny.workloads import SEED
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("name", "asks"), [("edits", "```python"), ("summaries", "text")])
 def test_packaged_code_and_text_become_prompts(name: str, asks: str) -> None:
     task, again = prompts.load(name, 20), prompts.load(name, 20)

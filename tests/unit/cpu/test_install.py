@@ -145,6 +145,7 @@ print("checked", len(install._originals))
 """
 
 
+@pytest.mark.ci
 def test_stand_ins_fit_the_installed_sglang():
     """A separate process imports SGLang's modules, patches and verifies them, and compares every signature."""
     out = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)

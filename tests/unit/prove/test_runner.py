@@ -200,6 +200,7 @@ def listed(folder: Path, *words: str) -> list[str]:
     return [line[:28].strip() for line in ended.stdout.splitlines()]
 
 
+@pytest.mark.ci
 def test_list_has_the_most_important_checks_first(tmp_path):
     whole, short = listed(tmp_path), listed(tmp_path, "--short")
     assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sglang_dflash.rehearsal import graph, launches, watch
-from sglang_dflash.rehearsal.exchange import SAID, steps_in
+from sglang_dflash.rehearsal.exchange import STEP_LINE, steps_in
 from sglang_dflash.rehearsal.launches import OverBudget, allowed, counted, held, require
 from sglang_dflash.rehearsal.watch import Watch
 from sglang_dflash.stages import budget
@@ -78,5 +78,5 @@ def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
 
 
 def test_interleaved_lines_of_two_ranks_are_parsed() -> None:
-    log = f'ready\n{SAID}{{"rows": 16, "broadcast_": 16}}{SAID}{{"rows": 4}}\n\nINFO: {SAID}{{"rows": 1}}\nend'
+    log = f'ready\n{STEP_LINE}{{"rows": 16, "broadcast_": 16}}{STEP_LINE}{{"rows": 4}}\n\nINFO: {STEP_LINE}{{"rows": 1}}\nend'
     assert steps_in(log) == [{"rows": 16, "broadcast_": 16}, {"rows": 4}, {"rows": 1}]
