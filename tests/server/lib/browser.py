@@ -69,7 +69,7 @@ class Page:
 def opened(url: str, *, width: int = 1200, height: int = 900) -> Iterator[Page]:
     """Open the page at `url` and wait until it is loaded."""
     assert CHROMIUM, "no chromium on PATH"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # Chromium's processes still write to it
         command = [CHROMIUM, *FLAGS, f"--window-size={width},{height}", f"--user-data-dir={folder}", "about:blank"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
             try:
