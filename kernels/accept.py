@@ -2,11 +2,11 @@
 
 Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are drafts).
 Paper: Leviathan et al. 2023 (arXiv:2211.17192), for a draft that proposes each token with certainty.
-Cost: reads 2BN tokens, writes BN; a few KiB, so it is launch-bound and one launch.
+Cost: one launch, launch-bound: it reads 2BN tokens and writes BN, a few KiB.
 
-`target_BN[b, i]` is the target's token after slot i, given slots 0..i: an argmax or a sample. In either case drawing
-the target's token and continuing while it equals the draft emits exactly the target's distribution, because the draft
-is a point mass.
+`target_BN[b, i]` is the target's token after slot i, given slots 0..i: an argmax or a sample. A step emits the target's
+tokens up to the first that differs from its draft, so its output has exactly the target's distribution. The draft is a
+point mass, so rejection sampling is not needed.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from sglang_dflash_kernels.dispatch import Forms
 
 
 class Accepted(NamedTuple):
-    """Tokens of a step: accepted drafts, then the bonus. The kept rows are one before: anchor and accepted drafts."""
+    """Tokens that a step emits: accepted drafts, then the bonus. Rows kept: the anchor and the accepted drafts."""
 
     n_accepted_B: torch.Tensor  # int32, drafts kept, 0..N-1
     anchor_B: torch.Tensor  # int64, the bonus, which is the next step's anchor
@@ -42,7 +42,7 @@ def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: t
 
 
 def accept_torch(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
-    """Compute `accept` with fewer operations if nothing was drafted; then `committed_BN` is `target_BN` itself."""
+    """Compute `accept`, with fewer operations if N = 1. Then `committed_BN` is `target_BN` itself."""
     if target_BN.shape[1] > 1:
         return accept_ref(tokens_BN, target_BN, prefix_len_B)
     n_accepted_B = torch.zeros_like(prefix_len_B, dtype=torch.int32)
@@ -55,13 +55,13 @@ def _accept_kernel(
 ):
     b = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_N)  # [N]
-    said = tl.load(target + b * N + slot, mask=slot < N, other=0)  # [N]
-    draft = tl.load(tokens + b * N + slot + 1, mask=slot < N - 1, other=0)  # [N], the draft in the slot after
-    goes_on = (draft == said) & (slot < N - 1)  # nothing is drafted after the last slot
+    target_token = tl.load(target + b * N + slot, mask=slot < N, other=0)  # [N]
+    draft = tl.load(tokens + b * N + slot + 1, mask=slot < N - 1, other=0)  # [N], the draft in the next slot
+    goes_on = (draft == target_token) & (slot < N - 1)  # the last slot has no next draft
     n = tl.min(tl.where(goes_on, BLOCK_N, slot), axis=0)  # the first slot whose next draft is rejected
     tl.store(n_accepted + b, n)
     tl.store(anchor + b, tl.load(target + b * N + n))
-    tl.store(committed + b * N + slot, tl.where(slot <= n, said, 0), mask=slot < N)
+    tl.store(committed + b * N + slot, tl.where(slot <= n, target_token, 0), mask=slot < N)
     tl.store(n_committed + b, n + 1)
     tl.store(next_len + b, tl.load(prefix_len + b) + n + 1)
 
@@ -87,6 +87,14 @@ ACCEPT = Forms(on_cpu=accept_torch, on_gpu=accept_triton)
 
 
 def accept(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
-    """Accept the drafts in `tokens_BN`; all arguments int64, N >= 1, B may be 0. Raises ValueError on anything else."""
+    """Accept the drafts in `tokens_BN`.
+
+    Args:
+        tokens_BN: int64, anchor and drafts; N >= 1, B may be 0.
+        target_BN: int64, the target's token after every slot.
+        prefix_len_B: int64, committed lengths before the step.
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit.
+    """
     Shapes().check(torch.int64, tokens_BN=tokens_BN, target_BN=target_BN, prefix_len_B=prefix_len_B)
     return ACCEPT.form_for(tokens_BN)(tokens_BN, target_BN, prefix_len_B)

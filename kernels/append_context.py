@@ -4,14 +4,13 @@ Shapes: T packed rows, L draft layers, G KV heads of width E; a cache layer is [
 positions, R], R <= E the rotary width, cosines in its first half and sines in its second (neox halves).
 Cost: reads 2TLGE values, writes as many; memory-bound when T is large, launch-bound in a decode step.
 
-The draft model's attention computes a block's own K, this op the context K, and attention compares the two. So the
-rounding is the model's: normalise in fp32, round to K's dtype, rotate in fp32, round again. A narrower cache rounds
-once more. fp8 caches have unit scale and saturate. Without a k-norm (`k_norm_LE` None) K is only rotated.
+The draft model's attention computes the K of a block, this op the K of its context. Attention compares the two, so both
+round alike: normalise in fp32, round to K's dtype, rotate in fp32, round again. A narrower cache rounds once more. fp8
+caches have unit scale and saturate. Without a k-norm (`k_norm_LE` None) K is only rotated.
 
-In a decode step the first `n_kept_B` rows of each request are kept, out of N = T / B; the others are neither read nor
+In a decode step each request has N = T / B rows and keeps the first `n_kept_B`; other rows are neither read nor
 written. In a prefill (`n_kept_B` None) every row is kept. Kept rows must have positions in 0..P-1 and slots in 0..S-1.
-That is not checked, since a check would wait for the device. If kept rows share a slot (the padding slot 0), it is
-undefined which of them remains.
+This is not checked, because a check would wait for the device. If kept rows share a slot (padding), any may remain.
 """
 
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from sglang_dflash_kernels.dispatch import Forms
 
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
-FP8_MAX = torch.finfo(FP8).max
+FP8_MAX = torch.finfo(FP8).max  # 448; larger values saturate
 
 
 class KeyTransform(NamedTuple):
@@ -36,7 +35,7 @@ class KeyTransform(NamedTuple):
 
 
 class ContextCaches(NamedTuple):
-    """The draft's K and V caches, one per layer, and a table of their addresses; make it with `build`."""
+    """K and V caches of the draft, one per layer, and tables of their addresses. Create it with `build`."""
 
     k_L: tuple[torch.Tensor, ...]  # L tensors [S, G, E]
     v_L: tuple[torch.Tensor, ...]  # L tensors [S, G, E]
@@ -45,10 +44,13 @@ class ContextCaches(NamedTuple):
 
     @classmethod
     def build(cls, k_L: list[torch.Tensor], v_L: list[torch.Tensor]) -> "ContextCaches":
-        """Check the caches and store their addresses. Repeat it when a cache is allocated anew.
+        """Check the caches and store their addresses. Repeat this after a cache is reallocated.
 
-        Raises ValueError unless all are [S, G, E] of one size, stride, device and dtype (a model dtype or fp8_e4m3;
-        view SGLang's uint8 storage as that) with each slot's G x E values contiguous.
+        Args:
+            k_L, v_L: [S, G, E] per layer, all alike, on 16-byte boundaries, with contiguous slots. The dtype is a model
+                dtype or fp8_e4m3; view SGLang's uint8 storage as the latter.
+        Raises:
+            ValueError: the caches do not meet these conditions.
         """
         if not k_L or len(k_L) != len(v_L):
             raise ValueError(f"{len(k_L)} K caches and {len(v_L)} V caches; pass one of each per draft layer")
@@ -71,7 +73,7 @@ class ContextCaches(NamedTuple):
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return dtype, shape and strides, for messages."""
+    """Return dtype, shape and strides as text for messages."""
     return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
 
 
@@ -107,7 +109,7 @@ def normalised(k_TLGE: torch.Tensor, weight_LE: torch.Tensor, eps: float) -> tor
 
 
 def rotated(k_TLGE: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
-    """Rotate the first R values of each head as R/2 planes (i, i + R/2), in fp32; the rest is unchanged."""
+    """Return K with the first R values of each head rotated in fp32, as R/2 planes (i, i + R/2)."""
     width = cos_sin_TR.shape[1]
     cos, sin = cos_sin_TR[:, None, None].float().chunk(2, dim=-1)
     first, second = k_TLGE[..., :width].float().chunk(2, dim=-1)
@@ -117,14 +119,14 @@ def rotated(k_TLGE: torch.Tensor, cos_sin_TR: torch.Tensor) -> torch.Tensor:
 
 def scatter(cache_SGE: torch.Tensor, slots_T: torch.Tensor, values_TGE: torch.Tensor) -> None:
     """Write values [T, G, E] to their slots, int64 [T], in the cache's dtype."""
-    if cache_SGE.dtype == FP8:  # some torch versions make NaN instead of saturating
+    if cache_SGE.dtype == FP8:  # clamped, because some torch versions give NaN instead of saturating
         values_TGE = values_TGE.float().clamp(-FP8_MAX, FP8_MAX)
     cache_SGE[slots_T] = values_TGE.to(cache_SGE.dtype)
 
 
 @triton.jit
 def _for_cache(x, dtype: tl.constexpr, CLAMP: tl.constexpr):
-    if CLAMP is not None:  # a NaN stays one
+    if CLAMP is not None:  # a NaN stays NaN
         x = tl.clamp(x.to(tl.float32), -CLAMP, CLAMP, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
@@ -145,7 +147,7 @@ def _append_context_kernel(
     layer_stride,
     slot_stride,
     eps,
-    N,  # rows per request, where n_kept is given
+    N,  # rows per request, used with n_kept
     G: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
@@ -163,7 +165,7 @@ def _append_context_kernel(
     cache_dtype: tl.constexpr = cache.dtype.element_ty
     row = t * row_stride + layer * layer_stride
     slot = tl.load(slots + t) * slot_stride
-    # `build` has checked the alignment; without this hint the compiler stores value by value
+    # Without this hint the compiler stores value by value. `build` has checked the alignment.
     k_cache = tl.multiple_of(tl.load(k_address + layer).to(cache.dtype), 16) + slot
     v_cache = tl.multiple_of(tl.load(v_address + layer).to(cache.dtype), 16) + slot
     g = tl.arange(0, BLOCK_G)[:, None]  # [G, 1]
@@ -267,8 +269,12 @@ def append_context(
 ) -> None:
     """Append T rows to `caches`. T may be 0.
 
-    `k_TLGE` and `v_TLGE` share a model dtype and strides (views into one projection do) with each row's G x E values
-    contiguous; `positions_T` and `slots_T` are int64, `n_kept_B` int32. Raises ValueError on anything else.
+    Args:
+        k_TLGE, v_TLGE: of one model dtype, equal strides and contiguous G x E, e.g. views of one projection.
+        positions_T, slots_T: int64, position and KV slot of each row.
+        n_kept_B: int32, rows kept of each request; None: all.
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit.
     """
     shapes = Shapes()
     shapes.check_strided(*MODEL_DTYPES, k_TLGE=k_TLGE)

@@ -3,13 +3,13 @@
     out[t, h] = sum over taps s <= t mod N of (base[s, h] + change[t, s, h // (H / J)]) x[t - s, h]
 
 Shapes: T rows, blocks of N slots end to end; H hidden channels in J contiguous groups of H / J; S taps.
-Source: DFlash 2, the grouped dynamic depthwise convolution around each sublayer of the draft (z-lab and Inco AI 2026,
+Source: DFlash 2, grouped dynamic depthwise convolution around each sublayer of the draft (z-lab and Inco AI 2026,
 SGLang 0.5.23's `models/dflash.py`).
-Cost: reads TH values and writes as many, reads TSJ of change and SH of base: 2.8 MB for 8 blocks of 16 slots of 5,120
-channels in bf16, so it is launch-bound in a decode step, and one launch.
+Cost: one launch, launch-bound in a decode step: it reads TH values, TSJ of change and SH of base, and writes TH. For 8
+blocks of 16 slots with 5,120 channels in bf16 these are 2.8 MB.
 
-Tap 0 is the slot itself. Taps that reach before the block are left out, so a block's result depends only on the block,
-and padding, which consists of whole blocks, changes nothing. Products and sums are fp32 and rounded once.
+Tap 0 is the slot itself. Taps that reach before the block are left out, so a block's result depends only on the block.
+Padding consists of whole blocks, so it changes no other result. Products and sums are fp32 and rounded once.
 """
 
 import torch
@@ -18,7 +18,7 @@ import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
-BLOCK_H = 512  # channels per program: enough programs for one request's block to reach most multiprocessors
+BLOCK_H = 512  # channels per program; one request's block then gives most multiprocessors a program
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -85,10 +85,13 @@ BLOCK_CONV = Forms(on_cpu=block_conv_torch, on_gpu=block_conv_triton)
 
 
 def block_conv(x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, *, block_size: int) -> torch.Tensor:
-    """Convolve `x_TH` within blocks of `block_size` >= 2 rows; returns [T, H] in its dtype. T may be 0.
+    """Return `x_TH` convolved within blocks of `block_size` >= 2 rows, [T, H] in the dtype of `x_TH`. T may be 0.
 
-    `x_TH` and `base_SH` are contiguous; rows of `change_TSJ` may be strided, as in one half of a projection [T, 2, S,
-    J]. Each has a model dtype. Raises ValueError on anything else.
+    Args:
+        x_TH, base_SH: contiguous, of any model dtype.
+        change_TSJ: of any model dtype. Its rows may be strided, as in one half of a projection [T, 2, S, J].
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit.
     """
     shapes = Shapes()
     shapes.check(*MODEL_DTYPES, x_TH=x_TH)

@@ -1,32 +1,32 @@
-"""Checks of tensors against the shapes that their names promise: `tokens_BN` has two dimensions, B and N.
+"""Checks of tensors against the shapes in their names: `tokens_BN` has two dimensions, B and N.
 
-One letter is one size within a call, so the suffixes are the contract. These checks run in decode steps, so they use
-Python integers only and never wait for a device.
+Within one call a letter stands for one size. The checks run in decode steps, so they use Python integers only and never
+wait for a device.
 """
 
 import torch
 
 
 class Shapes:
-    """Sizes of named dimensions, each taken from the first tensor that has it.
-
-    Every tensor must be contiguous and on the device of the first one, because the kernels index flat memory. Raises
-    ValueError, naming the tensor, what was found and what was wanted.
-    """
+    """Sizes of named dimensions. The first tensor with a dimension sets its size, and the first tensor the device."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.device: torch.device | None = None
 
     def check(self, *dtypes: torch.dtype, **tensors: torch.Tensor) -> None:
-        """Check tensors whose names end in `_<dimensions>` and whose dtype is one of `dtypes`."""
+        """Check tensors, contiguous because the kernels index flat memory, whose names end in `_<dimensions>`.
+
+        Raises:
+            ValueError: a tensor has another shape or device, a dtype not in `dtypes`, or is not contiguous.
+        """
         self.check_strided(*dtypes, **tensors)
         for name, tensor in tensors.items():
             if not tensor.is_contiguous():
                 raise ValueError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
 
     def check_strided(self, *dtypes: torch.dtype, **tensors: torch.Tensor) -> None:
-        """Check as `check` does, but leave strides to the caller."""
+        """Do the checks of `check` except those of strides, and raise the same error."""
         for name, tensor in tensors.items():
             letters = name[name.rindex("_") + 1 :]
             wanted = [self.sizes.setdefault(*pair) for pair in zip(letters, tensor.shape, strict=False)]

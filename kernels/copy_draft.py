@@ -12,18 +12,18 @@ The copy is taken at the first place whose match has a length that this request 
 
     2 (prior + gain) > 1 + n            prior is 1 for LONGEST tokens, -1 for fewer
 
-`weigh_copies` counts `n`, the places reached, and `gain`, the tokens that copies there committed beyond the block. So a
-copy must commit half a token more than the block that it replaces, on average over the request's own places and one
-that is imagined. If no run of SHORTEST tokens recurs, the block is unchanged.
+`weigh_copies` counts `n`, the places reached, and `gain`, the tokens that copies there committed beyond the block's own
+guesses. A copy must have committed half a token more than the guesses it replaces, averaged over the request's places
+and one prior place. If no run of SHORTEST tokens recurs, the block is unchanged.
 
 Shapes: B requests, N slots per block, D = N - 1 drafts and as many places; Q rows of M tokens of text, one per request
 the server can hold; K classes of length, two counts (2) for each: gain and n.
 Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup; splicing copies into a block is new.
 Cost: reads the text once, 4M bytes per request, and writes 4N of it; 4.2 MB for 32 requests of 32k tokens. Two
-launches: one clears 4BN bytes, the kernel does the rest. Its time does not depend on how much of the text matches.
+launches: the first clears 4BN bytes, the kernel does the rest. Its time is independent of the number of matches.
 
-A negative token is a placeholder (of an image): it matches nothing and is not copied, so the block's own guess stays.
-The verified tokens are written after the prefix, so that they are part of the text in the next step.
+A negative token is a placeholder (of an image). It matches nothing and is not copied: the block's own guess stays. The
+drafted tokens are written after the prefix, so that they are part of the text in the next step.
 """
 
 from typing import NamedTuple
@@ -35,7 +35,7 @@ import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
-SHORTEST, LONGEST = 3, 16  # tokens of a match
+SHORTEST, LONGEST = 3, 16  # limits of a match's length, in tokens
 N_CLASSES = 5  # classes of match lengths: powers of two, up to LONGEST
 LENGTH_BIT = 26  # packs length and position into one int32: texts have fewer than 2^26 tokens
 
@@ -47,12 +47,14 @@ class Texts(NamedTuple):
     """Token histories of B requests, and counts of the value of copies from them."""
 
     prefix_len_B: torch.Tensor  # int64, tokens in the history before the anchor
-    rows_B: torch.Tensor  # int64 or int32, the requests' rows of the next two; all different
+    rows_B: torch.Tensor  # int64 or int32, the requests' rows of the next two tensors; all different
     text_QM: torch.Tensor  # int32; [row, :prefix_len] is the text
     counts_QK2: torch.Tensor  # int32; per class of length, `gain` and `n`
 
 
 class Copied(NamedTuple):
+    """Blocks continued by copies, and the matches of every place."""
+
     tokens_BN: torch.Tensor  # int64, the anchor, guesses up to the place, then the copy
     place_B: torch.Tensor  # int32, 0..D; D: nothing is copied
     source_BD: torch.Tensor  # int32, by place; -1: no match
@@ -94,7 +96,7 @@ def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
 
 
 def is_trusted(length: int, gain: int, n: int) -> bool:
-    """Return whether matches of `length` tokens are copied, after `n` of them gained `gain` tokens."""
+    """Return True if matches of `length` tokens are copied, after `n` of them gained `gain` tokens."""
     prior = 1 if length == LONGEST else -1
     return 2 * (prior + gain) > 1 + n
 
@@ -133,14 +135,17 @@ def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
     """Return each place's longest match with its latest source, int64 [D]: length << LENGTH_BIT | source.
 
-    `text_L`: n tokens of text, then the block. First each tail's last SHORTEST tokens are compared with the whole text.
-    Only matches of these are compared further.
+    The last SHORTEST tokens of each tail are compared with the whole text. Only their matches are compared further.
+
+    Args:
+        text_L: n tokens of text, then the block.
+        n: tokens of the text without the block.
     """
     D = len(text_L) - n - 1
     best_D = np.zeros(D, np.int64)
     if n < SHORTEST or not D:
         return best_D
-    # equal[i, j]: token j of the text equals token n - 2 + i of text and block
+    # equal[i, j]: token j of the text equals token n - 2 + i of text and block.
     equal = (text_L[n - SHORTEST + 1 : n + D, None] == text_L[:n]) & (text_L[:n] >= 0)
     found = equal[2:, 2:] & equal[1:-1, 1:-1] & equal[:-2, :-2]
     place_F, last_F = found.nonzero()
@@ -163,9 +168,9 @@ def copied_from(n: int, place: int | np.ndarray, source: int | np.ndarray, N: in
     return source + ahead % (n + place + 1 - source)
 
 
-TILE, N_WARPS = 128, 4  # positions of the text compared at once by a program, one per thread; its warps
-PROGRAMS, LEAST = 512, 16  # per launch, four per multiprocessor of an H200; least per request
-PLACES = 16  # per program; wider blocks use several programs, which read the text again
+TILE, N_WARPS = 128, 4  # positions of the text that a program compares at once, one per thread; its warps
+PROGRAMS, LEAST = 512, 16  # programs per launch, four per multiprocessor of an H200; minimum per request
+PLACES = 16  # places per program; wider blocks use several programs, which read the text again
 
 _PLACES, _WINDOW, _RUN = map(tl.constexpr, (PLACES, PLACES + LONGEST, (1 << LONGEST) - 1))
 
@@ -178,15 +183,14 @@ def _copy_draft_kernel(
     tokens, prefix_len, rows, text, counts, drafted, place_out, source_out, length_out, found, M, N,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Search tiles of a request's text for matches; the request's last program to finish decides and writes.
+    """Search tiles of a request's text for matches. The request's last program to finish chooses the copy and writes.
 
     `found` [B, N] is zero before the launch. found[b, d] becomes the best match of place d, as length and source in one
     number. found[b, N - 1] counts the programs of request b that have finished.
 
-    If token d of a block matches token p of the text, the match grows with tokens d - 1 and p - 1, and so does that of
-    place d + 1 at p + 1 with d and p. So PLACES places and their tails are one window of tokens, compared once for each
-    position of the text. Bit j of `equal` is set if the window's token j, from its end, equals the text's. The match of
-    the place that is s before the window's end is the run of ones from bit s up.
+    The tail of place d + 1 is the tail of place d and one more token. So PLACES places and their tails form one window
+    of tokens, compared once for each position of the text. Bit j of `equal` is set if the window's token j, counted
+    from its end, equals the text's. The match of the place s before the window's end is the run of ones from bit s up.
     """
     b = tl.program_id(0).to(tl.int64)
     n = tl.load(prefix_len + b).to(tl.int32)
@@ -196,7 +200,7 @@ def _copy_draft_kernel(
     if tl.program_id(1) >= n_searching:
         return
     line, block, best = text + row * M, tokens + b * N, found + b * N
-    last = (tl.program_id(2) + 1) * _PLACES - 1  # the window ends with this slot; negative slots are the text's end
+    last = (tl.program_id(2) + 1) * _PLACES - 1  # the window's last slot; negative slots are the text's end
     j = tl.arange(0, _WINDOW)  # [W]
     from_text = tl.load(line + n + last - j, mask=(last < j) & (n + last >= j), other=-1)
     from_block = tl.load(block + last - j, mask=(last >= j) & (last - j < N - 1), other=-1).to(tl.int32)
@@ -216,11 +220,11 @@ def _copy_draft_kernel(
         found_PM = tl.maximum(found_PM, (length << _LENGTH_BIT - 23) + end[None] - s[:, None] + 1)
     longest = tl.max(found_PM, axis=1)
     tl.atomic_max(best + last - s, longest, mask=longest >= (_SHORTEST << _LENGTH_BIT), sem="relaxed")
-    tl.debug_barrier()  # orders the maxima of all threads before the next line
+    tl.debug_barrier()  # the maxima of all threads come before the next line
     if tl.atomic_add(best + N - 1, 1) != n_searching * tl.num_programs(2) - 1:
         return
     slot = tl.arange(0, BLOCK_N)  # [N]; a place has the index of the slot before it
-    match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")  # bypasses L1: others wrote it
+    match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")  # past L1: other programs wrote
     length = match >> _LENGTH_BIT  # [N]
     source = tl.where(length > 0, match & _POSITION, -1)
     kind = (length >= 2).to(tl.int32) + (length >= 4) + (length >= 8) + (length >= 16)
@@ -244,7 +248,7 @@ def _copy_draft_kernel(
 
 
 def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Compute `copy_draft` by its kernel: programs by request, part of the longest text, and part of a block."""
+    """Compute `copy_draft` by its kernel: one program per request, part of the longest text, and part of a block."""
     B, N = tokens_BN.shape
     M = texts.text_QM.shape[1]
     int32_2BD = tokens_BN.new_empty(2, B, N - 1, dtype=torch.int32)
@@ -262,11 +266,11 @@ COPY_DRAFT = Forms(on_cpu=copy_draft_numpy, on_gpu=copy_draft_triton)
 
 
 def copy_draft(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Continue the guesses of blocks by copies where these are trusted, and write the result after the prefix.
+    """Continue the guesses of blocks by trusted copies, and write the blocks after the prefix in `text_QM`.
 
     Args:
         tokens_BN: int64, the anchor and the block's guesses; N >= 1, B may be 0.
-        texts: their rows must differ, which is not checked.
+        texts: `rows_B` must differ, which is not checked.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

@@ -1,6 +1,6 @@
-"""Choice of an op's form: the one for CPU tensors, or the kernel for a GPU.
+"""Choice of an op's form by the device of its tensors: one form for CPU tensors, the kernel for a GPU.
 
-The tensors' device decides, never an exception: a failing kernel is a bug, not a reason for a slower fallback.
+An exception never selects the slower form: a failing kernel is a bug.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Op = TypeVar("Op", bound=Callable)
 
 @dataclass(frozen=True)
 class Forms(Generic[Op]):
-    """The two forms of an op. Both compute the definition, `*_ref`, which is written to be readable."""
+    """Two forms of an op. Both compute its readable definition, `*_ref`."""
 
     on_cpu: Op
     on_gpu: Op
@@ -29,8 +29,8 @@ class Forms(Generic[Op]):
 
 
 def override(choose: Callable[[Forms], Any]) -> None:
-    """Let `choose` pick the form of every op from now on in this process, on any device.
+    """Use `choose` to select the form of every op in this process, on any device.
 
-    It is for CPUs that emulate a GPU: they run kernels in Triton's interpreter, or count launches.
+    The GPU emulation uses this to run kernels in Triton's interpreter, and to count launches.
     """
     Forms._override = staticmethod(choose)

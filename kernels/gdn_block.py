@@ -1,4 +1,4 @@
-"""Algebra of the gated delta rule for a block of tokens, without a token loop and independent of SGLang.
+"""Gated delta rule for a whole block of tokens as matrix products, independent of SGLang.
 
 Per value head, with state S [V, K], log decay g <= 0 and beta in (0, 1), one token does
 
@@ -10,8 +10,8 @@ Over C tokens the deltas solve one triangular system. With G_t = g_1 + ... + g_t
     o_t = exp(G_t) S_0 q_t + sum_{s<=t} D_ts (q_t . k_s) delta_s
     S_C = exp(G_C) S_0     + sum_s D_Cs delta_s k_s^T
 
-(Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464.) Queries and keys are multiplied by the same keys and
-states, so they are kept in one tensor.
+Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464. Queries and keys are multiplied by the same keys and
+states, so one tensor holds both.
 
 Dimension key: B blocks, C tokens of a block, X = 2 C queries and then keys, G key heads, H value heads (H a multiple of
 G), Y = B H blocks of one value head, K key width, V value width. A 1 is a broadcast dimension. All fp32.
@@ -23,10 +23,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-L2_EPS = 1e-6
+L2_EPS = 1e-6  # added to the squared norm of queries and keys
 
 
 class DeltaBlock(NamedTuple):
+    """Terms of the equations above that do not depend on the state."""
+
     qk_YXK: torch.Tensor  # queries are scaled; repeated for the value heads that share a key head
     v_YCV: torch.Tensor
     beta_YC1: torch.Tensor
@@ -48,7 +50,12 @@ class DeltaBlock(NamedTuple):
         scale: float | None = None,
         normalise: bool = True,
     ) -> "DeltaBlock":
-        """Build the block. `scale`: of the queries, 1 / sqrt(K) by default; `normalise`: first to length 1."""
+        """Build the terms.
+
+        Args:
+            scale: factor of the queries; None: 1 / sqrt(K).
+            normalise: divide queries and keys by their L2 norms first.
+        """
         C, G, K = q_BCGK.shape[1:]
         H = v_BCHV.shape[2]
         qk_BXGK = torch.cat([q_BCGK, k_BCGK], dim=1).float()
@@ -77,23 +84,23 @@ class DeltaBlock(NamedTuple):
         return self.qk_YXK[:, self.qk_YXK.shape[1] // 2 :]
 
     def read(self, state_YVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return S_0 q and S_0 k, decayed, for the states before the blocks: two [Y, C, V]."""
+        """Return exp(G_t) S_0 q_t and exp(G_t) S_0 k_t, two [Y, C, V], for states `state_YVK` before the blocks."""
         found_YXV = torch.bmm(self.qk_YXK, state_YVK.transpose(1, 2))
         found_by_q, found_by_k = (found_YXV.unflatten(1, (2, -1)) * self.decay_YC[:, None, :, None]).unbind(1)
         return found_by_q, found_by_k
 
     def solve(self, right_YCX: torch.Tensor) -> torch.Tensor:
-        """Return X of (I + A) X = beta * right; the solver reads only the part below the diagonal, which is A."""
+        """Return X of (I + A) X = beta * right. The solver reads only the part below the diagonal, A."""
         return torch.linalg.solve_triangular(
             self.k_scores_YCC * self.beta_YC1, right_YCX * self.beta_YC1, upper=False, unitriangular=True
         )
 
     def outputs(self, found_by_q_YCV: torch.Tensor, delta_YCV: torch.Tensor) -> torch.Tensor:
-        """Return the blocks' outputs, [Y, C, V]."""
+        """Return the outputs o of the blocks, [Y, C, V]."""
         return torch.baddbmm(found_by_q_YCV, self.q_scores_YCC, delta_YCV)
 
     def states(self, state_YVK: torch.Tensor, delta_YCV: torch.Tensor, *, out_BCHVK: torch.Tensor) -> None:
-        """Write the states after every token: S_t = delta_t k_t^T + exp(g_t) S_{t-1}."""
+        """Write the state after every token to `out_BCHVK`: S_t = delta_t k_t^T + exp(g_t) S_{t-1}."""
         B = len(out_BCHVK)
         torch.mul(by_token(delta_YCV, B)[..., None], by_token(self.k_YCK, B)[..., None, :], out=out_BCHVK)
         # exp(g_t) is the decay of the first token, then D just below the diagonal.
@@ -116,14 +123,14 @@ def by_token(x: torch.Tensor, n_blocks: int) -> torch.Tensor:
 
 @lru_cache
 def _later(C: int) -> torch.Tensor:
-    """Return a mask [C, C], True if the key comes after the query."""
+    """Return a bool mask [C, C], True where the key comes after the query."""
     return torch.ones(C, C, dtype=torch.bool).triu_(1)
 
 
 def log_decay(
     A_log: torch.Tensor, a: torch.Tensor, dt_bias: torch.Tensor, *, beta: float = 1.0, threshold: float = 20.0
 ) -> torch.Tensor:
-    """Return g = -exp(A_log) softplus(a + dt_bias), fp32, shaped like a [..., H]; beta and threshold are softplus's."""
+    """Return g = -exp(A_log) softplus(a + dt_bias; beta, threshold), fp32, shaped like `a` [..., H]."""
     return F.softplus(a.float() + dt_bias.float(), beta, threshold) * -A_log.float().exp()
 
 

@@ -1,8 +1,8 @@
 """Fold the accepted prefix of a verified block into the recurrent states of all layers, in one launch.
 
-With the records of `gdn_verify`, the state after n tokens is a sum instead of a recurrence:
+The records of `gdn_verify` turn the recurrence for the state after n tokens into a sum:
 
-    S_n = exp(G_n) S_0 + sum over i <= n of exp(G_n - G_i) delta_i k_i^T        (G: log decay since before the block)
+    S_n = exp(G_n) S_0 + sum over i <= n of exp(G_n - G_i) delta_i k_i^T        (G: log decay since the block's start)
 
 Shapes: L layers, B requests, N tokens per block, G key heads, H value heads, K key width, V value width, S state slots,
 R rows of the record, X values recorded per token (`record_width`).
@@ -22,18 +22,18 @@ from sglang_dflash_kernels.record import record_width
 
 
 class Kept(NamedTuple):
-    """Tokens of each request to keep, and slots for its states; int32 or int64. All slots differ."""
+    """Number of tokens to keep of each request, and slots of its states; int32 or int64. All slots differ."""
 
-    slot_B: torch.Tensor  # negative: padding, which is left unchanged
-    n_B: torch.Tensor  # tokens of the block that are kept, 0..N; 0 leaves the state unchanged
+    slot_B: torch.Tensor  # state slots; negative: padding, left unchanged
+    n_B: torch.Tensor  # kept tokens of the block, 0..N; 0 leaves the state unchanged
     # The state after token `track_step` < n of the block is also stored in `track_slot`, unless either is negative.
-    # None, both: for no request.
+    # Both None: no request stores it.
     track_slot_B: torch.Tensor | None = None
     track_step_B: torch.Tensor | None = None
 
 
 def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
-    """Define `gdn_fold`: the recurrence, a token at a time, in float64."""
+    """Define `gdn_fold`: the recurrence, token by token, in float64."""
     for b, slot in enumerate(kept.slot_B.tolist()):
         if slot < 0:
             continue
@@ -62,11 +62,11 @@ def _after(state_LHVK: torch.Tensor, record_LNX: torch.Tensor, n_key_heads: int)
 
 
 def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
-    """Compute the fold as a sum, all requests at once."""
+    """Compute `gdn_fold` as a sum, all requests at once."""
     slot_B = kept.slot_B
     before_LBHVK = state_LSHVK.index_select(1, slot_B.clamp(min=0)).float()
     wanted = [(slot_B, kept.n_B)]
-    if kept.track_slot_B is not None and kept.track_step_B is not None:  # first: both start from the previous state
+    if kept.track_slot_B is not None and kept.track_step_B is not None:  # first, because both start from the old state
         wanted.insert(0, (kept.track_slot_B, kept.track_step_B + 1))
     for target_B, length_B in wanted:
         row_W = ((slot_B >= 0) & (target_B >= 0) & (length_B > 0)).nonzero().flatten()
@@ -84,7 +84,7 @@ def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: K
 def state_after(
     state_LBHVK: torch.Tensor, record_LBNX: torch.Tensor, n_B: torch.Tensor, n_key_heads: int
 ) -> torch.Tensor:
-    """Return S_n for n >= 1, [L, B, H, V, K]; tokens past n have weight 0."""
+    """Return S_n for n >= 1, [L, B, H, V, K]. Tokens past n have weight 0."""
     (L, B, H, V, K), G, N = state_LBHVK.shape, n_key_heads, record_LBNX.shape[2]
     delta_LBNHV, key_LBNGK, total_LBNH = split_record(
         record_LBNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K
@@ -108,7 +108,7 @@ def _gdn_fold_kernel(
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of a head have consecutive ids, so that three of four find its keys in the cache.
+    # Consecutive programs are tiles of one head, so that three of four find its keys in the cache.
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     h, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     request, layer = tl.program_id(1), tl.program_id(2)
@@ -128,7 +128,7 @@ def _gdn_fold_kernel(
             track_slot = tl.load(track_slots + request).to(tl.int64)
             track_step = tl.load(track_steps + request)
         before = 0.0
-        # Token by token, so that every intermediate state exists, including the tracked one.
+        # The loop passes through every intermediate state, including the tracked one.
         for i in range(n):
             total = tl.load(rows + i * X + H * V + G * K + h)
             delta_V = tl.load(rows + i * X + h * V + row, mask=in_V, other=0)
@@ -161,7 +161,8 @@ def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *
 
     Args:
         state_LSHVK: fp32, bf16 or fp16; sums are fp32. Layers and slots may be strided.
-        record_LRNX: fp32, written by `gdn_verify`, row b for request b; N must be the verified block's.
+        record_LRNX: fp32, written by `gdn_verify`, row b for request b. N equals that of the verified block.
+        kept: number of tokens and state slots of each request.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

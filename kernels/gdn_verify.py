@@ -1,20 +1,20 @@
-"""Gated delta rule over a drafted block: outputs for every slot, and a record from which any prefix can be kept.
+"""Gated delta rule over a drafted block: outputs for every slot, and records that let `gdn_fold` keep any prefix.
 
 Verify must not change the recurrent state, because the accepted length is not known yet. Storing the state after every
-token costs H V K values per token (3 MiB a layer at Qwen3.5-27B). A token's record is its contribution to the state,
-delta and key, and the log decay up to it: H V + G K + H values, which suffice for `gdn_fold`.
+token costs H V K values per token (3 MiB per layer in Qwen3.5-27B). A token's record has only H V + G K + H values: its
+term of the state (delta and key) and the log decay up to it.
 
 Shapes: B requests, N tokens per block, T = B N tokens, G key heads, H value heads (H a multiple of G), K key width, V
 value width, S state slots, R rows of the record (row b belongs to request b of the batch), X = H V + G K + H.
-Cost: reads each state once, 4 B H V K bytes, which is the floor; writes the records, 4 T X bytes.
+Cost: reads each state once, 4 B H V K bytes, the minimum; writes the records, 4 T X bytes.
 Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464; the algebra of a whole block is in `gdn_block`.
 
-Both forms compute a block at once: matrix products and one triangular system instead of the definition's loop, in which
-every token waits for the one before. The kernel multiplies in fp32, or exactly: bf16 queries and keys go to the tensor
-cores with a state split into bf16 numbers. Nothing is rounded to bf16 or TF32.
+Both forms compute a block at once, by matrix products and one triangular system. In the definition's loop every token
+waits for the one before. The kernel multiplies in fp32 or exactly: bf16 queries and keys go to the tensor cores, with
+the state split into bf16 numbers. Nothing is rounded to bf16 or TF32.
 
-Requests with a negative slot are padding: their outputs are zero for any inputs, so that no NaN reaches the target, and
-their rows of the record are not written.
+Requests with a negative slot are padding. Their outputs are zero for any inputs, so that no NaN reaches the target.
+Their rows of the record are not written.
 """
 
 from typing import NamedTuple
@@ -29,8 +29,8 @@ from sglang_dflash_kernels.gdn_block import L2_EPS, DeltaBlock, by_token, log_de
 from sglang_dflash_kernels.record import record_width
 
 SMALLEST = 16  # smallest side of a multiplied tile
-BLOCK_C = 32  # columns of the state that are multiplied at a time
-MANY_HEADS = 128  # about the number of multiprocessors: 108 of an A100, 132 of an H200, 148 of a B200
+BLOCK_C = 32  # columns of the state multiplied at a time
+MANY_HEADS = 128  # heads of a launch that fill the multiprocessors: 108 of an A100, 132 of an H200, 148 of a B200
 N_BFLOAT16S = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}  # bf16 values whose sum is exact
 
 INF = tl.constexpr(float("inf"))
@@ -39,7 +39,7 @@ INF = tl.constexpr(float("inf"))
 class Inputs(NamedTuple):
     """Inputs of the recurrence in one layer. Rows of q, k, v, a and b may be strided; each row is contiguous."""
 
-    q_TGK: torch.Tensor  # q, k and v: after the convolution, not normalised
+    q_TGK: torch.Tensor  # q, k and v come from the convolution and are not normalised
     k_TGK: torch.Tensor
     v_THV: torch.Tensor
     a_TH: torch.Tensor  # the log decay is -exp(A_log) softplus(a + dt_bias)
@@ -51,13 +51,13 @@ class Inputs(NamedTuple):
 def split_record(
     record: torch.Tensor, *, n_value_heads: int, value_width: int, n_key_heads: int, key_width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return views of [..., X]: delta [..., H, V], key [..., G, K], log decay since before the block [..., H]."""
+    """Return views of [..., X]: delta [..., H, V], key [..., G, K], log decay since the block's start [..., H]."""
     delta, key, total = record.split([n_value_heads * value_width, n_key_heads * key_width, n_value_heads], dim=-1)
     return delta.unflatten(-1, (n_value_heads, value_width)), key.unflatten(-1, (n_key_heads, key_width)), total
 
 
 def gdn_verify_ref(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor) -> torch.Tensor:
-    """Define `gdn_verify`: the recurrence, a token at a time, in float64."""
+    """Define `gdn_verify`: the recurrence, token by token, in float64."""
     N, (G, K), (H, V) = len(x.q_TGK) // len(slot_B), x.q_TGK.shape[1:], x.v_THV.shape[1:]
     delta_RNHV, key_RNGK, total_RNH = split_record(
         record_RNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K
@@ -85,7 +85,7 @@ def gdn_verify_ref(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, re
 def gdn_verify_torch(
     x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor
 ) -> torch.Tensor:
-    """Compute a whole block at once (`gdn_block`)."""
+    """Compute `gdn_verify` for whole blocks at once, with `gdn_block`."""
     B = len(slot_B)
     N, (G, K), (H, V) = len(x.q_TGK) // B, x.q_TGK.shape[1:], x.v_THV.shape[1:]
     block = DeltaBlock.of(
@@ -117,8 +117,8 @@ def gdn_verify_torch(
 def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
     """Return `sum_NV` + rows S^T with exact products.
 
-    With PARTS > 0, bf16 rows are multiplied by the PARTS bf16 numbers whose sum is S, the largest first. With PARTS =
-    0, products are fp32's.
+    With PARTS > 0, bf16 rows are multiplied by the PARTS bf16 numbers whose sum is S, the largest first. With PARTS = 0
+    products are fp32.
     """
     if PARTS == 0:
         sum_NV = tl.dot(rows_NC.to(tl.float32), tl.trans(S_VC), sum_NV, input_precision="ieee")
@@ -131,7 +131,7 @@ def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
 
 @triton.jit
 def _inverse(A_NN, later, earlier, BLOCK_N: tl.constexpr):
-    """Return (I + A)^-1 of a strictly lower triangular A; blocks P, Q joined by a corner C of A add -Q^-1 C P^-1."""
+    """Return (I + A)^-1 for strictly lower triangular A: diagonal blocks P, Q with corner C give -Q^-1 C P^-1."""
     inverse_NN = tl.where(later == earlier, 1.0, tl.where(later // 2 == earlier // 2, -A_NN, 0.0))
     LEVELS: tl.constexpr = (BLOCK_N - 1).bit_length()
     for level in tl.static_range(1, LEVELS):
@@ -157,7 +157,7 @@ def _gdn_verify_kernel(
     row = tile * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
     here_NV = in_N[:, None] & (row < V)[None]
     out_NV = out + (t_N[:, None] * H + h) * V + row[None]
-    # Loads that depend on no other load come first.
+    # Loads that need no other loaded value come first.
     slot = tl.load(slots + request).to(tl.int64)
     x_N = tl.load(a + t_N * stride_a + h, mask=in_N, other=0).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
     rate = -tl.exp(tl.load(A_log + h).to(tl.float32))
@@ -167,7 +167,7 @@ def _gdn_verify_kernel(
         tl.store(out_NV, tl.zeros([BLOCK_N, BLOCK_V], out.dtype.element_ty), mask=here_NV)
         return
 
-    # Not normalised, because products of bf16 numbers are exact; the norms are divided out below.
+    # Products of the given bf16 numbers are exact, so the norms are divided out only below.
     qq_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     kk_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     qk_NN = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
@@ -201,8 +201,8 @@ def _gdn_verify_kernel(
     right_NV = beta_N[:, None] * (v_NV.to(tl.float32) - (left_N * per_k_N)[:, None] * kS_NV)
     delta_NV = tl.dot(_inverse(A_NN, later, earlier, BLOCK_N), right_NV, input_precision="ieee")
     scores_NN = per_q_N[:, None] * decay_NN * qk_NN
-    said_NV = tl.dot(scores_NN, delta_NV, (left_N * per_q_N)[:, None] * qS_NV, input_precision="ieee")
-    tl.store(out_NV, said_NV.to(out.dtype.element_ty), mask=here_NV)
+    output_NV = tl.dot(scores_NN, delta_NV, (left_N * per_q_N)[:, None] * qS_NV, input_precision="ieee")
+    tl.store(out_NV, output_NV.to(out.dtype.element_ty), mask=here_NV)
 
     kept_N = record + request.to(tl.int64) * stride_row + n * X
     tl.store(kept_N[:, None] + h * V + row[None], delta_NV, mask=here_NV)
@@ -223,8 +223,8 @@ def gdn_verify_triton(
     """Compute `gdn_verify` by its kernel: one program per request, value head and tile of the state's rows.
 
     Raises:
-        ValueError: more requests than the record has rows. Padding counts, so the record needs a row for every request
-            of the largest captured batch.
+        ValueError: there are more requests, padding included, than rows of the record. The record needs a row for every
+            request of the largest captured batch.
     """
     B, (G, K), (H, V) = len(slot_B), x.q_TGK.shape[1:], x.v_THV.shape[1:]
     if len(record_RNX) < B:
@@ -247,11 +247,14 @@ def gdn_verify_triton(
 
 
 def geometry(n_heads: int, block_v: int) -> tuple[int, int]:
-    """Return the number of state rows per program, and its number of warps.
+    """Return the number of state rows and the number of warps per program.
 
-    Every tile of a head solves the same small system, so whole heads cost the fewest instructions. They are used if
-    there is one for every multiprocessor. With fewer heads a program's latency dominates, and a quarter of a head has
-    half of it.
+    Every tile of a head solves the same small system, so whole heads need the fewest instructions. With fewer heads
+    than multiprocessors a program's latency dominates. A quarter of a head has half the latency.
+
+    Args:
+        n_heads: value heads of all requests of the launch.
+        block_v: rows of a head's state, padded to a power of two.
     """
     return (min(128, block_v), 8) if n_heads >= MANY_HEADS else (min(32, block_v), 4)
 
@@ -260,12 +263,13 @@ GDN_VERIFY = Forms(on_cpu=gdn_verify_torch, on_gpu=gdn_verify_triton)
 
 
 def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor) -> torch.Tensor:
-    """Verify B >= 1 blocks of T / B tokens; returns the outputs [T, H, V] in v's dtype.
+    """Verify B >= 1 blocks of T / B tokens. Return the outputs [T, H, V] in v's dtype.
 
     Args:
-        state_SHVK: read only. Slots may be strided.
-        slot_B: int32 or int64, each request's state; a negative one marks padding.
-        record_RNX: fp32, R >= B and its N at least T / B; written.
+        x: inputs of the layer.
+        state_SHVK: fp32, bf16 or fp16, not changed. Slots may be strided.
+        slot_B: int32 or int64, state slots of the requests; negative: padding.
+        record_RNX: fp32, written; R >= B, N >= T / B.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

@@ -1,12 +1,12 @@
-"""Penalise the target's logits at every slot by the output and the drafts up to that slot.
+"""Penalise the target's logits at every slot, by the tokens of the output and of the drafts up to the slot.
 
-Shapes: B requests, N tokens per block (slot 0 is the anchor), V vocabulary; P of the requests ask for a penalty, each
+Shapes: B requests, N tokens per block (slot 0 is the anchor), V vocabulary; P of the requests have a penalty, each
 with at most E stop tokens; the table of counts has R rows.
-Cost: reads and writes the logits of P * N slots and reads the counts of P rows once per slot, 12 PNV bytes in fp32: a
-hundredth of what verifying those slots reads for a 27B target.
+Cost: reads and writes the logits of P * N slots and reads the counts of P rows once per slot: 12 PNV bytes in fp32, a
+hundredth of the bytes that a 27B target reads to verify these slots.
 
-`counts_RV` is how often each token occurs in a request's output, anchor included. Slot i also counts the drafts 1..i,
-because its token is kept only if they are. The order is SGLang's: additive penalties (frequency, presence, and minus
+`counts_RV` counts each token in a request's output, anchor included. Slot i also counts the drafts 1..i, because its
+token is kept only if they are kept. The order is SGLang's: additive penalties (frequency, presence, and minus
 infinity for stop tokens before `min_new_tokens`), then scaling (repetition).
 """
 
@@ -18,24 +18,24 @@ import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
-BLOCK_V = 1024
+BLOCK_V = 1024  # tokens of the vocabulary per program
 INF = tl.constexpr(float("inf"))
 
 
 class Asked(NamedTuple):
-    """Requests of a batch that ask for a penalty, and their parameters."""
+    """Requests of a batch with a penalty, and their parameters."""
 
-    index_P: torch.Tensor  # int64, their places in the batch
-    row_P: torch.Tensor  # int64, their rows of the counts
+    index_P: torch.Tensor  # int64, indices of the requests in the batch
+    row_P: torch.Tensor  # int64, rows of the requests in the counts
     frequency_P: torch.Tensor  # float32, subtracted once per occurrence
-    presence_P: torch.Tensor  # float32, subtracted once
+    presence_P: torch.Tensor  # float32, subtracted once from tokens that occurred
     repetition_P: torch.Tensor  # float32, divides positive logits of tokens that occurred and multiplies negative ones
-    min_new_P: torch.Tensor  # int64, outputs before a stop token may be chosen
+    min_new_P: torch.Tensor  # int64, output tokens before a stop token may be chosen
     stop_PE: torch.Tensor  # int64, stop tokens; the rest -1
 
 
 def additive(counts_PNV: torch.Tensor, n_output_PN: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Return the addends of logits, float32 [P, N, V], that follow `n_output_PN` tokens with these counts."""
+    """Return addends, float32 [P, N, V], for the logits after `n_output_PN` tokens with these counts."""
     added_PNV = -(asked.frequency_P[:, None, None] * counts_PNV)
     added_PNV -= asked.presence_P[:, None, None] * (counts_PNV > 0)
     token_V = torch.arange(counts_PNV.shape[2], device=counts_PNV.device)
@@ -45,7 +45,7 @@ def additive(counts_PNV: torch.Tensor, n_output_PN: torch.Tensor, asked: Asked) 
 
 
 def scaling(counts_PNV: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Return the scale, float32 [P, N, V], that then multiplies negative logits and divides the others."""
+    """Return the scale, float32 [P, N, V]: it multiplies negative logits and divides the others."""
     return torch.where(counts_PNV > 0, asked.repetition_P[:, None, None], 1.0)
 
 
@@ -132,11 +132,13 @@ def penalise_(
     """Penalise `logits_BNV` in place.
 
     Args:
-        logits_BNV: float32, bfloat16 or float16; rows may be strided, as those of a padded vocabulary are.
-        tokens_BN: int64, the filled blocks.
-        n_output_P: int64, tokens output before the one chosen at slot 0.
-        counts_RV: int32.
-        asked: requests differ; rows and tokens lie inside the tables. Neither is checked.
+        logits_BNV: float32, bfloat16 or float16. Rows may be strided, as with a padded vocabulary.
+        tokens_BN: int64, anchor and drafts.
+        n_output_P: int64, length of the output before the token chosen at slot 0.
+        counts_RV: int32, occurrences of each token in the output.
+        asked: all requests differ, rows and tokens lie inside the tables; neither is checked.
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit.
     """
     shapes = Shapes()
     shapes.check_strided(torch.float32, torch.bfloat16, torch.float16, logits_BNV=logits_BNV)

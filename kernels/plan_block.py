@@ -1,12 +1,12 @@
-"""Lay out the next block of every request: its tokens before drafting, their positions, and their KV slots.
+"""Plan the next block of every request: its tokens before drafting, their positions, and their KV slots.
 
 Shapes: B requests, N tokens per block (slot 0 is the anchor, the rest masks to be drafted); the request-to-token table
 has Q rows of M KV slots, one row per request the server can hold.
-Cost: reads BN slots, writes 3BN; a few KiB, so it is launch-bound and one launch.
+Cost: one launch, launch-bound: it reads BN slots and writes 3BN values, a few KiB.
 
-The block directly follows the prefix: the anchor is committed but has no KV yet. The scheduler reserves slots for the
-whole block before the step. Positions past the end of a row get KV slot 0, the padding slot, whose content is never
-read. `req_pool_indices_B` must be rows of the table; that is not checked.
+The block directly follows the prefix, because the anchor is committed but has no KV yet. The scheduler reserves slots
+for the whole block before the step. Positions past the end of a row get KV slot 0, the padding slot, whose content is
+never read. `req_pool_indices_B` must be rows of the table, which is not checked.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,9 @@ from torch.nn.functional import pad
 
 
 class PlannedBlock(NamedTuple):
-    tokens_BN: torch.Tensor  # int64, anchor, then the mask token
+    """Tokens, positions and KV slots of each request's block."""
+
+    tokens_BN: torch.Tensor  # int64, the anchor, then mask tokens
     positions_BN: torch.Tensor  # int64, prefix_len + slot
     slots_BN: torch.Tensor  # int64, the KV slot of each position
 
@@ -97,9 +99,14 @@ def plan_block(
     mask_token_id: int,
     n_tokens: int,
 ) -> PlannedBlock:
-    """Plan `n_tokens` >= 1 per request; B may be 0.
+    """Plan blocks of `n_tokens` >= 1. B may be 0.
 
-    All int64, except `req_to_token` int32 and `req_pool_indices_B` either. Raises ValueError on anything else.
+    Args:
+        anchor_B, prefix_len_B: int64, last committed tokens and committed lengths without them.
+        req_pool_indices_B: int64 or int32, rows of the table.
+        req_to_token: int32 [Q, M].
+    Raises:
+        ValueError: shapes, dtypes or layouts that do not fit.
     """
     shapes = Shapes()
     shapes.check(torch.int64, anchor_B=anchor_B, prefix_len_B=prefix_len_B)

@@ -1,4 +1,4 @@
-"""Size of a record of the gated delta rule. Independent of torch, so that bytes can be computed anywhere."""
+"""Size of a record of the gated delta rule, without torch, for memory estimates outside a server."""
 
 
 def record_width(n_value_heads: int, value_width: int, n_key_heads: int, key_width: int) -> int:

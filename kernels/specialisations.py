@@ -1,9 +1,9 @@
-"""Specialisations of each kernel: the first launch of one waits for the compiler, 0.3 to 1 s.
+"""Specialisations of each kernel. The first launch of each waits 0.3 to 1 s for the compiler.
 
 A server's dtypes, layouts and model shapes never change. Quantities that change from launch to launch are arguments
-here. Kernels ignore values that Triton would needlessly specialise on (a size that happens to be 1 or a multiple of 16,
-a pointer that happens to be aligned). `of_server` lists all that a server can meet, so that a start-up can launch it
-all; `tests/tools/compile_kernels.py` compares this file with Triton's compilations.
+here. Triton is kept from specialising on values by chance (a size of 1 or a multiple of 16, an aligned pointer).
+`of_server` lists all specialisations that a server can meet, so that start-up can launch them all.
+`tests/tools/compile_kernels.py` compares this file with Triton's compilations.
 """
 
 from collections.abc import Hashable, Iterable
@@ -27,12 +27,14 @@ KERNELS = (
 
 
 class Server(NamedTuple):
+    """Sizes of a server that select specialisations."""
+
     widths: tuple[int, ...]  # verify widths
     block_size: int  # tokens per drafted block
-    batch_sizes: Iterable[int]  # requests of a step, padding included
+    batch_sizes: Iterable[int]  # numbers of requests of a step, padding included
     n_value_heads: int  # per recurrent layer and rank; 0: no state is folded
     value_width: int
-    tracks: bool  # steps pass a track index: recurrent states are saved at multiples of the track interval
+    tracks: bool  # steps pass a track index, because recurrent states are saved at multiples of the track interval
     conv_taps: int = 0  # taps of the draft's convolution; 0: none
     selector_top_k: int = 0  # candidates per slot of the draft's selector; 0: none
     copies: bool = False  # n-gram copies continue blocks
@@ -49,12 +51,12 @@ def accept(n_tokens: int) -> Hashable:
 
 
 def penalise() -> Hashable:
-    """Return the only specialisation: neither the width nor the number of stop tokens matters."""
+    """Return the only specialisation: it is independent of the width and of the number of stop tokens."""
     return "any"
 
 
 def append_context(*, n_kept: bool) -> Hashable:
-    """Return the specialisation: accepted rows of a step's blocks, or rows that are all kept (prompts, late rows)."""
+    """Return the specialisation: for the kept rows of a step's blocks, or for rows all kept (prompts, late rows)."""
     return "accepted" if n_kept else "all"
 
 
@@ -70,12 +72,12 @@ def gdn_fold(*, tracked: bool) -> Hashable:
 
 
 def block_conv(n_taps: int) -> Hashable:
-    """Return the specialisation: one per number of taps. Neither block size nor side of the sublayer matters."""
+    """Return the specialisation: one per number of taps, for any block size and side of the sublayer."""
     return n_taps
 
 
 def select_path(top_k: int) -> Hashable:
-    """Return the specialisation: one per number of candidates. The block's size does not matter."""
+    """Return the specialisation: one per number of candidates, for any block size."""
     return top_k
 
 
@@ -90,7 +92,7 @@ def weigh_copies(n_tokens: int) -> Hashable:
 
 
 def of_server(server: Server) -> dict[str, set[Hashable]]:
-    """Return all specialisations that a server can meet, by kernel. Blocks of one token are decoded, not verified."""
+    """Return all specialisations that a server can meet, by kernel. Blocks of one token use no `gdn_verify`."""
     drafted = [width for width in server.widths if width > 1]
     specialisations = {
         "plan_block": {plan_block(n_tokens) for n_tokens in (*server.widths, server.block_size)},

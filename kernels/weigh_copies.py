@@ -1,20 +1,20 @@
-"""Count the value of copies: at every place of a block that the target reached, against the block's own guesses.
+"""Count the gain of copies over a block's own guesses, at every place that the target reached.
 
-The committed tokens judge every possible draft up to their end. With the places, sources and lengths of `copy_draft`,
-for each request:
+The committed tokens show which drafts would have been accepted. For each request, with the places, sources and lengths
+of `copy_draft`:
 
     own      = leading guesses of the block that equal the committed tokens
     worth[d] = d + leading tokens of the copy after place d that equal the committed tokens there
     gain    += worth[d] - own,   n += 1            in the class of length[d], for every place d that was reached
 
-A place is reached if it has a match, no wrong guess before it, and a committed token after it. At other places a copy
-cannot be judged. Both own and worth are at most the committed count, bonus included, and at most N - 1. When n exceeds
-MEMORY both counts are halved, gain rounded down, so that recent text weighs more.
+A place is reached if it has a match, no wrong guess before it, and a committed token after it. At other places the gain
+of a copy is unknown. Both own and worth are at most the committed count, bonus included, and at most N - 1. When n
+exceeds MEMORY both counts are halved, gain rounded down, so that recent text weighs more.
 
 `totals` counts over all requests, for monitoring, by class: blocks continued by a copy, and accepted copied drafts.
 
-Shapes: as `copy_draft`.
-Cost: reads up to D tokens of text for each of D places, 1 kB per request; launch-bound and one launch.
+Shapes: as in `copy_draft`.
+Cost: one launch, launch-bound: it reads up to D tokens of text for each of D places, 1 kB per request.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ from sglang_dflash_kernels.copy_draft import (
 )
 from sglang_dflash_kernels.dispatch import Forms
 
-MEMORY = 64  # value of `n` above which a class's counts are halved
+MEMORY = 64  # places; larger counts `n` of a class are halved
 
 _CLASSES, _MEMORY = tl.constexpr(N_CLASSES), tl.constexpr(MEMORY)
 
@@ -86,24 +86,24 @@ def weigh_copies_numpy(
 ) -> None:
     """Compute `weigh_copies` one request at a time, all of its places at once."""
     B, N = tokens_BN.shape
-    tokens, said, n_said_B = tokens_BN.numpy(), committed_BN.numpy(), n_committed_B.numpy()
+    tokens, known, n_committed = tokens_BN.numpy(), committed_BN.numpy(), n_committed_B.numpy()
     _, place_B, source_BD, length_BD = (tensor.numpy() for tensor in copied)
     prefix_len_B, rows_B, text_QM, counts_QK2 = (tensor.numpy() for tensor in texts)
     total_K2 = totals_K2.numpy()
     for b in range(B):
-        n, n_said, length_D = int(prefix_len_B[b]), min(int(n_said_B[b]), N - 1), length_BD[b]
-        said_S = said[b, :n_said]
-        own = leading(tokens[b, 1 : n_said + 1] == said_S)
-        place_P1 = length_D[: min(own + 1, n_said)].nonzero()[0][:, None]
+        n, n_known, length_D = int(prefix_len_B[b]), min(int(n_committed[b]), N - 1), length_BD[b]
+        known_S = known[b, :n_known]
+        own = leading(tokens[b, 1 : n_known + 1] == known_S)
+        place_P1 = length_D[: min(own + 1, n_known)].nonzero()[0][:, None]
         if len(place_P1):
             text_L = np.concatenate([text_QM[rows_B[b], :n], tokens[b]])
-            copy_PS = text_L[copied_from(n, place_P1, source_BD[b, place_P1], N)[:, :n_said]]
-            worth_P = leading((copy_PS == said_S) | (np.arange(n_said) < place_P1))
+            copy_PS = text_L[copied_from(n, place_P1, source_BD[b, place_P1], N)[:, :n_known]]
+            worth_P = leading((copy_PS == known_S) | (np.arange(n_known) < place_P1))
             counts_K2, class_P = counts_QK2[rows_B[b]], CLASS_OF[length_D[place_P1[:, 0]]]
             np.add.at(counts_K2, class_P, np.stack([worth_P - own, np.ones_like(worth_P)], 1))
             counts_K2[counts_K2[:, 1] > MEMORY] >>= 1
         if (place := place_B[b]) < N - 1:
-            total_K2[CLASS_OF[length_D[place]]] += 1, max(n_said_B[b] - 1 - place, 0)
+            total_K2[CLASS_OF[length_D[place]]] += 1, max(n_committed[b] - 1 - place, 0)
 
 
 def leading(is_true: np.ndarray) -> np.ndarray:
@@ -125,20 +125,20 @@ def _weigh_copies_kernel(
     n = tl.load(prefix_len + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
     block = tokens + b * N
-    n_said = tl.minimum(tl.load(n_committed + b), D)
-    counted = i < n_said
-    said = tl.load(committed + b * N + i, mask=counted, other=-1)
-    own = _n_agreed(tl.load(block + 1 + i, mask=i < D, other=-2), said, i, D)
+    n_known = tl.minimum(tl.load(n_committed + b), D)
+    counted = i < n_known
+    known = tl.load(committed + b * N + i, mask=counted, other=-1)
+    own = _n_agreed(tl.load(block + 1 + i, mask=i < D, other=-2), known, i, D)
     kind = tl.arange(0, BLOCK_K)
     gain, steps = tl.zeros([BLOCK_K], tl.int32), tl.zeros([BLOCK_K], tl.int32)
-    for d in range(tl.minimum(own + 1, n_said)):
+    for d in range(tl.minimum(own + 1, n_known)):
         matched = tl.load(length + b * D + d)
         first = tl.maximum(tl.load(source + b * D + d), 0)
         at = first + tl.maximum(i - d, 0) % (n + d + 1 - first)
         from_text = tl.load(text + row * M + at, mask=at < n, other=-1).to(tl.int64)
         from_block = tl.load(block + at - n, mask=(at >= n) & (at - n < N), other=-1)
-        copy = tl.where(i < d, said, tl.where(at < n, from_text, from_block))
-        worth = _n_agreed(tl.where(counted, copy, -2), said, i, D)
+        copy = tl.where(i < d, known, tl.where(at < n, from_text, from_block))
+        worth = _n_agreed(tl.where(counted, copy, -2), known, i, D)
         mine = (kind == (matched >= 4).to(tl.int32) + (matched >= 8) + (matched >= 16) + 1) & (matched > 0)
         gain += tl.where(mine, worth - own, 0)
         steps += mine.to(tl.int32)
@@ -157,9 +157,9 @@ def _weigh_copies_kernel(
 
 
 @triton.jit
-def _n_agreed(draft, said, i, D):
-    """Return the number of leading drafts that equal the committed tokens; past the end these are -1 and drafts -2."""
-    return tl.min(tl.where((draft == said) & (i < D), D, tl.minimum(i, D)), axis=0)
+def _n_agreed(draft, known, i, D):
+    """Return the number of leading drafts that equal `known`, the committed tokens; past its end both must differ."""
+    return tl.min(tl.where((draft == known) & (i < D), D, tl.minimum(i, D)), axis=0)
 
 
 def weigh_copies_triton(
@@ -195,10 +195,12 @@ def weigh_copies(
     """Add the outcome of a step to `texts.counts_QK2` and `totals_K2`. B may be 0.
 
     Args:
-        tokens_BN: int64, the block's own guesses, from which `copied` was made.
-        committed_BN, n_committed_B: int64 and int32, from `accept`.
-        texts: as passed to `copy_draft`.
-        totals_K2: int32, added to; it wraps around after 2^31.
+        tokens_BN: int64, the block's own guesses, as passed to `copy_draft`.
+        copied: result of `copy_draft`.
+        committed_BN: int64, from `accept`.
+        n_committed_B: int32, from `accept`.
+        texts: as passed to `copy_draft`; its counts are updated.
+        totals_K2: int32, updated; it wraps around after 2^31.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

@@ -1,6 +1,6 @@
-"""Cases of every kernel: inputs, the least bytes to move, and a check against its definition.
+"""Cases of every kernel: inputs, the minimum of bytes to move, and a check against the kernel's definition.
 
-One list serves `tests/kernels`, which checks it at small sizes, and `sglang_dflash.prove`, which checks and times it.
+`tests/kernels` checks the cases at small sizes. `sglang_dflash.prove` checks and times them.
 """
 
 import torch
@@ -17,7 +17,7 @@ from sglang_dflash_kernels.record import record_width
 from sglang_dflash_kernels.select_path import select_path, select_path_ref
 from sglang_dflash_kernels.weigh_copies import weigh_copies, weigh_copies_ref
 
-PERIOD = 61  # tokens after which a text repeats, so that every place of a block has matches, of all lengths
+PERIOD = 61  # tokens after which a text repeats, so that every place of a block has matches of all lengths
 
 
 def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
@@ -54,7 +54,7 @@ def accept_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
 
 def penalise_case(B: int, N: int, V: int, device: str) -> Case:
-    """Make a case in which all B requests ask for every penalty. Launches penalise the same logits again."""
+    """Create a case in which all B requests have every penalty. Launches penalise the same logits again."""
     logits_BNV, index_B = torch.randn(B, N, V, device=device), torch.arange(B, device=device)
     tokens_BN, stop_BE = torch.randint(V, (B, N), device=device), torch.randint(V, (B, 2), device=device)
     counts_BV = (torch.rand(B, V, device=device) < 1e-3).int()
@@ -75,7 +75,7 @@ def penalise_case(B: int, N: int, V: int, device: str) -> Case:
 
 
 def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: int | None = None) -> Case:
-    """Make a case of `n_rows` of one prefill, or of B requests with a random part of each kept."""
+    """Create a case of `n_rows` of one prefill, or of B requests with random numbers of kept rows."""
     device = caches.k_L[0].device
     L, G, E = sizes.n_layers, sizes.n_heads, sizes.head_dim
     kv_TL2GE = torch.randn(n_rows, L, 2, G, E, device=device).to(sizes.dtype)
@@ -112,7 +112,7 @@ def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: 
 
 
 def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[Case]:
-    """Make cases of verify in one layer, with its record, and of the fold of all, with random kept lengths."""
+    """Create a case of verify in one layer, and a case of the fold of all layers with random kept lengths."""
     shape = sizes.recurrent
     L, H, G, V, K = shape
     device, T = state_LSHVK.device, B * N
@@ -144,7 +144,7 @@ def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[C
             run(state, record_LBNX, kept, n_key_heads=G)
         assert_close(*states, within=ROUNDING)
 
-    n_kept, inputs = int(kept.n_B.sum()), q.element_size() * T * (2 * G * K + 2 * H * V + 2 * H)  # and the outputs
+    n_kept, inputs = int(kept.n_B.sum()), q.element_size() * T * (2 * G * K + 2 * H * V + 2 * H)  # with the outputs
     verify_bytes = B * shape.state_bytes + T * shape.record_bytes + inputs
     fold_bytes = L * (2 * B * shape.state_bytes + n_kept * shape.record_bytes)
     return [
@@ -154,7 +154,7 @@ def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[C
 
 
 def block_conv_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
-    """Make a case of one side of one sublayer; a draft of L layers has 4 L of these."""
+    """Create a case of one side of one sublayer. A draft of L layers has 4 L sides."""
     S, H, J, _, _ = sizes.second
     change_T2SJ, base_2SH = torch.randn(B * N, 2, S, J, device=device), torch.randn(2, S, H, device=device)
     x_TH = torch.randn(B * N, H, device=device).to(sizes.dtype)
@@ -173,7 +173,7 @@ def block_conv_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
 
 def select_path_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
-    """Make a case with small integers: sums are exact, so paths must equal the definition's even on ties."""
+    """Create a case with small integers. Sums are exact, so paths must equal the definition's even on ties."""
     (_, _, _, K, R), V, D = sizes.second, sizes.n_vocab, N - 1
 
     def values(*size: int) -> torch.Tensor:
@@ -195,7 +195,7 @@ def select_path_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
 
 def copy_cases(B: int, N: int, sizes: Sizes, device: str) -> list[Case]:
-    """Make cases with texts of four fifths of the positions, 32,768 of 40,960. Launches rewrite the same tokens."""
+    """Create cases with texts in four fifths of the positions, 32,768 of 40,960. Launches rewrite the same tokens."""
     n_text = sizes.n_positions * 4 // 5
     words_P = torch.randint(sizes.n_vocab, (PERIOD,), device=device, dtype=torch.int32)
     text_QM = words_P.repeat(-(-sizes.n_positions // PERIOD))[: sizes.n_positions].repeat(2 * B, 1)

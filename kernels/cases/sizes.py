@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from sglang_dflash_kernels.record import record_width
 
-ROUNDING = 1e-5  # relative to the largest value: fp32 sums in another order
+ROUNDING = 1e-5  # allowed error of fp32 sums in another order, relative to the largest value
 
 
 class Recurrent(NamedTuple):
-    """Recurrent layers of a target: their number, value and key heads, width of a value and of a key."""
+    """Recurrent layers of a target: number of layers, value heads and key heads; widths of a value and of a key."""
 
     L: int
     H: int
@@ -21,17 +21,17 @@ class Recurrent(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of a layer's state."""
+        """Return the bytes of one layer's state of one request."""
         return 4 * self.H * self.V * self.K
 
     @property
     def record_bytes(self) -> int:
-        """Return the bytes of a layer's record, per token."""
+        """Return the bytes of one layer's record of one token."""
         return 4 * record_width(self.H, self.V, self.G, self.K)
 
 
 class Second(NamedTuple):
-    """DFlash 2's sizes: taps, channels and groups of the convolution; candidates and rank of the selector."""
+    """Sizes of DFlash 2: taps, channels and groups of the convolution; candidates and rank of the selector."""
 
     S: int
     H: int
@@ -42,10 +42,7 @@ class Second(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the cases: model shapes, KV slots, positions, vocabulary, batches, blocks and prefills.
-
-    `dtype` is the models'.
-    """
+    """Sizes of the cases: model shapes, KV slots, positions, vocabulary, batches, blocks, prefills, model dtype."""
 
     recurrent: Recurrent
     second: Second
@@ -61,7 +58,7 @@ class Sizes:
     dtype: torch.dtype
 
 
-# Qwen3.5-27B and its draft, with the DFlash 2 sizes of z-lab/Qwen3.8-27B-DFlash2; and sizes for the interpreter.
+# Sizes of Qwen3.5-27B and its draft, with the DFlash 2 sizes of z-lab/Qwen3.8-27B-DFlash2.
 QWEN_27B = Sizes(
     Recurrent(L=48, H=48, G=16, V=128, K=128),
     Second(S=2, H=5120, J=320, K=16, R=256),
@@ -76,7 +73,7 @@ QWEN_27B = Sizes(
     prefills=(2048, 8192),
     dtype=torch.bfloat16,
 )
-SMALL = Sizes(
+SMALL = Sizes(  # for Triton's interpreter
     Recurrent(L=2, H=4, G=2, V=16, K=16),
     Second(S=2, H=96, J=6, K=5, R=12),
     n_layers=2,
@@ -93,9 +90,11 @@ SMALL = Sizes(
 
 
 class Case(NamedTuple):
+    """One op at one shape: its minimum of bytes to move, its launch, and its check."""
+
     op: str
     shape: str
-    n_bytes: int  # read once and written once
+    n_bytes: int  # every input read once, every output written once
     launch: Callable[[], object]
     check: Callable[[], None]  # raises AssertionError if the kernel differs from its definition
 

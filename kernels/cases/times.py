@@ -1,8 +1,8 @@
-"""Microseconds of kernel launches on a GPU, and their share of the bandwidth measured in the same rounds.
+"""Times of kernel launches on a GPU in microseconds, and their share of the bandwidth measured in the same rounds.
 
-A round launches each case once, so that clocks and neighbours disturb all alike; results are medians over rounds. A
-launch is timed by CUDA events after a 1 GiB overwrite, which empties the L2 cache and keeps the device busy until the
-launch is queued, so host time is excluded.
+A round launches each case once, so that clocks and neighbours disturb all cases alike. Results are medians over rounds.
+CUDA events time a launch after a 1 GiB overwrite. The overwrite empties the L2 cache and keeps the device busy until
+the launch is queued, so host time is excluded.
 """
 
 import statistics
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from sglang_dflash_kernels.cases.sizes import Case
 
-OVERWRITE_BYTES = 1 << 30
+OVERWRITE_BYTES = 1 << 30  # more than any L2 cache
 
 
 def time_us(launch: Callable[[], object], overwritten: torch.Tensor) -> Callable[[], float]:
-    """Queue one launch between two events; the returned function reads the microseconds after synchronisation."""
+    """Queue a launch between two events. Return a function that reads the microseconds after synchronisation."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     overwritten.zero_()
     start.record()
@@ -26,7 +26,7 @@ def time_us(launch: Callable[[], object], overwritten: torch.Tensor) -> Callable
 
 
 def measure(launches: Sequence[Callable[[], object]], n_rounds: int) -> list[list[float]]:
-    """Return the microseconds of every launch in every round, after a tenth as many rounds of warm-up."""
+    """Return the microseconds of every launch in every round. A tenth as many rounds of warm-up come first."""
     overwritten = torch.empty(OVERWRITE_BYTES, dtype=torch.uint8, device="cuda")
     rounds = []
     for _ in range(n_rounds + n_rounds // 10):
@@ -45,7 +45,7 @@ def summary(case: Case, times_us: Sequence[float], bytes_per_us: float) -> dict[
 
 
 def timed(cases: Sequence[Case], n_rounds: int) -> tuple[float, list[dict[str, Any]]]:
-    """Return the bandwidth of a copy, bytes per us, and a summary of each case, all of which must be correct."""
+    """Return the bandwidth of a copy in bytes per us, and a summary of each case. The results are not checked."""
     source, copy = (torch.empty(OVERWRITE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     copy_times, *times = measure([lambda: copy.copy_(source), *(case.launch for case in cases)], n_rounds)
     bytes_per_us = 2 * OVERWRITE_BYTES / statistics.median(copy_times)

@@ -123,7 +123,8 @@ def complete(task: Task, answer: Callable[[Sequence[Prompt]], Sequence[str]]) ->
     for n in range(1, max(map(len, turns))):
         going = [i for i, its_turns in enumerate(turns) if len(its_turns) > n]
         for i, text in zip(going, answer([prompts[i][-1] for i in going]), strict=True):
-            reply: Message = {"role": "assistant", "content": _without_thoughts(text)}
+            without_thoughts = text.rpartition("</think>")[2].strip()  # as a chat template keeps it
+            reply: Message = {"role": "assistant", "content": without_thoughts}
             prompts[i].append([*prompts[i][-1], reply, *turns[i][n]])
     return replace(task, prompts=[prompt for its_prompts in prompts for prompt in its_prompts])
 
@@ -194,8 +195,3 @@ def _with_tests(row: Mapping[str, Any]) -> str:
 
 def _with_input(row: Mapping[str, Any]) -> str:
     return f"{row['instruction']}\n\n{row['input']}" if row["input"] else row["instruction"]
-
-
-def _without_thoughts(text: str) -> str:
-    """Return the part of an answer that a chat template would keep."""
-    return text.rpartition("</think>")[2].strip()

@@ -20,10 +20,10 @@ def n_real(slot_B: torch.Tensor) -> int:
     return n
 
 
-def with_padding(real: torch.Tensor, n_rows: int, fill: float = torch.nan) -> torch.Tensor:
-    """Return `real` followed by rows of `fill`, `n_rows` in all; `real` itself if nothing is added."""
+def with_padding(real: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Return `real` followed by rows of NaN, `n_rows` in all; `real` itself if nothing is added."""
     if len(real) == n_rows:
         return real
-    padded = real.new_full((n_rows, *real.shape[1:]), fill)
+    padded = real.new_full((n_rows, *real.shape[1:]), torch.nan)
     padded[: len(real)] = real
     return padded

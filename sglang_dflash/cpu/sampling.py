@@ -39,7 +39,8 @@ def tree_speculative_sampling_target_only(
     (accepted drafts). Cells after the accepted ones are unchanged.
     """
     B, N = candidates.shape
-    is_chain = (retrive_next_token == _chain(N)).all() & (retrive_next_sibling == -1).all()
+    child_N = torch.arange(1, N + 1).where(torch.arange(N) < N - 1, -1)  # next slot in a chain, -1 after the last
+    is_chain = (retrive_next_token == child_N).all() & (retrive_next_sibling == -1).all()
     refuse("tree_speculative_sampling_target_only", {"a tree in retrive_next_token or _sibling": not is_chain})
     draft_BD1 = candidates[:, 1:, None]
     p_BD = target_probs[:, :-1].gather(2, draft_BD1).squeeze(2)
@@ -61,11 +62,6 @@ def tree_speculative_sampling_target_only(
     predicts[retrive_index[kept_BN].long()] = after_BN[kept_BN].to(predicts.dtype)
     accept_index[:, :N][kept_BN] = retrive_index[kept_BN].to(accept_index.dtype)
     accept_token_num.copy_(n_accepted_B)
-
-
-def _chain(N: int) -> torch.Tensor:
-    """Return the child of every slot of a chain: the next slot, and -1 for the last."""
-    return torch.cat([torch.arange(1, N), torch.tensor([-1])])
 
 
 def _draw(weight_BV: torch.Tensor, coin_B: torch.Tensor) -> torch.Tensor:

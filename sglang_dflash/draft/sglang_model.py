@@ -116,7 +116,7 @@ class DraftAttention(nn.Module):
         return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
 
     def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the same with SGLang's layers, for dtypes that the fused kernel does not support."""
+        """Do as `norm_rotate_in_one`, with SGLang's layers, for dtypes that the fused kernel does not support."""
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         return *self.rotary_emb(positions_T, q, k), v

@@ -140,7 +140,8 @@ def why_not(name: str, needs: Needs) -> str:
         return f"it is not a draft backend of this plugin ({', '.join(BACKENDS)})"
     if needs.device not in backend.devices:
         return f"it does not run on {needs.device} ({', '.join(backend.devices)} only)"
-    if not backend.own_kv and needs.kv_dtype not in UNQUANTIZED and not _reads(backend, needs):
+    reads = needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv  # `append_context` writes no other fp8
+    if not backend.own_kv and needs.kv_dtype not in UNQUANTIZED and not reads:
         return (
             f"a draft KV cache of {needs.kv_dtype} cannot be written and read on {needs.device} "
             "(--speculative-draft-kv-cache-dtype auto leaves it in the draft's own dtype)"
@@ -150,8 +151,3 @@ def why_not(name: str, needs: Needs) -> str:
     if backend.pages and needs.page_size is not None and needs.page_size not in backend.pages:
         return f"it needs --page-size {', '.join(map(str, backend.pages))}, not {needs.page_size}"
     return ""
-
-
-def _reads(backend: Backend, needs: Needs) -> bool:
-    """Return whether a quantized cache can be used; `append_context` writes only fp8_e4m3."""
-    return needs.kv_dtype == "fp8_e4m3" and needs.device in backend.fp8_kv

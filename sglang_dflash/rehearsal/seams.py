@@ -42,13 +42,10 @@ def as_launches(stand_ins: Mapping[str, Any]) -> dict[str, Any]:
     from triton.runtime.interpreter import GridExecutor
 
     GridExecutor.__call__ = graph.launch(GridExecutor.__call__)  # every interpreted Triton kernel is one launch
-    _our_kernels(interpreted=flags.current().rehearse.kernels)
-    return launches | {"torch.Tensor.pin_memory": _pin_memory, "torch.Tensor.cpu": _cpu}
-
-
-def _our_kernels(*, interpreted: bool) -> None:
-    """Select the form of this package's ops, each one launch: the kernel in the interpreter, or the CPU's form."""
+    interpreted = flags.current().rehearse.kernels
+    # Each op of this package is one launch: of its kernel in the interpreter, or of the CPU's form.
     override(lambda forms: forms.on_gpu if interpreted else graph.launch(forms.on_cpu))
+    return launches | {"torch.Tensor.pin_memory": _pin_memory, "torch.Tensor.cpu": _cpu}
 
 
 def lora() -> None:

@@ -79,13 +79,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-def machine_name() -> str:
-    """Return a short name for file names: `cpu-2core`, `nvidia-h200`."""
-    names = gpus()
-    label = names[0].split(",")[0] if names else f"cpu-{len(os.sched_getaffinity(0))}core"
-    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")
-
-
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in PACKAGES:

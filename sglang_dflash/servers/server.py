@@ -223,8 +223,9 @@ class Server:
     def log_text(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
-    def log_tail(self, n_lines: int = 25) -> str:
-        return "\n".join(self.log_text().splitlines()[-n_lines:])
+    def log_tail(self) -> str:
+        """Return the last 25 lines of the log."""
+        return "\n".join(self.log_text().splitlines()[-25:])
 
     def _error(self, what: str) -> ServerError:
         return ServerError(f"{self.name}: {what}; the end of {self.log}:\n{self.log_tail()}")

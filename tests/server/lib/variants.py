@@ -51,8 +51,8 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
     return flag, str(n_tokens)
 
 
-# `make test-ci` serves one each for attention-only targets, random widths without overlap, DFlash 2 and the default. The
-# default comes last because other test modules use it too.
+# `make test-ci` serves one each for attention-only targets, random widths without overlap, DFlash 2 and the default.
+# The default comes last because other test modules use it too.
 VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED), full=True),
     "dense-pages-chunked-retract": Variant(

@@ -78,5 +78,6 @@ def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
 
 
 def test_interleaved_lines_of_two_ranks_are_parsed() -> None:
-    log = f'ready\n{STEP_LINE}{{"rows": 16, "broadcast_": 16}}{STEP_LINE}{{"rows": 4}}\n\nINFO: {STEP_LINE}{{"rows": 1}}\nend'
+    steps = '{"rows": 16, "broadcast_": 16}', '{"rows": 4}', '{"rows": 1}'
+    log = "ready\n{0}{1}{0}{2}\n\nINFO: {0}{3}\nend".format(STEP_LINE, *steps)
     assert steps_in(log) == [{"rows": 16, "broadcast_": 16}, {"rows": 4}, {"rows": 1}]
