@@ -36,17 +36,18 @@ def asked(launch: Any, *argv: str, env: dict[str, str] | None = None) -> dict[st
 def test_a_good_installation_and_launch(launch, pair):
     found = asked(launch, *CPU.format(target=pair["hybrid"], draft=pair["draft"]).split())
     assert all(finding["ok"] for finding in found.values()), found
-    assert found["plugin"]["text"] == "our worker serves DFLASH"
+    assert found["plugin"]["text"] == "sglang-dflash's worker serves DFLASH"
     assert found["platform"]["text"] == "CpuPlatform, device cpu"
-    assert "block_size=8" in found["launch"]["text"]
-    assert "draft_attention_backend=torch_native" in found["launch"]["text"]
+    facts = f"block 8, draft window off, draft attention backend torch_native, draft {pair['draft']}"
+    assert found["launch"]["text"] == facts
+    assert "block_size=8" in found["launch"]["detail"]
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
 class Served(NamedTuple):
-    """A draft's changes, further flags, and what the report says of them."""
+    """A draft's changes, further flags, and a part of the report about them."""
 
     said: str
     draft: dict[str, Any] = {}  # noqa: RUF012
@@ -62,15 +63,15 @@ def overrides(**fields: Any) -> tuple[str, ...]:
 SERVED = {
     "another rope of the target": Served("'rope_type': 'default'", flags=overrides(rope_parameters=YARN)),
     "the same in the older words": Served("'rope_type': 'default'", flags=overrides(rope_scaling=YARN)),
-    "another architecture of the target": Served("block_size=8", flags=overrides(architectures=["Qwen3ForCausalLM"])),
+    "another architecture of the target": Served("block 8", flags=overrides(architectures=["Qwen3ForCausalLM"])),
     "what the target does not have": Served(
         "SGLang cannot read this model with these flags ('",
         flags=overrides(text_config={"rope_scaling": YARN}),
         ok=False,
     ),
     "fewer positions": Served("was trained for 64 positions and serves 512", {"max_position_embeddings": 64}),
-    "a padded vocabulary": Served("says vocab_size 100 and uses the target's embedding and head", {"vocab_size": 100}),
-    "a target in float16": Served("says bfloat16 and is loaded in float16, the target's dtype", target="fp16"),
+    "a padded vocabulary": Served("has vocab_size 100 and uses the target's embedding and head", {"vocab_size": 100}),
+    "a target in float16": Served("has dtype bfloat16 and is loaded in float16, the target's dtype", target="fp16"),
     "a target without weights": Served(
         "--load-format dummy is the target's: the draft is loaded from", flags=("--load-format", "dummy")
     ),
@@ -82,7 +83,7 @@ def test_a_draft_keeps_its_own_file(name, launch, pair, checkpoints, tmp_path):
     case = SERVED[name]
     draft = str(checkpoints.write_draft(tmp_path, **case.draft))
     found = asked(launch, *CPU.format(target=pair[case.target], draft=draft).split(), *case.flags)["launch"]
-    assert (found["ok"], case.said in found["text"]) == (case.ok, True), found["text"]
+    assert (found["ok"], case.said in found["text"] + found["detail"]) == (case.ok, True), found
 
 
 def test_a_bad_launch_is_the_one_line_that_fails(launch, pair):
@@ -96,19 +97,19 @@ def test_widths_that_a_launch_cannot_verify_are_noticed(launch, pair):
     line = CPU.format(target=pair["mamba2"], draft=pair["draft"]).split()
     found = asked(launch, *line, env={"SGLANG_DFLASH_WIDTHS": "4"})["launch"]
     assert not found["ok"]
-    reason = "SGLang finds the recurrent states of this target by the size of the block"
+    reason = "SGLang locates the recurrent states of this target by the block size"
     assert found["text"] == f"SGLANG_DFLASH_WIDTHS: whole blocks are verified ({reason}); set it to 8, or drop it"
     ranks = "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head"
     for asks in (line, [*CPU.format(target=pair["hybrid"], draft=pair["draft"]).split(), *ranks.split()]):
         found = asked(launch, *asks)["launch"]
         assert found["ok"], found
-        assert "widths=(8,)" in found["text"]
+        assert "widths=(8,)" in found["detail"]
 
 
 def test_an_excluded_plugin_is_noticed(launch):
     plugin = asked(launch, env={"SGLANG_PLUGINS": "another"})["plugin"]
     assert not plugin["ok"]
-    assert "SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out" in plugin["text"]
+    assert "SGLANG_PLUGINS or SGLANG_PLATFORM excludes it" in plugin["text"]
 
 
 def test_the_stock_worker_is_named(launch):
@@ -121,7 +122,7 @@ def test_flags_that_do_not_ask_for_dflash(launch, pair):
     line = f"--model-path {pair['dense']} --device cpu --attention-backend torch_native --max-total-tokens 1024"
     found = asked(launch, *line.split())["launch"]
     assert not found["ok"]
-    assert "add --speculative-algorithm DFLASH" in found["text"]
+    assert "the flags have no --speculative-algorithm DFLASH; add it" in found["text"]
 
 
 def test_the_installation_alone_needs_no_sglang(monkeypatch):
@@ -134,9 +135,11 @@ def test_the_installation_alone_needs_no_sglang(monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["SGLANG_PLUGINS", "SGLANG_PLATFORM"])
-def test_an_environment_that_leaves_us_out_is_noticed_without_sglang(variable, monkeypatch):
+def test_an_environment_that_excludes_the_plugin_is_noticed_without_sglang(variable, monkeypatch):
     monkeypatch.setenv(variable, "another")
-    with pytest.raises(ValueError, match=f"{variable}=another makes SGLang leave us out; name sglang_dflash"):
+    with pytest.raises(
+        ValueError, match=f"{variable}=another stops SGLang from loading sglang-dflash; add sglang_dflash"
+    ):
         findings.environment()
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     assert findings.environment().startswith("worker stock")
@@ -149,9 +152,7 @@ def test_names_that_sglang_lacks_are_in_the_report(monkeypatch):
     lacked = Name("sglang.srt.utils", "async_h2h")
     monkeypatch.setitem(findings.SECTIONS, "served", (*findings.SECTIONS["served"], lacked))
     found = {finding.name: finding for finding in installation()}["host contract"]
-    assert found == Finding(
-        "host contract", False, "sglang.srt.utils has no async_h2h; sglang-dflash needs sglang 0.5.23"
-    )
+    assert found == Finding("host contract", False, "sglang.srt.utils has no async_h2h; install sglang 0.5.23")
 
 
 class Child(NamedTuple):
@@ -162,7 +163,7 @@ class Child(NamedTuple):
     stderr: str
 
 
-FLAGS = ["--model-path", "here"]
+FLAGS = ["--model-path", "here", "--speculative-algorithm", "DFLASH"]
 ANSWERED = Child(0, f"SGLang says hello\n{json.dumps([vars(Finding('plugin', True, 'ours'))])}\n", "a warning\n")
 ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: --speculativ\n")
 
@@ -172,7 +173,7 @@ ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: 
     [
         (ANSWERED, FLAGS, 0, "ok    plugin         ours"),
         (ENDED, ["--speculativ"], 1, "FAIL  launch         launch_server: error: unrecognized arguments: --speculativ"),
-        (Child(-9, "", ""), FLAGS, 1, "FAIL  launch         ended with status -9 and no word"),
+        (Child(-9, "", ""), FLAGS, 1, "FAIL  launch         SGLang ended with status -9 and printed nothing"),
     ],
 )
 def test_what_sglang_prints_is_not_in_the_report(child, argv, code, last, monkeypatch, capsys):
@@ -184,6 +185,40 @@ def test_what_sglang_prints_is_not_in_the_report(child, argv, code, last, monkey
     assert main([*argv, "--json"]) == code
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["ok"] is (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--model", "qwen3.5-27b"], "only the model qwen3.5-27b; did you mean --model qwen3.5-27b --gpu-memory GIB?"),
+        (["--model-path=Qwen/Qwen3.5-27B"], "did you mean --model Qwen/Qwen3.5-27B --gpu-memory GIB?"),
+        (["Qwen3-8B"], "did you mean --model Qwen3-8B --gpu-memory GIB?"),
+        (["--model", "/a/folder"], "only the model /a/folder; add --gpu-memory GIB"),
+        (["--model", "x", "--gpu-memry=80"], "there is no option --gpu-memry; did you mean --gpu-memory?"),
+        (["--drafts-steps", "20", "--model", "x"], "did you mean --draft-steps?"),
+    ],
+)
+def test_a_question_that_sglang_cannot_answer_does_not_start_it(argv, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", None)
+    assert main(argv) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
+def test_help_has_the_options_of_every_form(capsys):
+    for argv in (["--help"], ["--model-path", "x", "-h"]):
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("usage: sglang-dflash check")
+        assert all(option in out for option in ("--draft-steps", "--server", "--gpu-memory", "--mem-fraction-static"))
+
+
+@pytest.mark.parametrize("width", ["0", "40"])
+def test_a_width_out_of_range_is_noticed_without_a_launch(width, monkeypatch):
+    monkeypatch.setenv("SGLANG_DFLASH_WIDTHS", f"8,{width}")
+    with pytest.raises(ValueError, match=rf"^SGLANG_DFLASH_WIDTHS: {width} is not within 1\.\.32; drop it, or add"):
+        findings.environment()
+    assert findings.environment(launch=True).startswith("worker plugin")
 
 
 def test_the_report_of_an_installation_imports_no_sglang():

@@ -138,7 +138,7 @@ def test_which_servers_keep_texts(copy: Copy, disaggregation: str, kept: bool) -
 @pytest.mark.parametrize("copy", [Copy.ON, Copy.RANDOM])
 @pytest.mark.parametrize(
     ("disaggregation", "reason"),
-    [("prefill", "it reads prompts and decodes nothing"), ("decode", "another server reads the prompts, .*")],
+    [("prefill", "a prefill server does not decode"), ("decode", "another server reads the prompts, .*")],
 )
 def test_a_server_that_cannot_copy_is_refused_where_it_is_told_to(copy: Copy, disaggregation: str, reason: str) -> None:
     with pytest.raises(NotSupported, match=rf"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off"):

@@ -52,7 +52,7 @@ def test_a_target_that_cannot_keep_them_is_refused_where_the_server_returns_some
     if mode == CaptureHiddenMode.NULL:
         outputs.keep_hidden_states(Target())
         return
-    with pytest.raises(NotSupported, match=r"^Target makes its logits without .*; leave out --enable-return-hidden"):
+    with pytest.raises(NotSupported, match=r"^Target computes its logits without .*; leave out --enable-return-hidden"):
         outputs.keep_hidden_states(Target())
 
 
