@@ -32,7 +32,7 @@ class Shapes:
             wanted = [self.sizes.setdefault(*pair) for pair in zip(letters, tensor.shape, strict=False)]
             if len(letters) != tensor.dim() or list(tensor.shape) != wanted:
                 raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; its name and its neighbours say {self.sizes}"
+                    f"{name} has shape {tuple(tensor.shape)}; its suffix and the other arguments require {self.sizes}"
                 )
             if tensor.dtype not in dtypes:
                 raise ValueError(f"{name} is {tensor.dtype}; pass {' or '.join(map(str, dtypes))}")

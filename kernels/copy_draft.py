@@ -286,4 +286,6 @@ def check_texts(shapes: Shapes, texts: Texts) -> None:
     shapes.check(torch.int64, torch.int32, rows_B=texts.rows_B)
     shapes.check(torch.int32, text_QM=texts.text_QM, counts_QK2=texts.counts_QK2)
     if shapes["K"] != N_CLASSES or shapes["M"] >= 1 << LENGTH_BIT:
-        raise ValueError(f"{shapes['K']} classes and texts of {shapes['M']}; make it {N_CLASSES}, below 2^{LENGTH_BIT}")
+        raise ValueError(
+            f"{shapes['K']} classes and texts of {shapes['M']}; pass {N_CLASSES}, and less than 2^{LENGTH_BIT}"
+        )

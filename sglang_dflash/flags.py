@@ -88,8 +88,8 @@ class Flag:
     default: str
     values: tuple[str, ...]
     meaning: str
-    whose: str = "ours"
-    pattern: str = "(?!)"  # regular expression of further accepted values; the default matches none
+    whose: str = "sglang-dflash"
+    pattern: str = "(?!)"  # regular expression of further values; by default none
     example: str = ""  # a value that matches `pattern`
 
 
@@ -102,23 +102,23 @@ FLAGS = (
         "SGLANG_DFLASH_WORKER",
         "plugin",
         tuple(Worker),
-        "Which worker serves `--speculative-algorithm DFLASH`: ours, or SGLang's built-in one.",
+        "Worker for `--speculative-algorithm DFLASH`: `plugin`, this plugin's; `stock`, SGLang's built-in one.",
     ),
     Flag(
         "SGLANG_DFLASH_GDN_STATE",
         "fold",
         tuple(GdnState),
-        "Gated DeltaNet targets: `fold` records what each token of a block adds to the state and sums the accepted "
-        "ones; `snapshot` keeps a full state per token, as the built-in worker does.",
+        "Gated DeltaNet targets: `fold` records each token's change of the state and sums the accepted ones; "
+        "`snapshot` keeps a full state per token, as the built-in worker does.",
     ),
     Flag(
         "SGLANG_DFLASH_WIDTHS",
         "auto",
         tuple(WidthPolicy),
-        "How many tokens of the drafted block a step verifies: `auto` what commits most per second, from no draft at "
-        "all to the whole block; a list is what `auto` may choose from, up to 32 where copies continue the block, and "
-        "one number is always that width; `fixed` the whole block, as the built-in worker does; `random` any, for "
-        "tests.",
+        "Tokens of a block that a step verifies. `auto` chooses what commits most per second, from no draft "
+        "at all to the whole block. A list limits the choice of `auto`, up to 32 with n-gram copies; one "
+        "number is always that width. `fixed` verifies the whole block, as the built-in worker does; `random` "
+        "is for tests.",
         pattern=r"[0-9]+(,[0-9]+)*",
         example="1,4,8,16",
     ),
@@ -126,8 +126,8 @@ FLAGS = (
         "SGLANG_DFLASH_WIDTH_TRACE",
         "off",
         ("off",),
-        "Write every step's width, requests and accepted drafts, a line of JSON each, into a file per process in this "
-        "directory.",
+        "Directory to which each process writes the width, requests and accepted drafts of every step, one "
+        "JSON object per line.",
         pattern="/.+",
         example="/a/directory",
     ),
@@ -135,25 +135,26 @@ FLAGS = (
         "SGLANG_DFLASH_COPY",
         "auto",
         tuple(Copy),
-        "Continue a block's guesses by what stood behind the same tokens earlier in the request's own text, where that "
-        "has been worth more: `auto` wherever it can be, `on` likewise, and a server that cannot is refused; `random` "
-        "trusts any copies, for tests.",
+        "N-gram copies (prompt lookup): continue a drafted block with the tokens that followed the same "
+        "n-gram earlier in the request, where such copies have been accepted often enough. `auto` uses copies "
+        "wherever the server supports them; `on` does too, and refuses a server without support; `random` "
+        "trusts any copy, for tests.",
     ),
     Flag(
         "SGLANG_DFLASH_DRAFT_HEAD",
         "full",
         ("full", "fp8"),
-        "Which head scores the draft's block: `full`, the target's; `fp8`, a copy with a scale per row, half as "
-        "large, kept beside it in memory. Answers do not change.",
+        "Head that scores the draft's block: `full`, the target's; `fp8`, a copy with a scale per row, which "
+        "takes half as much memory again. Answers do not change.",
     ),
     Flag(
         "SGLANG_DFLASH_REHEARSE",
         "off",
         ("off", "1", "sm90", "sm100"),
-        "On a machine without a GPU: run what a server runs on one of this compute capability (`1`: sm90), captured "
-        "graphs and its attention backends, over definitions of their kernels. `,kernels`: our Triton "
-        "kernels too, in Triton's interpreter; `,streams`: the server ends where a stream or the host touches what "
-        "another stream may still be at. For tests; refused where a GPU is.",
+        "GPU emulation on a CPU: run the code of a GPU of this compute capability (`1`: sm90), with captured "
+        "graphs and its attention backends, over definitions of their kernels. `,kernels` also runs this "
+        "plugin's Triton kernels in Triton's interpreter. `,streams` ends the server at accesses that streams "
+        "and host do not order. For tests; refused on a machine with a GPU.",
         pattern="(1|sm90|sm100)(,kernels|,streams|,kernels,streams)",
         example="sm90,kernels,streams",
     ),
@@ -161,13 +162,13 @@ FLAGS = (
         "SGLANG_DFLASH_PROBE",
         "0",
         ("0", "1"),
-        "`1`: watch every step from inside for `sglang-dflash prove`, and tell it in `/server_info`. Slower.",
+        "`1`: record internals of every step for `sglang-dflash prove`, in `/server_info`. Slower.",
     ),
     Flag(
         "SGLANG_ENABLE_SPEC_V2",
         "1",
         _OFF_ON,
-        "Older SGLang's switch for the overlap schedule, which 0.5.23 has on by default: "
+        "Older SGLang's switch of the overlap schedule, which is on by default in 0.5.23: "
         "`1` changes nothing, `0` means `--disable-overlap-schedule`.",
         "model cards",
     ),
@@ -182,14 +183,14 @@ FLAGS = (
         "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
         "0",
         _OFF_ON,
-        "Plan a step on a second CUDA stream. SGLang reads it; we only check the value.",
+        "Plan a step on a second CUDA stream. SGLang reads it; this plugin only checks the value.",
         "SGLang",
     ),
     Flag(
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
         "0",
         _OFF_ON,
-        "Allow `--context-length` above the model's own limit. SGLang reads it; we only check the value.",
+        "Allow `--context-length` above the model's own limit. SGLang reads it; this plugin only checks the value.",
         "SGLang",
     ),
 )
@@ -256,7 +257,7 @@ def _rehearse(value: str, worker: Worker) -> Rehearse:
     gpu, *more = value.split(",")
     if "streams" in more and worker is Worker.STOCK:  # its host buffers are on "cpu", as the emulated device is
         raise ValueError(
-            f"SGLANG_DFLASH_REHEARSE={value} cannot tell the built-in worker's host tensors from the device's; "
+            f"SGLANG_DFLASH_REHEARSE={value} cannot distinguish the built-in worker's host and device tensors; "
             "leave out `,streams` or unset SGLANG_DFLASH_WORKER"
         )
     return Rehearse("sm90" if gpu == "1" else gpu, kernels="kernels" in more, streams="streams" in more)
@@ -284,9 +285,11 @@ def _refuse_unknown(environ: Mapping[str, str], worker: Worker) -> None:
             continue
         if name not in STOCK_ONLY:
             known = ", ".join(sorted(known for known in ours if known.startswith(PREFIX)))
-            raise ValueError(f"{name} is not a flag of sglang-dflash (they are: {known}); unset it")
+            raise ValueError(f"{name} is not a variable of sglang-dflash; use one of {known}, or unset it")
         if worker is not Worker.STOCK:
-            raise ValueError(f"{name} steers SGLang's built-in worker only; unset it or set SGLANG_DFLASH_WORKER=stock")
+            raise ValueError(
+                f"{name} affects only SGLang's built-in worker; unset it or set SGLANG_DFLASH_WORKER=stock"
+            )
 
 
 # Flag names found in model cards, with the names that SGLang 0.5.23 gives them.

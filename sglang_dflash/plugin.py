@@ -33,7 +33,7 @@ def register() -> None:
         host.require_seams()
     except HostMismatch as mismatch:
         if os.environ.get("SGLANG_DFLASH_WORKER") == Worker.STOCK:
-            logger.warning("%s; it stays out of the way (SGLANG_DFLASH_WORKER=stock)", mismatch)
+            logger.warning("%s; it is inactive (SGLANG_DFLASH_WORKER=stock)", mismatch)
             return
         # SystemExit, because SGLang would log and ignore an Exception.
         sys.exit(f"{mismatch}; install that one, or set SGLANG_DFLASH_WORKER=stock")
@@ -219,5 +219,5 @@ def keep_backend(server_args: Any, name: str) -> None:
 
     replaced = resolving_view(server_args).speculative_draft_attention_backend
     if replaced != name:
-        logger.info("the draft's attention backend stays %s, where SGLang's warning says %s", name, replaced)
+        logger.info("the draft's attention backend is still %s, although SGLang's warning names %s", name, replaced)
         declare_resolution(server_args, "sglang_dflash.config", speculative_draft_attention_backend=name)

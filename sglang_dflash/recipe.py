@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from sglang_dflash.cli import Parser, nearest
+
 FILE = Path(__file__).parent / "assets" / "recipes.toml"
 SERVER = ("-m", "sglang.launch_server")
 
@@ -72,17 +74,23 @@ def last_of_each(flags: Iterable[Flag]) -> list[Flag]:
 
 RECIPES = read(FILE.read_text())
 GPUS = tuple(tomllib.loads(FILE.read_text())["gpus"])
+ALIASES = {"h100": "h200", "b300": "b200"}  # GPUs of one generation share their flags
 
 
 def arguments(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> list[str]:
     """Return the arguments of the Python process that serves the recipe."""
-    return [*SERVER, *(word for flag in recipe.flags[gpu] for word in flag.words), *further]
+    return [*SERVER, *(word for flag in recipe.flags[ALIASES.get(gpu, gpu)] for word in flag.words), *further]
 
 
 def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
     """Return the command for a shell, with the reasons of its flags as comments above it."""
-    flags = recipe.flags[gpu]
+    flags = recipe.flags[ALIASES.get(gpu, gpu)]
     comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
+    if gpu == "h100":
+        comments.append(
+            "These flags are sized for an H200. An H100 has little more than half its memory, so the model may not "
+            "fit: `sglang-dflash check --gpu-memory 79.6` with these flags computes the requests at once."
+        )
     comments += [f"  {flag.name}: {flag.why}" for flag in flags if flag.why]
     lines = [shlex.join(["python", *SERVER]), *(shlex.join(flag.words) for flag in flags)]
     lines += [shlex.join(further)] if further else []
@@ -101,19 +109,38 @@ def n_cards(recipe: Recipe, gpu: str) -> str:
     return next((flag.value for flag in recipe.flags[gpu] if flag.name == "--tp-size"), "1")
 
 
+def find(name: str) -> str | None:
+    """Return the name of the recipe that `name` stands for: its own, or its target's or draft's on the hub."""
+    for recipe in RECIPES.values():
+        hub = (recipe.target, recipe.draft)
+        if name.lower() in {known.lower() for path in (recipe.name, *hub) for known in (path, path.split("/")[-1])}:
+            return recipe.name
+    return None
+
+
+def unknown(name: str) -> str:
+    """Return the error for a name without a recipe."""
+    cure = nearest(name.split("/")[-1], RECIPES) or "; `sglang-dflash recipe` lists all"
+    return f"there is no recipe {name}{cure}"
+
+
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the parsed options, and the words after `--`."""
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sglang-dflash recipe",
-        usage="%(prog)s [NAME --gpu h200|b200 [--run] [-- SERVER FLAGS]]",
-        description=(__doc__ or "").split("\n")[0],
+        usage="%(prog)s [NAME --gpu GPU [--run] [-- SERVER FLAGS]]",
+        description="Print or run the launch command of a published draft; without NAME, list all recipes.",
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", choices=RECIPES, help="left out: all are listed")
-    parser.add_argument("--gpu", choices=GPUS, help="h200 for H100 and H200, b200 for B200 and B300")
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="recipe or hub name of its target or draft, in any case"
+    )
+    parser.add_argument("--gpu", type=str.lower, choices=(*GPUS, *ALIASES), help="GPU to serve on")
     parser.add_argument("--run", action="store_true", help="start the server instead of printing its command")
     options = parser.parse_args(words[:at])
+    if options.name:
+        options.name = find(options.name) or parser.error(unknown(options.name))
     if options.name and not options.gpu:
         parser.error(f"name the GPU of {options.name}: --gpu {' or --gpu '.join(GPUS)}")
     return options, words[at + 1 :]

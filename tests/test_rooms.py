@@ -20,7 +20,7 @@ FLOORS = (
     {"config", "cpu", "metrics", "tiny"},
     {"stages", "host", "capacity", "model", "mlx", "models", "servers"},
     {"width", "draft", "memory"},
-    {"step", "flags", "errors", "sglang_dflash_kernels", "sglang_dflash"},
+    {"step", "flags", "errors", "cli", "sglang_dflash_kernels", "sglang_dflash"},
 )
 HEIGHT = {room: len(FLOORS) - n for n, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -104,7 +104,7 @@ def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: 
         assert_equal(got.v_L, want.v_L)
         for got_k, want_k, exact_k in zip(got.k_L, want.k_L, exact.k_L, strict=True):
             bound = max(2 * worst(want_k, exact_k), ROUNDING * exact_k.abs().max().item())
-            assert worst(got_k, exact_k) <= bound, "K is off by more than rounding costs"
+            assert worst(got_k, exact_k) <= bound, "K differs by more than rounding"
 
     per_row = L * 2 * G * E * 2 * kv_TL2GE.element_size() + E * 4 + 16
     shape = f"T={n_rows}" if B is None else f"B={B} N={N} kept={n_kept}"

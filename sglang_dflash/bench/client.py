@@ -97,7 +97,7 @@ class HttpEngine(Engine):
             ServerError: the server rejected the request, or does not answer.
         """
         if isinstance(prompt, TokenIds) and self.kind is not ServerKind.SGLANG:
-            raise ServerError(f"{self.name}: {self.url} takes no token ids in a chat; drop that set of prompts")
+            raise ServerError(f"{self.name}: {self.url} accepts no token ids in a chat; drop that set of prompts")
         body, sent = sampling.body(self.model, prompt), time.perf_counter()
         with self._answering():
             if not stream:
@@ -153,7 +153,7 @@ class HttpEngine(Engine):
         """Return the JSON object at `path`; None if there is none."""
         response = self.http.get(path)
         if response.status_code in (401, 403):
-            raise ServerError(f"{self.name}: {self.url} wants a key and took none of ours; give it with --api-key")
+            raise ServerError(f"{self.name}: {self.url} refused the API key; give another with --api-key")
         if response.status_code != 200:
             return None
         try:
@@ -215,7 +215,7 @@ def streamed(sent: float, events: Sequence[tuple[float, str]]) -> Completion:
             thoughts, content = thoughts + new_thoughts, content + (new_content or "")
     n_tokens = usage["completion_tokens"]
     if not n_tokens:
-        raise ServerError("a stream came without `usage`; without it tokens cannot be counted, so add --no-latency")
+        raise ServerError("a stream has no `usage` to count its tokens by; add --no-latency")
     return Completion(
         n_tokens=n_tokens,
         text="".join(_parts({"reasoning_content": thoughts, "content": content})),

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.bench import prompts
 from sglang_dflash.bench.client import ServerKind
 from sglang_dflash.bench.prompts import N_PROMPTS, SYNTHETIC, Task
+from sglang_dflash.cli import Parser, RawHelp
 from sglang_dflash.servers import arms
 from sglang_dflash.tiny import pairs as tiny
 
@@ -21,19 +22,19 @@ CONCURRENCY = (1, 8, 16, 32)
 TRANSFORMERS = "transformers"
 EXAMPLES = """
 examples:
-  a server that runs, as the DFlash guides spell it
+  a running server, with the options of the DFlash guides
     sglang-dflash bench --backend sglang --base-url http://127.0.0.1:30000 --model Qwen/Qwen3.5-27B \\
         --dataset gsm8k --num-prompts 128 --concurrency 1 --enable-thinking
-  several that run, compared with the first
+  several running servers, compared with the first
     sglang-dflash bench --base-url off=http://127.0.0.1:30000 ours=http://127.0.0.1:30001 --dataset math500
-  off, SGLang's own worker and ours, started here: a model card's flags come after --
+  servers started here: no speculation (off), SGLang's DFLASH (stock), this plugin (ours); a model card's flags after --
     sglang-dflash bench --serve --dataset gsm8k humaneval -- --model-path Qwen/Qwen3.5-27B \\
         --speculative-algorithm DFLASH --speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --attention-backend fa3
-  the same worker with different environments, and no result unless their answers are equal
+  one worker with different environments, and no result unless their answers are equal
     sglang-dflash bench --serve --require-equal --arms off ours ours:SGLANG_DFLASH_WIDTHS=16 -- ...
   the README's table, from the tiny pair on CPU cores
     sglang-dflash bench --preset readme
-  no server
+  no server: plain torch
     sglang-dflash bench --backend transformers --model Qwen/Qwen3-8B --draft-model z-lab/Qwen3-8B-DFlash-b16
 """
 
@@ -66,17 +67,17 @@ PRESETS = {
     "readme": Preset(
         {**SHARED, "--arms": "off stock ours", "--repeats": "5"},
         SERVER_FLAGS,
-        "the README's first table",
+        "the speed table of the README",
     ),
     "copies": Preset(
         {**SHARED, "--arms": COPY_ARMS, "--dataset": "synthetic repeating hard"},
         SERVER_FLAGS,
-        "blocks continued by copies beside blocks alone",
+        "blocks with and without n-gram copies",
     ),
     "widths": Preset(
         {**SHARED, "--arms": WIDTH_ARMS, "--dataset": "synthetic hard hopeless"},
         (*SERVER_FLAGS, *WIDE),
-        "the width chosen every step beside always the same one",
+        "chosen verify widths against fixed ones",
     ),
 }
 
@@ -119,31 +120,33 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         _check(options)
         at_once = int(arms.value_of("--max-running-requests", server_flags) or 0)
         if env and max(options.concurrency) > at_once:
-            limit = f"the servers of --preset {options.preset} run {at_once} requests at once; name no more"
+            limit = f"the servers of --preset {options.preset} run {at_once} requests at once; give at most {at_once}"
             raise ValueError(f"--concurrency {max(options.concurrency)}: {limit}")
-        options.tasks = _tasks(options)
         options.launches = (
             arms.launches(options.arms or (), server_flags, mtp_steps=options.mtp_steps, env=env)
             if options.serve
             else []
         )
+        options.tasks = _tasks(options)  # last: data sets may be downloaded
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="sglang-dflash bench",
         usage="%(prog)s (--base-url [NAME=]URL ... | --serve | --backend transformers | --preset NAME) [options] "
         "[-- SERVER FLAGS]",
-        description="End-to-end tokens per second, latencies and acceptance, with and without speculation.",
+        description="Measure tokens per second, latencies and acceptance, with and without speculation.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawHelp,
     )
-    _add_who(parser.add_argument_group("who answers (one of)").add_argument)
-    _add_what(parser.add_argument_group("what is asked").add_argument)
-    _add_how(parser.add_argument_group("how it is measured").add_argument)
+    _add_who(
+        parser.add_argument_group("servers: one of --base-url, --serve, --backend transformers, --preset").add_argument
+    )
+    _add_what(parser.add_argument_group("prompts").add_argument)
+    _add_how(parser.add_argument_group("measurement").add_argument)
     return parser
 
 
@@ -151,41 +154,79 @@ Add = Callable[..., argparse.Action]
 
 
 def _add_who(add: Add) -> None:
-    add("--base-url", **SEVERAL, metavar="[NAME=]URL", help="OpenAI-compatible servers that run")
-    add("--serve", action="store_true", help="start the arms here, with the server flags that follow --")
-    add("--backend", choices=[*ServerKind, TRANSFORMERS], help="whose servers (asked of them); transformers: none")
-    add("--model", metavar="NAME", help="the model (the first the server lists); with transformers the target")
-    add("--draft-model", metavar="NAME", help="the DFlash draft, with transformers")
-    names = f"of --serve: {', '.join(arms.ARMS)} (all it has); NAME:VAR=VALUE,...: with an environment of its own"
+    add("--base-url", **SEVERAL, metavar="[NAME=]URL", help="running OpenAI-compatible servers")
+    add("--serve", action="store_true", help="start the arms here, with the server flags after --")
+    add(
+        "--backend",
+        choices=[*ServerKind, TRANSFORMERS],
+        help="kind of the servers (default: detected); transformers: no server",
+    )
+    add(
+        "--model",
+        metavar="NAME",
+        help="model name (default: the first that the server lists); with transformers the target",
+    )
+    add("--draft-model", metavar="NAME", help="DFlash draft for --backend transformers")
+    names = f"arms of --serve: {', '.join(arms.ARMS)} (default: all); NAME:VAR=VALUE,... sets variables for one"
     add("--arms", nargs="+", metavar="ARM", help=names)
     add("--preset", choices=PRESETS, help="; ".join(f"{name}: {preset.about}" for name, preset in PRESETS.items()))
-    add("--mtp-steps", **NUMBER, default=3, help="drafts a step of the arm mtp, the target's own MTP layers (3)")
-    memory = "never two servers of --serve in memory (default: unless they are served by CPU cores)"
+    add("--mtp-steps", **NUMBER, default=3, help="drafts per step of the arm mtp, the target's own MTP layers")
+    memory = "never keep two servers of --serve in memory (default: yes, except with --device cpu)"
     add("--one-at-a-time", action=argparse.BooleanOptionalAction, help=memory)
     key = os.environ.get("OPENAI_API_KEY", "none")
-    add("--api-key", default=key, metavar="KEY", help="of the servers (OPENAI_API_KEY)")
+    add("--api-key", default=key, metavar="KEY", help="key of the servers (default: OPENAI_API_KEY)")
 
 
 def _add_what(add: Add) -> None:
-    ours = ", ".join((*prompts.PACKAGED_SETS, *prompts.BUNDLED_SETS))
-    names = f"{', '.join(prompts.DATA_SETS)}, or what needs no download: {ours} ({SYNTHETIC})"
+    packaged = ", ".join((*prompts.PACKAGED_SETS, *prompts.BUNDLED_SETS))
+    names = f"{', '.join(prompts.DATA_SETS)}, or without a download: {packaged} (default: {SYNTHETIC})"
     add("--dataset", **SEVERAL, choices=prompts.NAMES, metavar="NAME", help=names)
-    lines = 'JSONL: a "prompt", chat "messages", or token ids as "input_ids" in every line'
+    lines = 'JSONL with a "prompt", chat "messages", or token ids as "input_ids" in every line'
     add("--data", **SEVERAL, type=Path, metavar="FILE", help=lines)
-    add("--num-prompts", "--max-samples", **NUMBER, default=N_PROMPTS, help=f"of each set at most ({N_PROMPTS})")
-    add("--max-new-tokens", "--max-tokens", **NUMBER, default=4096, help="of an answer at most (4096)")
-    add("--temperature", type=float, metavar="T", default=0.0, help="(0: greedy, and answers are compared)")
-    add("--enable-thinking", action=argparse.BooleanOptionalAction, default=False, help="told the chat template (no)")
+    add("--num-prompts", "--max-samples", **NUMBER, default=N_PROMPTS, help="most prompts of each set")
+    add("--max-new-tokens", "--max-tokens", **NUMBER, default=4096, help="most tokens of an answer")
+    add(
+        "--temperature",
+        type=float,
+        metavar="T",
+        default=0.0,
+        help="sampling temperature; 0 is greedy, and answers are compared",
+    )
+    add(
+        "--enable-thinking",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="enable thinking in the chat template",
+    )
 
 
 def _add_how(add: Add) -> None:
-    add("--concurrency", type=_counts, nargs="+", metavar="N", help="in flight (1 8 16 32; transformers: 1)")
-    add("--repeats", **NUMBER, default=3, help="of everything, interleaved (3)")
-    add("--no-latency", action="store_true", help="leave out the streamed runs that TTFT and TPOT come from")
-    add("--require-equal", action="store_true", help="no result, and status 1, unless all answers are equal")
-    add("--tie-gap", type=float, metavar="G", default=0.0, help="forgive near ties of this log-probability (0: none)")
-    add("--port", **NUMBER, default=31000, help="look for free ports from here on (31000)")
-    add("--output", type=Path, metavar="PATH", help=".json and logs are added (dflash-bench-<time>)")
+    add(
+        "--concurrency",
+        type=_counts,
+        nargs="+",
+        metavar="N",
+        help="requests in flight (default: 1 8 16 32; transformers: 1)",
+    )
+    add("--repeats", **NUMBER, default=3, help="repeats of each measurement, interleaved")
+    add("--no-latency", action="store_true", help="skip the streamed runs that measure TTFT and TPOT")
+    add(
+        "--require-equal", action="store_true", help="end without a result, with status 1, unless all answers are equal"
+    )
+    add(
+        "--tie-gap",
+        type=float,
+        metavar="G",
+        default=0.0,
+        help="accept differing tokens within this log-probability; 0: none",
+    )
+    add("--port", **NUMBER, default=31000, help="first port to try")
+    add(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="path of the results, to which .json and logs are added (default: dflash-bench-<time>)",
+    )
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -193,32 +234,34 @@ def _check(options: argparse.Namespace) -> None:
     ways = {"--base-url": bool(options.base_url), "--serve": options.serve, f"--backend {TRANSFORMERS}": in_torch}
     given = [way for way, is_given in ways.items() if is_given]
     if len(given) != 1:
-        raise ValueError(f"{' and '.join(given) or 'no server to ask'}; give one of {', '.join(ways)}")
+        raise ValueError(f"found {' and '.join(given) or 'no server to measure'}; give one of {', '.join(ways)}")
     options.base_url = named_urls(options.base_url or ())
     if options.server_flags and not options.serve:
-        raise ValueError(f"-- {options.server_flags[0]} ... are flags of servers to start; add --serve, or drop them")
+        raise ValueError(f"-- {options.server_flags[0]} ...: only --serve takes server flags; add it, or drop them")
     if options.serve and options.backend not in (None, ServerKind.SGLANG):
         raise ValueError(f"--serve starts SGLang, not {options.backend}; drop --backend")
     if options.serve and options.model:
         raise ValueError("--serve takes the model from the flags after --; drop --model")
     if options.arms and not options.serve:
-        raise ValueError("--arms are those of --serve; add it, or drop them")
+        raise ValueError("--arms needs --serve; add it, or drop --arms")
     if options.draft_model and not in_torch:
-        raise ValueError(f"--draft-model is for --backend {TRANSFORMERS}; servers have theirs: drop it")
+        raise ValueError(f"--draft-model needs --backend {TRANSFORMERS}, since servers load their own draft; drop it")
     if in_torch and not (options.model and options.draft_model):
         raise ValueError(f"--backend {TRANSFORMERS} needs --model and --draft-model; name both checkpoints")
     if in_torch and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError("one process measures; start it with python instead of torchrun")
+        raise ValueError(
+            f"found {os.environ['WORLD_SIZE']} processes; start the benchmark with python instead of torchrun"
+        )
     if options.temperature < 0:
         raise ValueError(f"--temperature {options.temperature} is below 0; give 0 (greedy) or more")
     if options.require_equal and options.temperature > 0:
-        raise ValueError(f"--require-equal compares greedy answers; drop it, or --temperature {options.temperature}")
+        raise ValueError(f"--require-equal needs greedy answers; drop it, or --temperature {options.temperature}")
     if options.tie_gap and not options.require_equal:
-        raise ValueError("--tie-gap forgives what --require-equal finds; add it, or drop --tie-gap")
+        raise ValueError("--tie-gap needs --require-equal; add it, or drop --tie-gap")
     counts = [n for several in options.concurrency or () for n in several]
     options.concurrency = list(dict.fromkeys(counts)) or ([1] if in_torch else list(CONCURRENCY))
     if in_torch and options.concurrency != [1]:
-        raise ValueError(f"--backend {TRANSFORMERS} answers one request at a time; drop --concurrency")
+        raise ValueError(f"--backend {TRANSFORMERS} runs one request at a time; drop --concurrency")
     if options.one_at_a_time is None:
         options.one_at_a_time = arms.value_of("--device", options.server_flags) != "cpu"
     output = options.output or Path(f"dflash-bench-{datetime.now():%Y%m%d-%H%M%S}")
@@ -231,7 +274,7 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     tasks += [prompts.read(path, options.num_prompts) for path in options.data or ()]
     titles = [task.name for task in tasks]
     if len(set(titles)) < len(titles):
-        raise ValueError(f"two sets are called the same ({', '.join(titles)}); rename a --data file")
+        raise ValueError(f"two data sets have the same name ({', '.join(titles)}); rename a --data file")
     return tasks
 
 
@@ -249,6 +292,6 @@ def named_urls(given: Sequence[str]) -> dict[str, str]:
         if len(given) > 1 and not separator:
             raise ValueError(f"--base-url {text} has no name; with several servers write NAME=URL for each")
         if name in found:
-            raise ValueError(f"--base-url {text}: there are two arms called {name}; give each its own name")
+            raise ValueError(f"--base-url {text}: two arms are called {name}; give each its own name")
         found[name or "server"] = url
     return found

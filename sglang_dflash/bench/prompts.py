@@ -104,7 +104,7 @@ def read(path: Path, n: int) -> Task:
         ValueError: there is no such file, it has no line, or a line is another object.
     """
     if not path.is_file():
-        raise ValueError(f"--data {path} is no file; name a JSONL file with a prompt or chat messages in every line")
+        raise ValueError(f"--data {path} is no file; give a JSONL file with a prompt or chat messages in every line")
     lines = [(i, line) for i, line in enumerate(path.read_text().splitlines(), start=1) if line.strip()]
     prompts = [_prompt(line, f"{path}:{i}") for i, line in lines[:n]]
     if not prompts:
@@ -186,7 +186,9 @@ def _download(data: DataSet) -> Any:
     try:
         return load_dataset(data.path, data.config, split=data.split)
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{data.title} ({data.path}) cannot be had here ({type(error).__name__}); {instead}") from None
+        raise ValueError(
+            f"{data.title} ({data.path}) cannot be downloaded ({type(error).__name__}); {instead}"
+        ) from None
 
 
 def _with_tests(row: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ METHOD = (
     "other than the measured server and the client used meanwhile, where they are on this machine."
 )
 FLUSHED = "emptied before every turn"
-KEPT = "not emptied (no known way for this server): prompts that were asked before may be read from it"
+KEPT = "not emptied (no known way for this server): repeated prompts may be read from it"
 TOGETHER = "in memory together, changing after every part of the prompts"
 WIDTHS = "steps by width"
 QUIET = 0.05  # fraction of the cores that other processes may use in an undisturbed measurement
@@ -103,7 +103,8 @@ def warnings(report: BenchReport) -> Iterator[str]:
         mine = list(lines)
         counts = [f"{x.task} at {x.concurrency}, {x.n_answers - (x.n_equal or 0)} of {x.n_answers}" for x in mine]
         example = mine[0].first_differences[0]
-        yield f"{name}: answers that are not {first}'s at the first concurrency: {'; '.join(counts)} ({example})."
+        differ = f"answers that differ from those of {first} at the first concurrency"
+        yield f"{name}: {differ}: {'; '.join(counts)} ({example})."
     yield from noise(report.rows, report.about["machine"]["cores"])
 
 
@@ -111,7 +112,10 @@ def noise(rows: Sequence[Row], cores: int) -> Iterator[str]:
     """Yield a warning if other processes were busy during the measurement."""
     busiest = max((row.other_cores for row in rows if row.other_cores is not None), default=0.0)
     if busiest > QUIET * cores:
-        yield f"Not a quiet machine: others kept {busiest:.1f} of {cores} cores busy, so do not quote these numbers."
+        yield (
+            f"Not a quiet machine: other processes kept {busiest:.1f} of {cores} cores busy; do not quote these "
+            "numbers."
+        )
 
 
 def table(report: BenchReport) -> Table:

@@ -74,13 +74,15 @@ class Config(Fields):
         if kinds is None and interval:
             kinds = ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
         if kinds is None and self.get("linear_num_value_heads"):
-            raise ValueError(f"{self.name}: neither layer_types nor full_attention_interval says which layers attend")
+            raise ValueError(f"{self.name}: config.json has neither layer_types nor full_attention_interval; add one")
         kinds = kinds or ["full_attention"] * n_layers
         unknown = set(kinds) - {"full_attention", "linear_attention"}
         if unknown or self.get("use_sliding_window"):
             raise ValueError(f"{self.name}: layers with {min(unknown, default='a window')} cannot be computed")
         if len(kinds) != n_layers:
-            raise ValueError(f"{self.name}: layer_types has {len(kinds)} entries for num_hidden_layers {n_layers}")
+            raise ValueError(
+                f"{self.name}: layer_types has {len(kinds)} entries for num_hidden_layers {n_layers}; fix config.json"
+            )
         return kinds
 
 
@@ -173,10 +175,10 @@ def _weights(folder: Path | None, config: Config) -> tuple[int, str]:
     if files:
         return sum(map(_header_bytes, files)), "headers of the safetensors files"
     if index and index.is_file():
-        return json.loads(index.read_text())["metadata"]["total_size"], f"{index.name}, a drafter of its own included"
+        return json.loads(index.read_text())["metadata"]["total_size"], f"{index.name}, its own drafter included"
     if config.whole.get("quantization_config") or config.get("quantization_config"):
         raise ValueError(
-            f"{config.name}: config.json does not say how large quantized weights are; "
+            f"{config.name}: config.json has no size of the quantized weights; "
             "put model.safetensors.index.json beside it"
         )
     return n_parameters(config) * config.itemsize, "computed from config.json"

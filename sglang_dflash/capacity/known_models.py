@@ -36,11 +36,11 @@ def find(name: str, known: Mapping[str, Model]) -> Model:
         ValueError: the model is unknown.
     """
     for other in known:
-        if _called(other, name):
+        if is_called(other, name):
             return known[other]
     for other in NOT_AT_HAND:
-        if _called(other, name):
-            raise ValueError(f"{other}: config not at hand; pass a directory with its config.json")
+        if is_called(other, name):
+            raise ValueError(f"{other}: its config is not in this package; pass a directory with its config.json")
     raise ValueError(
         f"{name} is no directory, no config.json and none of the models known here "
         f"({', '.join(other.split('/')[-1] for other in known)}); pass a directory with its config.json"
@@ -54,10 +54,11 @@ def draft_of(target: str) -> str:
         ValueError: the target is unknown.
     """
     for name, model in TARGETS.items():
-        if _called(name, target):
+        if is_called(name, target):
             return model.draft
     raise ValueError(f"no draft is known for {target}; give --draft")
 
 
-def _called(name: str, given: str) -> bool:
+def is_called(name: str, given: str) -> bool:
+    """Return whether `given` is the name, in any case, with or without its organisation."""
     return given.lower() in (name.lower(), name.split("/")[-1].lower())

@@ -17,32 +17,27 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from sglang_dflash import flags
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import (
     GIB,
-    MAMBA_RATIO,
-    MAX_REQUESTS,
     MIB,
     Bound,
     Capacity,
     DraftSizes,
-    RadixStates,
     Serving,
     TargetSizes,
     capacity,
     default_mem_fraction,
     heads,
 )
+from sglang_dflash.capacity.options import STRATEGIES, arguments
 from sglang_dflash.flags import Worker
 
-CONTEXT = 8192
 RATIOS = [tenth / 10 for tenth in range(1, 101)]  # tried values of --mamba-full-memory-ratio
 TP_SIZES = (2, 4, 8)
 WINDOW = 4096  # tried value of --speculative-draft-window-size
 NAMES = {Worker.PLUGIN: "sglang-dflash", Worker.STOCK: "SGLang's DFLASH"}
-STRATEGIES = {radix.name.lower(): radix for radix in RadixStates}
 
 
 class Report(NamedTuple):
@@ -55,38 +50,13 @@ class Report(NamedTuple):
     results: dict[Worker, Capacity]
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sglang-dflash check", description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--model", required=True, help="the target: a directory, a config.json, or one of " + ", ".join(models.TARGETS))
-    add("--draft", help="its DFlash draft, likewise; left out, the published one of a model that is named")
-    add("--draft-quantization", choices=geometry.QUANTIZED_ITEMSIZES, help="--speculative-draft-model-quantization")
-    add("--gpu-memory", type=float, required=True, metavar="GIB", help="of a card, as its driver reports it")
-    add("--context", type=int, default=CONTEXT, help="tokens of a request, prompt and answer (%(default)s)")
-    add("--block", type=int, help="--speculative-num-draft-tokens; left out, what the draft was trained for")
-    add("--window", type=int, help="--speculative-draft-window-size")
-    add("--tp", type=int, default=1, help="--tp-size (%(default)s)")
-    add("--mem-fraction", type=float, help="--mem-fraction-static; left out, what SGLang sets for the card")
-    add("--max-running-requests", type=int, default=MAX_REQUESTS, help="SGLang's default under DFLASH is %(default)s")
-    add("--mamba-full-memory-ratio", type=float, default=MAMBA_RATIO, help="SGLang's default is %(default)s")
-    add("--mamba-ssm-dtype", choices=geometry.ITEMSIZES, help="left out, what config.json says, else float32")
-    add("--mamba-radix-cache-strategy", choices=STRATEGIES, default="extra_buffer", help="off: --disable-radix-cache")
-    add("--page-size", type=int, default=1, help="(%(default)s)")
-    add("--copy", choices=("auto", "off"), default=flags.read({}).copy, help="SGLANG_DFLASH_COPY (%(default)s)")
-    add("--draft-head", choices=("full", "fp8"), default="full", help="SGLANG_DFLASH_DRAFT_HEAD (%(default)s)")
-    add("--context-length", type=int, help="of the server, for its texts; left out, what the target was made for")
-    add("--widest", type=int, default=0, help="of SGLANG_DFLASH_WIDTHS, where it is more than the block")
-    add("--json", action="store_true", help="one JSON document instead of tables")
-    return parser
-
-
 def main(argv: Sequence[str]) -> int:
     """Print the report. Exit status 1: this plugin's worker cannot serve, or the capacity cannot be computed."""
     options = arguments().parse_args(argv)
     try:
         report = answer(options)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"check: {error}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(document(report)))
@@ -180,8 +150,8 @@ def table(report: Report) -> Table:
         "draft's copy of the head": [size(c.head_copy) for c in results],
         "target K and V per token": [f"{c.target_bytes_per_token:,} B" for c in results],
         "draft K and V per token": [f"{c.draft_bytes_per_token:,} B" for c in results],
-        "draft rings": [size(c.ring_bytes) for c in results],
-        "texts, for copies": [size(c.text_bytes) for c in results],
+        "draft ring buffers": [size(c.ring_bytes) for c in results],
+        "token history": [size(c.text_bytes) for c in results],
         "recurrent states": [f"{c.n_states} = {size(c.state_bytes)}" for c in results],
         "per request for its block": [size(c.request_block_bytes) for c in results],
         "for all blocks": [size(c.block_bytes) for c in results],
@@ -201,10 +171,10 @@ def sentences(report: Report) -> Iterator[str]:
     for worker, result in report.results.items():
         count = f"{result.requests} requests at once" if result.requests else "cannot start"
         better = " or ".join(f"{n} with {flag}" for flag, n in lifts(report, worker))
-        yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or 'no single flag tried gives more'}."
+        yield f"{NAMES[worker]}: {count}, bounded by {result.bound}; {better or 'no single flag raises it'}."
     yield f"Target: {report.target.source}; weights {report.target.weights_from}."
     yield f"Draft: {report.draft.source}; weights computed from config.json."
-    yield "Memory divided as SGLang 0.5.23 does (P: computed, not measured); of a target a rank holds its share."
+    yield "Memory is divided as in SGLang 0.5.23 (P: computed, not measured). Each rank holds its share of the target."
 
 
 def size(n_bytes: float) -> str:

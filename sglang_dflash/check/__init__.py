@@ -1,13 +1,13 @@
-"""Will DFLASH be served by this plugin? A report before the launch, and one of a server that runs.
+"""Report on an installation, a launch, a running server, or the requests that a card holds.
 
     sglang-dflash check                              the installation, in seconds
-    sglang-dflash check --model-path ... [flags]     the same, and what SGLang makes of these launch flags
-    sglang-dflash check ... --draft-steps 20         besides, whether the draft is accepted, in plain torch
-    sglang-dflash check --json ...                   as one JSON document on the last line
-    sglang-dflash check --server URL [--json]        a running server: what its steps cost, what it chose
-    sglang-dflash check --model ... --gpu-memory ... how many requests a card holds (`capacity.report`)
+    sglang-dflash check --model-path ... [flags]     the same, and these launch flags as SGLang resolves them
+    sglang-dflash check ... --draft-steps 20         in addition, whether the draft is accepted, in plain torch
+    sglang-dflash check --json ...                   one JSON document on the last line
+    sglang-dflash check --server URL [--json]        a running server: times of its steps, and the chosen widths
+    sglang-dflash check --model ... --gpu-memory ... the number of requests that a card holds
 
-The first reads SGLang's source. The second runs SGLang's own plugin loading and argument resolution as well, in a
-process that may print what it likes, so it sees what a launch would do up to the point where weights load; SGLang takes
-15 s of CPU to be imported. Exit status: 0 if everything is as it should be, else 1.
+The first form reads SGLang's source. The second also runs SGLang's plugin loading and argument resolution in a separate
+process, up to the point where weights load. Importing SGLang takes 15 s of CPU.
+Exit status: 0 if everything is as it should be, else 1.
 """

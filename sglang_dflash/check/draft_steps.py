@@ -69,7 +69,7 @@ def first_drafts_accepted(
     """
     at_A = torch.arange(first, min(first + n_steps, len(text) - 1))
     if not len(at_A):
-        raise ValueError("the target answers nothing to the check's prompt; try another --draft-steps")
+        raise ValueError("the target generated no token for the check's prompt; give another --draft-steps")
     hidden_ANH = hidden_of_blocks(draft, target, text, at_A, (draft.config.block_size, None))
     tokens_AN = draft_logits(hidden_ANH, target).argmax(-1)
     next_A = text[at_A + 1]
@@ -86,8 +86,10 @@ def verdict(shares: dict[int, float], n_steps: int) -> str:
     best = max(shares, key=lambda shift: shares[shift])
     if shares[best] < USEFUL:
         raise ValueError(
-            f"nothing is accepted: this draft was not trained for this target, or on other prompts ({shown})"
+            f"no draft is accepted ({shown}): it was trained for another target or other text; give this target's draft"
         )
     if best:
-        raise ValueError(f"would be accepted shifted by one, which is not DFlash's layout and is not served ({shown})")
+        raise ValueError(
+            f"drafts are accepted only if shifted by one ({shown}), which is not DFlash's layout; give another draft"
+        )
     return f"accepted as it is: {shares[0]:.0%} of the first drafts of {n_steps} steps"

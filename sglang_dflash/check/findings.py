@@ -4,12 +4,14 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import entry_points, version
 
 from sglang_dflash import flags
 from sglang_dflash.flags import Worker
 from sglang_dflash.host.names import SECTIONS, SGLANG
 from sglang_dflash.host.source import problem
+from sglang_dflash.width.chooser import WIDEST
 
 ENTRY_POINTS = {
     "sglang.srt.plugins": ("sglang_dflash", "sglang_dflash.plugin:register"),
@@ -20,26 +22,31 @@ ENTRY_POINTS = {
 REFUSALS = (ValueError, RuntimeError, AssertionError, OSError, ImportError, AttributeError)
 
 
+Check = Callable[[], str | tuple[str, str]]  # returns a text, or a text and its detail
+
+
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report."""
+    """One line of the report, and further facts for the JSON document."""
 
     name: str
     ok: bool
     text: str
+    detail: str = ""  # in the JSON document only
 
     def __str__(self) -> str:
         return f"{'ok  ' if self.ok else 'FAIL'}  {self.name:14} {self.text}"
 
 
-def find(checks: Mapping[str, Callable[[], str]]) -> list[Finding]:
+def find(checks: Mapping[str, Check]) -> list[Finding]:
     """Run all checks in order. A check fails by raising one of `REFUSALS`."""
     return [_find(name, check) for name, check in checks.items()]
 
 
-def _find(name: str, check: Callable[[], str]) -> Finding:
+def _find(name: str, check: Check) -> Finding:
     try:
-        return Finding(name, True, check())
+        found = check()
+        return Finding(name, True, *([found] if isinstance(found, str) else found))
     except REFUSALS as refusal:
         return Finding(name, False, sentence(refusal))
 
@@ -49,15 +56,20 @@ def sentence(refusal: Exception) -> str:
     if isinstance(refusal, AttributeError):
         return (
             f"SGLang cannot read this model with these flags ({refusal}); "
-            "leave out what the model does not have, most often a field of --json-model-override-args"
+            "drop the flag that the model does not fit, most often a field of --json-model-override-args"
         )
     return str(refusal) or type(refusal).__name__
 
 
-def installation() -> list[Finding]:
-    """Return the findings that do not need SGLang."""
+def installation(*, launch: bool = False) -> list[Finding]:
+    """Return the findings that do not need SGLang; `launch`: those of launch flags follow."""
     return find(
-        {"versions": versions, "environment": environment, "entry points": found_by_sglang, "host contract": contract}
+        {
+            "versions": versions,
+            "environment": partial(environment, launch=launch),
+            "entry points": found_by_sglang,
+            "host contract": contract,
+        }
     )
 
 
@@ -67,19 +79,26 @@ def versions() -> str:
     return f"{packages}, python {platform.python_version()}"
 
 
-def environment() -> str:
-    """Return the settings of the environment variables.
+def environment(*, launch: bool = False) -> str:
+    """Return the settings of the environment variables. With `launch`, the launch compares widths and block.
 
     Raises:
         ValueError: a variable has an invalid value, or stops SGLang from loading this plugin or its platform.
     """
     read = flags.read(os.environ)
+    beyond = [width for width in read.widths if not 1 <= width <= WIDEST]
+    if beyond and not launch:
+        raise ValueError(
+            f"SGLANG_DFLASH_WIDTHS: {beyond[0]} is not within 1..{WIDEST}; drop it, or add the launch flags if the "
+            "block is longer"
+        )
     if read.worker is Worker.PLUGIN:
         for variable, (ours, _) in zip(("SGLANG_PLUGINS", "SGLANG_PLATFORM"), ENTRY_POINTS.values(), strict=True):
             named = os.environ.get(variable, "")
             if named and ours not in map(str.strip, named.split(",")):
                 raise ValueError(
-                    f"{variable}={named} makes SGLang leave us out; name {ours}, or set SGLANG_DFLASH_WORKER=stock"
+                    f"{variable}={named} stops SGLang from loading sglang-dflash; add {ours}, or set "
+                    "SGLANG_DFLASH_WORKER=stock"
                 )
     return f"worker {read.worker}, overlap schedule {'allowed' if read.overlap else 'off'}"
 
@@ -93,7 +112,9 @@ def found_by_sglang() -> str:
     for group, (name, value) in ENTRY_POINTS.items():
         found = [point.value for point in entry_points(group=group) if point.name == name]
         if found != [value]:
-            raise RuntimeError(f"entry point {name} in {group} is {found or 'missing'}, not {value}; install again")
+            raise RuntimeError(
+                f"entry point {name} in {group} is {found or 'missing'}, not {value}; reinstall sglang-dflash"
+            )
     return " and ".join(name for name, _ in ENTRY_POINTS.values())
 
 
@@ -106,5 +127,5 @@ def contract() -> str:
     names = [*SECTIONS["seams"], *SECTIONS["served"]]
     missing = list(filter(None, map(problem, names)))
     if missing:
-        raise RuntimeError(f"{'; '.join(missing)}; sglang-dflash needs sglang {SGLANG}")
-    return f"all {len(names)} names we need are in sglang {SGLANG}"
+        raise RuntimeError(f"{'; '.join(missing)}; install sglang {SGLANG}")
+    return f"sglang {SGLANG} has all {len(names)} names that sglang-dflash uses"

@@ -7,10 +7,10 @@ runs this module as a child process, because SGLang prints to stdout and stderr 
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from sglang_dflash import flags
-from sglang_dflash.check.findings import Finding, find
+from sglang_dflash.check.findings import Check, Finding, find
 from sglang_dflash.flags import Worker
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.arguments import asks_for_dflash
@@ -18,7 +18,7 @@ from sglang_dflash.host.arguments import asks_for_dflash
 
 def report(argv: Sequence[str]) -> list[Finding]:
     """Return the findings in the order of a launch; `argv`: its flags, if any."""
-    checks: dict[str, Callable[[], str]] = {"plugin": live, "platform": machine}
+    checks: dict[str, Check] = {"plugin": live, "platform": machine}
     if argv:
         checks["launch"] = lambda: launch(argv)
     return find(checks)
@@ -40,7 +40,7 @@ def live() -> str:
     host.require_live()
     if flags.current().worker is Worker.STOCK:
         return "SGLANG_DFLASH_WORKER=stock: SGLang's built-in worker serves DFLASH"
-    return "our worker serves DFLASH"
+    return "sglang-dflash's worker serves DFLASH"
 
 
 def machine() -> str:
@@ -50,8 +50,11 @@ def machine() -> str:
     return f"{type(current_platform).__name__}, device {current_platform.device_name}"
 
 
-def launch(argv: Sequence[str]) -> str:
+def launch(argv: Sequence[str]) -> tuple[str, str]:
     """Resolve the arguments of a launch, which checks target, draft and flags against each other.
+
+    Returns:
+        Block, window, backend, draft and notes in a line, and the whole configuration.
 
     Raises:
         ValueError: the arguments do not select DFLASH, or are not supported; see `DFlashConfig.from_server_args`.
@@ -63,12 +66,19 @@ def launch(argv: Sequence[str]) -> str:
     server_args = prepare_server_args(list(argv))
     server_args.resolve_once()
     if not asks_for_dflash(server_args):
-        raise ValueError("these flags do not ask for DFLASH; add --speculative-algorithm DFLASH")
+        raise ValueError("the flags have no --speculative-algorithm DFLASH; add it")
     if flags.current().worker is Worker.STOCK:
-        return "left to SGLang's built-in worker"
+        return "SGLANG_DFLASH_WORKER=stock: not checked, SGLang's built-in worker serves it", ""
     config = DFlashConfig.from_server_args(server_args)
     shown = (field.name for field in dataclasses.fields(config) if field.repr)
-    return "; ".join([", ".join(f"{name}={vars(config)[name]}" for name in shown), *config.notes])
+    facts = (
+        f"block {config.block_size}",
+        f"draft window {config.draft_window or 'off'}",
+        f"draft attention backend {config.draft_attention_backend}",
+        f"draft {config.draft.path}",
+    )
+    detail = ", ".join(f"{name}={vars(config)[name]}" for name in shown)
+    return "; ".join([", ".join(facts), *config.notes]), detail
 
 
 if __name__ == "__main__":

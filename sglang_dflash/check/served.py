@@ -17,17 +17,24 @@ def fetch(url: str) -> dict[str, Any]:
         OSError: no server answers.
         ValueError: the server is not SGLang, or does not serve DFLASH with this plugin's worker.
     """
+    if "://" not in url:
+        raise ValueError(f"--server {url} has no http://; did you mean http://{url}?")
     try:
         with urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as response:
             states = json.load(response)["internal_states"]
     except URLError as error:
-        raise OSError(f"no SGLang server answers at {url}: {error}; give the URL it listens on") from error
+        raise OSError(f"no SGLang server answers at {url}: {error}; start it, or give the URL it listens on") from error
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{url} is no SGLang server: its /server_info has no internal_states") from error
+        raise ValueError(
+            f"{url} is no SGLang server: its /server_info has no internal_states; give an SGLang server's URL"
+        ) from error
     try:
         return states[0]["dflash"]
     except (KeyError, IndexError) as error:
-        raise ValueError(f"the server at {url} does not serve DFLASH with our worker") from error
+        raise ValueError(
+            f"the server at {url} does not serve DFLASH with this plugin; start it with sglang-dflash installed, "
+            "--speculative-algorithm DFLASH, and without SGLANG_DFLASH_WORKER=stock"
+        ) from error
 
 
 def render(dflash: dict[str, Any]) -> str:
@@ -41,7 +48,7 @@ def render(dflash: dict[str, Any]) -> str:
         lines.append(width["account"])
     if dflash["copies"]:
         n_blocks, n_drafts = (sum(counts) for counts in zip(*dflash["copies"], strict=True))
-        lines.append(f"copies: {n_blocks} blocks continued by one, {n_drafts} copied drafts accepted")
+        lines.append(f"n-gram copies: {n_blocks} blocks continued by one, {n_drafts} copied drafts accepted")
     return "\n".join(lines)
 
 
@@ -49,12 +56,14 @@ def main(argv: Sequence[str], *, as_json: bool) -> int:
     """Print the report of one server and return the exit status; `argv`: the words after `--server`."""
     urls = [argument for argument in argv if argument != "--json"]
     if len(urls) != 1:
-        print("--server takes one URL, such as http://127.0.0.1:30000", file=sys.stderr)
+        print(
+            f"check: --server takes one URL, found {len(urls)}; give http://127.0.0.1:30000 or another", file=sys.stderr
+        )
         return 1
     try:
         dflash = fetch(urls[0])
     except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
+        print(f"check: {error}", file=sys.stderr)
         return 1
     print(json.dumps(dflash) if as_json else render(dflash))
     return 0

@@ -21,7 +21,7 @@ def activate() -> str | None:
     rehearsed = os.environ.get(REHEARSE, "off") != "off"
     if torch.accelerator.is_available():
         if rehearsed:  # SGLang logs an error raised here and continues without the plugin
-            sys.exit(f"{REHEARSE} rehearses a GPU on a machine that has none, and this one has; unset it")
+            sys.exit(f"{REHEARSE} emulates a GPU, and this machine has one; unset it")
         return None
     if rehearsed:
         # Triton reads the variable at import. No kernel has run yet, and child processes inherit the variable.

@@ -14,6 +14,7 @@ from tempfile import gettempdir
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from sglang_dflash.cli import Parser
 from sglang_dflash.demo.ask import questions
 from sglang_dflash.demo.terminal import compare, legend, summary
 from sglang_dflash.demo.web import Demo, Side, StepTrace, web_server
@@ -25,7 +26,9 @@ from sglang_dflash.tiny import pairs as tiny
 from sglang_dflash.tiny.pairs import Arm, Pair, require_worker
 
 LOGS = Path(gettempdir()) / "sglang-dflash"
-DESCRIPTION = "The tiny pair served on a CPU: a few questions with and without speculation, then an OpenAI server."
+DESCRIPTION = (
+    "Serve the tiny pair on a CPU: answer a few questions with and without speculation, then run an OpenAI server."
+)
 
 
 def make_server(arm: Arm, pair: Pair, port: int, logs: Path, env: dict[str, str] | None = None) -> Server:
@@ -66,16 +69,19 @@ def show_page(demo: Demo, port: int, console: Console) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="sglang-dflash demo", description=DESCRIPTION)
-    parser.add_argument("--port", type=int, default=30000)
+    parser = Parser(prog="sglang-dflash demo", description=DESCRIPTION)
+    parser.add_argument("--port", type=int, default=30000, help="port of the server with DFlash")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--once", action="store_true", help="leave when the questions are answered")
+    form.add_argument("--once", action="store_true", help="stop after the questions are answered")
     form.add_argument("--web", action="store_true", help="answer in a browser instead, until Ctrl-C")
-    parser.add_argument("--web-port", type=int, default=30080, help="of the page (%(default)s)")
-    parser.add_argument("--arm", type=Arm, default=Arm.PLUGIN, choices=[Arm.PLUGIN, Arm.STOCK], help="whose worker")
-    parser.add_argument("--logs", type=Path, default=LOGS, help="folder of the servers' logs (%(default)s)")
-    parser.add_argument("--target", type=Path, default=tiny.HYBRID.target)
-    parser.add_argument("--draft", type=Path, default=tiny.HYBRID.draft)
+    parser.add_argument("--web-port", type=int, default=30080, help="port of the page of --web")
+    workers = [Arm.PLUGIN, Arm.STOCK]
+    parser.add_argument(
+        "--arm", type=Arm, default=Arm.PLUGIN, choices=workers, help="DFLASH worker; stock: SGLang's own"
+    )
+    parser.add_argument("--logs", type=Path, default=LOGS, help="folder for the servers' logs")
+    parser.add_argument("--target", type=Path, default=tiny.HYBRID.target, help="folder of the target")
+    parser.add_argument("--draft", type=Path, default=tiny.HYBRID.draft, help="folder of its draft")
     return parser.parse_args(arguments)
 
 

@@ -81,8 +81,8 @@ def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
     architecture = config["architectures"][0]
     if (ARCHITECTURES[architecture] == DFLASH_2) != bool(sizes["selector_rank"]):
         raise ValueError(
-            f"{path}: {architecture} with a selector_rank of {sizes['selector_rank']}: a candidate selector is "
-            f"{DFLASH_2}'s alone, and it always has one; fix config.json"
+            f"{path}: {architecture} with a selector_rank of {sizes['selector_rank']}: a candidate selector "
+            f"belongs to {DFLASH_2}, which always has one; fix config.json"
         )
     multiplier = given.get("output_multiplier", 1.0)
     if type(multiplier) not in (int, float) or not multiplier > 0:
@@ -96,7 +96,9 @@ def _second(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
     ids = config["dflash_config"].get("target_layer_ids")
     if ids is None:
-        raise ValueError(f"{path}: config.json has no dflash_config.target_layer_ids; take it from the training")
+        raise ValueError(
+            f"{path}: config.json has no dflash_config.target_layer_ids; add the list that the draft was trained with"
+        )
     if not isinstance(ids, list) or not ids or not all(type(id_) is int and id_ >= 0 for id_ in ids):
         raise ValueError(f"{path}: target_layer_ids is {ids!r}, not a list of layer numbers; fix config.json")
     return tuple(ids)
@@ -128,13 +130,13 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
     if rope["rope_type"] not in ROPE_TYPES:
         raise NotSupported(f"{path}: rope_type={rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}; {STOCK}")
     if rope.get("rope_dim") not in (None, head_dim):
-        raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} turns a part of heads of {head_dim}; {STOCK}")
+        raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} is not the head width {head_dim}; {STOCK}")
     # Without rope_dim, libraries interpret the target's fields differently.
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
     if (partial or "mrope_section" in rope) and rope.get("rope_dim") is None:
         raise NotSupported(
             f"{path}: partial_rotary_factor or mrope_section without rope_dim={head_dim}; "
-            f"take them out of config.json if the draft was trained with plain rotary heads, or {STOCK}"
+            f"remove them from config.json if the draft was trained with plain rotary heads, or {STOCK}"
         )
     if rope["rope_type"] == "linear":
         rope["factor"] = float(rope.get("factor", 1.0))  # SGLang takes a list or a float

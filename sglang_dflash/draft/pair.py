@@ -52,7 +52,7 @@ def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: 
 
 def unused(names: Iterable[str]) -> str:
     """Return a sentence for the log about unused tensors in a draft's files."""
-    return f"{', '.join(sorted(names))} stay unused: a DFlash draft has the target's own"
+    return f"{', '.join(sorted(names))} are ignored: a DFlash draft uses the target's"
 
 
 def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int) -> None:
@@ -74,6 +74,6 @@ def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_si
         found = draft.borrowed.get(name, shape)
         if found != shape:
             raise ValueError(
-                f"{draft.path}: {name} has shape {list(found)}, and that of the target, which a draft uses instead, "
+                f"{draft.path}: {name} has shape {list(found)}, not the target's "
                 f"{list(shape)} ({target}); give the draft that was trained for this target"
             )

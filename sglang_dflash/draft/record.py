@@ -72,7 +72,7 @@ class Checkpoint:
             )
         unknown = sorted(set(self.layer_types) - {FULL, SLIDING})
         if unknown:
-            raise NotSupported(f"{path}: layer_types has {unknown[0]!r}, which DFlash does not know; {STOCK}")
+            raise NotSupported(f"{path}: layer_types has {unknown[0]!r}, which DFlash does not have; {STOCK}")
         if (window is not None or SLIDING in self.layer_types) and (window or 0) < self.block_size:
             raise ValueError(
                 f"{path}: sliding_window {window} is smaller than block_size {self.block_size}; fix config.json"
@@ -85,7 +85,7 @@ class Checkpoint:
             )
         if self.block_size < 2:
             raise ValueError(
-                f"{path}: a block of {self.block_size} has no draft behind its anchor; give block_size 2 or more"
+                f"{path}: block_size {self.block_size} leaves no slot for a draft after the anchor; give 2 or more"
             )
         ids = self.target_layer_ids
         if not ids or any(left >= right for left, right in pairwise((-1, *ids))):
@@ -96,7 +96,7 @@ class Checkpoint:
         """Check the fields of DFlash 2."""
         for one, other in (("conv_kernel_size", "conv_group_size"), ("selector_rank", "selector_top_k")):
             if bool(vars(self)[one]) != bool(vars(self)[other]):
-                raise ValueError(f"{self.path}: {one} and {other} go together; fix config.json")
+                raise ValueError(f"{self.path}: found only one of {one} and {other}; fix config.json")
         if self.conv_group_size and self.hidden_size % self.conv_group_size:
             raise ValueError(
                 f"{self.path}: conv_group_size {self.conv_group_size} does not divide hidden_size {self.hidden_size}; "

@@ -123,6 +123,6 @@ def _refuse_quantized(config: Mapping[str, Any], path: str) -> None:
     of = found if isinstance(found, dict) else {}
     words = ", ".join(str(of[name]) for name in ("quant_method", "format") if of.get(name)) or repr(found)
     raise NotSupported(
-        f"{path}: quantization_config says {words}: quantized draft checkpoints are not supported; give the draft "
+        f"{path}: quantization_config is {words}: quantized draft checkpoints are not supported; give the draft "
         "as it was trained (--speculative-draft-model-quantization fp8 quantizes it while it loads)"
     )

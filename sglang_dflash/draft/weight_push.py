@@ -35,7 +35,7 @@ def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kw
         model, other = ("draft", "target") if for_draft else ("target", "draft")
         return False, (
             f"the {model} cannot take these tensors ({type(error).__name__}: {error}); push the {other}'s with "
-            f'"selector": "{other}", and the {model}\'s again: some of its weights may be new'
+            f'"selector": "{other}", and the {model}\'s again: some of its weights may already be replaced'
         )
 
 

@@ -50,7 +50,7 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
         ValueError: the request has too many answers, or sets a field that only SGLang may set.
     """
     if request.lora_id is not None:
-        raise ValueError("lora_id is SGLang's own and no client's; leave it out, and name an adapter in lora_path")
+        raise ValueError("lora_id is internal to SGLang; leave it out, and name an adapter in lora_path")
     n, n_prompts = request.parallel_sample_num, request.batch_size
     if n > 1 and n * n_prompts > MOST_ANSWERS:
         raise ValueError(f"n is {n}, of {n_prompts} prompts; ask for at most {MOST_ANSWERS} answers at once")
@@ -119,7 +119,9 @@ def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
 def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
     """Check the fields that are not sampling parameters, or raise ValueError, see `check_parameters`."""
     if asked.top_logprobs_num > vocab_size:
-        raise ValueError(f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for fewer")
+        raise ValueError(
+            f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for at most {vocab_size}"
+        )
     if asked.return_logprob and asked.logprob_start_len < -1:
         raise ValueError(f"logprob_start_len is {asked.logprob_start_len}; send a position, or -1 for the prompt's end")
     if not isinstance(asked.return_hidden_states, bool) and asked.return_hidden_states != "last":
@@ -127,7 +129,7 @@ def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
     if asked.custom_logit_processor is not None:
         require_processor(asked.custom_logit_processor)
     if not isinstance(asked.positional_embed_overrides, PositionalEmbeds | None):
-        raise ValueError("positional_embed_overrides is SGLang's own and no client's; leave it out")
+        raise ValueError("positional_embed_overrides is internal to SGLang; leave it out")
 
 
 def require_processor(text: str) -> None:
@@ -140,7 +142,7 @@ def require_processor(text: str) -> None:
         bytes.fromhex(json.loads(text)["callable"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"custom_logit_processor cannot be read ({type(error).__name__}: {error}); send what its to_str() says"
+            f"custom_logit_processor cannot be read ({type(error).__name__}: {error}); send the result of its to_str()"
         ) from error
 
 

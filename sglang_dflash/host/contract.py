@@ -53,8 +53,8 @@ def require_hooks(*targets: str) -> None:
     for target in targets:
         if target not in HookRegistry._patched:
             raise HostMismatch(
-                f"sglang-dflash is installed but does not hook {target}: SGLANG_PLUGINS or SGLANG_PLATFORM leaves it "
-                "out, or SGLang's log says why; include sglang_dflash, or set SGLANG_DFLASH_WORKER=stock"
+                f"sglang-dflash is installed but does not hook {target}: SGLANG_PLUGINS or SGLANG_PLATFORM excludes "
+                "it, or SGLang's log has the error; add sglang_dflash, or set SGLANG_DFLASH_WORKER=stock"
             )
 
 

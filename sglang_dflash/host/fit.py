@@ -36,7 +36,7 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
         if arguments.draft_window is not None:
             raise NotSupported(
                 f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
-                "supported (K/V travel by the target's slots, a window's lie in rings); drop the window"
+                "supported (K/V are transferred by the target's slots, and a window has ring buffers); drop the window"
             )
         return None
     if arguments.draft_window is not None and arguments.draft_window < block_size:
@@ -85,13 +85,13 @@ def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple
     if draft.max_position_embeddings < target.context_length:
         found.append(
             f"{draft.path} was trained for {draft.max_position_embeddings} positions and serves "
-            f"{target.context_length} (beyond them answers stay exact, and fewer drafts may be accepted)"
+            f"{target.context_length} (beyond them answers stay exact, but fewer drafts may be accepted)"
         )
     if draft.dtype != target.dtype:
-        found.append(f"{draft.path} says {draft.dtype} and is loaded in {target.dtype}, the target's dtype")
+        found.append(f"{draft.path} has dtype {draft.dtype} and is loaded in {target.dtype}, the target's dtype")
     if draft.vocab_size not in (None, target.vocab_size):
         found.append(
-            f"{draft.path} says vocab_size {draft.vocab_size} and uses the target's embedding and head of "
+            f"{draft.path} has vocab_size {draft.vocab_size} and uses the target's embedding and head of "
             f"{target.vocab_size} rows"
         )
     if draft.borrowed:

@@ -152,8 +152,8 @@ class Rings:
         slot_bytes = configurator.dflash_draft_cell_size_per_token
         if slot_bytes is None:
             raise NotSupported(
-                "SGLang could not say how many bytes a slot of the draft's KV takes (see its warning above), and a "
-                "draft with a window needs to know; drop --speculative-draft-window-size"
+                "SGLang has no size for a slot of the draft's KV (see its warning above), and a draft window needs it; "
+                "drop --speculative-draft-window-size"
             )
         ring, n_requests = self.size, get_schedule().max_running_requests
         if configurator.mambaish_config is not None:

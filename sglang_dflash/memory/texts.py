@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 WITHOUT_TEXTS = {  # by `--disaggregation-mode`
-    "decode": "another server reads the prompts, and their text does not come along",
-    "prefill": "it reads prompts and decodes nothing",
+    "decode": "another server reads the prompts, and their tokens are not transferred",
+    "prefill": "a prefill server does not decode",
 }
 
 
@@ -44,5 +44,5 @@ def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_mode
     from sglang.srt.runtime_context import get_schedule
 
     n_bytes = text_bytes(get_schedule().max_running_requests, configurator.model_config.context_len)
-    logger.info("copies: texts of all requests take %.2f MiB", n_bytes / 2**20)
+    logger.info("n-gram copies: token histories of all requests take %.2f MiB", n_bytes / 2**20)
     return stock(configurator, pre_model_load_memory) - n_bytes

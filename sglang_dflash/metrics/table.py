@@ -47,24 +47,24 @@ METRICS = (
         Kind.HISTOGRAM,
         "tokens",
         (),
-        "What a request commits in a step: its accepted drafts and the bonus. `_count` is requests times steps.",
-        "A mean near 1: drafts fail from the first on. The draft is another target's or was trained on other text "
-        "(another language, thinking off), or contexts begin cut, see `cut_blocks_total`.",
+        "Tokens that a request commits in a step: accepted drafts and the bonus. `_count` is requests times steps.",
+        "A mean near 1: the first draft already fails. The draft belongs to another target or was trained on other "
+        "text (another language, thinking off), or contexts are cut, see `cut_blocks_total`.",
     ),
     Metric(
         "verified_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("position",),
-        "Drafts the target has checked, by slot of the block (1 is next to the anchor).",
-        "Late positions at rest: the width is narrower than the block, see `steps_total`.",
+        "Verified drafts, by slot of the block (1 is next to the anchor).",
+        "Late positions constant: the width is narrower than the block, see `steps_total`.",
     ),
     Metric(
         "accepted_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("position",),
-        "Drafts that were accepted, and all before them. Divided by `verified_drafts_total`: acceptance by position.",
+        "Drafts accepted with all drafts before them. Divided by `verified_drafts_total`: acceptance by position.",
         "Low from position 1 on: see `committed_tokens`. Low at the end only: normal; a shorter "
         "`--speculative-num-draft-tokens` drafts for less.",
     ),
@@ -74,33 +74,32 @@ METRICS = (
         "steps",
         ("width",),
         "Decode steps by how many tokens of each block were verified; 1 is a step without drafts.",
-        "Mostly 1 under load: verifying costs more than it commits, which is the width's answer to a full machine; "
-        "at low load see `committed_tokens`, and `check --server` for what steps were timed at.",
+        "Mostly 1 under load: intended, since verification then costs more time than it saves. At low load see "
+        "`committed_tokens`, and the step times of `sglang-dflash check --server`.",
     ),
     Metric(
         "copied_blocks_total",
         Kind.COUNTER,
         "blocks",
         ("match",),
-        "Blocks that were continued by a copy of the request's own text, by how many tokens matched before it "
-        "(`SGLANG_DFLASH_COPY`).",
-        "At rest: texts do not repeat themselves, or copies are off.",
+        "Blocks continued by an n-gram copy (`SGLANG_DFLASH_COPY`), by the number of tokens that matched before it.",
+        "Constant: texts do not repeat themselves, or copies are off.",
     ),
     Metric(
         "copied_drafts_total",
         Kind.COUNTER,
         "drafts",
         ("match",),
-        "Copied drafts that were accepted. Divided by `copied_blocks_total`: what a copy is worth.",
-        "Few for a block: copies are tried and fail; each request gives them up after some steps.",
+        "Copied drafts that were accepted. Divided by `copied_blocks_total`: accepted tokens per copy.",
+        "Few per block: copies fail; each request stops copying after some steps.",
     ),
     Metric(
         "stage_seconds",
         Kind.HISTOGRAM,
         "seconds",
         ("stage",),
-        f"Time of a step's {', '.join(STAGES)}; one step in {SAMPLE_EVERY} is measured. On a GPU the device's, between "
-        "events that are read later; on a CPU the host's.",
+        f"Time of a step's {', '.join(STAGES)}; one step in {SAMPLE_EVERY} is measured. On a GPU device time, "
+        "between CUDA events; on a CPU host time.",
         "Draft above a third of verify: shorten the draft window or change `--speculative-draft-attention-backend`. "
         "Choose in milliseconds: grammars or penalties take it. All high while the GPU idles: the host is slow, or "
         "graphs were not captured (`--cuda-graph-max-bs-decode`).",
@@ -111,7 +110,7 @@ METRICS = (
         "blocks",
         (),
         "Blocks drafted with less context than the draft's window, because a prefix found in the radix cache is not in "
-        "the request's ring. Stays 0 without a window.",
+        "the request's ring buffer. Stays 0 without a window.",
         "A large share of `committed_tokens_count`, and few tokens in them: answers are shorter than the window takes "
         "to fill; serve without `--speculative-draft-window-size`.",
     ),
@@ -120,7 +119,7 @@ METRICS = (
         Kind.COUNTER,
         "tokens",
         (),
-        "Tokens committed in those blocks. Divided by `cut_blocks_total`: what a step is worth while a ring warms up.",
+        "Tokens committed in those blocks. Divided by `cut_blocks_total`: tokens per step while a ring buffer fills.",
         "See `cut_blocks_total`.",
     ),
     Metric(
@@ -128,16 +127,16 @@ METRICS = (
         Kind.GAUGE,
         "rings, states",
         ("pool",),
-        "What there is: `rings`, the draft's context K/V per request (with a window); `states`, recurrent states "
+        "Slots of a pool: `rings`, ring buffers of the draft's context K/V (with a window); `states`, recurrent states "
         "(hybrid targets).",
-        "`sglang-dflash check` says what bounds it and which flag lifts it.",
+        "Too few: `sglang-dflash check --gpu-memory GIB` names the limit and the flag that raises it.",
     ),
     Metric(
         "pool_in_use",
         Kind.GAUGE,
         "rings, states",
         ("pool",),
-        "How many of them requests hold; states that only the prefix cache holds are free for the asking.",
+        "Slots that requests hold. States that only the prefix cache holds are not counted.",
         "At `pool_size` while requests wait: `--max-running-requests` bounds rings, `--max-mamba-cache-size` states.",
     ),
 )
@@ -146,7 +145,7 @@ METRICS = (
 def table() -> str:
     """Return the metrics as a Markdown table, for `docs/metrics.md`."""
     rows = [
-        f"| metric, after `{PREFIX}` | type | unit | labels | what it tells | when it is bad |",
+        f"| metric, after `{PREFIX}` | type | unit | labels | meaning | when it is bad |",
         "|---|---|---|---|---|---|",
     ]
     for m in METRICS:

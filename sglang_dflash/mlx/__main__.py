@@ -3,34 +3,33 @@
 sglang-dflash mlx --model DIR --draft DIR --prompt "Why is the sky blue?" --temperature 0.7
 """
 
-import argparse
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import mlx.core as mx
-from mlx_lm.sample_utils import make_sampler
+from sglang_dflash.cli import Parser
 
-from sglang_dflash.errors import NotSupported
-from sglang_dflash.mlx.generate import DecodedStep, Options, stream_generate
-from sglang_dflash.mlx.pair import load
+if TYPE_CHECKING:
+    from sglang_dflash.mlx.generate import DecodedStep
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sglang-dflash mlx", description=__doc__.splitlines()[0])
+def arguments() -> Parser:
+    parser = Parser(prog="sglang-dflash mlx", description="Answer a prompt with a draft under MLX.")
     add = parser.add_argument
     add("--model", required=True, help="the target: a folder, or a name on the Hugging Face hub")
-    add("--draft", required=True, help="its DFlash draft, likewise")
+    add("--draft", required=True, help="its DFlash draft: a folder, or a name on the Hugging Face hub")
     add("--prompt", required=True, help="a user's message; with --raw, the text to continue")
-    add("--raw", action="store_true", help="no chat template around the prompt")
-    add("--max-tokens", type=int, default=512, help="(%(default)s)")
-    add("--temperature", type=float, default=0.0, help="(%(default)s)")
-    add("--top-p", type=float, default=1.0, help="(%(default)s)")
-    add("--top-k", type=int, default=0, help="(%(default)s: all)")
-    add("--min-p", type=float, default=0.0, help="(%(default)s)")
-    add("--seed", type=int, default=0, help="of what is drawn (%(default)s)")
-    add("--width", type=int, help="slots drafted and verified per step; left out, the checkpoint's block")
-    add("--draft-window", type=int, help="context tokens the draft sees; left out, all")
+    add("--raw", action="store_true", help="use the prompt without the chat template")
+    add("--max-tokens", type=int, default=512, help="most tokens of the answer")
+    add("--temperature", type=float, default=0.0, help="sampling temperature; 0 is greedy")
+    add("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this total probability")
+    add("--top-k", type=int, default=0, help="draw from this many likeliest tokens; 0: all")
+    add("--min-p", type=float, default=0.0, help="drop tokens below this share of the likeliest one's probability")
+    add("--seed", type=int, default=0, help="seed of the random draws")
+    add("--width", type=int, help="slots drafted and verified per step (default: the draft's block size)")
+    add("--draft-window", type=int, help="context tokens that the draft attends to (default: all)")
     return parser
 
 
@@ -38,14 +37,26 @@ def main(argv: Sequence[str]) -> int:
     options = arguments().parse_args(argv)
     try:
         answer(options)
-    except (NotSupported, ValueError, FileNotFoundError) as error:
-        print(error, file=sys.stderr)
+    except (ModuleNotFoundError, ValueError, FileNotFoundError) as error:
+        print(f"mlx: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def answer(options: argparse.Namespace) -> None:
+def answer(options: Namespace) -> None:
+    """Print the answer as it is generated, then a summary of the steps.
+
+    Raises:
+        ModuleNotFoundError: MLX is not installed.
+        ValueError, FileNotFoundError: the pair cannot be loaded, or an option does not fit it.
+    """
+    from sglang_dflash.mlx import Options, load, stream_generate  # without MLX an error with the cure
+
     pair = load(options.model, options.draft)
+
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
     tokenizer = pair.tokenizer
     message = [{"role": "user", "content": options.prompt}]
     prompt = (
@@ -70,7 +81,7 @@ def answer(options: argparse.Namespace) -> None:
     print("\n" + summary(steps, began, ends))
 
 
-def summary(steps: Sequence[DecodedStep], began: float, ends: Sequence[float]) -> str:
+def summary(steps: Sequence["DecodedStep"], began: float, ends: Sequence[float]) -> str:
     """Return a line about the steps with drafts, without the prompt's step and the last one, which has no tokens."""
     decoded = steps[1:-1]
     if not decoded:

@@ -43,7 +43,7 @@ def load(model: str, draft: str) -> Pair:
     config = target_config(model)
     kind = TEXT_ONLY.get(config.get("model_type", ""), config.get("model_type"))
     if kind not in FAMILIES:
-        raise NotSupported(f"{model}: model_type is {kind!r}; on MLX a draft runs beside {', '.join(FAMILIES)}")
+        raise NotSupported(f"{model}: model_type is {kind!r}; on MLX give a target of type {' or '.join(FAMILIES)}")
     drafting = load_draft(draft)
     text = config | config.get("text_config", {})
     sizes = {"hidden_size": text["hidden_size"], "vocab_size": text["vocab_size"]}

@@ -72,7 +72,7 @@ class MLXTarget:
         if unknown:
             raise NotSupported(
                 f"{type(model).__module__} keeps its past in {min(unknown)}; "
-                "only K and V, and arrays of recurrent layers, can be unread"
+                "only K and V, and arrays of recurrent layers, can be undone"
             )
         self.recurrent = [i for i, cache in enumerate(self.caches) if isinstance(cache, ArraysCache)]
         # Other layers are not recorded, because the rows of a prompt's chunk are large.

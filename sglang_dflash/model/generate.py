@@ -175,7 +175,7 @@ def _checked_sizes(draft: Draft, input_ids: torch.Tensor, options: Options) -> t
     width = options.width or N
     if width > N and not options.copies:
         raise ValueError(
-            f"width {width} exceeds the block of {N} tokens, and only copies go on behind it; ask for them"
+            f"width {width} exceeds the block of {N} tokens, and only n-gram copies extend a block; set copies=True"
         )
     if options.draft_window is not None and options.draft_window < N:
         raise ValueError(

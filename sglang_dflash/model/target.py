@@ -66,7 +66,7 @@ class TargetReader:
         if unknown or not kinds:
             raise ValueError(
                 f"{type(model).__name__} keeps its past in {sorted(kind.__name__ for kind in unknown) or 'no cache'}; "
-                "only layers that are either attention or recurrent can be unread"
+                "only layers that are either attention or recurrent can be undone"
             )
         self.recurrent = [layer for layer in self.cache.layers if isinstance(layer, LinearAttentionLayer)]
         self.attending = [layer for layer in self.cache.layers if isinstance(layer, DynamicLayer)]

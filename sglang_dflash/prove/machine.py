@@ -117,10 +117,12 @@ def place_of(options: argparse.Namespace) -> Place:
     """
     emulated = flags.read(os.environ).rehearse.gpu
     gpu = None if emulated else find_gpu()
+    if gpu is None and not emulated and options.list:
+        emulated = "sm90"
     if gpu is None and not emulated:
-        raise ValueError("no CUDA device here; SGLANG_DFLASH_REHEARSE=sm90 rehearses one on this CPU")
+        raise ValueError("found no CUDA device; set SGLANG_DFLASH_REHEARSE=sm90 to emulate one on this CPU")
     if bool(options.model_path) != bool(options.draft_path):
-        raise ValueError("a pair of your own needs both --model-path and --draft-path")
+        raise ValueError("found one of --model-path and --draft-path; give both")
     return Place(
         gpu=gpu,
         device=ALIASES.get(gpu.device, gpu.device) if gpu else emulated,

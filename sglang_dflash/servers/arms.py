@@ -50,9 +50,9 @@ def launches(
     """
     model = value_of("--model-path", flags) or value_of("--model", flags)
     if model is None:
-        raise ValueError("--serve needs the server's flags after --, and there is no --model-path; add them")
+        raise ValueError("--serve found no --model-path after --; add the server's flags there")
     if (value_of("--speculative-algorithm", flags) or "").upper() != "DFLASH":
-        raise ValueError("the flags after -- do not say --speculative-algorithm DFLASH; give those of the model card")
+        raise ValueError("the flags after -- have no --speculative-algorithm DFLASH; give those of the model card")
     kinds = {name: kind_of(name) for name in names}
     has_mtp = mtp_layers(model) > 0 if not names or MTP in kinds.values() else False
     if MTP in kinds.values() and not has_mtp:
@@ -64,7 +64,7 @@ def launches(
     ]
     shown = [one.name for one in found]
     if len(set(shown)) < len(shown):
-        raise ValueError(f"--arms: two arms are called the same ({', '.join(shown)}); rename a folder")
+        raise ValueError(f"--arms: two arms have the same name ({', '.join(shown)}); rename a folder")
     return found
 
 
@@ -83,7 +83,7 @@ def kind_of(arm: str) -> str:
     """Return the kind of an arm, one of `ARMS`, or raise ValueError."""
     kind = arm.partition(":")[0]
     if kind not in ARMS:
-        raise ValueError(f"--arms {arm}: no arm is called {kind!r}; write {', '.join(ARMS)}, or NAME:VAR=VALUE")
+        raise ValueError(f"--arms {arm}: there is no arm {kind!r}; use {', '.join(ARMS)}, or NAME:VAR=VALUE")
     return kind
 
 
@@ -145,10 +145,11 @@ def mtp_layers(model: str) -> int:
         file = file if Path(model).exists() else Path(hf_hub_download(model, "config.json"))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise ValueError(
-            f"--model-path {model} is no directory and cannot be fetched ({type(error).__name__})"
+            f"--model-path {model} is no directory and cannot be fetched ({type(error).__name__}); give a checkpoint "
+            "directory, or a repository id that this machine can reach"
         ) from None
     if not file.is_file():
-        raise ValueError(f"--model-path {model} holds no config.json; name a checkpoint directory")
+        raise ValueError(f"--model-path {model} has no config.json; give a checkpoint directory")
     config: dict[str, Any] = read_object(file, "fetch the model again")
     text = config.get("text_config", {})
     return max(int(part.get(field) or 0) for part in (config, text) for field in MTP_FIELDS)
@@ -159,6 +160,6 @@ def require_worker(server: Server, *, ours: bool) -> None:
     serves = ANNOUNCEMENT in server.log_text()
     if serves != ours:
         raise ServerError(
-            f"{server.name}: our worker {'serves' if serves else 'does not serve'} here; is sglang-dflash installed "
-            f"for {sys.executable}, and SGLANG_PLUGINS unset? ({server.log})"
+            f"{server.name}: the worker of sglang-dflash {'serves' if serves else 'does not serve'}; install it for "
+            f"{sys.executable}, and unset SGLANG_PLUGINS and SGLANG_DFLASH_WORKER ({server.log})"
         )

@@ -207,7 +207,9 @@ class Server:
         self._process.wait()
         self._process = None
         if not port_is_free(self.port):
-            raise ServerError(f"{self.name}: stopped, but something else listens on port {self.port}; look who it is")
+            raise ServerError(
+                f"{self.name}: stopped, but something else listens on port {self.port}; stop that process"
+            )
 
     def _wait_gone(self, timeout_s: float) -> None:
         assert self._process is not None

@@ -113,12 +113,12 @@ def why_whole(processors: list[LogitsProcessor], ends: TargetEnds, ranks: OneGro
     if ranks.meet:
         return "ranks of attention data parallelism exchange rows as well as shards"
     if len(processors) != 1:
-        return f"the target makes its logits in {len(processors)} places"
+        return f"the target computes its logits in {len(processors)} places"
     processor = processors[0]
     if processor.final_logit_softcapping:
         return "soft-capped logits may be equal where the shards' are not"
     if processor.use_attn_tp_group or not processor.do_tensor_parallel_all_gather:
         return "SGLang does not gather them over the ranks that share the head"
     if processor.vocab_size != ends.head.org_vocab_size:
-        return "the head has other tokens than the target's configuration"
+        return "the head's vocabulary differs from the target's configuration"
     return ""

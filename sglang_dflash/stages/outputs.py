@@ -31,7 +31,7 @@ def keep_hidden_states(model: nn.Module) -> None:
     processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
     if not processors:
         raise NotSupported(
-            f"{type(model).__name__} makes its logits without SGLang's LogitsProcessor, which keeps hidden states; "
+            f"{type(model).__name__} computes its logits without SGLang's LogitsProcessor, which keeps hidden states; "
             "leave out --enable-return-hidden-states"
         )
     for processor in processors:

@@ -150,4 +150,4 @@ def run(server: str, prompts: Path, out: Path, sampling: Sampling, at_once: int)
     try:
         return asyncio.run(write_answers(client, read_prompts(prompts), out, sampling, at_once=at_once))
     except APIError as error:
-        raise ValueError(f"{server} refused: {error}; what was answered is in {out}") from error
+        raise ValueError(f"{server} refused: {error}; the answers so far are in {out}") from error

@@ -27,6 +27,7 @@ from sglang_dflash.train.features import Read, read_rows, weights_digest
 from sglang_dflash.train.loop import Report, TrainRecipe, train
 from sglang_dflash.train.objective import Blocks, block_loss, default_gamma, make_blocks, random_anchors
 from sglang_dflash.train.ranks import ALONE, Ranks
+from sglang_dflash.train.sizes import Second
 from sglang_dflash.train.start import initialised, start_from
 from sglang_dflash.train.tokens import Rows
 
@@ -56,16 +57,6 @@ class Settings:
     seed: int = 0
     from_target: bool = False  # start from the target's last layers, where names and shapes agree
     eval_tokens: int = 64  # tokens per answer when acceptance is measured
-
-
-@dataclass(frozen=True)
-class Second:
-    """Sizes of a DFlash 2 draft, named as in config.json; the defaults are those of z-lab's published drafts."""
-
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
 
 
 class BlockLoss(nn.Module):
@@ -201,6 +192,17 @@ def draft_config_for(
     n_target = text.num_hidden_layers
     last = n_target - 2
     spread = tuple(sorted({round((i + 1) * last / n_layers) for i in range(n_layers)}))
+    ids = target_layer_ids or spread
+    if list(ids) != sorted(set(ids)) or ids[-1] > last:
+        raise ValueError(
+            f"--target-layer-ids {','.join(map(str, ids))} is not an ascending list within 0..{last}, the layers of a "
+            f"target of {n_target} that give features; change or drop it"
+        )
+    if not 0 <= mask_token_id < text.vocab_size:
+        raise ValueError(
+            f"--mask-token-id {mask_token_id} is not within 0..{text.vocab_size - 1}, the target's vocabulary; "
+            "give an id that no text uses"
+        )
     config = Checkpoint(
         hidden_size=text.hidden_size,
         num_hidden_layers=n_layers,
@@ -211,7 +213,7 @@ def draft_config_for(
         vocab_size=text.vocab_size,
         block_size=block_size,
         mask_token_id=mask_token_id,
-        target_layer_ids=target_layer_ids or spread,
+        target_layer_ids=ids,
         num_target_layers=n_target,
         layer_types=(FULL,) * n_layers,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
@@ -291,4 +293,4 @@ def require_undo(target: PreTrainedModel, config: Checkpoint) -> None:
     try:
         TargetReader(target, config.target_layer_ids)
     except ValueError as error:
-        raise ValueError(f"{error}; train without measuring acceptance: --eval-prompts 0") from error
+        raise ValueError(f"{error}; add --eval-prompts 0 to train without measuring acceptance") from error

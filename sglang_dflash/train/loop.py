@@ -81,9 +81,15 @@ def adamw(module: nn.Module, recipe: TrainRecipe) -> torch.optim.AdamW:
 
 
 def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return the facts that differ, by name: `steps 6, now 7; text a, now b`; empty if all agree."""
+    """Return the facts that differ, by name: `steps 6, now 7; draft.block_size 8, now 16`; empty if all agree."""
     pairs = {name: (found.get(name, "unset"), wanted.get(name, "unset")) for name in found.keys() | wanted.keys()}
-    return "; ".join(f"{name} {was}, now {now}" for name, (was, now) in sorted(pairs.items()) if was != now)
+    return "; ".join(_difference(name, was, now) for name, (was, now) in sorted(pairs.items()) if was != now)
+
+
+def _difference(name: str, was: Any, now: Any) -> str:
+    if isinstance(was, dict) and isinstance(now, dict):
+        return differing({f"{name}.{key}": was[key] for key in was}, {f"{name}.{key}": now[key] for key in now})
+    return f"{name} {was}, now {now}"
 
 
 @dataclass
@@ -121,7 +127,7 @@ class Run:
         if other := differing(state["facts"], facts):
             raise ValueError(
                 f"{path} was written by another run ({other}); "
-                "repeat the old options to resume, or delete the file to start again"
+                "repeat its options to resume, or delete the file to start again"
             )
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])

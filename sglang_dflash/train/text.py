@@ -48,9 +48,7 @@ def read_documents(path: Path, tokenizer: PreTrainedTokenizerBase, max_length: i
         if any(a and b for a, b in zip(piece.is_response, piece.is_response[1:], strict=False))
     ]
     if len(usable) < 2:
-        raise ValueError(
-            f"{path} holds {len(usable)} documents with something to guess; give at least two, one to check with"
-        )
+        raise ValueError(f"{path} holds {len(usable)} usable documents; give at least two, one of them for evaluation")
     return usable
 
 

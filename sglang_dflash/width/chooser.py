@@ -77,8 +77,8 @@ class Chooser:
         if not self.is_suspected and n_drafted >= SUSPECT_BLOCKS and n_useful < SUSPECT_SHARE * n_drafted:
             self.is_suspected = True
             logger.warning(
-                "of %d drafted blocks %d had an accepted draft: this draft is not for this target or prompts, or its "
-                "slots are shifted by one; `sglang-dflash check --draft-steps 20` tells which",
+                "of %d drafted blocks %d had an accepted draft: the draft was trained for another target or text, or "
+                "its slots are shifted by one; run `sglang-dflash check --draft-steps 20` with the launch flags",
                 n_drafted,
                 n_useful,
             )
@@ -112,8 +112,8 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
             raise ValueError(f"SGLANG_DFLASH_WIDTHS: {width} is not within 1..{max(block_size, WIDEST)}; drop it")
         if width > block_size and no_copies:
             raise NotSupported(
-                f"SGLANG_DFLASH_WIDTHS: {width} is wider than the block of {block_size}, behind which there are "
-                f"only copies, and nothing is copied ({no_copies}); drop it"
+                f"SGLANG_DFLASH_WIDTHS: {width} exceeds the block of {block_size}, which only n-gram copies "
+                f"extend, and they are off ({no_copies}); drop it"
             )
     if whole_blocks:
         raise NotSupported(

@@ -260,7 +260,7 @@ def test_pairs_that_do_not_fit(folders, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give the draft that was trained for this target"):
         load(str(target), str(other))
     (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
-    with pytest.raises(NotSupported, match="model_type is 'gemma3_text'; on MLX a draft runs beside llama, qwen3"):
+    with pytest.raises(NotSupported, match="model_type is 'gemma3_text'; on MLX give a target of type llama or qwen3"):
         load(str(tmp_path), str(draft))
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         load(str(tmp_path / "none"), str(draft))

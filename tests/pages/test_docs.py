@@ -257,17 +257,6 @@ def test_the_table_of_memory() -> None:
         assert (limits["recurrent state"], limits["KV tokens"]) == (int(states), int(tokens)), flag
 
 
-@pytest.mark.parametrize("page", ["compatibility.md", "from-stock.md", "reproducing.md"])
-def test_bytes_of_a_block_per_request(page: str) -> None:
-    """Qwen3.5-27B, block 16: MiB of its records with the plugin, and of its states with SGLang's worker."""
-    argv = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4"]
-    results = capacity_report.answer(capacity_report.arguments().parse_args(argv)).results
-    mib = {worker: f"{results[worker].request_block_bytes / 2**20:,.0f}" for worker in Worker}
-    text = (DOCS / page).read_text()
-    assert f"{mib[Worker.PLUGIN]} MiB" in text
-    assert re.search(rf"\b{mib[Worker.STOCK]}\b", text)
-
-
 def test_the_floors_of_the_kernels() -> None:
     """Compute bytes at B = 8 and N = 16 over an H200's 4.8 TB/s."""
     B, N = 8, 16

@@ -151,12 +151,33 @@ def test_recipes_are_listed_without_a_name(capsys: pytest.CaptureFixture[str]) -
     assert len({n for row in cards for n in row}) > 2  # some need one card, others several
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "QWEN3-8B", "z-lab/Qwen3-8B-DFlash-b16"])
+def test_a_recipe_has_the_names_of_its_models(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for asked in (name, "qwen3-8b"):
+        assert recipe.main([asked, "--gpu", "H200"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+
+
+@pytest.mark.parametrize(("gpu", "other"), [("h100", "h200"), ("b300", "b200")])
+def test_a_gpu_has_the_flags_of_its_generation(gpu: str, other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    commands = []
+    for asked in (gpu, other):
+        assert recipe.main(["qwen3-8b", "--gpu", asked]) == 0
+        out = capsys.readouterr().out
+        assert ("An H100 has little more than half its memory" in out) == (asked == "h100")
+        commands.append([line for line in out.splitlines() if not line.startswith("#")])
+    assert commands[0] == commands[1]
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
         (["qwen3-8b"], "name the GPU of qwen3-8b: --gpu h200 or --gpu b200"),
         (["qwen3-8b", "--gpu", "h20"], "invalid choice: 'h20'"),
-        (["qwen3-9b", "--gpu", "h200"], "invalid choice: 'qwen3-9b'"),
+        (["qwen3-9b", "--gpu", "h200"], "there is no recipe qwen3-9b; did you mean qwen3.5-9b?"),
+        (["zzz", "--gpu", "h200"], "there is no recipe zzz; `sglang-dflash recipe` lists all"),
         (["qwen3-8b", "--gpu", "h200", "--port", "8000"], "unrecognized arguments: --port"),
     ],
 )

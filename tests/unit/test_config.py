@@ -274,8 +274,8 @@ def test_widths_copies_and_states_follow_from_the_launch(draft, target, argument
 @pytest.mark.parametrize(
     ("target", "arguments", "reason"),
     [
-        (MAMBA2, {}, "SGLang finds the recurrent states of this target by the size of the block"),
-        (GDN, SHARED, "ranks of attention data parallelism have requests of their own and one width"),
+        (MAMBA2, {}, "SGLang locates the recurrent states of this target by the block size"),
+        (GDN, SHARED, "ranks of attention data parallelism share one width"),
     ],
 )
 def test_narrow_widths_are_refused_before_weights_load(draft, target, arguments, reason):
@@ -288,7 +288,7 @@ def test_narrow_widths_are_refused_before_weights_load(draft, target, arguments,
 
 def test_copies_may_widen_a_step_past_the_block(draft):
     assert decided(draft, {}, {}, widths="4,24").widest == 24
-    with pytest.raises(NotSupported, match=r"24 is wider than the block of 8, .*SGLANG_DFLASH_COPY=off"):
+    with pytest.raises(NotSupported, match=r"24 exceeds the block of 8, .*SGLANG_DFLASH_COPY=off"):
         decided(draft, {}, {}, widths="4,24", copy="off")
-    with pytest.raises(NotSupported, match=r"24 is wider than the block of 8, .*reads prompts and decodes nothing"):
+    with pytest.raises(NotSupported, match=r"24 exceeds the block of 8, .*a prefill server does not decode"):
         decided(draft, {}, {"disaggregation": "prefill"}, widths="4,24")

@@ -75,7 +75,9 @@ def test_a_directory_keeps_its_capitals() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WROKER is not a flag of sglang-dflash .* unset it"):
+    with pytest.raises(
+        ValueError, match=r"SGLANG_DFLASH_WROKER is not a variable of sglang-dflash; use one of .* or unset it"
+    ):
         flags.read({"SGLANG_DFLASH_WROKER": "stock", "PATH": "/bin"})
 
 

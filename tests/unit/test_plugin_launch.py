@@ -60,18 +60,18 @@ BAD = {
         "ValueError: SGLANG_DFLASH_WIDTHS: 33 is not within 1..32", env={"SGLANG_DFLASH_WIDTHS": "4,33"}
     ),
     "width beyond the block": Bad(
-        "NotSupported: SGLANG_DFLASH_WIDTHS: 17 is wider than the block of 8, behind which there are only copies",
+        "NotSupported: SGLANG_DFLASH_WIDTHS: 17 exceeds the block of 8, which only n-gram copies extend",
         env={"SGLANG_DFLASH_WIDTHS": "4,17", "SGLANG_DFLASH_COPY": "off"},
     ),
     "widths of a Mamba2 target": Bad(
-        "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (SGLang finds the recurrent states of this "
-        "target by the size of the block); set it to 8, or drop it",
+        "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (SGLang locates the recurrent states of "
+        "this target by the block size); set it to 8, or drop it",
         env={"SGLANG_DFLASH_WIDTHS": "4"},
         target="mamba2",
     ),
     "widths of ranks with requests of their own": Bad(
-        "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (ranks of attention data parallelism have "
-        "requests of their own and one width); set it to 8, or drop it",
+        "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (ranks of attention data parallelism "
+        "share one width); set it to 8, or drop it",
         ATTENTION_DP,
         env={"SGLANG_DFLASH_WIDTHS": "4"},
     ),
@@ -111,7 +111,7 @@ BAD = {
     ),
     # environment
     "misspelt variable": Bad(
-        "ValueError: SGLANG_DFLASH_WROKER is not a flag of sglang-dflash", env={"SGLANG_DFLASH_WROKER": "stock"}
+        "ValueError: SGLANG_DFLASH_WROKER is not a variable of sglang-dflash", env={"SGLANG_DFLASH_WROKER": "stock"}
     ),
     "unknown worker": Bad(
         "ValueError: SGLANG_DFLASH_WORKER='ours' is not one of plugin, stock; set one of them",
@@ -122,7 +122,7 @@ BAD = {
         env={"SGLANG_ENABLE_SPEC_V2": "maybe"},
     ),
     "a switch of the stock worker": Bad(
-        "ValueError: SGLANG_DFLASH_EAGER_DRAFT_SAMPLER steers SGLang's built-in worker only",
+        "ValueError: SGLANG_DFLASH_EAGER_DRAFT_SAMPLER affects only SGLang's built-in worker",
         env={"SGLANG_DFLASH_EAGER_DRAFT_SAMPLER": "1"},
     ),
     # the draft

@@ -1,13 +1,19 @@
 """The `sglang-dflash` command: all programs, their help, and errors for unknown names."""
 
 import json
+import subprocess
+import sys
+from contextlib import suppress
 from pkgutil import resolve_name
 
 import pytest
 
 from sglang_dflash.__main__ import PROGRAMS, main
+from sglang_dflash.cli import Parser
+from sglang_dflash.pages import DOCS
+from sglang_dflash.train.options import make_parser
 
-NEEDS_MLX = "mlx"
+TEXTS = "torch, transformers, rich, numpy"  # slow to import, and not needed to print a text
 
 
 def test_every_program_is_named_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -16,17 +22,81 @@ def test_every_program_is_named_in_the_help(capsys: pytest.CaptureFixture[str]) 
     assert [line.split()[1] for line in lines if line.startswith("    sglang-dflash ")] == list(PROGRAMS)
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != NEEDS_MLX])
-def test_every_program_can_be_imported(name: str) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_is_there(name: str) -> None:
     assert callable(resolve_name(PROGRAMS[name]))
 
 
-def test_an_unknown_program_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["benhc"]) == 2
-    assert "no program 'benhc'; there are demo, recipe, check" in capsys.readouterr().err
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_program_has_help_and_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        main([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: sglang-dflash {name}")
+    assert main([name, "--version"]) == 0
+    assert capsys.readouterr().out.count(".") == 2
 
 
-def test_arguments_after_the_name_go_to_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [["--help"], ["recipe"], ["docs"], ["dashboard"], ["train", "--help"]], ids=" ".join)
+def test_texts_are_printed_without_heavy_imports(words: list[str]) -> None:
+    program = f"import sys; from sglang_dflash.__main__ import main; main({words})"
+    watch = f"import atexit, sys; atexit.register(lambda: print({{*'{TEXTS}'.split(', ')}} & {{*sys.modules}}))"
+    ended = subprocess.run([sys.executable, "-c", f"{watch}; {program}"], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"), [("benhc", "did you mean bench?"), ("zzz", "use one of demo, recipe, check")]
+)
+def test_an_unknown_program_is_refused(name: str, cure: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    assert f"there is no command '{name}'; {cure}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        (["bench", "--concurency", "1"], "; did you mean --concurrency?"),
+        (
+            ["train", "draft", "--target", "t", "--data", "d", "--out", "o", "--lern-rate=1"],
+            "did you mean --learning-rate?",
+        ),
+        (["train", "darft"], "; did you mean draft?"),
+        (["models", "smol"], "; did you mean smollm2?"),
+        (["dashboard", "--zzz"], "unrecognized arguments: --zzz"),
+    ],
+)
+def test_a_misspelt_word_gets_the_nearest_one(words: list[str], cure: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert capsys.readouterr().err.endswith(f"{cure}\n")
+
+
+def test_every_option_of_the_trainer_has_a_text_and_at_most_one_default() -> None:
+    (commands,) = (action for action in make_parser()._actions if action.dest == "command")
+    for parser in commands.choices.values():
+        assert not [action.option_strings for action in parser._actions if not action.help]
+        assert "(default: None)" not in parser.format_help()
+
+
+def test_switches_show_no_default(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser(prog="x")
+    parser.add_argument("--switch", action="store_true", help="a switch")
+    parser.add_argument("--number", type=int, default=0, help="a number")
+    parser.add_argument("--named", default="y", help="a text (default: why)")
+    text = parser.format_help()
+    assert "a switch\n" in text
+    assert "a number (default: 0)\n" in text
+    assert "a text (default: why)\n" in text
+
+
+@pytest.mark.skipif("mlx" in sys.modules, reason="MLX is here")
+def test_without_mlx_a_line_names_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mlx", "--model", "a", "--draft", "b", "--prompt", "c"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith('found no module named mlx; pip install "sglang-dflash[mlx]"')
+
+
+def test_the_words_after_the_name_are_the_program_s(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "qwen3-8b", "--gpu", "h200"]) == 0
     assert "--model-path Qwen/Qwen3-8B" in capsys.readouterr().out
 
@@ -34,7 +104,8 @@ def test_arguments_after_the_name_go_to_the_program(capsys: pytest.CaptureFixtur
 def test_the_dashboard_is_a_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dashboard"]) == 0
     assert json.loads(capsys.readouterr().out)["panels"]
-    assert main(["dashboard", "dflash.json"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["dashboard", "dflash.json"])
 
 
 def test_the_documentation_is_listed_and_read(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,5 +114,9 @@ def test_the_documentation_is_listed_and_read(capsys: pytest.CaptureFixture[str]
     assert {"tuning", "troubleshooting", "recipes"} <= set(pages)
     assert main(["docs", "tuning"]) == 0
     assert capsys.readouterr().out.startswith("# Tuning")
-    assert main(["docs", "tunnig"]) == 2
-    assert "there is no page tunnig" in capsys.readouterr().err
+    assert main(["docs", "Tuning.md"]) == 0
+    assert capsys.readouterr().out == DOCS["tuning"].read_text()
+    assert main(["docs", "tuning", "tunnig", "zzz"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "docs: there is no page tunnig; did you mean tuning?"
+    assert second.startswith("docs: there is no page zzz; use one of README, ")

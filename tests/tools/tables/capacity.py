@@ -9,7 +9,7 @@ plugin serves.
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import Serving, capacity, default_mem_fraction
-from sglang_dflash.capacity.report import CONTEXT
+from sglang_dflash.capacity.options import CONTEXT
 from sglang_dflash.flags import Worker
 
 # GiB, as the drivers report them.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity.division import Capacity, RadixStates, Serving, capacity, default_mem_fraction
-from sglang_dflash.capacity.report import CONTEXT
+from sglang_dflash.capacity.options import CONTEXT
 from sglang_dflash.flags import Worker
 from sglang_dflash.recipe import GPUS, RECIPES, Recipe
 from tests.tools.tables.capacity import CARDS

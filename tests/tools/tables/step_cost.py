@@ -61,13 +61,13 @@ def rows() -> list[StageCost]:
 def table() -> Iterator[str]:
     made = rows()
     total = StageCost("**step**", *({B: sum(side[B] for side in sides) for B in BATCHES} for sides in by_side(made)))
-    heads = [f"{who} {B}" for B in BATCHES for who in ("ours", "SGLang")]
+    heads = [f"{who} {B}" for B in BATCHES for who in ("plugin", "SGLang")]
     yield f"| ms, by requests | {' | '.join(heads)} |"
     yield "|---|" + "---:|" * len(heads)
     for row in (*made, total):
         yield f"| {row.part} | {' | '.join(f'{side[B]:.2f}' for B in BATCHES for side in (row.ours, row.sglang))} |"
     ratios = [f"**{total.ours[B] / total.sglang[B]:.2f}** | " for B in BATCHES]
-    yield f"| ours over SGLang's | {' | '.join(ratios)}|"
+    yield f"| plugin over SGLang | {' | '.join(ratios)}|"
 
 
 def by_side(made: list[StageCost]) -> tuple[list[dict[int, float]], list[dict[int, float]]]:

@@ -114,10 +114,9 @@ def test_servers_are_compared_with_the_first(fake, bench):
     streamed = [row for row in document["rows"] if row["ttft_ms"]]
     assert {row["repeat"] for row in streamed} == {0}
     assert all(len(row["ttft_ms"]) == len(row["tpot_ms"]) == 5 for row in streamed)
-    assert "other: answers that are not off's at the first concurrency: synthetic at 1, 5 of 5; synthetic at 2, 5" in (
-        re.sub(r"\s+", " ", ran.out)
-    )
-    # Only a server with this plugin counts its widths, turn by turn: two steps per answer.
+    differ = "other: answers that differ from those of off at the first concurrency"
+    assert f"{differ}: synthetic at 1, 5 of 5; synthetic at 2, 5" in re.sub(r"\s+", " ", ran.out)
+    # What only a server of ours tells, turn by turn: two steps an answer.
     turns = [turn for turn in document["widths"] if turn["concurrency"] == 1]
     assert {turn["arm"] for turn in turns} == {"same"}
     assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # two repeats and the streamed one
@@ -252,7 +251,8 @@ def test_no_speed_is_shown_when_an_answer_differs(flags, serve, tmp_path, capsys
     with pytest.raises(GateError) as raised:
         main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
     assert re.match(
-        r"20 answers are not off's, so no speed is shown; stock:FAKE_OFFSET=1, synthetic at 1, prompt 0, token 0: exp",
+        r"20 answers differ from those of off, so no speed is shown; stock:FAKE_OFFSET=1, synthetic at 1, prompt 0, "
+        r"token 0: exp",
         str(raised.value),
     )
     out = capsys.readouterr().out
@@ -264,7 +264,9 @@ def test_no_speed_is_shown_when_an_answer_differs(flags, serve, tmp_path, capsys
 
 def test_streamed_answers_must_be_equal_too(serve, tmp_path):
     arms_and_gate = ("--arms", "off", "ours:FAKE_STREAM=other", "--require-equal")
-    with pytest.raises(GateError, match=r"10 answers are not off's.*ours:FAKE_STREAM=other, synthetic at 1, prompt 0"):
+    with pytest.raises(
+        GateError, match=r"10 answers differ from those of off.*ours:FAKE_STREAM=other, synthetic at 1, prompt 0"
+    ):
         main([*SMALL, "--output", str(tmp_path / "out"), *arms_and_gate, *serve])
 
 
@@ -273,15 +275,15 @@ def test_near_ties_are_forgiven_on_request(bench, serve):
     asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
     ran = bench(*asked, "0.5", *serve)
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
-    with pytest.raises(GateError, match="10 answers are not off's"):
+    with pytest.raises(GateError, match="10 answers differ from those of off"):
         bench(*asked, "0.4", *serve)
-    with pytest.raises(GateError, match="10 answers are not off's"):  # the token is never on top
+    with pytest.raises(GateError, match="10 answers differ from those of off"):  # never on top
         bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
 
 
 def test_an_arm_without_the_plugin_is_refused(bench, serve, monkeypatch):
     monkeypatch.setattr(arms, "ANNOUNCEMENT", "never logged")
-    with pytest.raises(ServerError, match="ours: our worker does not serve here"):
+    with pytest.raises(ServerError, match="ours: the worker of sglang-dflash does not serve"):
         bench(*SMALL, *serve)
 
 

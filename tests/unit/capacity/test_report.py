@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from sglang_dflash.capacity import geometry
 from sglang_dflash.capacity import known_models as models
 from sglang_dflash.capacity import report as capacity_report
-from sglang_dflash.capacity.division import GIB
+from sglang_dflash.capacity.division import GIB, RadixStates
 from sglang_dflash.capacity.geometry import Config, read_draft, read_target
 from sglang_dflash.check.__main__ import main as check
 from tests.tools.tables import capacity as readme_table
@@ -133,7 +133,7 @@ def test_the_index_is_used_without_weight_files(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 12345}}))
     target = read_target(folder)
     assert target.weight_bytes == 12345
-    assert target.weights_from == "model.safetensors.index.json, a drafter of its own included"
+    assert target.weights_from == "model.safetensors.index.json, its own drafter included"
 
 
 def test_a_drafter_in_the_files_is_not_counted(tmp_path):
@@ -182,8 +182,11 @@ def test_malformed_configs_are_refused(text, message, tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("openai/gpt-oss-120b", "^openai/gpt-oss-120b: config not at hand; pass a directory with its config.json$"),
-        ("GEMMA-4-31B-it", "^google/gemma-4-31B-it: config not at hand"),
+        (
+            "openai/gpt-oss-120b",
+            "^openai/gpt-oss-120b: its config is not in this package; pass a directory with its config.json$",
+        ),
+        ("GEMMA-4-31B-it", "^google/gemma-4-31B-it: its config is not in this package"),
         ("no/such-model", "is no directory, no config.json and none of the models known here .*Qwen3.5-27B"),
     ],
 )
@@ -216,8 +219,35 @@ def test_as_json(capsys):
     assert all(n > ours["requests"] for n in ours["lifts"].values())
 
 
+LAUNCH = (
+    "--speculative-draft-model-path z-lab/Qwen3.5-27B-DFlash --mem-fraction-static 0.75 --attention-backend fa3 "
+    "--speculative-algorithm DFLASH --mamba-scheduler-strategy extra_buffer --trust-remote-code --tp-size 1 "
+    "--speculative-num-draft-tokens 16 --served-model-name=x"
+)
+
+
+def test_launch_flags_can_be_pasted(capsys):
+    """SGLang's names are aliases, and flags that take no memory are ignored."""
+    asked = [*ASKED, "--mem-fraction", "0.75", "--json"]
+    assert capacity_report.main(asked) == 0
+    short = json.loads(capsys.readouterr().out)
+    pasted = ["--model-path", "Qwen3.5-27B", "--gpu-memory", "140.4", "--json", *LAUNCH.split()]
+    assert check(pasted) == 0
+    long = json.loads(capsys.readouterr().out)
+    assert short["workers"] == long["workers"]
+    assert check([*pasted, "--disable-radix-cache"]) == 0
+    assert json.loads(capsys.readouterr().out)["serving"]["radix"] == RadixStates.OFF
+
+
+def test_flags_that_take_memory_are_not_ignored(capsys):
+    for flag, cure in (("--kv-cache-dtype", ""), ("--mem-fraction-statick", "; did you mean --mem-fraction-static?")):
+        with pytest.raises(SystemExit, match="2"):
+            capacity_report.main([*ASKED, flag, "1"])
+        assert f"unrecognized arguments: {flag} 1{cure}" in capsys.readouterr().err
+
+
 def test_promised_lifts_hold(capsys):
-    flags = {"--speculative-draft-window-size": "--window", "--tp-size": "--tp"}
+    """A flag that the report recommends gives the number of requests that it promises."""
     for changes in ([], ["--context", "65536"], ["--gpu-memory", "60"], ["--max-running-requests", "4"]):
         asked = [*ASKED, "--mem-fraction", "0.85", "--json", *changes]
         capacity_report.main(asked)
@@ -226,7 +256,7 @@ def test_promised_lifts_hold(capsys):
         for worker, result in promised.items():
             for flag, n in result["lifts"].items():
                 name, value = flag.split()
-                capacity_report.main([*asked, flags.get(name, name), value])
+                capacity_report.main([*asked, name, value])
                 assert json.loads(capsys.readouterr().out)["workers"][worker]["requests"] == n, flag
 
 

@@ -5,7 +5,6 @@ import os
 import shlex
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -37,10 +36,11 @@ def asked(launch: Any, *argv: str, env: dict[str, str] | None = None) -> dict[st
 def test_a_good_installation_and_launch(launch, pair):
     found = asked(launch, *CPU.format(target=pair["hybrid"], draft=pair["draft"]).split())
     assert all(finding["ok"] for finding in found.values()), found
-    assert found["plugin"]["text"] == "our worker serves DFLASH"
+    assert found["plugin"]["text"] == "sglang-dflash's worker serves DFLASH"
     assert found["platform"]["text"] == "CpuPlatform, device cpu"
-    assert "block_size=8" in found["launch"]["text"]
-    assert "draft_attention_backend=torch_native" in found["launch"]["text"]
+    facts = f"block 8, draft window off, draft attention backend torch_native, draft {pair['draft']}"
+    assert found["launch"]["text"] == facts
+    assert "block_size=8" in found["launch"]["detail"]
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -63,15 +63,15 @@ def overrides(**fields: Any) -> tuple[str, ...]:
 SERVED = {
     "another rope of the target": Served("'rope_type': 'default'", flags=overrides(rope_parameters=YARN)),
     "the same in the older words": Served("'rope_type': 'default'", flags=overrides(rope_scaling=YARN)),
-    "another architecture of the target": Served("block_size=8", flags=overrides(architectures=["Qwen3ForCausalLM"])),
+    "another architecture of the target": Served("block 8", flags=overrides(architectures=["Qwen3ForCausalLM"])),
     "what the target does not have": Served(
         "SGLang cannot read this model with these flags ('",
         flags=overrides(text_config={"rope_scaling": YARN}),
         ok=False,
     ),
     "fewer positions": Served("was trained for 64 positions and serves 512", {"max_position_embeddings": 64}),
-    "a padded vocabulary": Served("says vocab_size 100 and uses the target's embedding and head", {"vocab_size": 100}),
-    "a target in float16": Served("says bfloat16 and is loaded in float16, the target's dtype", target="fp16"),
+    "a padded vocabulary": Served("has vocab_size 100 and uses the target's embedding and head", {"vocab_size": 100}),
+    "a target in float16": Served("has dtype bfloat16 and is loaded in float16, the target's dtype", target="fp16"),
     "a target without weights": Served(
         "--load-format dummy is the target's: the draft is loaded from", flags=("--load-format", "dummy")
     ),
@@ -83,7 +83,7 @@ def test_a_draft_is_read_from_its_own_config(name, launch, pair, checkpoints, tm
     case = SERVED[name]
     draft = str(checkpoints.write_draft(tmp_path, **case.draft))
     found = asked(launch, *CPU.format(target=pair[case.target], draft=draft).split(), *case.flags)["launch"]
-    assert (found["ok"], case.text in found["text"]) == (case.ok, True), found["text"]
+    assert (found["ok"], case.said in found["text"] + found["detail"]) == (case.ok, True), found
 
 
 def test_a_bad_launch_is_one_failing_line(launch, pair):
@@ -97,19 +97,19 @@ def test_impossible_widths_are_reported(launch, pair):
     line = CPU.format(target=pair["mamba2"], draft=pair["draft"]).split()
     found = asked(launch, *line, env={"SGLANG_DFLASH_WIDTHS": "4"})["launch"]
     assert not found["ok"]
-    reason = "SGLang finds the recurrent states of this target by the size of the block"
+    reason = "SGLang locates the recurrent states of this target by the block size"
     assert found["text"] == f"SGLANG_DFLASH_WIDTHS: whole blocks are verified ({reason}); set it to 8, or drop it"
     ranks = "--tp-size 2 --dp-size 2 --enable-dp-attention --enable-dp-lm-head"
     for asks in (line, [*CPU.format(target=pair["hybrid"], draft=pair["draft"]).split(), *ranks.split()]):
         found = asked(launch, *asks)["launch"]
         assert found["ok"], found
-        assert "widths=(8,)" in found["text"]
+        assert "widths=(8,)" in found["detail"]
 
 
 def test_an_excluded_plugin_is_reported(launch):
     plugin = asked(launch, env={"SGLANG_PLUGINS": "another"})["plugin"]
     assert not plugin["ok"]
-    assert "SGLANG_PLUGINS or SGLANG_PLATFORM leaves it out" in plugin["text"]
+    assert "SGLANG_PLUGINS or SGLANG_PLATFORM excludes it" in plugin["text"]
 
 
 def test_the_stock_worker_is_named(launch):
@@ -122,7 +122,7 @@ def test_flags_without_dflash_are_reported(launch, pair):
     line = f"--model-path {pair['dense']} --device cpu --attention-backend torch_native --max-total-tokens 1024"
     found = asked(launch, *line.split())["launch"]
     assert not found["ok"]
-    assert "add --speculative-algorithm DFLASH" in found["text"]
+    assert "the flags have no --speculative-algorithm DFLASH; add it" in found["text"]
 
 
 def test_installation_findings_need_no_sglang(monkeypatch):
@@ -137,7 +137,9 @@ def test_installation_findings_need_no_sglang(monkeypatch):
 @pytest.mark.parametrize("variable", ["SGLANG_PLUGINS", "SGLANG_PLATFORM"])
 def test_an_environment_that_excludes_the_plugin_is_reported(variable, monkeypatch):
     monkeypatch.setenv(variable, "another")
-    with pytest.raises(ValueError, match=f"{variable}=another makes SGLang leave us out; name sglang_dflash"):
+    with pytest.raises(
+        ValueError, match=f"{variable}=another stops SGLang from loading sglang-dflash; add sglang_dflash"
+    ):
         findings.environment()
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     assert findings.environment().startswith("worker stock")
@@ -150,13 +152,18 @@ def test_missing_names_of_sglang_are_reported(monkeypatch):
     lacked = Name("sglang.srt.utils", "async_h2h")
     monkeypatch.setitem(findings.SECTIONS, "served", (*findings.SECTIONS["served"], lacked))
     found = {finding.name: finding for finding in installation()}["host contract"]
-    assert found == Finding(
-        "host contract", False, "sglang.srt.utils has no async_h2h; sglang-dflash needs sglang 0.5.23"
-    )
+    assert found == Finding("host contract", False, "sglang.srt.utils has no async_h2h; install sglang 0.5.23")
 
 
-Child = partial(subprocess.CompletedProcess, ())
-FLAGS = ["--model-path", "here"]
+class Child(NamedTuple):
+    """What `subprocess.run` returns of one."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+FLAGS = ["--model-path", "here", "--speculative-algorithm", "DFLASH"]
 ANSWERED = Child(0, f"SGLang says hello\n{json.dumps([vars(Finding('plugin', True, 'ours'))])}\n", "a warning\n")
 ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: --speculativ\n")
 
@@ -166,7 +173,7 @@ ENDED = Child(2, "", "usage: ...\nlaunch_server: error: unrecognized arguments: 
     [
         (ANSWERED, FLAGS, 0, "ok    plugin         ours"),
         (ENDED, ["--speculativ"], 1, "FAIL  launch         launch_server: error: unrecognized arguments: --speculativ"),
-        (Child(-9, "", ""), FLAGS, 1, "FAIL  launch         ended with status -9 and no word"),
+        (Child(-9, "", ""), FLAGS, 1, "FAIL  launch         SGLang ended with status -9 and printed nothing"),
     ],
 )
 def test_the_report_omits_sglangs_output(child, argv, code, last, monkeypatch, capsys):
@@ -178,6 +185,40 @@ def test_the_report_omits_sglangs_output(child, argv, code, last, monkeypatch, c
     assert main([*argv, "--json"]) == code
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["ok"] is (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (["--model", "qwen3.5-27b"], "only the model qwen3.5-27b; did you mean --model qwen3.5-27b --gpu-memory GIB?"),
+        (["--model-path=Qwen/Qwen3.5-27B"], "did you mean --model Qwen/Qwen3.5-27B --gpu-memory GIB?"),
+        (["Qwen3-8B"], "did you mean --model Qwen3-8B --gpu-memory GIB?"),
+        (["--model", "/a/folder"], "only the model /a/folder; add --gpu-memory GIB"),
+        (["--model", "x", "--gpu-memry=80"], "there is no option --gpu-memry; did you mean --gpu-memory?"),
+        (["--drafts-steps", "20", "--model", "x"], "did you mean --draft-steps?"),
+    ],
+)
+def test_a_question_that_sglang_cannot_answer_does_not_start_it(argv, sentence, monkeypatch, capsys):
+    monkeypatch.setattr(subprocess, "run", None)
+    assert main(argv) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
+def test_help_has_the_options_of_every_form(capsys):
+    for argv in (["--help"], ["--model-path", "x", "-h"]):
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("usage: sglang-dflash check")
+        assert all(option in out for option in ("--draft-steps", "--server", "--gpu-memory", "--mem-fraction-static"))
+
+
+@pytest.mark.parametrize("width", ["0", "40"])
+def test_a_width_out_of_range_is_noticed_without_a_launch(width, monkeypatch):
+    monkeypatch.setenv("SGLANG_DFLASH_WIDTHS", f"8,{width}")
+    with pytest.raises(ValueError, match=rf"^SGLANG_DFLASH_WIDTHS: {width} is not within 1\.\.32; drop it, or add"):
+        findings.environment()
+    assert findings.environment(launch=True).startswith("worker plugin")
 
 
 def test_the_report_of_an_installation_imports_no_sglang():

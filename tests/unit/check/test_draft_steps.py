@@ -17,9 +17,9 @@ def report(draft: object = DENSE.draft) -> tuple[bool, str]:
     ("change", "ok", "begins"),
     [
         (lambda hidden: hidden, True, "accepted as it is: "),
-        # Slot 0 of the shifted draft holds the content of slot 1.
-        (lambda hidden: hidden.roll(-1, dims=1), False, "would be accepted shifted by one"),
-        (torch.randn_like, False, "nothing is accepted"),
+        # Slot 0 of this one holds what slot 1 of the other does.
+        (lambda hidden: hidden.roll(-1, dims=1), False, "drafts are accepted only if shifted by one"),
+        (torch.randn_like, False, "no draft is accepted"),
     ],
     ids=["the tiny pair", "shifted", "of another target"],
 )

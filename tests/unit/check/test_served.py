@@ -72,8 +72,8 @@ def test_a_fixed_width_has_no_costs():
 @pytest.mark.parametrize(
     ("states", "sentence"),
     [
-        ([{}], "does not serve DFLASH with our worker"),
-        ([], "does not serve DFLASH with our worker"),
+        ([{}], "does not serve DFLASH with this plugin; start it with"),
+        ([], "does not serve DFLASH with this plugin; start it with"),
         (None, "is no SGLang server"),
     ],
 )
@@ -90,16 +90,25 @@ def test_another_server_is_reported(url, states, sentence, monkeypatch, capsys):
 def test_a_missing_server_is_a_one_line_error(capsys):
     assert main(["--server", f"http://127.0.0.1:{free_port(31990)}"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("no SGLang server answers at http://127.0.0.1:")
+    assert line.startswith("check: no SGLang server answers at http://127.0.0.1:")
 
 
 @pytest.mark.parametrize("urls", [(), ("a", "b")])
 def test_exactly_one_url_is_required(urls, capsys):
     assert main(["--server", *urls]) == 1
-    assert capsys.readouterr().err == "--server takes one URL, such as http://127.0.0.1:30000\n"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"check: --server takes one URL, found {len(urls)}; give http://127.0.0.1:30000 or another"
+
+
+def test_a_url_without_its_scheme_is_completed(capsys):
+    assert main(["--server", "127.0.0.1:30000"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "check: --server 127.0.0.1:30000 has no http://; did you mean http://127.0.0.1:30000?"
 
 
 def test_copies_are_reported():
     width = DFLASH["width"] | {"policy": "always 8", "seconds": {}, "n_steps": {}}
     dflash = DFLASH | {"width": width, "copies": [[0, 0], [2, 3], [0, 0], [4, 20], [5, 60]]}
-    assert served.render(dflash).splitlines()[1:] == ["copies: 11 blocks continued by one, 83 copied drafts accepted"]
+    assert served.render(dflash).splitlines()[1:] == [
+        "n-gram copies: 11 blocks continued by one, 83 copied drafts accepted"
+    ]

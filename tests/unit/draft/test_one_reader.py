@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
     "partial_rotary_factor": (
         {"partial_rotary_factor": 0.25}, NotSupported, "partial_rotary_factor or mrope_section without rope_dim=16",
     ),
-    "rope_dim": ({"rope_parameters": ROPE | {"rope_dim": 8}}, NotSupported, "rope_dim=8 turns a part of heads of 16"),
+    "rope_dim": ({"rope_parameters": ROPE | {"rope_dim": 8}}, NotSupported, "rope_dim=8 is not the head width 16"),
     "no num_key_value_heads": ({"num_key_value_heads": None}, ValueError, "config.json has no num_key_value_heads"),
     "no head_dim": ({"head_dim": None}, ValueError, "config.json has no head_dim; add it"),
     "no mask_token_id": ({"dflash_config": {"mask_token_id": None}}, ValueError, "config.json has no mask_token_id"),
@@ -120,10 +120,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         {"dflash_config": {"selector_rank": 8, "selector_top_k": 4}}, ValueError, "DFlashDraftModel with a selector_r",
     ),
     "candidates without a rank": (
-        {"dflash_config": {"selector_top_k": 4}}, ValueError, "selector_rank and selector_top_k go together",
+        {"dflash_config": {"selector_top_k": 4}}, ValueError, "found only one of selector_rank and selector_top_k",
     ),
     "groups without taps": (
-        {"dflash_config": {"conv_group_size": 16}}, ValueError, "conv_kernel_size and conv_group_size go together",
+        {"dflash_config": {"conv_group_size": 16}}, ValueError,
+        "found only one of conv_kernel_size and conv_group_size",
     ),
     "groups that do not fit": (
         {"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 12}}, ValueError, "12 does not divide hidden_size",

@@ -115,7 +115,7 @@ def test_harmless_parameters_pass(made_: Any) -> None:
         (made(sampling={"logit_bias": {"5": float("nan")}}), "logit_bias of 5 is nan"),
         (made(sampling={"stop_token_ids": {V, 5}}), r"stop_token_ids has 100, .*0\.\.99$"),
         (made(sampling={"stop_token_ids": {-1}}), "stop_token_ids has -1,"),
-        (made(top_logprobs_num=V + 1), "101 top log-probabilities of 100 tokens; ask for fewer"),
+        (made(top_logprobs_num=V + 1), "101 top log-probabilities of 100 tokens; ask for at most 100"),
         (made(logprob_start_len=-2), "logprob_start_len is -2; send a position"),
         (made(custom_logit_processor="garbage"), r"custom_logit_processor cannot be read \(JSONDecodeError"),
         (made(custom_logit_processor="[]"), r"custom_logit_processor cannot be read \(TypeError"),
@@ -123,7 +123,7 @@ def test_harmless_parameters_pass(made_: Any) -> None:
         (made(custom_logit_processor='{"callable": "zz"}'), r"custom_logit_processor cannot be read \(ValueError"),
         (made(return_hidden_states=0), "return_hidden_states is 0; send true"),
         (made(return_hidden_states=[]), r"return_hidden_states is \[\]; send true"),
-        (made(positional_embed_overrides={"a": 1}), "positional_embed_overrides is SGLang's own"),
+        (made(positional_embed_overrides={"a": 1}), "positional_embed_overrides is internal to SGLang"),
     ],
 )
 def test_parameters_that_would_end_a_scheduler_are_named(made_: Any, sentence: str) -> None:
@@ -156,7 +156,7 @@ def test_answers_past_memory_are_refused(n: int, n_prompts: int) -> None:
 
 def test_clients_cannot_send_adapter_ids() -> None:
     request = asked(input_ids=[5], lora_path="adapter", lora_id=[])
-    with pytest.raises(ValueError, match="lora_id is SGLang's own and no client's"):
+    with pytest.raises(ValueError, match="lora_id is internal to SGLang"):
         check_asked(None, request)
 
 

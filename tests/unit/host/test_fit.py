@@ -24,7 +24,7 @@ def test_an_unchanged_draft_needs_no_note(draft: Checkpoint) -> None:
 
 def test_a_longer_context_than_trained_is_noted(draft: Checkpoint) -> None:
     assert fit.notes(ARGUMENTS, replace(TARGET, context_length=513), draft) == (
-        "draft was trained for 512 positions and serves 513 (beyond them answers stay exact, and fewer drafts may be "
+        "draft was trained for 512 positions and serves 513 (beyond them answers stay exact, but fewer drafts may be "
         "accepted)",
     )
 
@@ -32,7 +32,7 @@ def test_a_longer_context_than_trained_is_noted(draft: Checkpoint) -> None:
 @pytest.mark.parametrize("label", ["float32", "float16"])
 def test_a_different_dtype_is_noted(label: str, draft: Checkpoint) -> None:
     assert fit.notes(ARGUMENTS, TARGET, replace(draft, dtype=label)) == (
-        f"draft says {label} and is loaded in bfloat16, the target's dtype",
+        f"draft has dtype {label} and is loaded in bfloat16, the target's dtype",
     )
 
 
@@ -53,6 +53,6 @@ def test_a_draft_without_weights_is_refused() -> None:
 def test_padding_and_target_tensors_are_noted(draft: Checkpoint) -> None:
     padded = replace(draft, vocab_size=120, borrowed={"lm_head.weight": (128, 64), "embed_tokens.weight": (128, 64)})
     assert fit.notes(ARGUMENTS, TARGET, padded) == (
-        "draft says vocab_size 120 and uses the target's embedding and head of 128 rows",
-        "draft: embed_tokens.weight, lm_head.weight stay unused: a DFlash draft has the target's own",
+        "draft has vocab_size 120 and uses the target's embedding and head of 128 rows",
+        "draft: embed_tokens.weight, lm_head.weight are ignored: a DFlash draft uses the target's",
     )

@@ -135,7 +135,7 @@ def test_only_decoding_servers_keep_token_histories(copy: Copy, disaggregation: 
 @pytest.mark.parametrize("copy", [Copy.ON, Copy.RANDOM])
 @pytest.mark.parametrize(
     ("disaggregation", "reason"),
-    [("prefill", "it reads prompts and decodes nothing"), ("decode", "another server reads the prompts, .*")],
+    [("prefill", "a prefill server does not decode"), ("decode", "another server reads the prompts, .*")],
 )
 def test_copying_is_refused_on_disaggregated_servers(copy: Copy, disaggregation: str, reason: str) -> None:
     with pytest.raises(NotSupported, match=rf"SGLANG_DFLASH_COPY={copy}: {reason}; set it to auto or off"):

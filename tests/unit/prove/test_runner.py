@@ -162,7 +162,7 @@ def test_without_time_nothing_runs(folder):
     [
         (["--only", "draft"], "no check is called draft; --list names them"),
         (["--shrot"], "unrecognized arguments: --shrot"),
-        (["--model-path", "M"], "needs both --model-path and --draft-path"),
+        (["--model-path", "M"], "found one of --model-path and --draft-path; give both"),
     ],
 )
 def test_wrong_arguments_are_refused(folder, words, message):
@@ -180,8 +180,10 @@ def test_a_missing_pytest_plugin_names_the_extra_to_install(monkeypatch, capsys)
 def test_nothing_runs_without_a_gpu_or_emulation(monkeypatch, capsys):
     monkeypatch.delenv("SGLANG_DFLASH_REHEARSE", raising=False)
     monkeypatch.setattr(machine, "find_gpu", lambda: None)
-    assert program.main(["--list"]) == 2
-    assert "SGLANG_DFLASH_REHEARSE=sm90 rehearses one" in capsys.readouterr().err
+    assert program.main([]) == 2
+    assert "set SGLANG_DFLASH_REHEARSE=sm90 to emulate one" in capsys.readouterr().err
+    place = machine.place_of(program.parse(["--list"]))
+    assert (place.gpu, place.device) == (None, "sm90")
 
 
 def test_a_given_pair_is_served_alone_with_its_flags(monkeypatch):

@@ -52,7 +52,7 @@ def test_a_target_without_hidden_states_is_refused_if_the_server_returns_them(mo
     if mode == CaptureHiddenMode.NULL:
         outputs.keep_hidden_states(Target())
         return
-    with pytest.raises(NotSupported, match=r"^Target makes its logits without .*; leave out --enable-return-hidden"):
+    with pytest.raises(NotSupported, match=r"^Target computes its logits without .*; leave out --enable-return-hidden"):
         outputs.keep_hidden_states(Target())
 
 

@@ -62,11 +62,11 @@ def test_a_trained_draft_can_generate(target, data, tmp_path, tokenizer, second)
 
 
 def test_a_resumed_draft_equals_an_uninterrupted_one(target, data, tmp_path, monkeypatch):
-    from sglang_dflash.train import __main__ as cli
+    from sglang_dflash.train import runs
 
     assert main(command(target, data, tmp_path / "whole", "--report-every", "1")) == 0
-    uncut = cli.train_draft
-    monkeypatch.setattr(cli, "train_draft", lambda *args, **options: uncut(*args, **options, stop_after=2))
+    uncut = runs.train_draft
+    monkeypatch.setattr(runs, "train_draft", lambda *args, **options: uncut(*args, **options, stop_after=2))
     assert main(command(target, data, tmp_path / "cut", "--report-every", "1")) == 0
     monkeypatch.undo()
     assert main(command(target, data, tmp_path / "cut", "--report-every", "1")) == 0
@@ -80,6 +80,21 @@ def test_resuming_with_other_options_is_refused(target, data, tmp_path, capsys, 
     assert main(command(target, data, tmp_path / "draft", "--steps", "1")) == 0
     assert main(command(target, data, tmp_path / "draft", "--steps", "1", *more)) == 2
     assert "was written by another run" in capsys.readouterr().err
+
+
+def test_a_refusal_to_resume_has_only_the_keys_that_differ(target, data, tmp_path, capsys):
+    assert main(command(target, data, tmp_path / "draft", "--steps", "1")) == 0
+    assert "1 steps of 2 documents: 0.40 epochs of the others" in capsys.readouterr().out
+    assert main(command(target, data, tmp_path / "draft", "--steps", "1", "--block-size", "5")) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "(draft.block_size 4, now 5" in error
+    assert "hidden_size" not in error
+
+
+def test_a_saved_draft_follows_the_umask(target, data, tmp_path):
+    assert main(command(target, data, tmp_path / "draft", "--steps", "1")) == 0
+    modes = {(tmp_path / "draft" / name).stat().st_mode for name in ("model.safetensors", "config.json")}
+    assert len(modes) == 1
 
 
 def test_reported_numbers(target, data, tmp_path, capsys):
@@ -118,8 +133,12 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
 @pytest.mark.parametrize(
     ("more", "printed"),
     [
-        (["--target-layer-ids", "0,3"], "target_layer_ids end at 3, and a target of 4 layers"),
-        (["--mask-token-id", "5000"], "mask_token_id 5000 is outside the target's vocabulary"),
+        (
+            ["--target-layer-ids", "0,3"],
+            "--target-layer-ids 0,3 is not an ascending list within 0..2, the layers of a target of 4",
+        ),
+        (["--target-layer-ids", "1,0"], "--target-layer-ids 1,0 is not an ascending list within 0..2"),
+        (["--mask-token-id", "5000"], "--mask-token-id 5000 is not within 0.."),
         (["--data", "nowhere.txt"], "nowhere.txt"),
         (["--data", "notes.md"], "neither .txt nor .jsonl"),
         (["--target", "/no/such/target"], "/no/such/target"),
@@ -128,7 +147,7 @@ def test_a_cache_is_announced_and_used_only_by_its_own_run(target, data, tmp_pat
 def test_bad_input_gets_one_clear_error(target, data, tmp_path, capsys, more, printed):
     assert main(command(target, data, tmp_path / "draft", *more)) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
+    assert error.startswith("train: ")
     assert printed in error
 
 

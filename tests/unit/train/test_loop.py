@@ -67,7 +67,7 @@ def test_a_finished_run_is_not_trained_again_and_leaves_no_partial_file(tmp_path
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     run(tmp_path / "run", facts={"text": "a"})
-    with pytest.raises(ValueError, match=r"written by another run \(steps 6, now 7; text a, now b\); repeat the old"):
+    with pytest.raises(ValueError, match=r"written by another run \(steps 6, now 7; text a, now b\); repeat its"):
         run(tmp_path / "run", replace(RECIPE, steps=7), facts={"text": "b"})
 
 

@@ -105,7 +105,7 @@ def test_the_run_equals_that_of_one_process(folder):
 
 def test_rows_must_be_shared_evenly(inputs, monkeypatch, capsys):
     three = Ranks(0, 3), torch.device("cpu")
-    monkeypatch.setattr("sglang_dflash.train.__main__.joined", lambda device: nullcontext(three))
+    monkeypatch.setattr("sglang_dflash.train.runs.joined", lambda device: nullcontext(three))
     assert main(trainer(inputs, "three")) == 2
     assert "--rows 4 cannot be shared evenly by 3 processes; give a multiple of 3" in capsys.readouterr().err
 

@@ -83,7 +83,7 @@ def test_a_bad_line_is_named(tmp_path, row, sentence):
 def test_unusable_files_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"neither \.txt nor \.jsonl"):
         read(tmp_path / "data.csv", ["a,b"])
-    with pytest.raises(ValueError, match="holds 1 documents with something to guess"):
+    with pytest.raises(ValueError, match="holds 1 usable documents"):
         read(tmp_path / "data.txt", ["short"])
 
 

@@ -235,7 +235,7 @@ def test_a_target_that_cannot_narrow_verifies_whole_blocks(value):
         ),
         ("0,4", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 0 is not within 1\.\.32; drop it"),
         ("33", {}, ValueError, r"SGLANG_DFLASH_WIDTHS: 33 is not within 1\.\.32; drop it"),
-        ("17", {"no_copies": "the flag"}, NotSupported, r"17 is wider than the block of 16, .*\(the flag\); drop it"),
+        ("17", {"no_copies": "the flag"}, NotSupported, r"17 exceeds the block of 16, .*\(the flag\); drop it"),
     ],
 )
 def test_impossible_widths_are_refused(value, where, error, sentence):

@@ -1,0 +1,52 @@
+"""Parser, help format and suggestions that all subcommands of `sglang-dflash` share."""
+
+import re
+from argparse import SUPPRESS, Action, ArgumentDefaultsHelpFormatter, ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return `; did you mean NAME?` with the known name nearest to `word` in any case; empty if none is near."""
+    by_lower = {name.lower(): name for name in known}
+    found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
+    return f"; did you mean {by_lower[found[0]]}?" if found else ""
+
+
+class Help(ArgumentDefaultsHelpFormatter):
+    """Help format that appends each default, except those of switches and of texts that name one."""
+
+    def _get_help_string(self, action: Action) -> str | None:
+        is_plain = action.default in (None, SUPPRESS, "") or isinstance(action.default, bool | list | tuple)
+        return action.help if is_plain or "default" in (action.help or "") else super()._get_help_string(action)
+
+
+class RawHelp(Help, RawDescriptionHelpFormatter):
+    """The same, for descriptions and examples with line breaks of their own."""
+
+
+class Parser(ArgumentParser):
+    """Parser whose errors name the option or choice nearest to a misspelt one."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"formatter_class": Help} | options)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message + self.suggestion(message))
+
+    def suggestion(self, message: str) -> str:
+        """Return the nearest name for the first misspelt word of an argparse message."""
+        if unknown := re.match(r"unrecognized arguments: (.*)", message):
+            words = (word.split("=")[0] for word in unknown[1].split() if word.startswith("--"))
+            return next(filter(None, (nearest(word, self.option_names()) for word in words)), "")
+        if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)$", message):
+            return nearest(choice[1], [name.strip("'") for name in choice[2].split(", ")])
+        return ""
+
+    def option_names(self) -> Iterator[str]:
+        """Yield the names of all options, those of subcommands included."""
+        yield from (name for name in self._option_string_actions if name.startswith("--"))
+        for action in self._actions:
+            choices = action.choices.values() if isinstance(action.choices, dict) else ()
+            yield from (name for one in choices if isinstance(one, Parser) for name in one.option_names())

@@ -1,0 +1,153 @@
+"""Options of `sglang-dflash train`. Imports no torch, so that `--help` is printed at once."""
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.cli import Parser
+from sglang_dflash.train.sizes import Second
+
+DTYPES = ("bf16", "fp32")
+SECOND_HELP = {
+    "conv_kernel_size": "taps of the convolution over the block",
+    "conv_group_size": "channels that share a change of the taps; divides the hidden size",
+    "selector_rank": "rank of the selector's two tables",
+    "selector_top_k": "candidates per slot",
+}
+SEED: dict[str, Any] = {"type": int, "default": 0, "help": "seed of all random draws"}
+
+
+def layer_ids(text: str) -> tuple[int, ...]:
+    """Parse `1,9,17`."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ArgumentTypeError(f"{text!r} is not a list of layer numbers; write it like 1,9,17,25,33")
+    return tuple(map(int, parts))
+
+
+def option(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def make_parser() -> Parser:
+    """Return the parser of all commands of the trainer."""
+    parser = Parser(
+        prog="sglang-dflash train",
+        description="Train DFlash drafts. The guide is `sglang-dflash docs training`.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_draft(commands.add_parser("draft", help="train a draft for a target"))
+    _add_prompts(commands.add_parser("prompts", help="let a target write user turns, and add tasks"))
+    _add_answers(commands.add_parser("answers", help="let a target answer prompts"))
+    _add_chats(commands.add_parser("chats", help="write conversations of the kind that the tiny pair was trained on"))
+    _add_tiny(commands.add_parser("tiny", help="train a tiny target and its draft from nothing"))
+    return parser
+
+
+def _add_draft(draft: Parser) -> None:
+    draft.add_argument("--target", required=True, help="folder or hub name of the target, with its tokenizer")
+    draft.add_argument("--data", type=Path, required=True, help=".txt, or .jsonl of text, prompt/response or messages")
+    draft.add_argument("--out", type=Path, required=True, help="folder for the draft, the checkpoint and the log")
+    _add_shape(draft.add_argument_group("the draft").add_argument)
+    _add_course(draft.add_argument_group("the training").add_argument)
+    _add_watch(draft.add_argument_group("checkpoints and evaluation").add_argument)
+
+
+Add = Callable[..., Any]
+
+
+def _add_shape(add: Add) -> None:
+    add("--layers", type=int, default=5, help="layers of the draft")
+    add("--block-size", type=int, default=16, help="tokens of a block, the anchor included")
+    add(
+        "--target-layer-ids",
+        type=layer_ids,
+        help="target layers whose features the draft reads, counted from 0, such as 1,9,17,25,33 "
+        "(default: one per draft layer, spread evenly)",
+    )
+    add(
+        "--mask-token-id",
+        type=int,
+        help="token of slots to fill: any that no text uses (default: the tokenizer's mask token)",
+    )
+    add("--dflash2", action="store_true", help="train a DFlash 2 draft; the next four options are its sizes")
+    for field in fields(Second):
+        add(option(field.name), type=int, default=field.default, help=SECOND_HELP[field.name])
+
+
+def _add_course(add: Add) -> None:
+    add(
+        "--start",
+        choices=("target", "random"),
+        default="target",
+        help="initial weights: those of the target's last layers, or noise",
+    )
+    add("--steps", type=int, default=10_000, help="training steps")
+    add("--learning-rate", type=float, default=6e-4, help="highest learning rate, after the warm-up")
+    add("--warmup-steps", type=int, default=400, help="steps of linear warm-up, before the cosine")
+    add("--rows", type=int, default=4, help="documents per step, shared among the processes")
+    add("--max-length", type=int, default=1024, help="tokens of a document; longer ones are cut up")
+    add("--anchors", type=int, default=64, help="blocks per document")
+    add("--gamma", type=float, help="decay of the loss along the block, in slots (default: the paper's)")
+    add(
+        "--scored",
+        type=int,
+        default=0,
+        help="score only this many of the most frequent tokens in a step, and 1,024 drawn ones; 0: the whole "
+        "vocabulary",
+    )
+    add("--seed", **SEED)
+    add("--cache", type=Path, help="folder to keep the target's features in (default: the target reads every epoch)")
+    add("--device", help="torch device (default: cuda if there is a GPU, else cpu)")
+    add("--dtype", choices=DTYPES, default="bf16", help="of target, forward and saved draft; weights train in fp32")
+
+
+def _add_watch(add: Add) -> None:
+    add("--save-every", type=int, default=200, help="steps between checkpoints")
+    add("--report-every", type=int, default=100, help="steps between evaluations")
+    add("--eval-prompts", type=int, default=8, help="held-out prompts to answer in an evaluation")
+    add("--eval-tokens", type=int, default=64, help="tokens of each of these answers")
+
+
+def _add_prompts(asks: Parser) -> None:
+    asks.add_argument("--target", required=True, help="folder or hub name of the target, for its chat template")
+    asks.add_argument("--out", type=Path, required=True, help=".jsonl to write")
+    asks.add_argument("--turns", type=int, default=2000, help="user turns that the target writes")
+    asks.add_argument("--tasks", type=int, default=2000, help="tasks about code and documentation")
+    asks.add_argument(
+        "--folders", type=Path, nargs="*", help="Python packages for the tasks (default: Python's standard library)"
+    )
+    _add_server(asks.add_argument)
+
+
+def _add_answers(answers: Parser) -> None:
+    add = answers.add_argument
+    add("--prompts", type=Path, required=True, help='.jsonl of {"messages"} that end in a user turn')
+    add("--out", type=Path, required=True, help=".jsonl to append to; prompts answered there are not sent again")
+    add("--temperature", type=float, default=0.7, help="temperature of every second answer; the others are greedy")
+    add("--max-tokens", type=int, default=256, help="most tokens of an answer")
+    _add_server(add)
+
+
+def _add_server(add: Add) -> None:
+    add("--server", default="http://127.0.0.1:30000/v1", help="OpenAI-compatible server of the target")
+    add("--at-once", type=int, default=32, help="requests in flight")
+    add("--seed", **SEED)
+
+
+def _add_chats(chats: Parser) -> None:
+    chats.add_argument("--out", type=Path, required=True, help=".jsonl to write")
+    chats.add_argument("--lines", type=int, default=2000, help="conversations to write")
+    chats.add_argument("--seed", **SEED)
+
+
+def _add_tiny(tiny: Parser) -> None:
+    tiny.add_argument("--out", type=Path, default=Path("tiny"), help="folder for target/ and draft/")
+    tiny.add_argument("--kind", choices=("hybrid", "dense"), default="hybrid", help="layers of the target")
+    tiny.add_argument("--dflash2", action="store_true", help="train draft2/, a DFlash 2 draft, for the target in --out")
+    tiny.add_argument("--target-steps", type=int, help="training steps of the target (default: the shipped pair's)")
+    tiny.add_argument("--draft-steps", type=int, help="training steps of the draft (default: the shipped pair's)")
+    tiny.add_argument("--threads", type=int, default=1, help="torch threads; more than free cores is much slower")
+    tiny.add_argument("--seed", **SEED)

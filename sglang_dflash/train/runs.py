@@ -1,0 +1,153 @@
+"""The commands of the trainer, by name; each takes its parsed options."""
+
+import argparse
+import json
+import sysconfig
+from dataclasses import fields, replace
+from pathlib import Path
+from random import Random
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dflash.tiny import corpus
+from sglang_dflash.train import answers, prompts
+from sglang_dflash.train.draft import Data, Settings, draft_config_for, train_draft
+from sglang_dflash.train.features import FeatureCache
+from sglang_dflash.train.loop import TrainRecipe
+from sglang_dflash.train.ranks import joined
+from sglang_dflash.train.sizes import Second
+from sglang_dflash.train.text import Batches, read_documents
+from sglang_dflash.train.tiny_pair import (
+    DRAFT_RECIPES,
+    RECIPES,
+    load_pair,
+    make_draft,
+    make_pair,
+    make_tokenizer,
+    measure,
+)
+from sglang_dflash.train.tokens import text_digest
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def run_draft(args: argparse.Namespace) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    mask_token_id = tokenizer.mask_token_id if args.mask_token_id is None else args.mask_token_id
+    if mask_token_id is None:
+        raise ValueError(f"the tokenizer of {args.target} has no mask token; name an unused id with --mask-token-id")
+    pad_id = mask_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    documents = read_documents(args.data, tokenizer, args.max_length)
+    batches = Batches(documents, n_rows=args.rows, pad_id=pad_id, seed=args.seed)
+    data = Data(
+        batches.at,
+        batches.held_out,
+        batches.prompts(args.eval_prompts),
+        facts={"text": text_digest(documents), "rows": args.rows},
+        frequent=batches.most_frequent(args.scored) if args.scored else None,
+    )
+    with joined(args.device or ("cuda" if torch.cuda.is_available() else "cpu")) as (ranks, device):
+        if args.rows % ranks.n:
+            raise ValueError(
+                f"--rows {args.rows} cannot be shared evenly by {ranks.n} processes; give a multiple of {ranks.n}"
+            )
+        target = AutoModelForCausalLM.from_pretrained(args.target, dtype=DTYPES[args.dtype])
+        torch.nn.Module.to(target, device)
+        config = draft_config_for(
+            target,
+            n_layers=args.layers,
+            block_size=args.block_size,
+            mask_token_id=mask_token_id,
+            target_layer_ids=args.target_layer_ids,
+            second=second_of(args),
+        )
+        cache = FeatureCache(args.cache, documents, target, config.target_layer_ids) if args.cache else None
+        if ranks.is_first:
+            print(plan(args, batches))
+            if cache:
+                cache.prepare(say=print)
+        ranks.wait()
+        if cache:
+            cache.fill(ranks)
+        train_draft(
+            target,
+            config,
+            data,
+            recipe_of(args),
+            out=args.out,
+            settings=Settings(args.anchors, args.gamma, args.seed, args.start == "target", args.eval_tokens),
+            read=cache.read if cache else None,
+            ranks=ranks,
+        )
+        if ranks.is_first:
+            print(f"saved {args.out}")
+
+
+def plan(args: argparse.Namespace, batches: Batches) -> str:
+    """Return a line with the sizes of the text and the number of epochs."""
+    n_tokens = sum(len(document.ids) for document in batches.documents)
+    n_epochs = args.steps * args.rows / len(batches.trained_documents)
+    return (
+        f"{len(batches.documents):,} documents of {n_tokens:,} tokens, {len(batches.held_out_documents)} held out; "
+        f"{args.steps:,} steps of {args.rows} documents: {n_epochs:.{1 if n_epochs >= 1 else 2}f} epochs of the others"
+    )
+
+
+def second_of(args: argparse.Namespace) -> Second | None:
+    return Second(**{field.name: vars(args)[field.name] for field in fields(Second)}) if args.dflash2 else None
+
+
+def recipe_of(args: argparse.Namespace) -> TrainRecipe:
+    return TrainRecipe(
+        steps=args.steps,
+        learning_rate=args.learning_rate,
+        warmup_steps=args.warmup_steps,
+        save_every=args.save_every,
+        report_every=args.report_every,
+    )
+
+
+def run_prompts(args: argparse.Namespace) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    folders = args.folders or [Path(sysconfig.get_paths()["stdlib"])]
+    options = {"turns": args.turns, "n_tasks": args.tasks, "seed": args.seed, "at_once": args.at_once}
+    print(f"{prompts.write_prompts(args.server, tokenizer, folders, args.out, **options):,} prompts in {args.out}")
+
+
+def run_answers(args: argparse.Namespace) -> None:
+    sampling = answers.Sampling(args.temperature, args.max_tokens, args.seed)
+    n = answers.run(args.server, args.prompts, args.out, sampling, args.at_once)
+    print(f"{n:,} answers written to {args.out}")
+
+
+def run_chats(args: argparse.Namespace) -> None:
+    random = Random(args.seed)
+    with args.out.open("w") as file:
+        for _ in range(args.lines):
+            exchange = corpus.draw(random)
+            turns = (("user", exchange.prompt), ("assistant", exchange.answer))
+            file.write(json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]}) + "\n")
+
+
+def run_tiny(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    recipes = []
+    for recipe, steps in ((RECIPES[args.kind], args.target_steps), (DRAFT_RECIPES[args.kind], args.draft_steps)):
+        recipes.append(replace(recipe, steps=steps, more_cycles=()) if steps else recipe)
+    target_recipe, draft_recipe = recipes
+    if args.dflash2:
+        make_draft(args.out, args.kind, seed=args.seed, recipe=draft_recipe, second=True)
+    else:
+        make_pair(args.out, args.kind, seed=args.seed, target_recipe=target_recipe, draft_recipe=draft_recipe)
+    for row in measure(*load_pair(args.out, second=args.dflash2), make_tokenizer()):
+        print(f"{row.task:16} {row.mean_committed:6.2f} tokens per step over {row.n_steps} steps")
+
+
+RUNS = {
+    "draft": run_draft,
+    "prompts": run_prompts,
+    "answers": run_answers,
+    "chats": run_chats,
+    "tiny": run_tiny,
+}

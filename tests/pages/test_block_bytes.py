@@ -1,0 +1,17 @@
+"""Bytes that a block of Qwen3.5-27B takes per request, as three pages quote them."""
+
+import pytest
+
+from sglang_dflash.capacity import report as capacity_report
+from sglang_dflash.flags import Worker
+from tests.fixtures.guide import DOCS
+
+
+@pytest.mark.parametrize("page", ["compatibility.md", "from-stock.md", "reproducing.md"])
+def test_page_has_the_computed_bytes(page: str) -> None:
+    argv = ["--model", "Qwen3.5-27B", "--gpu-memory", "140.4"]
+    results = capacity_report.answer(capacity_report.arguments().parse_args(argv)).results
+    mib = {worker: f"{results[worker].request_block_bytes / 2**20:,.0f}" for worker in Worker}
+    text = (DOCS / page).read_text()
+    assert f"{mib[Worker.PLUGIN]} MiB" in text
+    assert mib[Worker.STOCK] in text
