@@ -48,7 +48,7 @@ class ContextCaches(NamedTuple):
 
         Args:
             k_L, v_L: [S, G, E] per layer, all alike, on 16-byte boundaries, with contiguous slots. The dtype is a model
-                dtype or fp8_e4m3; view SGLang's uint8 storage as the latter.
+                dtype or fp8_e4m3; view SGLang's uint8 storage as fp8_e4m3.
         Raises:
             ValueError: the caches do not meet these conditions.
         """

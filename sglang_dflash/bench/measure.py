@@ -113,6 +113,8 @@ def rotated(arms: Sequence[Arm], by: int) -> list[Arm]:
 
 
 class Spread(NamedTuple):
+    """Median, minimum and maximum of repeated measurements."""
+
     median: float
     low: float
     high: float

@@ -40,6 +40,8 @@ examples:
 
 
 class Preset(NamedTuple):
+    """Options of a named comparison, the flags of its servers, and a description."""
+
     options: Mapping[str, str]
     server_flags: Sequence[str]
     about: str

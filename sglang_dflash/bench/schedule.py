@@ -42,6 +42,8 @@ class Schedule:
 
 
 class Turn(NamedTuple):
+    """Requests of one arm in one repeat: a part of the prompts of one task, with indices of task and arm."""
+
     repeat: int
     task: int
     concurrency: int

@@ -23,6 +23,8 @@ class Step(NamedTuple):
 
 
 class Answer(NamedTuple):
+    """Answer to one question, and the decode steps and accepted drafts that wrote it."""
+
     text: str
     n_tokens: int
     seconds: float

@@ -4,8 +4,8 @@ The draft has no embedding and no head. `attach` gives it the target's, so that 
 ids to token ids. The draft's context is the target's hidden states (features), from which `context_kv` computes K and V
 for every layer. The model is independent of requests, steps and acceptance.
 
-Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`; `second.py`
-has the parts that only the latter has.
+Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`. The parts
+of DFlash 2 are in `second.py`.
 Dimensions: T rows (B requests x N block tokens, or packed prompt tokens), L draft layers, Q query heads, G KV heads,
 E head width, H hidden, C features (captured layers x H), V vocabulary.
 """

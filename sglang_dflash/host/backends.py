@@ -30,60 +30,44 @@ class Backend:
         pages: supported page sizes in tokens; empty: any.
         one_pass: a layer that attends to its whole block reads the context once; False: once per slot.
         slides_both_ways: a sliding layer may attend to its whole block.
-        because: source of these facts in SGLang 0.5.23.
     """
 
     devices: tuple[str, ...]
     fp8_kv: tuple[str, ...]
-    because: str
     own_kv: bool = False
     pages: tuple[int, ...] = ()
     one_pass: bool = True
     slides_both_ways: bool = True
 
 
-# In order of preference. Masks are exact, except flashinfer's in sliding layers (above).
+# Backends in order of preference, with the sources in SGLang 0.5.23. Masks are exact, except flashinfer's in sliding
+# layers (above).
 BACKENDS = {
-    "fa3": Backend(
-        devices=("sm80", "sm89", "sm90"),
-        fp8_kv=("sm90",),
-        because="flashattention_backend.forward_extend: causal follows attn_type per layer, window is (left, right); "
-        "its kernels for 8.x take fp16 and bf16 only",
-    ),
-    "fa4": Backend(
-        devices=("sm90", "sm100", "sm110", "sm120"),
-        fp8_kv=(),
-        own_kv=True,
-        because="the same code, with kernels of its own for 12.x (flash_attention_v4_sm120.py); kv_cache_dtype.py: it "
-        "needs K and Q of one dtype, so its DFLASH draft gets a cache of the draft's",
-    ),
+    # flashattention_backend.forward_extend: causal follows attn_type per layer, window is (left, right). Its kernels
+    # for 8.x take fp16 and bf16 only.
+    "fa3": Backend(devices=("sm80", "sm89", "sm90"), fp8_kv=("sm90",)),
+    # The same code, with other kernels for 12.x (flash_attention_v4_sm120.py). kv_cache_dtype.py: K and Q must have one
+    # dtype, so the cache of a DFLASH draft has the draft's dtype.
+    "fa4": Backend(devices=("sm90", "sm100", "sm110", "sm120"), fp8_kv=(), own_kv=True),
+    # trtllm_mha_backend.forward_extend: a causal layer runs in the verify kernel. A non-causal layer runs as rows of
+    # one token over the context and the whole block (encoder_page_table); a window would be that of the last slot.
     "trtllm_mha": Backend(
         devices=("sm90", "sm100", "sm120"),
         fp8_kv=("sm90", "sm100", "sm120"),
         pages=PAGES,
         one_pass=False,
         slides_both_ways=False,
-        because="trtllm_mha_backend.forward_extend: a non-causal layer runs as rows of one token over the context and "
-        "the whole block (encoder_page_table), a causal one in the verify kernel; in such rows a window would be the "
-        "last slot's",
     ),
+    # flashinfer_backend.forward_extend: causal per layer. update_sliding_window: K and V are trimmed to a window per
+    # request, and the plan of a verify has no window.
     "flashinfer": Backend(
-        devices=("sm80", "sm89", "sm90", "sm100", "sm120"),
-        fp8_kv=("sm89", "sm90", "sm100", "sm120"),
-        because="flashinfer_backend.forward_extend: causal per layer; update_sliding_window: K and V are trimmed to a "
-        "window per request and the plan of a verify has none",
+        devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")
     ),
-    "triton": Backend(
-        devices=("sm80", "sm89", "sm90", "sm100", "sm120"),
-        fp8_kv=("sm89", "sm90", "sm100", "sm120"),
-        because="triton_backend.forward_extend: causal per layer; extend_attention.py: its window bounds the past, and "
-        "in a non-causal layer the future, which a block within the window never meets",
-    ),
-    "torch_native": Backend(
-        devices=("cpu",),
-        fp8_kv=(),
-        because="sglang_dflash.cpu.attention: our own masks, tested against their definition",
-    ),
+    # triton_backend.forward_extend: causal per layer. extend_attention.py: the window bounds the past. In a non-causal
+    # layer it also bounds the future, but is never shorter than the block.
+    "triton": Backend(devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")),
+    # sglang_dflash.cpu.attention: this package's masks, tested against their definition.
+    "torch_native": Backend(devices=("cpu",), fp8_kv=()),
 }
 
 

@@ -1,7 +1,7 @@
 """Missing methods for DFLASH, added to SGLang's model classes of some targets.
 
 SGLang's models provide features with the method `set_dflash_layers_to_capture`, and their embedding with
-`get_input_embeddings()`. A model may lack the former although it captures features for EAGLE3.
+`get_input_embeddings()`. A model that captures features for EAGLE3 may still lack the first method.
 """
 
 from __future__ import annotations

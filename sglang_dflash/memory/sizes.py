@@ -26,8 +26,8 @@ def kept_window(asked: int | None, layers: int | None) -> int | None:
 def ring_slots(window: int, widest: int, page_size: int) -> int:
     """Return the KV slots of a request's ring for a draft with a window of `window` tokens.
 
-    In addition to the window, the ring holds the most tokens that a step writes (the drafted block, or the verified
-    tokens), and the start of the page in which the window begins.
+    The ring also holds the start of the page in which the window begins, and the tokens that one step writes: at most
+    `widest`, the drafted block or the verified tokens.
     """
     return round_up(window + page_size - 1 + widest, page_size)
 

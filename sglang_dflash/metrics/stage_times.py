@@ -34,6 +34,8 @@ class Clock(Protocol):
 
 
 class HostClock:
+    """Clock of a CPU server, whose stages have ended when they return."""
+
     def mark(self) -> float:
         return time.perf_counter()
 
@@ -42,6 +44,8 @@ class HostClock:
 
 
 class DeviceClock:
+    """Clock of a GPU server: events on the current stream."""
+
     def __init__(self, device: str) -> None:
         self.event = torch.get_device_module(device).Event
 
@@ -57,6 +61,8 @@ class DeviceClock:
 
 
 class Interval(NamedTuple):
+    """One run of a stage, between two marks of the clock."""
+
     stage: str
     began: Any
     ended: Any
@@ -96,6 +102,8 @@ class StageTimes:
 
 
 class Timer(Protocol):
+    """Object that measures stages, e.g. `StageTimes`."""
+
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
         """Wrap `run` to record its times as those of `stage`."""
 

@@ -14,6 +14,8 @@ from sglang_dflash.model.target import check_pair, stop_token_ids
 
 @dataclass(frozen=True)
 class Models:
+    """Target, draft and tokenizer in Transformers and plain torch."""
+
     target: PreTrainedModel
     draft: DraftModel
     tokenizer: PreTrainedTokenizerBase

@@ -42,6 +42,8 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED
 
 
 class Gpu(NamedTuple):
+    """First GPU of the machine."""
+
     name: str
     device: str  # "sm90"
     memory: int  # bytes

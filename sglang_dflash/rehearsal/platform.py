@@ -12,6 +12,8 @@ BACKENDS = ("fa3", "fa4", "flashinfer", "triton", "trtllm_mha")
 
 
 class RehearsalPlatform(CpuPlatform):
+    """CPU platform that emulates a GPU, with graph capture."""
+
     capabilities = PlatformCapabilities(graph_capture=True)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:

@@ -60,6 +60,8 @@ HOST = Actor("the host")
 
 
 class Access(NamedTuple):
+    """One access to memory: by `actor` at tick `time` of its clock, in operation `what`, called from `place`."""
+
     actor: Actor
     time: int
     what: str

@@ -29,6 +29,8 @@ MTP_FIELDS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
 class ServerCommand(NamedTuple):
+    """Command that starts one arm's server."""
+
     name: str
     command: tuple[str, ...]  # without host and port
     env: Mapping[str, str]  # added to this process's environment

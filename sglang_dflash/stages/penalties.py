@@ -62,7 +62,7 @@ class Penalties:
         shape = len(batch.reqs), self.counts_RV.shape[1]
         info.acc_additive_penalties = torch.zeros(shape, device=batch.device)
         info.acc_additive_penalties[asked.index_P] = additive(counts_P1V, n_output_P1, asked)[:, 0]
-        if info.acc_scaling_penalties is not None:  # a request asks for a repetition penalty
+        if info.acc_scaling_penalties is not None:  # a request has a repetition penalty
             info.acc_scaling_penalties = torch.ones(shape, device=batch.device)
             info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
 

@@ -64,6 +64,8 @@ DIGIT_NAMES = ("Ones", "Tens", "Hundreds", "Thousands")
 
 
 class Exchange(NamedTuple):
+    """One prompt with its answer."""
+
     task: str
     prompt: str
     answer: str

@@ -43,7 +43,7 @@ class Own:
 
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0
-        # Separate, because the failure of first drafts says nothing about further drafts in other blocks.
+        # Separate, because first drafts that fail are no evidence about further drafts in other blocks.
         self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
         # (width, accepted) of the first steps, not yet in the counts of all requests; None: steps count at once
         self.kept: list[tuple[int, int]] | None = []

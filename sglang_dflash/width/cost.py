@@ -8,7 +8,7 @@ import numpy as np
 
 COMMON = 0.1  # fraction of a step's relative error by which the times of all widths are corrected
 OWN = 0.03  # fraction by which the time of the step's own width is corrected in addition
-MOST = 0.15  # bound of relative errors in a width's first steps, some of which take twice as long
+MOST = 0.15  # bound of relative errors in a width's first steps, because some take twice as long
 RECENT = 5  # last steps of a width; once there are so many, their median error counts, without a bound
 
 Agree = Callable[[np.ndarray], None]  # overwrites an array in place with the same values on every rank
