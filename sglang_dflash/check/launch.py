@@ -5,12 +5,14 @@ runs this module as a child process, because SGLang prints to stdout and stderr 
 """
 
 import dataclasses
+import gc
 import json
 import sys
 from collections.abc import Sequence
 
 from sglang_dflash import flags
 from sglang_dflash.check.findings import Check, Finding, find
+from sglang_dflash.cli import Parser, nearest
 from sglang_dflash.flags import Worker
 from sglang_dflash.host import contract as host
 from sglang_dflash.host.arguments import asks_for_dflash
@@ -63,7 +65,12 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
 
     from sglang_dflash.config import DFlashConfig
 
-    server_args = prepare_server_args(list(argv))
+    try:
+        server_args = prepare_server_args(list(argv))
+    except SystemExit:  # raised by argparse
+        if wrong := misspelt(argv):
+            raise ValueError(wrong) from None
+        raise
     server_args.resolve_once()
     if not asks_for_dflash(server_args):
         raise ValueError("the flags have no --speculative-algorithm DFLASH; add it")
@@ -81,5 +88,18 @@ def launch(argv: Sequence[str]) -> tuple[str, str]:
     return "; ".join([", ".join(facts), *config.notes]), detail
 
 
+def misspelt(argv: Sequence[str]) -> str:
+    """Return a sentence about the first flag that SGLang does not have, with the nearest name; empty if it has all."""
+    from sglang.srt.server_args import ServerArgs
+
+    parser = Parser()
+    ServerArgs.add_cli_args(parser)
+    known = list(parser.option_names())
+    names = (word.split("=")[0] for word in argv if word.startswith("--"))
+    wrong = next((name for name in names if not any(one.startswith(name) for one in known)), "")
+    return f"SGLang has no flag {wrong}{nearest(wrong, known) or '; drop it'}" if wrong else ""
+
+
 if __name__ == "__main__":
+    gc.disable()  # this process is short, and collection takes CPU time while SGLang is imported
     print(json.dumps([dataclasses.asdict(finding) for finding in report(sys.argv[1:])]))

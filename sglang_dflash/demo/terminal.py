@@ -78,7 +78,7 @@ def compare(on: Server, off: Server, console: Console, tokenizer: Tokenizer) -> 
         console.print(f"\n[dim]{committed}; {speeds}[/]", highlight=False)
         if answer.text != plain.text:
             raise ServerError(
-                f"the answer differs without speculation, which must never happen; it is then\n{plain.text}"
+                f"the answer differs without speculation, which is a bug to report; without speculation:\n{plain.text}"
             )
         results.append((kind, answer, plain))
     return results

@@ -208,7 +208,7 @@ def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) 
     for name, shape in expected.items():
         if found[name] != shape and name.endswith(CODEBOOK):
             raise ValueError(
-                f"{path}: {name} has shape {list(found[name])}, and config.json says vocab_size "
+                f"{path}: {name} has shape {list(found[name])}, and config.json has vocab_size "
                 f"{checkpoint.vocab_size} and selector_rank {checkpoint.selector_rank}: a codebook has a row for every "
                 "token of the vocabulary; fix config.json or fetch the draft again"
             )

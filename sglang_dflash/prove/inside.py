@@ -82,7 +82,9 @@ def check_drafts(watched: Watched, found: Found) -> None:
     found(Finding(text if captured else "no graph of the draft was captured", {"steps": rows}, captured and not bad))
 
 
-@watching("steps", "a step commits what it commits in plain torch, alone and in a crowd", whole_blocks=8, copies=8)
+@watching(
+    "steps", "the acceptance length equals plain torch's, for one request and for several", whole_blocks=8, copies=8
+)
 def check_steps(place: Place, watched: Watched, reference: Reference, found: Found) -> None:
     ours = {c: [served.histogram(one) for one in answers] for c, answers in watched.answers.items()}
     plain, *measured = map(served.acceptance_length, (reference.histograms, *ours.values()))
@@ -94,7 +96,7 @@ def check_steps(place: Place, watched: Watched, reference: Reference, found: Fou
     found(Finding(text, numbers, all(equal) if place.gpu is None else near))
 
 
-@watching("answers", "greedy answers are plain torch's", whole_blocks=8, copies=8)
+@watching("answers", "greedy answers equal plain torch's", whole_blocks=8, copies=8)
 def check_answers(place: Place, watched: Watched, reference: Reference, found: Found) -> None:
     tie = served.near_tie(place, place.backends[0])
     tokens = {c: [one.token_ids for one in answers] for c, answers in watched.answers.items()}
@@ -105,7 +107,7 @@ def check_answers(place: Place, watched: Watched, reference: Reference, found: F
     found(Finding("; ".join([text, *bad[:1]]), {c: one._asdict() for c, one in compared.items()}, not bad))
 
 
-@watching("padding", "nothing that is not finite in rows of no request, nor in the padding slot",
+@watching("padding", "all values in padded rows and in the padding slot are finite",
           whole_blocks=6, every_width=6)  # fmt: skip
 def check_padding(watched: Watched, found: Found) -> None:
     rows, slot = watched.dflash["probe"]["steps"], watched.dflash["probe"]["padding_slot"]
@@ -115,7 +117,7 @@ def check_padding(watched: Watched, found: Found) -> None:
         f"padding slot {slot['target']} in the target's K and V, {slot['draft']} in the draft's"
     )
     if not n_padded:
-        text = "no replay had a padded row, so nothing was looked at"
+        text = "no replay had a padded row, so nothing was checked"
     holds = n_padded > 0 and not (n_bad or n_real or slot["target"] or slot["draft"])
     found(Finding(text, {"steps": rows, "padding_slot": slot}, holds))
 
@@ -130,7 +132,7 @@ def check_stages(watched: Watched, found: Found) -> None:
     found(Finding(text, {"stages": rows}, not missing))
 
 
-@watching("memory", "pools take what the capacity report counts", whole_blocks=6)
+@watching("memory", "pools have the sizes of the capacity report", whole_blocks=6)
 def check_memory(place: Place, watched: Watched, found: Found) -> None:
     allocated, counted = watched.dflash["probe"]["bytes"], count(place, watched)
     off = {name: allocated[name] / n_bytes - 1 for name, n_bytes in counted.items()}

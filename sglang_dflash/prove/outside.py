@@ -29,7 +29,10 @@ Answers = Mapping[int, list[list[int]]]  # token ids by concurrency
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize `parity` by attention backends and page sizes of this machine."""
     if "attention" in metafunc.fixturenames:
-        place, proves = metafunc.config.stash[RUN].place, "greedy answers are the same off, stock and ours"
+        place, proves = (
+            metafunc.config.stash[RUN].place,
+            "greedy answers are equal without speculation, with SGLang's DFLASH and with this plugin",
+        )
         tried = [(attention, size) for attention in place.backends for size in place.page_sizes(attention)]
         first = place.backends[0], place.page_sizes(place.backends[0])[-1]
         marks = [check(f"parity {one[0]} page {one[1]}", proves, 6, short=one == first) for one in tried]
@@ -90,7 +93,7 @@ def judge_one_token(off_ms: float, ours_ms: float) -> Finding:
     return Finding(text, {"off_ms": off_ms, "ours_ms": ours_ms}, ours_ms <= ONE_TOKEN_WITHIN * off_ms)
 
 
-@check("law", "above temperature 0 tokens are drawn as without speculation", 6)
+@check("law", "above temperature 0 the sampling distribution is the one without speculation", 6)
 def check_distribution(place: Place, found: Found) -> None:
     prompt, drawn = served.prompts(place)[0], dict[Arm, list[distribution.Draw]]()
     n = N_DRAWS_EMULATED if place.gpu is None else N_DRAWS
@@ -115,7 +118,7 @@ def draws(server: Server, prompt: Sequence[int], n: int) -> list[distribution.Dr
     return [tuple(answer.token_ids) for answer in answers]
 
 
-@check("speed", "tokens per second, off, stock and ours, over concurrency", 15)
+@check("speed", "tokens per second without speculation (off), with SGLang's DFLASH (stock) and this plugin (ours)", 15)
 def check_speed(place: Place, found: Found) -> None:
     """Run `sglang-dflash bench`."""
     small, output = place.gpu is None or place.short, place.folder / "speed"

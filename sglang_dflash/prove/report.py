@@ -128,7 +128,7 @@ class Collector:
 def text_of(report: pytest.TestReport) -> str:
     """Return a sentence with the reason for a skip or a failure."""
     if report.when == CRASHED:
-        return "its process crashed; the end of checks.log says where"
+        return "its process crashed; see the end of checks.log"
     if isinstance(report.longrepr, tuple):
         return report.longrepr[2].removeprefix("Skipped: ")
     crash: Any = vars(report.longrepr).get("reprcrash") if report.longrepr else None

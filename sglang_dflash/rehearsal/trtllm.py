@@ -20,7 +20,7 @@ USED = 4096  # bytes of a workspace that are checked, or overwritten as scratch
 
 
 def require_zeros(what: str, buffer: torch.Tensor) -> None:
-    assert not buffer.view(-1).view(torch.uint8)[:USED].any(), f"{what} must be zero at every launch: someone wrote it"
+    assert not buffer.view(-1).view(torch.uint8)[:USED].any(), f"{what} must be zero at every launch, and was written"
 
 
 def scribble(workspace: torch.Tensor) -> None:
@@ -97,7 +97,7 @@ def xqa(
         assert mask is not None, "a mask with more than one query"
         assert mask.dtype == torch.uint16, f"a mask of {mask.dtype}"
         assert mask.shape == (n_requests, n_queries, -(-n_queries // 32) * 2), f"a mask of {tuple(mask.shape)}"
-        assert mask.is_contiguous(), "the mask's rows lie behind one another"
+        assert mask.is_contiguous(), "the mask's rows must be contiguous"
         draft = DraftMask(mask)
     q_BNAE = q.view(n_requests, n_queries, *q.shape[-2:])
     out_BNAE = out.view(q_BNAE.shape)
@@ -264,7 +264,7 @@ def fmha_v2(
     offset = (v_cache.data_ptr() - k_cache.data_ptr()) // block_bytes
     if page_table.dim() == 3:
         keys, values = page_table.unbind(1)
-        assert (values == keys + offset).all(), f"values {offset} blocks behind their keys, not where the table says"
+        assert (values == keys + offset).all(), f"values {offset} blocks after their keys, not at the table's place"
         page_table = keys
     else:
         assert (offset, k_cache.stride(0)) == (1, 2 * k_cache[0].numel()), "keys and values of a page lie together"

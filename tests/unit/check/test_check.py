@@ -33,6 +33,12 @@ def asked(launch: Any, *argv: str, env: dict[str, str] | None = None) -> dict[st
     return {finding["name"]: finding for finding in json.loads(ended.out.splitlines()[-1])}
 
 
+def test_a_misspelt_flag_of_sglang_gets_the_nearest_one(launch):
+    found = asked(launch, "--model-path", "x", "--speculative-algoritm", "DFLASH")["launch"]
+    assert not found["ok"]
+    assert found["text"] == "SGLang has no flag --speculative-algoritm; did you mean --speculative-algorithm?"
+
+
 def test_a_good_installation_and_launch(launch, pair):
     found = asked(launch, *CPU.format(target=pair["hybrid"], draft=pair["draft"]).split())
     assert all(finding["ok"] for finding in found.values()), found

@@ -55,7 +55,7 @@ def test_codebooks_must_have_the_targets_rows(checkpoints, tmp_path):
 def test_codebooks_must_have_the_configs_rows(checkpoints, tmp_path):
     second = {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND}
     folder = checkpoints.write_draft(tmp_path, **second, vocab_size=100)
-    sentence = r"codebook has shape \[128, 8\], and config.json says vocab_size 100 .* a row for every token of the voc"
+    sentence = r"codebook has shape \[128, 8\], and config.json has vocab_size 100 .* a row for every token of the voc"
     with pytest.raises(ValueError, match=sentence):
         checkpoint.read(str(folder))
 

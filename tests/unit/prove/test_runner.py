@@ -104,7 +104,7 @@ def test_each_check_has_its_result(folder, ended):
         "holds": ("passed", "1 |\n1"),
         "does not hold": ("failed", "2 of 3"),
         "breaks": ("failed", "RuntimeError: CUDA error"),
-        "crashes": ("failed", "its process crashed; the end of checks.log says where"),
+        "crashes": ("failed", "its process crashed; see the end of checks.log"),
         "hangs": ("timed out", "took more than 0.1 minutes"),
         "same server": ("skipped", "hangs took too long, with the same server"),
         "holds the interpreter": ("timed out", "took more than 0.1 minutes"),
