@@ -36,8 +36,8 @@ def docs(argv: Sequence[str]) -> int:
         return 0
     names = {name.lower(): name for name in DOCS}
     found = [names.get(page.lower().removesuffix(".md")) for page in pages]
-    for page, name in zip(pages, found, strict=True):
-        if name is None:
+    for page, known in zip(pages, found, strict=True):
+        if known is None:
             cure = nearest(page.removesuffix(".md"), DOCS) or f"; use one of {', '.join(DOCS)}"
             print(f"docs: there is no page {page}{cure}", file=sys.stderr)
     if None in found:

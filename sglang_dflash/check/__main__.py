@@ -75,12 +75,11 @@ def draft_steps(argv: Sequence[str], n_steps: int) -> list[Finding]:
 def check(argv: Sequence[str], *, as_json: bool, n_steps: int = 0) -> int:
     """Print each part of the report when it is complete, and return the exit status."""
     findings: list[Finding] = []
-    parts = [
-        partial(installation, launch=bool(argv)),
-        *([lambda: asked_of_sglang(argv)] if argv else []),
-    ]  # without flags SGLang is not run
+    parts = [partial(installation, launch=bool(argv))]
+    if argv:  # without flags SGLang is not run
+        parts.append(partial(asked_of_sglang, argv))
     if n_steps:
-        parts.append(lambda: draft_steps(argv, n_steps))
+        parts.append(partial(draft_steps, argv, n_steps))
     for part in parts:
         found = part()
         findings += found
