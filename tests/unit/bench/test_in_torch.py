@@ -1,4 +1,4 @@
-"""Benchmark without a server: the tiny dense pair in plain torch."""
+"""Benchmark with `--backend transformers`, which runs in plain torch without a server, on the tiny dense pair."""
 
 import json
 from pathlib import Path

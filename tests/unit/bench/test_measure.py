@@ -36,7 +36,7 @@ def test_the_lead_over_an_unlisted_token_is_infinite():
 
 
 def test_a_run_counts_tokens_and_steps():
-    # Two steps accept 3 drafts between them, one step accepts none: (3 + 0 + 3 bonus) / 3 steps.
+    # Committed per step: 3 drafts accepted by the first answer, 0 by the second, and 3 bonus tokens, in 3 steps.
     answers = [Completion(6, steps=Steps(2, 3)), Completion(2, steps=Steps(1, 0))]
     run = Measurement(answers, wall_s=4.0, other_cores=0.0)
     assert (run.tokens_per_s, run.steps) == (2.0, Steps(3, 3))
@@ -44,9 +44,9 @@ def test_a_run_counts_tokens_and_steps():
 
 
 def test_ratios_are_taken_repeat_by_repeat():
-    # The second repeat ran on a machine half as fast. No ratio shows it, though the medians' ratio would.
+    # In the second repeat the machine is half as fast for both arms, so the ratio within that repeat is unchanged.
     assert measure.ratios([200, 100, 210], [100, 50, 100]) == (2.0, 2.0, 2.1)
-    assert measure.spread([3, 1, 2]) == (2, 1, 3)
+    assert measure.spread([3, 1, 2]) == (2, 1, 3)  # median, lowest, highest
 
 
 def test_parts_of_a_run_are_short_and_complete():
@@ -64,7 +64,7 @@ def test_every_arm_is_first_in_its_turn():
 
 
 class Machine:
-    """A machine with hand-set clocks, in place of `time` and `psutil`."""
+    """Clocks set by the tests, in place of `time` and `psutil`."""
 
     def __init__(self) -> None:
         self.now_s = self.engine_s = self.ours_s = self.others_s = 0.0
@@ -79,7 +79,7 @@ class Machine:
     def process(self, which: str) -> SimpleNamespace:
         return SimpleNamespace(cpu_times=lambda: SimpleNamespace(user=getattr(self, which), system=0))
 
-    def Process(self) -> SimpleNamespace:  # psutil's name for this process
+    def Process(self) -> SimpleNamespace:  # as `psutil.Process()`: the process of the test
         return self.process("ours_s")
 
 
@@ -92,7 +92,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def test_answers_are_read_after_the_clock_has_stopped(machine):
-    """An answer takes 2 s, reading it 100 s."""
+    """Each request takes 2 s. Reading its answer takes 100 s, which must not count."""
 
     def ask(prompt: str) -> Callable[[], Completion]:
         machine.now_s += 2
@@ -111,7 +111,11 @@ def test_answers_are_read_after_the_clock_has_stopped(machine):
 
 @pytest.mark.parametrize(("others_s", "other_cores"), [(3.0, 1.5), (-0.1, 0.0)])
 def test_other_cores_exclude_the_engine_and_this_process(machine, others_s, other_cores):
-    """The engine computed 5 s and this process 1 s in 2 s of wall clock. Clocks may tick apart."""
+    """In 2 s of wall clock the engine uses 5 s of CPU time, and this process 1 s.
+
+    The CPU time of other processes is a difference of times that are not read at the same instant. If it is slightly
+    negative, it counts as 0.
+    """
 
     def ask(prompt: str) -> Callable[[], Completion]:
         machine.now_s += 2
@@ -141,14 +145,14 @@ def test_exactly_the_concurrency_is_in_flight():
 
 
 def test_parts_are_joined():
-    """Other processes used half of 3 s and none of 1 s."""
+    """Other processes used 0.5 cores for 3 s and none for 1 s, so 1.5 / 4 = 0.375 cores on average."""
     parts = (5, 3.0, 0.5), (3, 1.0, 0)
     run = measure.joined([Measurement([Completion(n, steps=Steps(1, n - 1))], *rest) for n, *rest in parts])
     assert (run.n_tokens, run.tokens_per_s, run.steps, run.other_cores) == (8, 2.0, Steps(2, 6), 0.375)
 
 
 def test_percentiles_are_observed_values():
-    """Half of three values is two of them, 1 % is one."""
+    """The rank is rounded up: 50 % of three values is the second smallest, 1 % the smallest."""
     values = [float(i) for i in range(1, 101)]
     assert [percentile(values, p) for p in (50, 99, 100)] == [50, 99, 100]
     assert [percentile([3.0, 1.0, 2.0], p) for p in (1, 33, 50, 67, 99)] == [1, 1, 2, 3, 3]
@@ -157,12 +161,12 @@ def test_percentiles_are_observed_values():
 
 
 def test_steps_by_position_come_from_the_histogram():
-    # Of 10 steps 4 accepted no draft, 3 one, 1 two, 2 three, so 6 reached the first, 3 the second, 2 the third.
+    # Of 10 steps, 4 accepted no draft, 3 one, 1 two and 2 three. So 6 accepted the first, 3 the second, 2 the third.
     meta = {"spec_verify_ct": 10, "spec_num_correct_drafts": 11, "spec_correct_drafts_histogram": [4, 3, 1, 2]}
     steps = steps_of(meta, n_tokens=22)
     assert steps == Steps(10, 11, (6, 3, 2))
     assert (steps.committed_per_step, steps.acceptance_by_position) == (2.1, [0.6, 0.3, 0.2])
-    assert steps_of({}, n_tokens=5) == Steps(4, 0)  # without speculation: one token per step after the prefill's
+    assert steps_of({}, n_tokens=5) == Steps(4, 0)  # no counters: one token from the prefill, then one per step
     assert steps_of({}, n_tokens=1) == Steps(0, 0)
 
 
@@ -197,7 +201,7 @@ def test_tables_have_the_model_cards_layout():
     ]
 
 
-# Tokens per second at concurrency 1 in two repeats. The arm `ours` was measured in reverse order.
+# Tokens per second at concurrency 1, by arm and repeat. `measured` lists the repeats of `ours` in reverse order.
 SPEEDS = {"ours": (300, 360), "off": (100, 90), "stock": (150, 120)}
 ARMS = ["off", "stock", "ours"]
 

@@ -1,4 +1,4 @@
-"""Benchmark options: bad ones, sets of prompts, and the arms' launch flags."""
+"""Benchmark options: refused values, sets of prompts, and the launch flags of the arms (the compared servers)."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ TORCH = ("--backend", "transformers", "--model", "x", "--draft-model", "y")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Return the last line printed for bad options."""
+    """Parse bad options and return the last line of the error."""
     with pytest.raises(SystemExit, match="2"):
         parse(arguments)
     return capsys.readouterr().err.splitlines()[-1]
@@ -185,7 +185,7 @@ def test_rows_of_published_sets_become_questions(name, monkeypatch):
     row, begins = ROWS[name]
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *_, **__: [row] * 3))
     task = prompts.load(name, 128)
-    assert len(task.prompts) == 3  # the whole set
+    assert len(task.prompts) == 3  # all rows, because the set has fewer than 128
     assert task.prompts[0][0]["content"].startswith(begins)
 
 

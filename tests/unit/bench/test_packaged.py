@@ -1,4 +1,4 @@
-"""Sets of prompts from installed packages, without a download."""
+"""Benchmark prompts from installed packages, without a download."""
 
 import gzip
 import json

@@ -31,7 +31,7 @@ FLAGS = ("--model-path", "{model}", "--device", "cpu", "--speculative-algorithm"
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Return `fake(*flags)`, which starts a stand-in and returns its URL."""
+    """Return `fake(*flags)`, which starts tests/fixtures/fake_server.py and returns its URL."""
     with ExitStack() as stack:
 
         def start(*flags: str) -> str:
@@ -49,7 +49,7 @@ def fake(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
 @pytest.fixture
 def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """Return `bench(*arguments)`, which returns the program's output and document."""
+    """Return `bench(*arguments)`, which runs the benchmark and returns its output and JSON document."""
 
     def run(*arguments: str) -> SimpleNamespace:
         own, separator, server_flags = list(arguments), [], []
@@ -67,10 +67,10 @@ def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., S
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Return the arguments that start stand-ins for servers of a model without MTP."""
+    """Return `--serve` arguments that start fake_server.py for every arm of a model without MTP layers."""
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(arms, "SERVE", (sys.executable, str(FAKE)))
-    monkeypatch.setattr(served, "GIB_PER_SERVER", 0)  # stand-ins are small, and real servers may run too
+    monkeypatch.setattr(served, "GIB_PER_SERVER", 0)  # no check of free memory: stand-ins are small
     return ["--serve", "--port", "31980", "--", *(flag.format(model=tmp_path) for flag in FLAGS)]
 
 
@@ -94,7 +94,7 @@ def test_the_published_guides_command_line_works(fake, bench, monkeypatch):
     assert document["thinking"] is True
     assert document["tasks"][0]["first"][0]["content"].endswith("put your final answer within \\boxed{}.")
     assert document["arms"]["server"]["prefix_cache"] == "emptied before every turn"
-    assert lines_of(document)[0]["committed_per_step"] == 1.0  # without counters: one token per step
+    assert lines_of(document)[0]["committed_per_step"] == 1.0  # the stand-in sends no counters: one token per step
     assert "| GSM8K | 1 |" in ran.out
 
 
@@ -116,15 +116,15 @@ def test_servers_are_compared_with_the_first(fake, bench):
     assert all(len(row["ttft_ms"]) == len(row["tpot_ms"]) == 5 for row in streamed)
     differ = "other: answers that differ from those of off at the first concurrency"
     assert f"{differ}: synthetic at 1, 5 of 5; synthetic at 2, 5" in re.sub(r"\s+", " ", ran.out)
-    # What only a server of ours tells, turn by turn: two steps an answer.
+    # Only a server with this plugin (`--announce`) reports steps by width. Each answer takes two steps.
     turns = [turn for turn in document["widths"] if turn["concurrency"] == 1]
     assert {turn["arm"] for turn in turns} == {"same"}
-    assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # two repeats and the streamed one
+    assert sum(turn["n_steps"]["4"] for turn in turns) == 2 * 5 * 3  # 2 steps, 5 prompts, 2 repeats + 1 streamed
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_requested_concurrency_is_kept(fake, bench, n):
-    """Unmeasured prompts keep to it too: the stand-in refuses fewer or more requests in flight."""
+    """The stand-in refuses requests unless exactly `n` are in flight. Unmeasured prompts must keep to this as well."""
     few = ("--num-prompts", "6", "--repeats", "1", "--no-latency", "--concurrency", str(n))
     ran = bench("--base-url", fake("--together", str(n)), *few)
     assert [row["n_answers"] for row in ran.document["rows"]] == [6]
@@ -196,7 +196,7 @@ def test_arms_are_started_measured_and_stopped(bench, serve, together, tmp_path)
 
 
 def test_the_plugins_arm_starts_alone(bench, serve):
-    """This plugin measures step costs while it starts, so other starting servers would disturb it."""
+    """This plugin measures step costs while its server starts, so no other server may start at that time."""
     out = bench(*SMALL, "--no-latency", *serve).out
     assert out.index("ours: ready") < out.index("off: importing")
 
@@ -233,7 +233,7 @@ def test_the_preset_of_widths(bench, serve, tmp_path):
     order = [row["arm"] for row in document["rows"] if (row["task"], row["concurrency"]) == ("hard", 1)]
     assert order == ["off", "ours", *fixed, "ours", *fixed, "off"]
     assert {row["n_prompt_tokens"] for row in document["rows"] if row["task"] == "hopeless"} == {3 * 32}
-    # Each arm with the plugin takes two steps for each of three prompts, the unmeasured run left out.
+    # In each turn, an arm with the plugin takes two steps for each of three prompts. Unmeasured steps do not count.
     assert {turn["arm"] for turn in document["widths"]} == {"ours", *fixed}
     assert all(turn["n_steps"] == {"4": 6} for turn in document["widths"])
     assert all(line["steps_by_width"] == ({} if line["arm"] == "off" else {"4": 1.0}) for line in document["summary"])
@@ -271,13 +271,13 @@ def test_streamed_answers_must_be_equal_too(serve, tmp_path):
 
 
 def test_near_ties_are_forgiven_on_request(bench, serve):
-    """The first arm ranks both first tokens on top, half a nat apart."""
+    """In the first arm, its own first token and that of FAKE_OFFSET=1 are the two likeliest, half a nat apart."""
     asked = (*SMALL, "--no-latency", "--arms", "off", "ours:FAKE_OFFSET=1", "--require-equal", "--tie-gap")
     ran = bench(*asked, "0.5", *serve)
     assert ran.document["gate"] == {"equal": True, "tie_gap": 0.5, "n_near_ties": 2 * 2 * 5}
     with pytest.raises(GateError, match="10 answers differ from those of off"):
         bench(*asked, "0.4", *serve)
-    with pytest.raises(GateError, match="10 answers differ from those of off"):  # never on top
+    with pytest.raises(GateError, match="10 answers differ from those of off"):  # less likely than both
         bench(*[word.replace("OFFSET=1", "OFFSET=2") for word in asked], "9", *serve)
 
 

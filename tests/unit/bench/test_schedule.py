@@ -1,4 +1,4 @@
-"""Benchmark schedule: the order of turns, and the counts of a turn."""
+"""Benchmark schedule: the order of the arms' turns, unmeasured prompts, and the steps counted for a turn."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,12 +29,12 @@ def test_arms_run_one_at_a_time_start_once_per_repeat() -> None:
 
 
 class StandIn:
-    """An engine in this process. Each answer's step accepts one draft more than the last: 0, 1, 2, ..."""
+    """In-process engine. Each answer takes one step, which accepts one draft more than the last answer: 0, 1, 2, ..."""
 
     kind, processes, token = "stand-in", None, 7
 
     def __init__(self) -> None:
-        self.name, self.n_asked = "stand-in", list[int]()  # number of requests after each flush
+        self.name, self.n_asked = "stand-in", list[int]()  # number of requests between flushes
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -70,7 +70,11 @@ def bench_of(n_prompts: int, concurrency: Sequence[int], *, together: bool = Tru
 
 
 def test_each_turn_begins_with_unmeasured_prompts() -> None:
-    """Two prompts follow an emptied prefix cache, at first as many as are in flight. Turns have 4 prompts, then 2."""
+    """A turn flushes the prefix cache, asks unmeasured prompts, flushes again and asks its measured prompts.
+
+    Two prompts are unmeasured, or `concurrency` before the first turn at that concurrency. At concurrency 1 the six
+    prompts are two turns of 4 and 2, at concurrency 3 they are one turn.
+    """
     engine, bench = bench_of(6, [1, 3])
     bench.repeat(0)
     assert engine.n_asked == [2, 4, 2, 2, 3, 6]
@@ -86,14 +90,14 @@ def test_a_restarted_arm_is_warmed_up_again() -> None:
 
 
 def test_steps_exclude_unmeasured_prompts() -> None:
-    """The two unmeasured prompts accepted 0 and 1 drafts, the four measured 2, 3, 4 and 5."""
+    """The two unmeasured prompts accept 0 and 1 drafts. The four measured ones accept 2, 3, 4 and 5, in sum 14."""
     _, bench = bench_of(4, [1])
     (row,) = bench.repeat(0)
     assert row.committed_per_step == 1 + 14 / 4
 
 
 def test_answers_are_compared_with_the_first_repeat() -> None:
-    """The first arm is compared too."""
+    """Later repeats of the first arm are compared with its own first repeat."""
     engine, bench = bench_of(4, [1])
     (row,) = bench.repeat(0)
     assert (row.n_equal, row.first_differences) == (4, [])
