@@ -1,4 +1,4 @@
-"""Capacity: bytes compared with SGLang's pools, and the division of memory compared with SGLang's code."""
+"""Capacity: computed bytes equal those of SGLang's pools, and memory is divided as by SGLang's code."""
 
 from dataclasses import replace
 from functools import partial
@@ -43,7 +43,7 @@ DRAFT_8B = geometry.read_draft("Qwen3-8B-DFlash-b16")
 
 
 def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
-    """Return SGLang's cache parameters of one rank."""
+    """Return SGLang's cache parameters for one rank's share of the recurrent layers."""
     heads = {"n_groups": recurrent.n_key_heads, "num_heads": recurrent.n_value_heads}
     widths = {"head_dim": recurrent.value_width, "state_size": recurrent.key_width}
     return params(heads | widths | {"conv_kernel": recurrent.conv_window + 1}, recurrent.n_layers, tp_size)
@@ -52,14 +52,14 @@ def params_of(recurrent: RecurrentSizes, tp_size: int = 1) -> Mamba2CacheParams:
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("kind", [RecordPool, MambaPool])
 def test_recurrent_bytes_equal_allocated_bytes(kind, tp_size, monkeypatch):
-    # SGLang's largest captured batch, unless something rounds it up.
+    # Captured batches have at most `n_requests` rows. Rounded up as by SGLang, they could need more rows in the pool.
     monkeypatch.setattr("sglang_dflash.memory.records.get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     n_slots, n_requests, n_tokens = 6, 4, 8
     rank = TINY.shard(tp_size)
     sizes = {"size": n_slots, "spec_state_size": n_requests, "speculative_num_draft_tokens": n_tokens}
     cache = kind(**sizes, cache_params=params_of(TINY, tp_size), mamba_layer_ids=[0, 1, 2], device="cpu")
     state = cache.mamba_cache
-    # SGLang's pools have one row for padding.
+    # Each pool has one more row, for padding.
     assert state.temporal.nbytes + sum(conv.nbytes for conv in state.conv) == (n_slots + 1) * rank.state_bytes
     windows = sum(strip.nbytes for strip in cache._intermediate_conv_window_phys)
     allocated = state.intermediate_ssm.nbytes + windows
@@ -70,7 +70,7 @@ def test_recurrent_bytes_equal_allocated_bytes(kind, tp_size, monkeypatch):
     conv_shapes = [(rank.n_channels, rank.conv_window)]
     snapshots = block_bytes(n_tokens, n_layers=3, record_values=values, conv_shapes=conv_shapes, conv_itemsize=2)
     assert allocated == (n_requests + 1) * snapshots
-    # SGLang counts the convolution's window of every token, but stores overlapping windows.
+    # SGLang's accounting counts a convolution window per token. Its pool stores less, because the windows overlap.
     assert snapshots <= rank.snapshot_bytes(n_tokens)
 
 
@@ -95,14 +95,14 @@ def test_pool_and_report_share_their_formula():
     [(2048, 16, 1, 2064), (2048, 16, 64, 2176), (16, 16, 1, 32), (1, 2, 128, 256), (100, 8, 16, 128)],
 )
 def test_ring_slots(window, block, page, slots):
-    """Hand-worked: 2048 + 63 + 16 = 2127, the next multiple of 64 is 2176."""
+    """With pages of 64, up to 63 slots before the window, 2048 of the window and 16 of the block, rounded up: 2176."""
     assert ring_slots(window, block, page) == slots
-    # A window that begins anywhere in a page fits, with the block after it.
+    # Window and block fit, wherever in a page the window begins.
     assert all(sizes.round_up(start + window + block, page) <= slots for start in range(page))
 
 
 class SGLang:
-    """SGLang's own sizing of a hybrid target, with stand-ins for its configurator and configuration."""
+    """SGLang's functions that divide memory for a hybrid target, with stand-ins for its configuration objects."""
 
     def __init__(self, target: TargetSizes, serving: Serving, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
         self.serving, self.worker = serving, worker
@@ -151,14 +151,14 @@ class SGLang:
         self.configurator._calculate_mamba_ratio = ratio
 
     def divide(self, rest_gib: float, bytes_per_token: int) -> tuple[int, int, int]:
-        """Return slots of states, tokens of K and V, and requests."""
+        """Return how many recurrent-state slots, KV tokens and requests fit."""
         left = count_records(KVCacheConfigurator._handle_max_mamba_cache, self.configurator, rest_gib)
         n_tokens = int(left * GIB) // bytes_per_token
         n_requests = KVCacheConfigurator.resolve_max_num_reqs(self.configurator, n_tokens)
         return self.schedule.max_mamba_cache_size, n_tokens, n_requests
 
 
-LAUNCHES = (
+LAUNCHES = (  # memory of the card in GiB, and changes to `Serving`
     (100.5, {}),
     (192, {"tp_size": 2, "max_requests": 256}),
     (141, {"mamba_ratio": 2.3, "block_size": 8}),
@@ -170,18 +170,22 @@ LAUNCHES = (
 @pytest.mark.parametrize("radix", RadixStates)
 @pytest.mark.parametrize(("card_gib", "changes"), LAUNCHES)
 def test_memory_is_divided_as_sglang_does(worker, radix, card_gib, changes, monkeypatch):
-    """SGLang without a prefix cache allocates states for all requests regardless of memory, so use twelve."""
+    """Slots, tokens and requests equal SGLang's.
+
+    Without a prefix cache SGLang allocates states for `max_requests` requests, even if they do not fit. So that case
+    has only twelve requests.
+    """
     if radix is RadixStates.OFF and worker is Worker.STOCK:
         changes = changes | {"max_requests": 12}
     serving = Serving(**{"mem_fraction": 0.95, "block_size": 16, "context": 1, "radix": radix} | changes)
     weights = (QWEN_27B.weight_bytes + DRAFT_27B.split_bytes) / serving.tp_size + DRAFT_27B.whole_bytes
-    rest = card_gib * GIB * 0.95 - weights - 100 * 2**20  # SGLang's reserve for images
-    # 16 layers of the target and 5 of the draft: K and V of 4 and 8 heads of 256 and 128 two-byte numbers.
+    rest = card_gib * GIB * 0.95 - weights - 100 * 2**20  # 100 MiB: SGLang's image cache
+    # K and V in two bytes: 16 layers of the target with 4 heads of 256, 5 layers of the draft with 8 heads of 128.
     per_token = (16 * 2 * 4 * 256 * 2 + 5 * 2 * 8 * 128 * 2) // serving.tp_size
     n_slots, n_tokens, n_requests = SGLang(QWEN_27B, serving, worker, monkeypatch).divide(rest / GIB, per_token)
     mine = capacity(QWEN_27B, DRAFT_27B, serving, card_gib, worker)
     assert mine.n_states == n_slots
-    # The same terms are added in another order.
+    # SGLang adds the same terms in another order, so rounding may differ by one token.
     assert mine.n_tokens == pytest.approx(n_tokens, abs=1)
     assert min(mine.limits[Bound.STATE], serving.max_requests) == n_requests
 
@@ -195,7 +199,7 @@ def of_27b(worker: Worker = Worker.PLUGIN, card_gib: float = 141, **changes: Any
 
 
 def test_snapshots_leave_nine_to_eleven_27b_requests_on_an_h200():
-    """The reference arithmetic: 139 GiB, 10 to 18 of them reserved, bf16 weights, fp32 states."""
+    """A card of 139 GiB with 10 to 18 GiB reserved, weights in bf16 and recurrent states in fp32."""
     for reserve_gib in (10, 14, 18):
         kept = {"card_gib": 139, "mem_fraction": 1 - reserve_gib / 139}
         stock = of_27b(Worker.STOCK, **kept)
@@ -210,7 +214,7 @@ def test_snapshots_leave_nine_to_eleven_27b_requests_on_an_h200():
 def test_every_rank_holds_unsplit_weights_whole():
     ours = of_8b(tp_size=4)
     assert ours.draft_weights == DRAFT_8B.split_bytes / 4 + DRAFT_8B.whole_bytes
-    assert DRAFT_8B.whole_bytes > 2 * 4096 * 5 * 4096  # fc, which fuses the features of five layers, in bf16
+    assert DRAFT_8B.whole_bytes > 2 * 4096 * 5 * 4096  # `fc` in bf16, from five layers' features to the hidden size
     assert ours.target_weights == QWEN_8B.weight_bytes / 4
 
 
@@ -226,14 +230,14 @@ def test_a_dense_target_differs_only_by_its_rings():
     assert ring.draft_bytes_per_token == 0
     assert ring.n_tokens == int(rest - ring.ring_bytes) // (36 * 8 * 128 * 2 * 2)
     assert of_8b(window=16).ring_bytes == 49 * 32 * 20480, "a window as short as a block"
-    sliding = replace(DRAFT_8B, window=4096)  # needs no flag
+    sliding = replace(DRAFT_8B, window=4096)  # the draft's own window, without a flag
     assert of_8b(draft=sliding).ring_bytes == 49 * 4112 * 20480
     assert of_8b(Worker.STOCK, sliding).ring_bytes == 0
 
 
 @pytest.mark.parametrize(("page_size", "tokens_of_a_request"), [(1, 100 + 16 + 16), (64, 3 * 64)])
 def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, tokens_of_a_request):
-    """One block is verified next and one is in flight, after the request's 100 tokens."""
+    """A request reserves slots for its 100 tokens, the block in flight and the next block."""
     result = of_8b(context=100, page_size=page_size, max_requests=10**6)
     rest = 80 * GIB * 0.85 - result.target_weights - result.draft_weights
     whole = int(rest) // (36 * 8 * 128 * 2 * 2 + 5 * 8 * 128 * 2 * 2)
@@ -243,7 +247,7 @@ def test_tokens_come_in_pages_and_a_request_reserves_two_blocks(page_size, token
 
 
 def test_copies_need_token_histories_and_longer_blocks():
-    """SGLang's worker has neither."""
+    """SGLang's worker makes no n-gram copies, so `copies` and `wider` change nothing for it."""
     texts, wide = of_27b(window=2048, copies=True), of_27b(window=2048, copies=True, wider=32)
     assert texts.text_bytes == 49 * 262144 * 4
     assert of_27b(window=2048).n_tokens - texts.n_tokens == pytest.approx(texts.text_bytes / 65536, abs=1)
@@ -254,7 +258,7 @@ def test_copies_need_token_histories_and_longer_blocks():
 
 
 def test_an_fp8_copy_of_the_head_is_subtracted():
-    """Each rank copies its shard. SGLang's worker has no copy."""
+    """Each of two ranks holds an fp8 copy of its half of the head. SGLang's worker has no copy."""
     for worker, n_bytes in ((Worker.PLUGIN, 151936 * (4096 + 4) / 2), (Worker.STOCK, 0)):
         full, copied = (of_8b(worker, tp_size=2, fp8_head=fp8) for fp8 in (False, True))
         assert (full.head_copy, copied.head_copy) == (0, n_bytes)

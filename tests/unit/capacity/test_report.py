@@ -1,4 +1,4 @@
-"""Capacity report: configs, known models compared with published sizes, text, JSON, and the README."""
+"""Capacity report: reading of configs, sizes of known models, output as text and JSON, and the README's table."""
 
 import json
 import struct
@@ -49,7 +49,7 @@ def test_parameters_equal_those_of_the_checkpoint(pair, tmp_path):
 
 
 def test_only_linear_layers_are_split_and_quantized():
-    """Hand-worked for the tiny DFlash 2 draft in bf16, half of which fp8 leaves."""
+    """Weights of the tiny DFlash 2 draft's linear layers, counted by hand: two bytes each in bf16, one in fp8."""
     draft = read_draft(str(ASSETS / "tiny" / "draft2"))
     config = json.loads((ASSETS / "tiny" / "draft2" / "config.json").read_text())
     hidden, head_dim = config["hidden_size"], config["head_dim"]
@@ -62,7 +62,7 @@ def test_only_linear_layers_are_split_and_quantized():
 
 
 def drafter_parameters(name: str) -> int:
-    """Count the checkpoint's own one-layer drafter, which SGLang does not load under DFLASH."""
+    """Count the parameters of the target checkpoint's MTP layer, which SGLang does not load under DFLASH."""
     config = Config(models.find(name, models.TARGETS).config, name)
     hidden = config.count("hidden_size")
     return geometry._attention(config) + geometry._mlp(config, 0) + 2 * hidden + 2 * hidden * hidden + 3 * hidden
@@ -93,7 +93,7 @@ EXPERTS = {"num_experts": 3, "num_experts_per_tok": 1, "moe_intermediate_size": 
         Qwen3MoeConfig(**SMALL, **HEADS, **EXPERTS, mlp_only_layers=[1]),
         Qwen3MoeConfig(**SMALL, **HEADS, **EXPERTS, decoder_sparse_step=3),
     ],
-    ids=["biases", "a dense layer", "one of three layers with experts"],
+    ids=["biases", "a dense layer", "experts in every third layer"],
 )
 def test_parameters_equal_those_of_transformers(config):
     with torch.device("meta"):
@@ -227,7 +227,7 @@ LAUNCH = (
 
 
 def test_launch_flags_can_be_pasted(capsys):
-    """SGLang's names are aliases, and flags that take no memory are ignored."""
+    """SGLang's flag names are accepted as aliases, and flags that do not affect memory are ignored."""
     asked = [*ASKED, "--mem-fraction", "0.75", "--json"]
     assert capacity_report.main(asked) == 0
     short = json.loads(capsys.readouterr().out)
@@ -247,7 +247,7 @@ def test_flags_that_take_memory_are_not_ignored(capsys):
 
 
 def test_promised_lifts_hold(capsys):
-    """A flag that the report recommends gives the number of requests that it promises."""
+    """Each recommended flag, when set, gives the number of requests stated for it in the report."""
     for changes in ([], ["--context", "65536"], ["--gpu-memory", "60"], ["--max-running-requests", "4"]):
         asked = [*ASKED, "--mem-fraction", "0.85", "--json", *changes]
         capacity_report.main(asked)
