@@ -1,4 +1,4 @@
-"""`sglang-dflash check` before a launch: its lines, its exit status, and the profiles in env/."""
+"""`sglang-dflash check` before a launch: the lines it prints, its exit status, and the profiles in env/."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CPU = (
 
 
 def asked(launch: Any, *argv: str, env: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    """Return the findings by name of the child process, which imports SGLang."""
+    """Run `check.launch` in a child process, which imports SGLang, and return its findings by name."""
     ended = launch("sglang_dflash.check.launch", *argv, env=env, timeout_s=300)
     assert ended.code == 0, ended.err
     return {finding["name"]: finding for finding in json.loads(ended.out.splitlines()[-1])}
@@ -53,7 +53,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 class Served(NamedTuple):
-    """A draft's changes, further flags, and the expected text of the report."""
+    """Expected text of the finding `launch`, changes to the draft, further flags, target, and whether it passes."""
 
     text: str
     draft: dict[str, Any] = {}  # noqa: RUF012
@@ -68,9 +68,9 @@ def overrides(**fields: Any) -> tuple[str, ...]:
 
 SERVED = {
     "another rope of the target": Served("'rope_type': 'default'", flags=overrides(rope_parameters=YARN)),
-    "the same in the older words": Served("'rope_type': 'default'", flags=overrides(rope_scaling=YARN)),
+    "another rope of the target, older name": Served("'rope_type': 'default'", flags=overrides(rope_scaling=YARN)),
     "another architecture of the target": Served("block 8", flags=overrides(architectures=["Qwen3ForCausalLM"])),
-    "what the target does not have": Served(
+    "an override of a missing field": Served(
         "SGLang cannot read this model with these flags ('",
         flags=overrides(text_config={"rope_scaling": YARN}),
         ok=False,
@@ -162,7 +162,7 @@ def test_missing_names_of_sglang_are_reported(monkeypatch):
 
 
 class Child(NamedTuple):
-    """What `subprocess.run` returns of one."""
+    """Result of `subprocess.run` for the child process that imports SGLang."""
 
     returncode: int
     stdout: str
@@ -228,7 +228,7 @@ def test_a_width_out_of_range_is_noticed_without_a_launch(width, monkeypatch):
 
 
 def test_the_report_of_an_installation_imports_no_sglang():
-    """Importing SGLang takes 15 s, and torch two."""
+    """Importing SGLang takes 15 s and importing torch 2 s, so this report imports neither."""
     program = (
         "import sys; from sglang_dflash.check.__main__ import main; status = main([]); "
         "sys.exit(status or repr({'sglang', 'torch'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Draft acceptance check: the tiny pair is accepted, a shifted one is recognised, and a wrong one is refused."""
+"""`check --draft-steps`: the tiny draft passes, shifted slots are recognised, another target's draft is refused."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def report(draft: object = DENSE.draft) -> tuple[bool, str]:
     ("change", "ok", "begins"),
     [
         (lambda hidden: hidden, True, "accepted as it is: "),
-        # Slot 0 of this one holds what slot 1 of the other does.
+        # Slot i gets the hidden state of slot i + 1, so slot 0 predicts the token after the anchor.
         (lambda hidden: hidden.roll(-1, dims=1), False, "drafts are accepted only if shifted by one"),
         (torch.randn_like, False, "no draft is accepted"),
     ],

@@ -27,12 +27,12 @@ DFLASH = {
 
 @pytest.fixture
 def url() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Return a server's address, and the answer of its /server_info."""
+    """Return the address of a stand-in server, and its answer to /server_info, which a test may change."""
     answer: dict[str, Any] = {"internal_states": [{"dflash": DFLASH}]}
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = self.requestline.split()[1]  # `path` would merge two slashes
+            asked = self.requestline.split()[1]  # `self.path` would merge a double slash
             self.send_response(200 if asked == "/server_info" else 404)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
