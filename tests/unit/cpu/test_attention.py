@@ -100,7 +100,7 @@ def block_batch(rows: list[int], prefix_lens: list[int], n_block: int, **spec: o
 @pytest.mark.parametrize("max_rectangle", [attention.MAX_RECTANGLE, 40])
 @pytest.mark.parametrize(("prefix_lens", "n_block"), [([7], 1), ([0], 5), ([20, 0, 3], 8)], ids=str)
 def test_block(pool, masked, prefix_lens, n_block, max_rectangle, monkeypatch):
-    """Verify is causal. The draft block attends to the whole block or a causal window."""
+    """`MASKS` has the masks of verify (causal) and of draft layers (whole block, or a window)."""
     monkeypatch.setattr(attention, "MAX_RECTANGLE", max_rectangle)
     layer, sees = masked
     rows = [4, 0, 3][: len(prefix_lens)]
@@ -138,7 +138,7 @@ def test_extend(pool, masked, parts, max_queries, monkeypatch):
 
 
 def test_requests_do_not_affect_their_neighbours(pool):
-    """Padding must not read another request's rows, even if NaN, and the padded width must not change a result."""
+    """Padding of a short request never reads another request's slots, here NaN, and never changes the result."""
     q, backend = torch.randn(2, A * E), backend_of(pool)
     batch = batch_of(ForwardMode.DECODE, [4, 0], seq_lens=torch.tensor([5, 30]))
     pool.req_to_token[4], pool.req_to_token[0] = torch.arange(WIDTH), torch.arange(100, 100 + WIDTH)

@@ -5,7 +5,7 @@ import torch
 
 from sglang_dflash.cpu import conv
 
-F_, W, P, SLOTS = 6, 4, 3, 5
+F_, W, P, SLOTS = 6, 4, 3, 5  # features, taps, inputs in a state, slots
 
 
 def one_by_one(
@@ -78,7 +78,7 @@ def test_decode(weights):
 
 
 def overlapping_windows(rows: int, steps: int) -> torch.Tensor:
-    """Return windows [rows, steps, F, P] as SGLang stores them, sharing their common inputs."""
+    """Return windows [rows, steps, F, P] that overlap in memory, as SGLang stores them."""
     strip = torch.full((rows, F_, steps + P - 1), 7.0)
     return strip.as_strided((rows, steps, F_, P), (F_ * (steps + P - 1), 1, steps + P - 1, 1))
 
@@ -91,7 +91,7 @@ def test_verify_keeps_every_window(weights, windows, N: int):
     states, window = pool.clone(), windows(3, 8)
     keep = {"intermediate_conv_window": window, "intermediate_state_indices": torch.tensor(rows, dtype=torch.int32)}
     out = update(x_BNF.transpose(1, 2), states, weights, slots, **keep, retrieve_next_token=None)
-    # SGLang reads the result as packed tokens without a copy.
+    # SGLang views the result as packed tokens [2 * N, F], which must be possible without a copy.
     packed_TF = out.transpose(1, 2).view(2 * N, F_)
     for i, (slot, row) in enumerate(zip(slots, rows, strict=True)):
         want, after = one_by_one(x_BNF[i], pool[slot], weight, bias)
@@ -115,7 +115,7 @@ def test_padded_rows_are_skipped(weights, N: int | None):
 
 
 def test_extra_inputs_in_the_pool_are_left_alone(weights):
-    """The first P inputs are the state. The others must stay."""
+    """A slot of the pool may hold more than P inputs. An update writes only the first P, which are the state."""
     weight, bias, _ = weights
     pool = torch.randn(SLOTS, F_, P + 2)
     x_BNF = torch.randn(1, 2, F_)

@@ -12,7 +12,7 @@ TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 
 
 class Inputs:
-    """Random projections of T packed tokens, with decays from almost none to almost total."""
+    """Random projections of packed tokens. The decay factors of the state range from almost 0 to almost 1."""
 
     def __init__(self, n_tokens: int, n_slots: int = 6) -> None:
         torch.manual_seed(n_tokens)
@@ -26,7 +26,7 @@ class Inputs:
 
 
 def one_by_one(inputs: Inputs, tokens: range, state_HVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the definition's outputs [T, H, V] and the state after every token [T, H, V, K]."""
+    """Apply the gated delta rule token by token; return outputs [T, H, V] and states after each token [T, H, V, K]."""
     outputs, states = [], []
     for t in tokens:
         q_HK = F.normalize(inputs.q[0, t], dim=-1).repeat_interleave(H // G, 0) * K**-0.5
@@ -160,7 +160,7 @@ def verify(inputs: Inputs, slots: list[int], pool: torch.Tensor, **arguments: ob
 
 
 def verify_into(scratch: torch.Tensor, rows: list[int], *arguments, **more: object) -> torch.Tensor:
-    """Keep the state after every token in rows of `scratch`, leaving the pool unchanged."""
+    """Run `verify`: write the state after every token to `rows` of `scratch`, and leave the pool unchanged."""
     indices = torch.tensor(rows, dtype=torch.int32)
     keep = {"intermediate_states_buffer": scratch, "intermediate_state_indices": indices}
     return verify(*arguments, disable_state_update=True, **keep, **more)
@@ -210,9 +210,9 @@ def test_undefined_arguments_are_refused_by_name(argument: str):
         verify(inputs, [0], inputs.pool, **{argument: True})
 
 
-@pytest.mark.parametrize("slots", [[2, -1, -1], [-1, -1, -1]], ids=["one real", "none"])
+@pytest.mark.parametrize("slots", [[2, -1, -1], [-1, -1, -1]], ids=["one real row", "no real row"])
 def test_padded_rows_of_verify_are_skipped(slots: list[int]):
-    """The last rows of a captured batch have no tokens, and cu_seqlens repeats its end."""
+    """The last rows of a captured batch are padding: slot -1, and no tokens, so cu_seqlens repeats its last value."""
     inputs, C = Inputs(12), 4
     n_real = sum(slot >= 0 for slot in slots)
     pool, scratch = inputs.pool.clone(), torch.full((3, C, H, V, K), 7.0)

@@ -70,7 +70,7 @@ def stand_in() -> str:
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    """Return a module that defines a kernel, a user that copied its name, and an outsider with a copy."""
+    """Return three modules: SGLang's definition of a kernel, and its importers inside and outside SGLang."""
     modules = {name: ModuleType(name) for name in ("sglang.fake_home", "sglang.fake_user", "fake_outsider")}
     for name, module in modules.items():
         module.kernel = gpu_kernel
@@ -93,7 +93,7 @@ def test_every_copy_inside_sglang_is_replaced_once(host):
 @pytest.mark.parametrize(
     ("place", "function"),
     [
-        pytest.param("sglang.fake_user.late_copy", gpu_kernel, id="a kernel still in reach"),
+        pytest.param("sglang.fake_user.late_copy", gpu_kernel, id="a kernel that was not replaced"),
         pytest.param("sglang.fake_home.kernel", lambda: "someone else's", id="a stand-in that was replaced"),
     ],
 )

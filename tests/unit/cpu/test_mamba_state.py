@@ -14,7 +14,7 @@ def test_tracked_requests_are_copied_in_every_layer():
     for want in (want_conv, want_ssm):
         want[:, 4] = want[:, 1]
     sources, targets = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([3, 4, 5])
-    # The mask may be longer than the batch. The excess is stale.
+    # The mask may be longer than the batch of 3. Its other entries are old values and must be ignored.
     mask = torch.tensor([False, True, False, True])
     mamba_state.track_mamba_states_all_layers(conv, ssm, sources, mask, targets, 3)
     assert torch.equal(conv, want_conv)

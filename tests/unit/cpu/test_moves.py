@@ -1,4 +1,4 @@
-"""Memory moves on a host without a device: within a pool, to the host's pool, between engines, and pinned."""
+"""Memory copies without a GPU: within a KV pool, to the host cache and back, to another process, and pinned memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Norms, gates and splits, compared with definitions one row or head at a time."""
+"""Norms, gates and splits of projections, compared with definitions that compute one row or head at a time."""
 
 import math
 
@@ -82,7 +82,7 @@ def test_a_shared_expert_is_gated_row_by_row(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_and_rotation_of_queries_and_keys(dtype: torch.dtype):
-    """Normalise each head, round, then rotate the pairs (i, i + E/2) by the position's angle."""
+    """The definition normalises each head, rounds, then rotates the pairs (i, i + E/2) by the position's angle."""
     T, n_q, n_k, E, eps = 4, 3, 2, 8, 1e-6
     qkv, q_weight, k_weight = (x.to(dtype) for x in (torch.randn(T, 7 * E), torch.randn(E), torch.randn(E)))
     angle = torch.arange(16)[:, None] * torch.logspace(0, -2, E // 2)
@@ -105,7 +105,7 @@ def test_norm_and_rotation_of_queries_and_keys(dtype: torch.dtype):
 
 @pytest.mark.parametrize("tp_world", [1, 2])
 def test_norms_of_q_and_k_follow_from_sums_of_squares(tp_world: int):
-    """Two ranks of equal features double the sums and keep the norms."""
+    """If two ranks hold equal features, the sums over ranks double, and the norms stay the same."""
     q, k, w_q, w_k = torch.randn(3, 8), torch.randn(3, 4), torch.randn(8), torch.randn(4)
     sums = norm.rms_sumsq_serial(q, k)
     assert sums.tolist() == pytest.approx([sum(x * x for x in row.tolist()) for x2 in (q, k) for row in x2] + [0, 0])

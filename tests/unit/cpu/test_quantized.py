@@ -12,7 +12,7 @@ torch.manual_seed(0)
 
 
 def test_fp8_products_apply_the_scale_of_each_block() -> None:
-    """The three blocks have four rows by two columns, the last one fewer of both."""
+    """The weight has 6 rows and 5 columns, and blocks of 4 rows by 2 columns, so the last blocks are smaller."""
     a, b = torch.randn(3, 5).to(torch.float8_e4m3fn), torch.randn(6, 5).to(torch.float8_e4m3fn)
     scale_a, scale_b = torch.rand(3, 3), torch.rand(2, 3)
     want = torch.zeros(3, 6)
@@ -49,7 +49,7 @@ def test_awq_unpacks_packed_checkpoints() -> None:
     word = torch.tensor([[word - 2**32 if word >= 2**31 else word]], dtype=torch.int32)
     assert quantized.unpacked(word).tolist() == numbers.tolist()
     assert checkpoints.packed(numbers).tolist() == word.tolist()
-    weight = torch.randn(16, 256)  # outputs, inputs (two groups)
+    weight = torch.randn(16, 256)  # 16 outputs, two groups of 128 inputs
     made = {name.split(".")[1]: tensor for name, tensor in checkpoints.awq_groups("layer", weight)}
     back = quantized.awq_dequantize(made["qweight"], made["scales"], made["qzeros"])
     torch.testing.assert_close(back, weight.T, rtol=0, atol=float(made["scales"].max()) * 0.51)

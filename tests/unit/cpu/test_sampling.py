@@ -1,4 +1,4 @@
-"""Sampled verification of a chain: a hand-worked case, the sequential rule, and the resulting distribution."""
+"""Sampled verification of a draft chain: a hand-worked case, the sequential rule, and the resulting distribution."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from sglang_dflash.cpu.sampling import tree_speculative_sampling_target_only
 
 class Verified(NamedTuple):
     n_accepted: list[int]
-    tokens: list[list[int]]  # per request: the accepted drafts, then the closing token
+    tokens: list[list[int]]  # per request: the accepted drafts, then the token sampled after them
 
 
 def verify(candidates: torch.Tensor, probs: torch.Tensor, coins: torch.Tensor, last_coins: torch.Tensor, **rule):
@@ -44,7 +44,10 @@ def test_hand_worked():
     candidates = torch.tensor([[0, 1, 0]]).expand(4, 3).contiguous()  # anchor, then drafts of probability .6 and .5
     coins = torch.tensor([[0.5, 0.4, 0], [0.5, 0.6, 0], [0.7, 0, 0], [0.7, 0, 0]])
     got = verify(candidates, probs, coins, torch.tensor([0.3, 0.39, 0.2, 0.5]))
-    # Both kept, then .3 of [.2 .2 .6]. One kept, then .39 * .5 of [0 .2 .3]. None kept: .2 and .5 of .4 in [.1 0 .3].
+    # After the kept drafts, the first token is chosen whose cumulative weight exceeds the last coin times their sum:
+    #   request 0 keeps both drafts, .3 in [.2 .2 .6] gives 1
+    #   request 1 keeps one draft, .39 * .5 in [0 .2 .3] gives 1
+    #   requests 2 and 3 keep none, .2 * .4 and .5 * .4 in [.1 0 .3] give 0 and 2
     assert got == Verified([2, 1, 0, 0], [[1, 0, 1], [1, 1], [0], [2]])
 
 
@@ -81,7 +84,7 @@ def test_verification_equals_the_sequential_rule(thresholds: tuple[float, float]
 
 
 def test_emitted_tokens_follow_the_target():
-    """Tokens follow x1 ~ p1 for any draft, and x2 ~ p2 given the draft was kept, within 5 standard errors."""
+    """The first token has distribution p1, and after a kept draft the second has p2, within 5 standard errors."""
     torch.manual_seed(0)
     runs, V = 100_000, 4
     probs_NV = torch.softmax(torch.randn(3, V), dim=-1)
@@ -102,7 +105,7 @@ def test_a_rejected_drafts_distribution_is_subtracted():
     probs = torch.tensor([[[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]])
     draft_probs = torch.tensor([[[0.0, 0.3, 0.1], [0.5, 0.3, 0.0]]])
     rejected = verify(torch.tensor([[0, 0]]), probs, torch.ones(1, 2), torch.tensor([0.0]), draft_probs=draft_probs)
-    assert rejected == Verified([0], [[2]])  # 0 was rejected, .3 - .3 is nothing, so .2 - .1 remains
+    assert rejected == Verified([0], [[2]])  # token 0 is the rejected draft, 1 has .3 - .3, only 2 remains
     kept = verify(torch.tensor([[0, 0]]), probs, torch.zeros(1, 2), torch.tensor([0.0]), draft_probs=draft_probs)
     assert kept == Verified([1], [[0, 0]])
 
