@@ -23,7 +23,7 @@ def test_accepted_drafts_are_bracketed_without_colours(letters: Tokenizer) -> No
     painter = Painter(Console(file=out), letters)
     for step in STEPS:
         painter.show(step)
-    # The prefill's token, two drafts and a bonus, a bonus alone, a draft and a bonus, a draft and the end token.
+    # The steps: prefill (one token), two drafts + bonus, bonus alone, draft + bonus, draft + end token without text.
     assert out.getvalue() == "a[bc]db[c]d[a]"
 
 
@@ -42,7 +42,7 @@ def test_the_last_row_of_the_summary_is_over_all_questions() -> None:
     out = StringIO()
     Console(file=out, width=120).print(summary(list(zip(("one", "two"), on, off, strict=True))))
     last = out.getvalue().split("\n")[-3]
-    # 100 tokens in 10 steps, (90 accepted + 10 bonus) / 10 steps, 50/s against 20/s
+    # tokens, steps, (90 accepted + 10 bonus) / 10 steps, tokens/s with (100 / 2 s) and without (100 / 5 s) speculation
     assert last.split() == ["all", "100", "10", "10.0", "50", "20", "2.5x"]
 
 
@@ -68,7 +68,10 @@ def test_the_questions_are_held_out() -> None:
 
 
 def chunk(text: str | None, n_tokens: int | None, **extra: Any) -> Any:
-    """Return a chunk of a stream. SGLang counts steps in a chunk without choices, and tokens in chunks with text."""
+    """Return a chunk of a stream.
+
+    SGLang sends step counters in a chunk without choices, and the token count in every chunk with text.
+    """
     choices = [] if text is None else [SimpleNamespace(delta=SimpleNamespace(content=text))]
     usage = None if n_tokens is None else SimpleNamespace(completion_tokens=n_tokens)
     return SimpleNamespace(choices=choices, usage=usage, model_extra=extra)

@@ -1,4 +1,7 @@
-"""Web demo server: the source of each token, and the requests it answers. tests/server runs the page in a browser."""
+"""Server of the web demo: source of each token (target, draft block or copy), accepted and refused requests.
+
+tests/server opens the page in a browser.
+"""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +34,7 @@ def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
 @pytest.mark.parametrize(
     ("step", "verified", "shown"),
     [
-        (Step("a", 1), [], [("own", 1, "a")]),  # the prompt's token, or a server without speculation
+        (Step("a", 1), [], [("own", 1, "a")]),  # from the prefill, or without speculation
         (Step("abc", 3), [Verified(4, 2, 0)], [("block", 1, "a"), ("block", 2, "b"), ("own", 3, "c")]),
         (
             Step("abcd", 4),
@@ -39,9 +42,10 @@ def trace(folder: Path, *lines: dict[str, Any]) -> StepTrace:
             [("block", 1, "a"), ("copy", 2, "b"), ("copy", 3, "c"), ("own", 4, "d")],
         ),
         (Step("ab", 3), [Verified(8, 2, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # the end token has no text
-        (Step("ab", 2), [Verified(8, 5, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # cut at the end of the answer
+        (Step("ab", 2), [Verified(8, 5, 0)], [("block", 1, "a"), ("block", 2, "b")]),  # 5 accepted, cut to 2
         (Step("ab", 2), [Verified(1, 0, 0)] * 2, [("own", 1, "a"), ("own", 1, "b")]),  # two steps in one chunk
-        (Step("abc", 2), [Verified(8, 1, 1)], [("copy", 1, "abc")]),  # a text that does not match its tokens
+        # A text of three letters cannot be split into two tokens.
+        (Step("abc", 2), [Verified(8, 1, 1)], [("copy", 1, "abc")]),
         (Step("", 1), [Verified(8, 0, 0)], []),  # only the end token
     ],
 )
@@ -50,7 +54,7 @@ def test_each_token_has_its_source_and_place(step, verified, shown, letters):
 
 
 def test_no_space_is_lost_between_tokens():
-    """Offsets cover a tokenizer's tokens, and some tokenizers exclude the spaces around them."""
+    """A piece includes the spaces around its token, even if the tokenizer's offsets exclude them."""
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.pre_tokenizer = WhitespaceSplit()
     found = pieces(words, Step(" a  b\n", 2), [Verified(8, 1, 0)])
@@ -72,7 +76,7 @@ def test_steps_of_a_request_are_read_while_others_are_written(tmp_path):
 
 
 def client(*chunks: tuple[str, int]) -> Any:
-    """Return a client that streams these texts with the number of tokens so far."""
+    """Return a client that streams these chunks: a text, and the number of tokens so far."""
 
     def create(**asked: Any) -> Iterator[Any]:
         if asked["messages"][-1]["content"] == "refuse":
@@ -138,12 +142,12 @@ def test_examples_cannot_end_the_script(url, monkeypatch):
 
 
 def test_every_kind_of_token_has_a_style_and_stays_text(url):
-    """The page names every kind it receives. tests/server tests its look in a browser."""
+    """The page has a CSS rule for every kind of token that the server sends, and inserts tokens as plain text."""
     page = httpx.get(url).text
     assert {f"\n.{kind} {{" in page for kind in ("asked", *Verified(8, 2, 1).kinds)} == {True}
     assert "for (const [kind, place, piece] of step.pieces) {\n        add(text, piece, kind, " in page
     assert "  span.textContent = text;\n  span.className = kind;\n" in page
-    for reply in (httpx.get(url), ask(url)):  # a browser must not guess that an answer is a page
+    for reply in (httpx.get(url), ask(url)):  # or a browser may treat an answer as HTML
         assert reply.headers["X-Content-Type-Options"] == "nosniff"
 
 
