@@ -4,7 +4,7 @@ import torch
 
 from sglang_dflash.model.copies import Copies, DecodedStep
 
-TEXT = [*range(1, 21), *range(1, 16)]  # the last fifteen tokens occurred before, followed by 16, 17, ...
+TEXT = [*range(1, 21), *range(1, 16)]  # the last 15 tokens also begin the text, where 16, 17, ... follow
 LONGEST_CLASS = -1
 
 
@@ -20,7 +20,11 @@ def test_the_history_grows_by_the_kept_tokens() -> None:
 
 
 def test_counts_compare_copies_with_the_block() -> None:
-    """The copy's two drafts are accepted first and none of the block's, then none against one."""
+    """`counts_1K2` has the gain of copies and their number.
+
+    In the first step the copy gains two drafts: both are accepted, and no guess of the block would be. In the second it
+    loses one: no copied draft is accepted, and one guess of the block would be.
+    """
     copies = Copies(TEXT)
     copies.copy(torch.tensor([16, 60, 61]))
     copies.weigh(DecodedStep([17, 18, 19], 2))
@@ -28,5 +32,5 @@ def test_counts_compare_copies_with_the_block() -> None:
     copies.copy(torch.tensor([19, 60, 61]))
     copies.weigh(DecodedStep([60], 0))
     assert copies.counts_1K2[0, LONGEST_CLASS].tolist() == [1, 2]
-    assert copies.totals_K2[LONGEST_CLASS].tolist() == [2, 2]  # blocks continued by a copy, drafts accepted
+    assert copies.totals_K2[LONGEST_CLASS].tolist() == [2, 2]  # number of continued blocks, of accepted copied drafts
     assert not copies.totals_K2[:LONGEST_CLASS].any()

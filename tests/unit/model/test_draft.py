@@ -62,7 +62,10 @@ def sees(config, layer, query_position, key_position, *, prefix_len, window):
 
 
 def convolved(w, name, side, sources, slots):
-    """Mix each of `slots` with earlier ones of the block as DFlash 2 does. `sources` yield the kernel's changes."""
+    """Return `slots`, each mixed with earlier slots of its block by DFlash 2's convolution.
+
+    A slot's kernel is the base kernel plus a projection of its source.
+    """
     if f"{name}.base_kernel" not in w:
         return slots
     base_SH = w[f"{name}.base_kernel"][side]
@@ -89,7 +92,7 @@ def defined_forward(draft, embeddings_NH, features_TC, window=None):
         normed = [rms_norm(h, w["input_layernorm.weight"]) for h in hidden]
         inputs = convolved(w, "attention_conv", 0, normed, normed)
         sources = context + inputs
-        keys, values = [], []  # by position and group
+        keys, values = [], []  # [position][KV group]
         for position, source in enumerate(sources):
             key_GE = (w["self_attn.k_proj.weight"] @ source).view(-1, E)
             keys.append([turned(rms_norm(key, w["self_attn.k_norm.weight"]), position) for key in key_GE])
@@ -150,7 +153,7 @@ def test_context_may_be_appended_in_pieces():
 
 
 def test_many_blocks_over_one_context_equal_one_block_at_a_time():
-    """Training runs many blocks over whole rows, inference one block over the tokens before it."""
+    """Training drafts many blocks over whole rows. Inference drafts one block over the tokens before its anchor."""
     draft = make_draft(layer_types=(FULL, SLIDING), sliding_window=5)
     features_RTC, embeddings_RANH = torch.randn(2, 20, 64), torch.randn(2, 3, 4, 32)
     anchors_RA = torch.tensor([[1, 7, 16], [12, 3, 19]])

@@ -82,7 +82,7 @@ def steps_of(draft, target, input_ids, **options) -> list[DecodedStep]:
 
 
 class Oracle:
-    """A draft of the target's own continuation that errs from a slot on, which changes with every step."""
+    """Draft that guesses the target's continuation: `n_right[i]` right drafts in step i, then wrong ones."""
 
     def __init__(self, monkeypatch, continuation: list[int], n_right: list[int]) -> None:
         self.continuation, self.n_right, self.drafted = continuation, n_right, []
@@ -105,7 +105,7 @@ def test_greedy_output_equals_the_targets(target):
 
 
 def test_every_accepted_count_leaves_the_right_target_state(target, monkeypatch):
-    """A random draft is nearly always rejected at once. The oracle visits every count from 0 to N-1."""
+    """A random draft model's guesses are nearly never accepted. `Oracle` causes every accepted count from 0 to N-1."""
     input_ids = prompt()
     continuation = target.generate(input_ids, max_new_tokens=70, do_sample=False)[0, 7:].tolist()
     oracle = Oracle(monkeypatch, continuation, n_right=[0, 5, 1, 4, 2, 3])
@@ -167,7 +167,8 @@ def test_copies_keep_the_output_and_extend_the_block(target, width, monkeypatch)
     want = target.generate(input_ids, max_new_tokens=40, do_sample=False)[0, 35:].tolist()
     steps = steps_of(make_draft(target), target, input_ids, max_new_tokens=40, copies=True, width=width)
     assert [token for step in steps for token in step.committed] == want
-    assert {tuple(block[6:]) for block in verified} == {(VOCAB - 1,) * (width - 6)}  # masks, as nothing is copied
+    # Before copying, slots after the block of 6 hold mask tokens.
+    assert {tuple(block[6:]) for block in verified} == {(VOCAB - 1,) * (width - 6)}
 
 
 def test_a_block_past_the_end_is_cut_but_counted_whole(monkeypatch):
@@ -204,7 +205,7 @@ def test_the_draft_window_hides_older_context():
 
 
 def test_sampled_output_has_the_distribution_of_the_target(monkeypatch):
-    """Pairs of tokens follow p(x1) p(x2 | x1) for any draft, within five standard errors."""
+    """The first two tokens have probability p(x1) p(x2 | x1), whatever is drafted, within five standard errors."""
     target, input_ids, _ = plain_target()
     with torch.no_grad():
         p1_V = torch.softmax(target(input_ids).logits[0, -1], -1)
