@@ -1,4 +1,4 @@
-"""SmolLM2 checkpoint: rows that GGUF orders unlike Transformers, and its download."""
+"""SmolLM2 checkpoint: its download, and the order of weight rows, which differs between GGUF and Transformers."""
 
 import subprocess
 import zipfile
@@ -14,7 +14,7 @@ from sglang_dflash.models.__main__ import main
 
 
 def test_rows_of_heads_keep_their_rotation() -> None:
-    """RoPE over neighbours (GGUF) and over halves (Transformers) rotates the same pairs of rows."""
+    """With reordered rows, RoPE over halves (Transformers) rotates the same pairs as RoPE over neighbours (GGUF)."""
     heads, head_dim, hidden = 3, 8, 5
     weight = np.random.default_rng(0).normal(size=(heads * head_dim, hidden)).astype(np.float32)
     x = torch.randn(hidden, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Tasks about the code and documentation of installed packages."""
+"""Prompts about the code and documentation of installed packages."""
 
 from pathlib import Path
 
