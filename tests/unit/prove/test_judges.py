@@ -1,4 +1,4 @@
-"""Verdicts of `prove`, each shown to pass and to fail."""
+"""Verdicts of `sglang-dflash prove`: each check passes on good records and fails on bad ones."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,14 +27,17 @@ def place(gpu: Gpu | None = None, **changes: Any) -> Place:
 
 
 def finding(check: Callable[..., None], *args: Any) -> Finding:
-    """Run a check directly."""
+    """Call a check outside pytest, and return its finding."""
     found = list[Finding]()
     check(*args, found.append)
     return found[0]
 
 
 def record(slot: tuple[int, int] = (0, 0), captured: tuple[int, ...] = (1, 2), **second: int) -> Watched:
-    """Return a server whose probe recorded steps with one request and with two."""
+    """Return the record of a server whose probe saw four steps with one request and four with two.
+
+    `slot`: padding slots of target and draft. `second`: changes to the record of two requests.
+    """
     row = {"width": 16, "steps": 4, "served": 3, "changed": 0, "padded": 8, "not_finite": 0, "not_finite_real": 0}
     steps = [row | {"requests": 1}, row | {"requests": 2} | second]
     slots = dict(zip(("target", "draft"), slot, strict=True))
@@ -75,7 +78,7 @@ SWAPPED = [[5, 6, 4], [8, 9]]
 
 
 def reference(nats: float, **more: Any) -> Reference:
-    """Return a reference with the answers `ANSWERS`, where token 4 is less likely than 7 by `nats`."""
+    """Return a reference with the answers `ANSWERS`. After 5 and 6, token 4 is less likely than 7 by `nats`."""
 
     def likeliest(context: Any) -> dict[int, float]:
         assert list(context) == [1, 2, 5, 6]
@@ -105,7 +108,7 @@ def parity(where: Place, nats: float, ours: list[list[int]], stock: list[list[in
         (place(), 1e-3, SWAPPED, ANSWERS, False, ""),
         (place(H200), 4.0, ANSWERS, SWAPPED, True, "stock 1 of 2 (1 beyond a tie)"),
     ],
-    ids=["equal", "a near tie", "beyond a tie", "fp32 on a CPU excuses nothing", "SGLang's worker is only counted"],
+    ids=["equal", "a near tie", "beyond a tie", "no near ties in fp32 on a CPU", "SGLang's worker cannot fail"],
 )
 def test_parity(where, nats, ours, stock, holds, text):
     found = parity(where, nats, ours, stock)
@@ -143,7 +146,7 @@ def test_answers_are_compared_with_plain_torch() -> None:
     ],
 )
 def test_steps_are_compared_with_plain_torch(where: Place, histogram: tuple[int, ...], holds: bool) -> None:
-    """The emulation requires equality, a GPU an acceptance length within a tenth."""
+    """Steps of an emulated GPU must equal plain torch's. On a GPU the acceptance length may differ by a tenth."""
     plain = reference(0.0, histograms=[{2: 3}, {2: 3}])
     found = finding(inside.check_steps, where, watched(ANSWERS, histogram), plain)
     assert found.holds is holds
@@ -152,11 +155,14 @@ def test_steps_are_compared_with_plain_torch(where: Place, histogram: tuple[int,
 
 def test_acceptance_length_has_the_bonus() -> None:
     assert served.acceptance_length([{0: 1, 4: 1}, {2: 2}]) == 1 + 8 / 4
-    assert served.acceptance_length([]) != served.acceptance_length([])  # nan without a step
+    assert served.acceptance_length([]) != served.acceptance_length([])  # without steps it is nan
 
 
 def watched_bytes(kv_itemsize: int) -> Watched:
-    """Return a server of the hybrid pair: 100 tokens in pages of one, 4 states, 2 requests and a padding row."""
+    """Return the record of a server: 100 KV tokens in pages of one, 4 recurrent states, block records of 2 requests.
+
+    KV pools and block records have one padding row more.
+    """
     target, draft = geometry.read_target(str(tiny.HYBRID.target)), geometry.read_draft(str(tiny.HYBRID.draft))
     wide = [replace(one.attention, itemsize=kv_itemsize).bytes_per_token(1) for one in (target, draft)]
     recurrent = replace(target.recurrent, conv_itemsize=4)

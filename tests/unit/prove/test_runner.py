@@ -76,7 +76,7 @@ program.FILES = [Path("checks.py")]
 
 
 def prove(folder: Path, *words: str, program: str = RUN) -> subprocess.CompletedProcess[str]:
-    """Run the command in `folder` on its checks."""
+    """Run `sglang-dflash prove` in `folder`, on the checks in its checks.py."""
     env = os.environ | {"SGLANG_DFLASH_REHEARSE": "sm90"}
     command = [sys.executable, "-c", f"{program}\nsys.exit(main(sys.argv[1:]))", "--out", "prove.json", *words]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
