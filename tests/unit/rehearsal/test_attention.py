@@ -37,7 +37,7 @@ def test_flash_attention(page_size: int, causal: bool, window: tuple[int, int], 
 
 
 def test_latent_attention_scores_both_parts() -> None:
-    """Latent attention scores the concatenation of both parts."""
+    """In latent attention (MLA) a score is the product of `q` with the key plus that of `qv` with the value."""
     scene = Scene(**LENGTHS, page_size=4, value_width=24)
     qv = torch.randn(len(scene.q), A, 24)
     out = flash(scene, qv=qv)

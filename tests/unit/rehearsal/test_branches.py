@@ -31,7 +31,10 @@ def capture(fn: Forward) -> tuple[Graph, Any]:
 def forked(
     beside: Forward, then: Callable[[Any], Any], *, fork: bool = True, join: bool = True, main: Forward = lambda: None
 ) -> Forward:
-    """Return a forward that runs `beside` on another stream, `main` on the first, and `then` after both."""
+    """Return a forward that runs `beside` on another stream, `main` on the first, and then `then` on the first.
+
+    `fork`: the other stream first waits for the first stream. `join`: the first waits for the other before `then`.
+    """
     other = Stream()
 
     def forward() -> Any:
@@ -113,8 +116,8 @@ def test_branches_that_write_what_the_other_reads_are_refused():
     for write in (lambda: x.add_(1), lambda: x[1:].zero_(), kernel):
         with pytest.raises(UnorderedAccess, match=r"aten::mul .*reads what may not be written yet"):
             capture(forked(lambda: x * 2, lambda made: made, main=write))
-    capture(forked(lambda: x * 2, lambda made: made, main=lambda: x + 1))  # both only read
-    capture(forked(lambda: x * 2, lambda made: x.add_(1)))  # written after both
+    capture(forked(lambda: x * 2, lambda made: made, main=lambda: x + 1))  # both branches only read x
+    capture(forked(lambda: x * 2, lambda made: x.add_(1)))  # x is written after the join
 
 
 def test_scratch_memory_of_a_launch_is_no_hazard():
@@ -166,7 +169,7 @@ def test_reuse_of_a_block_read_on_another_stream_is_refused():
         if recorded:
             graph.record_stream(made, first)
         del made
-        with StreamContext(other):  # does not wait for the product
+        with StreamContext(other):  # without waiting for `made * 2`
             _ = x + 3
         first.wait_stream(other)
 
@@ -186,7 +189,7 @@ def test_host_waits_inside_a_capture_are_refused(wait):
 
 @pytest.fixture
 def qwen_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put Qwen3.5 into the state it has while a GPU captures."""
+    """Make SGLang's Qwen3.5 layers use their alternative stream, as while a GPU captures."""
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", StreamContext)
     monkeypatch.setattr(qwen3_5, "get_is_capture_mode", lambda: True)
@@ -196,7 +199,7 @@ def qwen_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Layer:
-    """Attributes of a layer that two forwards of Qwen3.5 read."""
+    """Stand-in for a Qwen3.5 layer, with the attributes that `gdn_projections` and `qk_norm` need."""
 
     head_dim = 4
     _fused_in_proj_weight = None
@@ -209,7 +212,7 @@ class Layer:
 
 
 class OmitsWait(Stream):
-    """A stream that omits its first wait."""
+    """Stream whose first `wait_stream` does nothing."""
 
     omitted = 1
 
@@ -258,7 +261,10 @@ def test_branches_of_qwen3_5_are_ordered(forward, monkeypatch):
 
 
 def test_qk_norm_rope_gate_equals_the_layers_parts():
-    """Gemma's norm, then the first half of each head rotated with its lane's axis. The rest and the gates stay."""
+    """The definition applies Gemma's norm (1 + weight) to each head and rotates the head's first half.
+
+    Lane i is rotated by the position on axis `axis[i]`. The second half and the gates are not rotated.
+    """
     generator = torch.Generator().manual_seed(0)
     T, n_q, n_k, E, R = 3, 2, 1, 8, 4
     q_gate, k = torch.randn(T, n_q * 2 * E, generator=generator), torch.randn(T, n_k * E, generator=generator)

@@ -1,4 +1,4 @@
-"""Cost rules of the GPU emulation: captured forwards that read a weight twice are refused."""
+"""Cost rules of the GPU emulation: captured forwards that read a weight twice, or launch too often, are refused."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ def draft(model: Tied, hidden_TH: torch.Tensor) -> torch.Tensor:
 
 
 def test_forward_that_reads_each_weight_once_is_captured(model: Tied) -> None:
-    """The forward uses the tied embedding, single layers, and the head over packed rows."""
+    """Reading rows of the tied embedding does not count. Both layers and the head are read by one product each."""
     token_T = torch.zeros(B * N, dtype=torch.int64)
 
     def forward() -> torch.Tensor:
@@ -67,7 +67,7 @@ def test_stack_of_layers_is_read_once_by_a_batched_product(model: Tied) -> None:
 
 
 def test_head_over_strided_blocks_is_refused(model: Tied) -> None:
-    """PyTorch expands the weight here, so a GPU's batched product reads it once per request."""
+    """For strided blocks PyTorch expands the weight to a batch, so a GPU reads it once per request."""
     hidden_BDH = torch.randn(B, N, H)[:, 1:]
     with pytest.raises(CaptureError, match=r"reads weights more than once: Tied\.head 3 times"):
         capture(lambda: hidden_BDH @ model.head.T)
@@ -88,7 +88,7 @@ def test_weight_passed_to_two_kernels_is_refused(model: Tied) -> None:
 
 
 def test_replays_on_two_streams_need_an_event_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All captured graphs share memory, even unrelated ones."""
+    """All captured graphs share one memory pool, so even replays of unrelated graphs must be ordered."""
     monkeypatch.setattr(graph, "_last_replay", None)
     x_B, y_B = torch.zeros(4), torch.zeros(4)
     first, second = capture(lambda: x_B + 1), capture(lambda: y_B + 1)
@@ -117,7 +117,7 @@ def test_draft_forward_over_its_launches_is_refused(monkeypatch: pytest.MonkeyPa
 
     def forward(n_launches: int) -> torch.Tensor:
         hidden_TH = torch.randn(N, H) @ model.weight
-        for _ in range(n_launches - 2):  # the input and the product are the other two
+        for _ in range(n_launches - 2):  # `randn` and the product are the other two launches
             hidden_TH = hidden_TH + 1
         return hidden_TH
 

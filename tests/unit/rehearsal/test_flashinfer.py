@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers over emulated modules, compared with PyTorch's attention, and plans that are refused."""
+"""FlashInfer's wrappers over emulated kernels, compared with PyTorch's attention, and plans that are refused."""
 
 from functools import partial
 from typing import Any
@@ -10,8 +10,8 @@ from sglang_dflash.rehearsal import graph
 from sglang_dflash.rehearsal.capability import GPUS
 from tests.fixtures.scene import SCALE, A, E, G, Scene, starts
 
-BLOCK = 4  # queries of a captured request
-BATCH = 3
+BLOCK = 4  # queries per request in a captured batch
+BATCH = 3  # requests in a captured batch
 
 
 @pytest.fixture(scope="module", autouse=True, params=["sm90", "sm100"])
@@ -32,7 +32,7 @@ def paged(**buffers: Any) -> Any:
 
 
 def buffers(end: str) -> dict[str, torch.Tensor]:
-    """Return a graph's buffers for `BATCH` requests. Decode and prefill name them with different `end`s."""
+    """Return index buffers for a captured batch. `end`: the end of their names, which differs in decode and prefill."""
     made = {"paged_kv_indptr": torch.zeros(BATCH + 1), "paged_kv_indices": torch.zeros(1000)}
     made |= {"paged_kv_last_page_len": torch.ones(BATCH)}
     return {f"{name}_{end}": tensor.int() for name, tensor in made.items()}
@@ -65,7 +65,10 @@ def test_paged_keys(page_size: int, causal: bool, left: int) -> None:
 
 
 def test_an_unplanned_window_is_ignored() -> None:
-    """SGLang verifies a sliding layer without planning its window: the window is then not compiled in."""
+    """If a plan has no window, FlashInfer compiles the kernel without one, and the window of `run` has no effect.
+
+    SGLang plans verify without a window, also for sliding layers.
+    """
     scene, wrapper = Scene([4], [37]), paged()
     plan(wrapper, scene)
     out = run(wrapper, scene, causal=True, window_left=6)
@@ -73,7 +76,7 @@ def test_an_unplanned_window_is_ignored() -> None:
 
 
 def test_a_prompt_and_its_prefix_are_merged() -> None:
-    """New keys are packed, earlier ones are on pages. One request has no earlier keys."""
+    """Keys of new tokens are packed, keys of the prefix are on pages. The second request has no prefix."""
     from flashinfer import BatchPrefillWithRaggedKVCacheWrapper
     from flashinfer.cascade import merge_state
 
@@ -104,14 +107,14 @@ def test_decoding(tensor_cores: bool) -> None:
     torch.testing.assert_close(run(wrapper, scene), scene.expected(causal=True))
 
     scene = Scene([1] * BATCH, [8, 2, 31], seed=1)
-    wrapper._paged_kv_indptr_buf.copy_(scene.first_page)  # as SGLang does
+    wrapper._paged_kv_indptr_buf.copy_(scene.first_page)  # SGLang fills the buffers itself
     wrapper._paged_kv_indices_buf[: len(scene.page_numbers)] = scene.page_numbers
     fast_decode_plan(wrapper, *where(scene)[1:], A, G, E, 1, **types, global_override_indptr_cpu=scene.first_page)
     torch.testing.assert_close(run(wrapper, scene), scene.expected(causal=True))
 
 
 def replan(wrapper: Any, scene: Scene, planned: list[int]) -> None:
-    """Plan a replay as SGLang does: from the host's lengths, without reading the device."""
+    """Plan a replay as SGLang does: from the key lengths `planned` on the host, without reading the device."""
     from sglang.srt.layers.attention.flashinfer_backend import fast_prefill_plan
 
     wrapper.begin_forward = partial(fast_prefill_plan, wrapper)
@@ -121,7 +124,10 @@ def replan(wrapper: Any, scene: Scene, planned: list[int]) -> None:
 
 
 def replayed(lengths: list[int], planned: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Capture one scene, replay another in its memory with the plan `planned`, and return the output and its target."""
+    """Capture a batch, replay it with key lengths `lengths` and a plan for the lengths `planned`.
+
+    Returns the output and the expected output.
+    """
     wrapper, scene = captured(), Scene([BLOCK] * BATCH, [12, 40, 9])
     plan(wrapper, scene)
     run(wrapper, scene, causal=False)
@@ -149,7 +155,7 @@ def test_plans_that_differ_from_device_lengths_are_refused(planned):
 
 
 def test_a_padding_row_may_be_planned_short():
-    """SGLang's fill value is 1. The padding row's real length is known only on the device."""
+    """SGLang plans a padding row with length 1, shorter than its length on the device. Its output is not used."""
     out, expected = replayed([14, 36, 1 + BLOCK], [14, 36, 1])
     torch.testing.assert_close(out[: 2 * BLOCK], expected[: 2 * BLOCK])
 

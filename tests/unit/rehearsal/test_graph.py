@@ -14,7 +14,7 @@ from sglang_dflash.rehearsal.tape import CaptureError
 
 def capture(fn: Callable[[], Any]) -> tuple[Graph, Any]:
     captured = Graph()
-    fn()  # SGLang's warm-up
+    fn()  # SGLang runs the forward once before capture
     with torch.inference_mode(), graph.graph(captured):
         out = fn()
     return captured, out
@@ -51,7 +51,7 @@ def test_host_values_are_frozen_at_capture() -> None:
 
 @pytest.fixture
 def ranks() -> Iterator[None]:
-    """Start a group of one rank, which gathers only its own values."""
+    """Start a process group of one rank, in which a gather returns the rank's own values."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -89,10 +89,10 @@ def test_collectives_run_in_every_replay() -> None:
 )
 def test_operations_that_wait_for_the_device_are_refused(read: Callable[[torch.Tensor], Any]) -> None:
     x = torch.ones(4)
-    with pytest.raises(CaptureError, match=r"test_graph\.py"):  # the error names the place
+    with pytest.raises(CaptureError, match=r"test_graph\.py"):  # the error names the line
         capture(lambda: read(x) if graph.is_capturing() else None)
     assert not graph.is_capturing()
-    assert x.tolist() == [1.0] * 4  # allowed again
+    assert x.tolist() == [1.0] * 4  # reading is allowed again
 
 
 def test_host_tensors_may_be_read_during_capture() -> None:
@@ -109,7 +109,7 @@ def test_device_operations_on_host_tensors_are_refused() -> None:
 
 
 def test_a_graph_overwrites_the_output_of_one_captured_later() -> None:
-    """The first graph's scratch is free when the second is captured, so the second's output is put there."""
+    """The first graph's scratch memory is free when the second is captured, so it becomes the second's output."""
     x = torch.ones(1000)
     first, _ = capture(lambda: ((x * 2) + 1).sum())
     second, out = capture(lambda: x * 3)
@@ -155,7 +155,7 @@ def test_blocks_are_split_and_joined() -> None:
     starts = [tensor.data_ptr() for tensor in (first, second, third)]
     assert starts == [starts[0], starts[0] + 1024, starts[0] + 2048]
     del first, second
-    assert pool.like(torch.empty(2048, dtype=torch.uint8)).data_ptr() == starts[0]  # the first two, joined
+    assert pool.like(torch.empty(2048, dtype=torch.uint8)).data_ptr() == starts[0]  # the memory of `first` and `second`
     del third
     assert pool.like(torch.empty(MIB, dtype=torch.uint8)).data_ptr() == starts[0]
     assert pool.n_bytes == 2 * MIB

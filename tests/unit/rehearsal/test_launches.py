@@ -1,4 +1,4 @@
-"""Launch counts outside graphs, elements exchanged between ranks, and steps over budget."""
+"""GPU emulation: launches outside graphs are counted, steps over budget refused, and log lines about ranks parsed."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -28,15 +28,16 @@ def test_views_and_allocations_are_no_launches() -> None:
 
 
 def test_composite_operation_counts_its_parts() -> None:
-    """`flatten` copies a strided block before the product. A linear layer with a bias is one operation."""
+    """`flatten` copies a strided block: one launch before the product. A linear layer with a bias is one launch."""
     hidden_BDH, weight_VH, bias_V = torch.ones(3, 4, 6)[:, 1:], torch.ones(5, 6), torch.ones(5)
     assert n_launched(lambda: hidden_BDH.flatten(0, 1) @ weight_VH.T) == 2
-    assert n_launched(lambda: torch.nn.functional.linear(torch.ones(2, 6)[:1], weight_VH, bias_V)) == 2  # with `ones`
+    # `torch.ones` is the other launch.
+    assert n_launched(lambda: torch.nn.functional.linear(torch.ones(2, 6)[:1], weight_VH, bias_V)) == 2
 
 
 def test_a_kernel_counts_once() -> None:
     kernel = graph.launch(lambda x: (x + 1).relu().sum())
-    assert n_launched(lambda: kernel(torch.ones(4))) == 2  # with `ones`
+    assert n_launched(lambda: kernel(torch.ones(4))) == 2  # `torch.ones` is the other launch
 
 
 def test_one_launch_over_budget_is_refused() -> None:
@@ -55,7 +56,7 @@ def test_one_launch_over_budget_is_refused() -> None:
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_only_plain_greedy_steps_have_a_budget(greedy: bool) -> None:
-    """Launches outside any stage belong to the step, which has a budget too."""
+    """The stage `choose` launches twice, once more than its budget. This is refused only in a greedy step."""
     choose = counted("choose", lambda: torch.ones(4).sum())
     nothing = dict.fromkeys(("logit_bias", "sampling_mask_batch_indices", "penalizer_orchestrator"))
     sampling = SimpleNamespace(is_all_greedy=greedy, has_custom_logit_processor=False, **nothing)

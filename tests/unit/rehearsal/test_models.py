@@ -1,4 +1,4 @@
-"""Emulated experts compared with definitions one token at a time."""
+"""Emulated MoE experts, compared with a definition that computes one token at a time."""
 
 from types import SimpleNamespace
 

@@ -39,7 +39,7 @@ def by_current(first: Stream, then: Stream) -> None:
 
 
 def by_host(first: Stream, then: Stream) -> None:
-    first.record_event().synchronize()  # orders all later launches
+    first.record_event().synchronize()  # orders the host's later launches on all streams
 
 
 def by_third(first: Stream, then: Stream) -> None:
@@ -134,7 +134,7 @@ def test_a_writer_waits_for_all_readers(watched: Watch) -> None:
 
 @pytest.fixture
 def whose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attribute tensors to the host or the device by how they are created."""
+    """Install the rules of `watch.py` that assign a tensor to the host or the device by the way it is created."""
     for name in watch.FACTORIES:
         monkeypatch.setattr(torch, name, getattr(torch, name))
     for name in ("tolist", "numpy", "to", "cpu"):
@@ -223,7 +223,7 @@ def test_freed_memory_returns_to_its_stream(watched: Watch) -> None:
 
     use_and_forget(lambda x: None)
     with StreamContext(used_on):
-        torch.zeros(4, device="cpu")  # memory of that stream itself
+        torch.zeros(4, device="cpu")  # new memory, because freed memory returned to `made_on`
     with pytest.raises(UnorderedAccess, match=r"aten::zeros .*memory of a tensor that is gone.*aten::add"):
         make()
     made_on.wait_stream(used_on)
@@ -309,7 +309,7 @@ def test_a_launch_reads_device_memory_without_the_host(watched: Watch) -> None:
 
 
 def test_a_launch_that_copies_to_the_host_stays_on_its_stream(watched: Watch, whose: None) -> None:
-    """SGLang's experts in plain torch, which stand in for a kernel, copy to the host."""
+    """A kernel's stand-in may copy to the host inside, as SGLang's MoE experts in plain torch do."""
     x = zeros(4)
 
     @launch
@@ -323,7 +323,7 @@ def test_a_launch_that_copies_to_the_host_stays_on_its_stream(watched: Watch, wh
 
 
 def test_interpreted_kernels_write_only_changed_arguments(watched: Watch) -> None:
-    """Triton's interpreter copies every argument back."""
+    """Triton's interpreter copies every argument back. Only arguments whose values changed count as written."""
 
     class Executor:
         @staticmethod

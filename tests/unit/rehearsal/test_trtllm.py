@@ -1,4 +1,4 @@
-"""FlashInfer's TensorRT-LLM entry points, called as SGLang does, over emulated kernels."""
+"""FlashInfer's TensorRT-LLM entry points over emulated kernels, called as SGLang calls them."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def hnd(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def bits(allowed_NN: torch.Tensor) -> torch.Tensor:
-    """Pack a mask into 16-bit words, lowest bit first, two words per begun 32 keys."""
+    """Pack a mask [N, N] into 16-bit words, lowest bit first. Rows are padded to a multiple of 32 bits."""
     n = len(allowed_NN)
     words = -(-n // 32) * 2
     padded = torch.zeros(n, words * 16, dtype=torch.int64)
@@ -76,7 +76,7 @@ def test_xqa_applies_its_mask() -> None:
 
 @pytest.mark.parametrize("gpu", ["sm90", "sm100"])
 def test_rows_of_one_token_attend_to_a_whole_block(gpu: str) -> None:
-    """SGLang runs a non-causal layer with every slot of the block as its own request."""
+    """SGLang computes a non-causal layer as if every slot of the block were a request with one query."""
     on(gpu)
     scene = Scene([4, 4], [40, 21], 16)
     rows = torch.arange(2).repeat_interleave(4)
@@ -116,7 +116,7 @@ def test_prompts_by_trtllm_gen(causal: bool, left: int) -> None:
 
 
 def fmha_v2(scene: Scene, halves: bool, layout: str = "NHD", **changes: Any) -> torch.Tensor:
-    """Run the prefill with keys and values of a page together, or in two halves of one allocation."""
+    """Run the prefill. K and V of a page are adjacent, or with `halves` K and V are two halves of one allocation."""
     from flashinfer.prefill import trtllm_fmha_v2_prefill
 
     on("sm90")
@@ -141,7 +141,7 @@ def test_prompts_by_fmha_v2(halves: bool, layout: str, mode: str, left: int) -> 
 
 def dirty(scene: Scene) -> dict[str, Any]:
     workspace = torch.zeros(XQA_SEMAPHORES + MIB, dtype=torch.uint8)
-    trtllm.scribble(workspace)  # as a kernel does that got the whole buffer
+    trtllm.scribble(workspace)  # as a kernel that uses the whole buffer as scratch
     return {"workspace_buffer": workspace, "multi_ctas_kv_counter_buffer": workspace[:4096]}
 
 
@@ -174,7 +174,10 @@ def test_metadata_is_checked(gpu: str, changes: Any, complaint: str) -> None:
 
 
 def test_scratch_must_not_overlap_semaphores() -> None:
-    """Both kernels of sm90 can share one buffer only if cut as SGLang cuts it."""
+    """On sm90, decode keeps semaphores at the start of its workspace, and prefill fills its workspace with scratch.
+
+    They may share a buffer only if prefill gets the part after the semaphores, as in SGLang.
+    """
     on("sm90")
     scene, workspace = Scene([4, 4], [40, 21], 16), torch.zeros(XQA_SEMAPHORES + MIB, dtype=torch.uint8)
     for _ in range(2):
