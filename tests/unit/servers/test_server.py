@@ -72,7 +72,7 @@ def test_a_taken_port_is_refused_by_its_number(fake):
 
 
 def test_two_processes_never_choose_the_same_port():
-    """A port is reserved even before a server starts there, and is free once its process has ended."""
+    """`free_port` reserves a port for its process, even before a server starts there, until the process ends."""
     choose = "from sglang_dflash.servers.ports import free_port; print(free_port(31950), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", choose], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -86,7 +86,7 @@ def test_two_processes_never_choose_the_same_port():
     assert free_port(theirs) == theirs
 
 
-@pytest.mark.parametrize("flags", [(), ("--deaf",)], ids=["polite", "ignores SIGTERM"])
+@pytest.mark.parametrize("flags", [(), ("--deaf",)], ids=["obeys SIGTERM", "ignores SIGTERM"])
 def test_stop_ends_the_whole_group_and_frees_the_port(fake, monkeypatch, flags):
     monkeypatch.setattr(server_module, "GRACE_S", 1.0)
     with fake(*flags) as server:
