@@ -18,7 +18,7 @@ class Server:
 
     def __init__(self, **more: object) -> None:
         self.asked: list[dict] = []
-        self.more = more  # further fields of every answer
+        self.more = more  # further fields of every chat message
         self.client = AsyncOpenAI(
             base_url="http://server/v1",
             api_key="none",

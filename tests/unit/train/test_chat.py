@@ -1,4 +1,4 @@
-"""Chat rendering for training, compared with serving."""
+"""Chats rendered by the chat template for training, compared with SGLang's rendering in serving."""
 
 import json
 from typing import Any
@@ -78,12 +78,12 @@ def test_tool_calls_and_results_are_rendered() -> None:
         ("<tool>20 degrees</><assistant>", False),
         ("It is warm.</>", True),
     ]
-    with pytest.raises(ValueError, match="writes earlier turns differently"):  # the template writes "!" only once
+    with pytest.raises(ValueError, match="writes earlier turns differently"):  # "!" is only in the prompt
         chat.parts(row, tokenizer(TOOLS_AND_CALLS))
 
 
 def test_a_template_that_takes_functions_only() -> None:
-    """SGLang passes functions alone if a template rejects whole tools."""
+    """If a template rejects tools, it gets only their `function` fields, as in SGLang."""
     template = "{% if tools[0].type is defined %}{{ raise_exception('no tools') }}{% endif %}{{ tools[0].name }}"
     writer = tokenizer(template)
     assert chat.render(writer, MESSAGES[1:2], chat.served_tools([TOOL]), {}) == "f"

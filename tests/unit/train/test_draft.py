@@ -40,7 +40,7 @@ def some_rows():
 
 
 def loss_of(dtype) -> tuple[DraftModel, torch.Tensor, set[torch.dtype]]:
-    """Return a draft, its loss, and the dtypes in which its matrices computed."""
+    """Return a draft, its loss on one batch, and the output dtypes of its linear layers."""
     target = make_target(dtype)
     config = config_for(target)
     draft = initialised(DraftModel(config), std=0.3)
@@ -63,7 +63,7 @@ def test_bf16_computes_in_bf16_with_weights_and_gradients_in_fp32():
 
 
 def test_steps_too_small_for_bf16_are_not_lost(tmp_path):
-    """The checkpoint keeps small steps, so that they add up, even if the rounded draft is unchanged."""
+    """The checkpoint has fp32 weights, in which small steps add up, even if the saved bf16 draft is still unchanged."""
     target = make_target(torch.bfloat16)
     config = config_for(target)
     recipe = TrainRecipe(steps=3, learning_rate=1e-7, warmup_steps=0, weight_decay=0.0)
@@ -89,7 +89,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 def test_the_plugin_reads_the_saved_draft(saved):
-    draft = checkpoint.read(str(saved))  # config.json and the headers of the tensors
+    draft = checkpoint.read(str(saved))  # reads config.json and the headers of the weight files
     assert (draft.block_size, draft.mask_token_id, draft.target_layer_ids) == (8, 63, (2, 4))
     assert (draft.num_hidden_layers, draft.num_target_layers) == (2, 6)
     assert draft.rope_parameters["rope_theta"] == 1_000_000.0
@@ -112,11 +112,13 @@ def test_sglang_reads_the_saved_draft(saved):
 
 
 def test_vllm_finds_its_fields_in_the_saved_draft(saved):
-    """vLLM reads z-lab's layout as it is (vllm-project/vllm, `main` of 2026).
+    """vLLM reads z-lab's layout unchanged (vllm-project/vllm, `main` of 2026). Its files and what they read:
 
-    config/speculative.py: DFlashDraftModel selects the method. v1/spec_decode/llm_base_proposer.py:
-    dflash_config.mask_token_id. v1/worker/gpu/spec_decode/eagle/eagle3_utils.py: dflash_config.target_layer_ids plus
-    one. model_executor/models/qwen3_dflash.py: the rest, and tensors without `model.`, embedding and head.
+    - config/speculative.py: the architecture DFlashDraftModel, which selects the method
+    - v1/spec_decode/llm_base_proposer.py: dflash_config.mask_token_id
+    - v1/worker/gpu/spec_decode/eagle/eagle3_utils.py: dflash_config.target_layer_ids, and adds one
+    - model_executor/models/qwen3_dflash.py: all other fields, and the tensors, whose names have no prefix `model.` and
+      which include neither embedding nor head
     """
     hf_config = AutoConfig.from_pretrained(saved)
     assert hf_config.model_type == "qwen3"
@@ -127,7 +129,7 @@ def test_vllm_finds_its_fields_in_the_saved_draft(saved):
     sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
     assert [getattr(hf_config, name) for name in sizes] == [32, 2, 4, 2, 16, 64]
     assert (hf_config.hidden_act, hf_config.rms_norm_eps, hf_config.max_position_embeddings) == ("silu", 1e-6, 2048)
-    assert hf_config.layer_types == ["full_attention"] * 2  # neither causal nor windowed
+    assert hf_config.layer_types == ["full_attention"] * 2  # attention is neither causal nor windowed
     assert not hasattr(hf_config, "is_causal")
     assert not hasattr(hf_config, "eagle_aux_hidden_state_layer_ids")  # would override target_layer_ids
     names = set(DraftModel.from_pretrained(saved).state_dict())
@@ -153,7 +155,7 @@ def test_a_target_without_the_layers_is_refused():
 
 
 def test_qwen3_5_can_be_a_target():
-    """The draft takes the rotary base but no partial or multi-axis rotation, as it rotates whole heads."""
+    """The draft takes the target's rotary base, but not its partial or multi-axis rotation: it rotates whole heads."""
     config = Qwen3_5TextConfig(**(SIZES | {"rope_parameters": {
         "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0],
     }}))  # fmt: skip
@@ -163,7 +165,7 @@ def test_qwen3_5_can_be_a_target():
 
 
 def test_a_draft_starts_with_the_targets_last_layers():
-    """A block of one anchor, with the context its layers would attend to, gets those layers' output."""
+    """Draft layer 0 of 2 starts with the weights of target layer 4 of 6. For equal inputs their outputs are equal."""
     target = make_target()
     draft = DraftModel(draft_config_for(target, n_layers=2, block_size=8, mask_token_id=63, target_layer_ids=(1, 3)))
     for module in target.modules():
@@ -172,10 +174,10 @@ def test_a_draft_starts_with_the_targets_last_layers():
     start_from(initialised(draft), target)
     ids_1S = torch.randint(0, 63, (1, 12))
     output = target(ids_1S, output_hidden_states=True)
-    # The features are the inputs of the last two layers, and the slot is the last token itself.
+    # Of the features only the last, the output of layer 3, is used. The block has one slot, which holds the last token.
     features = torch.cat([torch.randn_like(output.hidden_states[4]), output.hidden_states[4]], dim=-1)
     first = draft.layers[:1]
-    draft.layers = first  # only the first layer, as the second one's context would be the first one's output
+    draft.layers = first  # the second layer would need the first one's output as context
     hidden = draft(output.hidden_states[4][:, None, -1:], draft.context_kv(features[:, :-1]), torch.tensor([[11]]))
     like = target.model.norm(output.hidden_states[5][:, -1])
     torch.testing.assert_close(hidden[0, 0], like, atol=1e-4, rtol=1e-4)

@@ -1,4 +1,4 @@
-"""Acceptance during training, compared with `spec_generate`."""
+"""Acceptance as measured in training, compared with generation by `spec_steps`."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ DENSE = Path(sglang_dflash.__file__).parent / "assets" / "tiny_dense"
 
 
 def test_counts_by_hand():
-    """Four steps accepted 3, 1, 0 and 1 of three drafts. The second case has no step."""
+    """Four steps accepted 3, 1, 0 and 1 of three drafts. So 4, 3, 1, 1 steps accepted at least 0, 1, 2, 3 drafts."""
     assert acceptance(torch.tensor([4, 3, 1, 1])) == (1 + 5 / 4, [3 / 4, 1 / 4, 1 / 4])
     assert acceptance(torch.zeros(3, dtype=torch.int64)) == (1, [0, 0])
 

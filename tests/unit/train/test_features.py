@@ -1,4 +1,4 @@
-"""Feature cache: contents equal to the target's, and refusal of any other target or text."""
+"""Feature cache: cached features equal the target's, and a cache of another target or text is refused."""
 
 from collections import namedtuple
 
@@ -98,7 +98,7 @@ def test_a_cache_of_another_run_is_refused(tmp_path, target):
     before = (tmp_path / FACTS).read_text()
     torch.manual_seed(1)
     other_target = Qwen3ForCausalLM(target.config)
-    other_text = [*DOCUMENTS[1:], DOCUMENTS[0]]  # as many tokens in another order
+    other_text = [*DOCUMENTS[1:], DOCUMENTS[0]]  # the same documents in another order
     for name, options in {
         "target ": {"target": other_target},
         "text ": {"documents": other_text},

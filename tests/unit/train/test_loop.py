@@ -47,7 +47,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(tmp_path, stop_after):
 
 
 def test_repeated_steps_after_a_crash_are_logged_once(tmp_path):
-    """The log is ahead of the checkpoint, so its last line belongs to a step that is repeated."""
+    """After a crash the log may be ahead of the checkpoint. Lines of steps that are repeated are replaced."""
     every = replace(RECIPE, save_every=4, report_every=1)
     whole = run(tmp_path / "whole", every)
     run(tmp_path / "cut", every, stop_after=4)
@@ -88,8 +88,8 @@ def test_reports_come_at_intervals_and_at_the_end(tmp_path, capsys):
 def test_learning_rate_of_two_cycles():
     recipe = TrainRecipe(steps=10, learning_rate=1.0, more_cycles=((4, 0.5),), warmup_steps=2, final_rate=0.1)
     rates = [learning_rate(recipe, step) for step in range(14)]
-    assert rates[0] == 0.5  # half of the warm-up
-    assert rates[5] == pytest.approx(0.1 + 0.9 * 0.5)  # half of the decay
+    assert rates[0] == 0.5  # halfway through the warm-up
+    assert rates[5] == pytest.approx(0.1 + 0.9 * 0.5)  # halfway through the decay
     assert rates[9] < 0.2
     assert rates[10] == 0.25
     assert recipe.total_steps == 14

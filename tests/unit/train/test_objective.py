@@ -39,7 +39,7 @@ def make_pair(make_target, second=None):
     config = draft_config_for(target, **sizes, second=second)
     draft = initialised(DraftModel(config), std=0.3)
     for name, parameter in draft.named_parameters():
-        if "_conv." in name or "codebook" in name:  # these start at zero effect
+        if "_conv." in name or "codebook" in name:  # initialised without effect
             torch.nn.init.normal_(parameter, std=0.3)
     return draft, target
 
@@ -57,7 +57,10 @@ def tokens(text: str) -> list[int]:
 @pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("make_target", [qwen3, hybrid])
 def test_training_inputs_equal_inference_inputs(make_target, second):
-    """Many blocks from one pass over whole rows equal single drafting steps after reading only the tokens before."""
+    """Training drafts many blocks in one pass over whole rows.
+
+    Each block's logits equal those of a separate drafting step that has read only the tokens before its anchor.
+    """
     draft, target = make_pair(make_target, second)
     draft, target = draft.double(), target.double()
     batch = Rows(torch.randint(0, MASK, (2, 24)), torch.ones(2, 24, dtype=torch.bool), torch.tensor([-1, -1]))
@@ -78,16 +81,16 @@ def test_training_inputs_equal_inference_inputs(make_target, second):
 
 
 def test_labels_by_hand():
-    """The target agrees with `abcdefg` except for one choice: after `d` it would choose `x`."""
+    """The target's choices are the tokens of the text `abcdefg`, except after `d`: there it chooses `x`, not `e`."""
     batch = rows("abcdefg", "..|||||")
     choices = torch.tensor([tokens("bcdxfgz")])
     blocks = make_blocks(batch, choices, torch.tensor([[2, 4, 6, 1]]), block_size=4, mask_token_id=MASK)
     assert blocks.tokens_RAN[0].tolist() == [tokens(t) for t in ("c###", "e###", "g###", "b###")]
     assert blocks.labels_RAD[0, :2].tolist() == [tokens("dxf"), tokens("fgg")]
     assert blocks.is_valid_RAD[0].tolist() == [
-        [True, True, False],  # `x` is still the target's choice after `abcd`, and the text differs from there
-        [True, True, False],  # the text ends
-        [False, False, False],  # nothing follows
+        [True, True, False],  # the label `x` is the target's choice after `abcd`; later labels follow `e`, not `x`
+        [True, True, False],  # the text ends after `g`
+        [False, False, False],  # no token follows `g`
         [False, False, False],  # the anchor is not a response
     ]
     batch, choices = rows("abcdef", "|||.||"), torch.tensor([tokens("bcdefg")])
@@ -116,7 +119,7 @@ def one_block(n_valid: int) -> Blocks:
 
 
 def test_loss_by_hand():
-    """Labels with probability 1/2, 1/4 and 1/8: log losses weighted by 1, e^-1/2 and e^-1, summed."""
+    """The labels have probability 1/2, 1/4 and 1/8. The loss sums their log losses, weighted by 1, e^-1/2 and e^-1."""
     logits = torch.full((3, 4), -1e9)
     for slot, (label, p) in enumerate(((1, 1 / 2), (2, 1 / 4), (3, 1 / 8))):
         logits[slot, label], logits[slot, 0] = math.log(p), math.log(1 - p)
@@ -125,14 +128,17 @@ def test_loss_by_hand():
         slots = valid_slots(torch.zeros(1, 1, 3, 2), one_block(n_valid), gamma=2.0)
         want = sum(w * k for w, k in zip(weights[:n_valid], (1, 2, 3), strict=False)) * math.log(2)
         assert slots.weights.tolist() == pytest.approx(weights[:n_valid], rel=1e-6)
-        head = Head(logits[:n_valid].T, None, None)  # the hidden states are unit vectors
+        head = Head(logits[:n_valid].T, None, None)  # hidden states are unit vectors, which select rows of `logits`
         assert slots_loss(None, head, slots._replace(hidden=torch.eye(n_valid))).item() == pytest.approx(want, rel=1e-6)
 
 
 @pytest.mark.parametrize("second", [None, SECOND], ids=["dflash", "dflash2"])
 @pytest.mark.parametrize("scored", [None, torch.tensor([3, 20, 3, 0])], ids=["all-tokens", "some-tokens"])
 def test_the_loss_in_parts_equals_the_loss_of_all_logits(monkeypatch, second, scored):
-    """Values and gradients equal those of all logits at once up to fp32 rounding. A selector adds its loss."""
+    """`block_loss` computes logits of `ROWS_AT_ONCE` slots at a time.
+
+    Loss and gradients equal those from all logits in one tensor, up to fp32 rounding. A selector adds its own loss.
+    """
     draft, target = make_pair(qwen3, second)
     draft, target = draft.double(), target.double()
     batch = rows("abcdefghijkl", "..||||||||||")
@@ -164,7 +170,7 @@ def test_the_loss_in_parts_equals_the_loss_of_all_logits(monkeypatch, second, sc
 
 
 def test_the_selector_learns_from_the_right_previous_token():
-    """The labels are the best token, the third best, and none of the three candidates."""
+    """The labels are the best of three candidates, the third best, and another token, which replaces the third best."""
     draft, _ = make_pair(qwen3, SECOND)
     selector = draft.candidate_selector
     logits, hidden = torch.zeros(3, VOCAB), torch.randn(3, 32)
@@ -180,7 +186,7 @@ def test_the_selector_learns_from_the_right_previous_token():
 
 
 def learned(batch: Rows, anchor: int, second: Second | None) -> tuple[DraftModel, torch.Tensor, torch.Tensor]:
-    """Return a draft with its gradients, the loss and its weight."""
+    """Return a draft with the gradients of one block's loss, the loss, and the sum of the slots' weights."""
     draft, target = make_pair(qwen3, second)
     choices_RL, features_RLC = read_rows(target, batch, draft.config.target_layer_ids)
     blocks = make_blocks(batch, choices_RL, torch.tensor([[anchor]]), block_size=5, mask_token_id=MASK)

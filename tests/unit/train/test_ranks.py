@@ -21,7 +21,7 @@ SCRIPT = Path(two_ranks.__file__)
 
 
 def torchrun(*arguments: str | Path) -> None:
-    """Run two processes over gloo with one thread each, and end them if they hang."""
+    """Run a program in two processes over gloo with one thread each, and end them after 300 s."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
@@ -37,7 +37,7 @@ def torchrun(*arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Path:
-    """Return a folder with a target of random weights and a text."""
+    """Return a folder with a target of random weights, and training data."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.manual_seed(0)
     make_target("dense").save_pretrained(folder / "target")
@@ -50,7 +50,7 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(inputs) -> Path:
-    """Return the folder with results of two processes: gradients-0.pt, gradients-1.pt, and the draft two/."""
+    """Run `two_ranks.py` in two processes. Return the folder of gradients-0.pt, gradients-1.pt and the draft two/."""
     torchrun(SCRIPT, inputs, *trainer(inputs, "two"), "--cache", inputs / "cache")
     return inputs
 
@@ -62,7 +62,7 @@ def trainer(folder: Path, out: str, *more: str) -> list[str]:
 
 
 def test_gradients_of_shares_add_up_to_the_batch(monkeypatch):
-    """The mean gradient of both processes' shares, computed one after the other, is the whole batch's."""
+    """This process computes the gradients of both ranks' shares. Their mean is the gradient of the whole batch."""
     weights = []
     monkeypatch.setattr("sglang_dflash.train.draft.DistributedDataParallel", lambda module: module)
     monkeypatch.setattr(Ranks, "total", lambda self, weight: weights.append(weight) or weight)
@@ -91,7 +91,7 @@ def test_gradients_equal_those_of_one_process(folder):
 
 @pytest.mark.full
 def test_the_run_equals_that_of_one_process(folder):
-    """Sums in another order change the last bits of fp32 weights, but no count."""
+    """Two processes sum in another order, which changes the last bits of fp32 weights, but no acceptance count."""
     assert main(trainer(folder, "one")) == 0
     one, two = (DraftModel.from_pretrained(folder / name).state_dict() for name in ("one", "two"))
     for name in one:

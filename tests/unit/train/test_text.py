@@ -1,4 +1,4 @@
-"""Training text: the kinds of line, and the order of documents."""
+"""Training text: the three kinds of line in a data file, and the order of documents."""
 
 import json
 
@@ -31,7 +31,7 @@ def read(path, rows, tokenizer=None, max_length=1000):
 
 
 def shown(document: Tokens) -> tuple[str, str]:
-    """Return the text, and its response part."""
+    """Return a document's text, and the part of the text that is a response."""
     text = "".join(map(chr, document.ids))
     return text, "".join(c for c, answers in zip(text, document.is_response, strict=True) if answers)
 
@@ -104,7 +104,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
 
 
 def batches_of(n_documents: int, n_rows: int) -> Batches:
-    """Return batches of two-token documents, whose tokens are the document's number."""
+    """Return batches of documents of two tokens. Both token ids are the document's index."""
     return Batches([Tokens([i, i], [True, True]) for i in range(n_documents)], n_rows=n_rows, pad_id=99, seed=1)
 
 

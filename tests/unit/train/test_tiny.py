@@ -1,4 +1,4 @@
-"""Tiny pairs: their making, and the shipped files compared with it."""
+"""Tiny pairs of target and draft: the program that makes them, and the shipped files compared with its output."""
 
 import json
 from pathlib import Path
@@ -103,7 +103,7 @@ def test_the_shipped_files_are_small_and_complete(pair):
     assert not list(ASSETS.rglob("*.pt"))
     config = json.loads((pair / "target" / "config.json").read_text())
     if "linear_attention" in config["layer_types"]:
-        assert config["full_attention_interval"] == 4  # SGLang needs it, but Transformers does not write it
+        assert config["full_attention_interval"] == 4  # SGLang needs this field, which Transformers omits
     assert json.loads((pair / "target" / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
@@ -115,7 +115,7 @@ def test_the_shipped_draft_commits_more_than_four_tokens_per_step(pair, tokenize
 
 @pytest.mark.full
 def test_the_shipped_dflash_2_draft_commits_a_tenth_more(pair, tokenizer):
-    """Both drafts were trained on the same text for as many steps."""
+    """The DFlash and the DFlash 2 draft were trained on the same text for the same number of steps."""
     *_, plain = measure(*load_pair(pair), tokenizer, n_per_task=1)
     *_, second = measure(*load_pair(pair, second=True), tokenizer, n_per_task=1)
     assert second.mean_committed >= 1.1 * plain.mean_committed
