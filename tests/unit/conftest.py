@@ -17,7 +17,7 @@ def flags_are_read_again() -> None:
 
 @pytest.fixture(autouse=True)
 def hooks_are_taken_off() -> Iterator[None]:
-    """Remove a test's hooks. Those of a loaded plugin stay, as SGLang loads the plugin once per process."""
+    """Remove hooks that a test has set. Hooks of a loaded plugin stay, because SGLang loads it once per process."""
     yield
     if module := sys.modules.get("sglang.srt.plugins.hook_registry"):
         registry = module.HookRegistry
@@ -30,7 +30,10 @@ def hooks_are_taken_off() -> Iterator[None]:
 
 
 def take_off(target: str, registry: str) -> None:
-    """Restore a function or method wherever the wrapper made by `registry` is bound."""
+    """Replace the hooked `target` by the original function, in its owner and in every module that imported it.
+
+    `registry` is the path of the file that defines the wrappers.
+    """
     path, _, name = target.rpartition(".")
     owner: Any = resolve_name(path)
     hooked = vars(owner)[name]

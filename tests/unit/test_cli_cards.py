@@ -1,7 +1,7 @@
-"""SGLang command lines of the model cards: parsed with the plugin loaded, including old flag names.
+"""SGLang command lines of the published drafts' model cards: parsed with the plugin loaded, also with old flag names.
 
-Only the model paths are replaced by local ones. Without a GPU a line is tested in two halves: SGLang parses its
-arguments, and the rules that choose the draft's backend then get the card's GPU.
+Model paths are replaced by local ones. There is no GPU, so a line is tested in two steps: SGLang parses it, then
+`config.combine` chooses the draft's backend for the GPU that the model card names.
 """
 
 import json
@@ -23,7 +23,7 @@ TARGET = TargetFacts(
 
 class Card(NamedTuple):
     line: str
-    device: str
+    device: str  # architecture of the model card's GPU
     env: dict[str, str]
     fields: dict[str, Any]
     draft_backend: str
@@ -76,7 +76,7 @@ CARDS = {
 
 @pytest.fixture(scope="module")
 def draft_16(checkpoints: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a draft with blocks of 16, as the cards' drafts have."""
+    """Return a draft with blocks of 16, like the published drafts."""
     return str(checkpoints.write_draft(tmp_path_factory.mktemp("cards") / "draft", block_size=16))
 
 
@@ -137,14 +137,14 @@ def test_a_smaller_block_reaches_the_resolved_arguments(launch, pair):
 
 
 def test_the_stock_worker_skips_the_plugins_checks(launch, pair):
-    """SGLang only warns of a block longer than the trained one."""
+    """SGLang only warns of a block longer than the trained one. The plugin refuses it."""
     line = CPU.format(target=pair["dense"], draft=pair["draft"]) + "--speculative-num-draft-tokens 12"
     stock = {"SGLANG_DFLASH_WORKER": "stock"}
     assert parse(launch, line, stock, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 12
 
 
 def test_a_draft_may_be_a_repository(launch, pair, checkpoints, hub):
-    """The draft is found and checked where the Hugging Face client caches it."""
+    """A draft given as a repository is read and checked in the cache of the Hugging Face client."""
     checkpoints.write_cached(hub, "z-lab/Tiny-DFlash", block_size=6)
     line = CPU.format(target=pair["dense"], draft="z-lab/Tiny-DFlash")
     assert parse(launch, line, {}, RESOLVED, "--resolve")["fields"]["speculative_num_draft_tokens"] == 6

@@ -1,4 +1,4 @@
-"""DFlashConfig: draft, target and flags combined, and the combinations that are refused."""
+"""DFlashConfig: accepted and refused combinations of draft, target and flags."""
 
 from dataclasses import replace
 from types import ModuleType
@@ -53,7 +53,7 @@ def test_the_draft_runs_in_the_targets_dtype(dtype, draft):
 
 @pytest.mark.parametrize("changes", [{"num_steps": 1, "topk": 1}, {"tp_size": 2}, {"tp_size": 4}], ids=str)
 def test_flags_that_restate_the_default_are_accepted(changes, draft):
-    """The heads may be split over ranks."""
+    """Also accepted: `--tp-size` 2 and 4, which divide the draft's 4 heads."""
     checked(replace(ARGUMENTS, **changes), draft)
 
 
@@ -61,13 +61,13 @@ def test_flags_that_restate_the_default_are_accepted(changes, draft):
     ("device", "asked", "kept"), [("sm90", None, "fa3"), ("sm100", "fa4", "fa4"), ("sm100", "trtllm_mha", "trtllm_mha")]
 )
 def test_an_fp8_target_keeps_the_drafts_backend(device, asked, kept, draft):
-    """The draft's cache is fp8 too, or its own where SGLang gives it one."""
+    """With an fp8 KV cache the draft uses the backend that its flag names, or without the flag the target's backend."""
     arguments = replace(ARGUMENTS, device=device, draft_backend=asked, draft_kv_dtype="fp8_e4m3", page_size=64)
     assert combine(arguments, TARGET, draft, FLAGS).draft_attention_backend == kept
 
 
 def checked(arguments: Arguments, draft: Checkpoint) -> None:
-    """Check in the order of `DFlashConfig.from_server_args`."""
+    """Run the checks in the order of `DFlashConfig.from_server_args`."""
     check_arguments(arguments, FLAGS)
     combine(arguments, TARGET, draft, FLAGS)
 
@@ -147,9 +147,9 @@ def test_sizing_after_capture_refuses_a_window(draft):
     ("flag", "kept_by_layers", "kept"),
     [
         (None, (None, None), None),
-        (None, (32, None), None),  # one layer attends to everything
+        (None, (32, None), None),  # one layer attends to all tokens
         (None, (32, 32), 32),
-        (None, (8, 8), 8),  # the block's length
+        (None, (8, 8), 8),  # as long as the block
         (64, (None, None), 64),
         (64, (32, None), 64),
         (64, (32, 32), 32),
@@ -183,7 +183,7 @@ def test_a_draft_may_omit_its_vocabulary(checkpoints, tmp_path):
 
 
 def test_arguments_are_checked_once_and_first(monkeypatch, draft):
-    """The check comes before any file is opened or fetched."""
+    """Arguments are checked before any file of the draft or the target is opened or fetched."""
     order = list[str]()
 
     def noted(name: str, value: Any) -> Any:
@@ -237,13 +237,14 @@ SHARED = {"attention_dp": True, "dp_lm_head": True}
 
 
 def decided(draft: Checkpoint, target: dict[str, bool], arguments: dict[str, Any], **env: str) -> config.DFlashConfig:
-    """Combine with the environment flags `env`, given without their prefix."""
+    """Return the config with the environment flags `env`, named without the prefix SGLANG_DFLASH_."""
     read = flags.read({f"SGLANG_DFLASH_{name.upper()}": value for name, value in env.items()})
     return combine(replace(ARGUMENTS, **arguments), replace(TARGET, **target), draft, read)
 
 
 PLAIN = {"widths": (1, 4, 8), "copy": Copy.AUTO, "gdn_state": None, "slots_are_ours": True}
 DECODE, PREFILL = {"disaggregation": "decode"}, {"disaggregation": "prefill"}
+# A prefill server only reads prompts.
 READS = {"widths": (), "copy": Copy.OFF, "gdn_state": None, "slots_are_ours": False}
 
 

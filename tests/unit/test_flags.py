@@ -1,4 +1,4 @@
-"""Environment flags: their values, what is refused, and the table in docs/environment.md."""
+"""Environment flags: accepted and refused values, and the table in docs/environment.md."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Hooks: every listed one is set, and a launch passes on what they need."""
+"""Hooks on SGLang: all of `HOOKS` are set, and reservations, draft positions and transferred states are right."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ def test_every_listed_hook_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     hook_tokenizer()
     monkeypatch.setattr("sglang_dflash.metrics.meter.Meter.of", lambda reporter: SimpleNamespace(add=None, idle=None))
     plugin.start_metrics(None, SimpleNamespace(current_scheduler_metrics_enabled=True))
-    at_registration = {"create_worker", "add_cli_args", "read_draft", "draft_length"}  # required by `require_live`
+    at_registration = {"create_worker", "add_cli_args", "read_draft", "draft_length"}  # not by a launch
     assert {name for name, place in HOOKS.items() if place not in hooked} == at_registration
 
 
@@ -58,7 +58,7 @@ def test_the_reservation_is_as_wide_as_the_verify(monkeypatch: pytest.MonkeyPatc
 
 
 def test_draft_positions_reach_past_the_longest_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One verify of 12 is in flight at the end of a context of 100, and another is being planned."""
+    """At the end of a context of 100 tokens, one verify of 12 tokens is in flight, and the next one is planned."""
     reached = list[int]()
     model = SimpleNamespace(attach=lambda ends, max_position: reached.append(max_position))
     made = SimpleNamespace(draft_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))

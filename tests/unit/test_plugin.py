@@ -1,4 +1,4 @@
-"""Decisions of the plugin's hooks, with stand-ins for SGLang. `test_plugin_launch.py` runs the real one."""
+"""Decisions of the plugin's hooks, with stand-ins for SGLang. `test_plugin_launch.py` runs the real SGLang."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ class Bag:
 
 @pytest.fixture
 def sglang(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return a package called sglang, of another version, with one module."""
+    """Return a stand-in package `sglang` of a version that the plugin refuses, with one module, `sglang.bag`."""
     package, module = ModuleType("sglang"), ModuleType("sglang.bag")
     package.__version__ = "0.5.24"
     module.Bag = Bag
@@ -46,7 +46,7 @@ def test_other_algorithms_get_sglangs_worker(monkeypatch):
     assert plugin.create_worker(stock, algorithm(is_dflash=False), None) is int
 
 
-def test_stock_hands_dflash_over(monkeypatch):
+def test_dflash_gets_sglangs_worker_if_the_environment_selects_it(monkeypatch):
     monkeypatch.setenv("SGLANG_DFLASH_WORKER", "stock")
     assert plugin.create_worker(stock, algorithm(is_dflash=True), None) is int
 
@@ -58,7 +58,7 @@ def test_dflash_checks_the_host_first(monkeypatch, sglang):
 
 
 def test_another_sglang_ends_the_process(monkeypatch, sglang):
-    """SGLang catches `Exception` around a plugin and continues. SystemExit is no `Exception`."""
+    """SGLang continues after an `Exception` of a plugin. So the plugin raises SystemExit, which is no `Exception`."""
     monkeypatch.delenv("SGLANG_DFLASH_WORKER", raising=False)
     with pytest.raises(SystemExit) as end:
         plugin.register()
@@ -97,7 +97,7 @@ def test_each_name_of_sglang_is_checked(name, sentence, sglang):
     [(["sliding_attention"] * 2, "trtllm_mha"), (["sliding_attention", "full_attention"], "fa4")],
 )
 def test_the_drafts_backend_is_kept_where_sglang_replaces_it(layer_types, stock, monkeypatch, checkpoints, tmp_path):
-    """SGLang's own step on a B200 keeps trtllm_mha only for drafts whose layers all slide."""
+    """On a B200 SGLang replaces trtllm_mha unless all draft layers have a sliding window. The plugin restores it."""
     from sglang.srt.arg_groups import speculative_hook
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 

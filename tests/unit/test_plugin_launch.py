@@ -1,6 +1,6 @@
 """Bad input to the real launch command: each ends the launch with one clear sentence and a non-zero exit status.
 
-SGLang's launch entry runs only up to starting processes. No launch here succeeds.
+Every launch here fails in SGLang's launch entry point, before it starts processes.
 """
 
 import os
@@ -56,7 +56,7 @@ BAD = {
     ),
     "several steps": Bad("ValueError: --speculative-num-steps 3: DFLASH drafts a block", "--speculative-num-steps 3"),
     "a tree": Bad("ValueError: --speculative-eagle-topk 4: DFLASH drafts one chain", "--speculative-eagle-topk 4"),
-    "width beyond all": Bad(
+    "width above 32": Bad(
         "ValueError: SGLANG_DFLASH_WIDTHS: 33 is not within 1..32", env={"SGLANG_DFLASH_WIDTHS": "4,33"}
     ),
     "width beyond the block": Bad(
@@ -69,7 +69,7 @@ BAD = {
         env={"SGLANG_DFLASH_WIDTHS": "4"},
         target="mamba2",
     ),
-    "widths of ranks with requests of their own": Bad(
+    "widths with attention data parallelism": Bad(
         "NotSupported: SGLANG_DFLASH_WIDTHS: whole blocks are verified (ranks of attention data parallelism "
         "share one width); set it to 8, or drop it",
         ATTENTION_DP,
@@ -79,10 +79,10 @@ BAD = {
         "NotSupported: --speculative-accept-threshold-single 0.9 would change the output distribution; drop the flag",
         "--speculative-accept-threshold-single 0.9",
     ),
-    "a ring for states": Bad(
+    "linear replay of states": Bad(
         "NotSupported: --enable-linear-replayssm-spec is not supported with DFLASH", "--enable-linear-replayssm-spec"
     ),
-    "pools sized late": Bad(
+    "pools sized after capture": Bad(
         "NotSupported: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported",
         "--speculative-draft-window-size 64",
         env={"SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "1"},
@@ -139,7 +139,7 @@ BAD = {
         "ValueError: {draft}: mask_token_id 999 is outside the target's vocabulary of 128",
         draft=dflash(mask_token_id=999),
     ),
-    "the last layer": Bad(
+    "features of the last layer": Bad(
         "ValueError: {draft}: target_layer_ids end at 3, and a target of 4 layers",
         draft=dflash(target_layer_ids=[0, 3]),
     ),
@@ -186,7 +186,7 @@ def without(name: str, draft: Path) -> Path:
     ids=["does not exist", "no config", "no weights"],
 )
 def test_broken_draft_files_end_the_launch(spoil, sentence, launch, pair, checkpoints, tmp_path):
-    """The launch ends before SGLang looks for the files. `draft/test_checkpoint.py` covers all their faults."""
+    """The launch ends before SGLang opens the draft's files. `draft/test_checkpoint.py` tests further faults."""
     draft = spoil(checkpoints.write_draft(tmp_path / "draft"))
     ended = launch("sglang.launch_server", *CPU.format(target=pair["dense"], draft=draft).split())
     assert ended.code not in (0, None), ended.err
