@@ -89,7 +89,7 @@ def test_a_draft_is_read_from_its_own_config(name, launch, pair, checkpoints, tm
     case = SERVED[name]
     draft = str(checkpoints.write_draft(tmp_path, **case.draft))
     found = asked(launch, *CPU.format(target=pair[case.target], draft=draft).split(), *case.flags)["launch"]
-    assert (found["ok"], case.said in found["text"] + found["detail"]) == (case.ok, True), found
+    assert (found["ok"], case.text in found["text"] + found["detail"]) == (case.ok, True), found
 
 
 def test_a_bad_launch_is_one_failing_line(launch, pair):
