@@ -12,7 +12,6 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +38,7 @@ DRAFT_BACKENDS = {"h200": "fa3", "b200": "fa4"}
 DIVISIBLE = {"num_attention_heads": 8, "num_key_value_heads": 8}  # by every --tp-size of the recipes
 ENV = ROOT / "env"
 PATHS = ("--model-path", "--speculative-draft-model-path")
-of_recipes = partial(pytest.mark.parametrize, "name", RECIPES)
+of_recipes = pytest.mark.parametrize("name", RECIPES)
 
 
 @pytest.mark.parametrize(("gpu", "profile"), [("h200", "hopper.sh"), ("b200", "blackwell.sh")])
