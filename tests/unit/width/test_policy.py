@@ -278,7 +278,7 @@ def test_a_disturbed_step_counts_only_up_to_a_limit(seconds: tuple[float, float]
 
 @pytest.mark.parametrize("factor", [1 / 3, 3.0])
 def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
-    """Launch measured three times or a third of the real 1 s. Also, every fourth real step takes 10 s instead of 1 s."""
+    """Launch measured three times or a third of the real 1 s. Also, every fourth real step takes 10 s."""
     policy = Adaptive(WIDTHS, step_cost([factor * s for s in (1.0, 1.6, 2.4, 4.0)]))
     for step in range(32):
         policy.decide(["a"])
