@@ -39,7 +39,7 @@ def test_ends_with_adapters_are_borrowed_without_them() -> None:
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_ranks_with_a_shard_of_the_head_each_find_the_same_token(n_ranks: int) -> None:
-    """The result is the argmax over the whole head. The lowest id wins a tie. Padding rows, which score higher, lose."""
+    """The result is the argmax over the whole head. The lowest id wins a tie. Padding rows score higher but lose."""
     torch.manual_seed(n_ranks)
     n_each, group = 5, ThreadRanks(n_ranks)
     weight_VH = torch.randn(n_ranks * n_each, 4)
