@@ -174,7 +174,7 @@ def test_sglangs_parser_loses_calls() -> None:
 
 @pytest.mark.parametrize("calls", [[NOW], [WEATHER], [PUT]])
 def test_mistral_arrays_of_one_call_are_streamed(calls: list[Call]) -> None:
-    """SGLang streams only the first call of an array, even with one token per increment. So arrays of two must fail."""
+    """SGLang streams only the first call of an array, even with one token per increment. So one call is tested."""
     for increments in cuts(units(MISTRAL_ARRAY("", calls))):
         assert streamed("mistral", increments) == ("", calls)
     both = PIECE.findall(MISTRAL_ARRAY("", [*calls, NOW]))

@@ -65,7 +65,7 @@ def test_only_the_targets_bytes_per_token_are_counted():
 
 @pytest.mark.parametrize("row", [96, 4096 + 32])
 def test_page_tables_are_as_wide_as_the_drafts_rows(row):
-    """Backends make page tables of `context_len` columns, so for their construction it is set to the row length.
+    """Backends make page tables of `context_len` columns, so `context_len` is set to the row length at that time.
 
     In a narrower table a block that ends past the context length would be written into the next row. A ring's row is
     shorter than the context.

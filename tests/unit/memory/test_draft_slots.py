@@ -120,7 +120,10 @@ def test_the_backend_selects_the_kind_of_ring(needs, kind):
 
 
 def test_a_gap_before_a_prompt_restarts_the_ring():
-    """A session's next turn has the same row. Tokens before its prompt may be missing in the ring: here 8 to 10."""
+    """A session's next turn has the same row. Tokens before its prompt may be missing in the ring: here 8 to 10.
+
+    Then the request's context in the ring begins with the new prompt, at 11.
+    """
     world = World(window=8, block=4, page=1, seed=0)
     world.live[1] = SimpleNamespace(name=1, first=0, read=6, end=6)
     world.read_prompts((1, 0, 6))

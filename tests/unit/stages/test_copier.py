@@ -115,7 +115,7 @@ def test_a_retracted_request_resumes_in_another_row() -> None:
 
 
 def test_requests_of_one_step_copy_from_their_own_history() -> None:
-    """The batch's order differs from the table's. After the same 15 tokens one history has 16, the other has 70."""
+    """The step's batch has rows 0 and 3, in this order. After the same 15 tokens, row 0 has 70 and row 3 has 16."""
     copies = TextCopies(TABLE, VOCABULARY)
     shifted = [*TEXT[:15], *range(70, 76), *TEXT[:15]]
     copies.read(batch_of(TEXT, shifted, rows=[3, 0]))

@@ -46,7 +46,10 @@ def test_half_of_the_memory_stays_free_once_graph_sizes_are_known(graphs_gib: fl
 
 @pytest.mark.parametrize(("reserve_gib", "n_built"), [(4.0, 6), (6.5, 4), (8.0, 3), (9.5, 2), (11.0, 1)])
 def test_the_reserve_of_sampling_and_prompts_stays_free(reserve_gib: float, n_built: int) -> None:
-    """The reserve may exceed half of the free memory. Width 1 may use a part of it, as its memory is unknown."""
+    """The reserve may exceed half of the free memory.
+
+    Width 1 may use a part of the reserve, because the memory of its graphs is not known before their capture.
+    """
     widths, left = built(10.0, 1.0, reserve_gib)
     assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
     assert left >= reserve_gib or n_built < 3

@@ -17,7 +17,7 @@ V, N = 32, 4
 
 
 class Counts(BaseGrammarObject):
-    """A grammar that allows only the last token plus one, and raises ValueError after a token from `breaks_at` on."""
+    """A grammar that allows only the last token plus one. A last token >= `breaks_at` raises ValueError."""
 
     def __init__(self, breaks_at: int = V) -> None:
         super().__init__()

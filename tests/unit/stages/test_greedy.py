@@ -16,7 +16,7 @@ from sglang_dflash.stages.greedy import Shards, Whole, verified_logits, why_whol
 from sglang_dflash.stages.ranks import Groups, OneGroup
 from tests.fixtures.thread_ranks import ThreadRanks
 
-ROWS, H, V = 6, 4, 21  # two ranks hold 11 rows of the head each; row 22 is padding
+ROWS, H, V = 6, 4, 21  # each of two ranks holds 11 rows of the head; the last of all is padding
 N_RANKS, N_EACH = 2, 11
 
 
@@ -48,7 +48,7 @@ class Rank:
         )
 
     def forward(self, hidden_TH: torch.Tensor, mode: ForwardMode, *, captured: bool) -> torch.Tensor:
-        """Return the logits that SGLang's forward ends with."""
+        """Return the logits of SGLang's logits processor; `captured`: in the buffer that captured graphs share."""
         buffer = self.buffer[: len(hidden_TH)] if captured else None
         return self.processor._get_logits(hidden_TH, self.head, LogitsMetadata(mode, next_token_logits_buffer=buffer))
 

@@ -49,7 +49,7 @@ def test_the_tracked_slot_is_the_last_that_completes_an_interval(width, requests
 class LinearBackend:
     """Stand-in for SGLang's linear-attention backend, with the members that a block of one token uses."""
 
-    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # slot 0 is padding
+    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # 0: padding row
 
     def forward_extend(self, *, forward_batch, layer):
         return "prompt", layer
@@ -87,8 +87,9 @@ def test_only_width_1_requests_packed_projections(monkeypatch):
 def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
     """Return a pool for blocks of up to 8 tokens, as a verify of `width` tokens for each of three requests leaves it.
 
-    The elements of a state are the number of the block's tokens in it. Those of a convolution window are the index of
-    its slot. Records and snapshots of slots from `width` on are NaN, so that a result shows if they were read.
+    Every element of a state is the number of the block's tokens that the state contains. Every element of a convolution
+    window is the index of the window's slot. Records and snapshots of slots from `width` on are NaN, so that a result
+    shows if they were read.
     """
     pool = make_pool(kind, n_requests=3, n_tokens=8)
     cache = pool.mamba_cache

@@ -33,7 +33,7 @@ def make_verifier() -> Verifier:
 
 
 def test_prompts_are_read_with_sglangs_own_backend():
-    """A prompt needs SGLang's own backend. After a step the runner has a width's backend, never SGLang's own here."""
+    """A prompt needs SGLang's own backend, but after a step of width 4 or 1 the runner has another one."""
     verifier = make_verifier()
     runner = verifier.worker.model_runner
     seen = list[Any]()
@@ -144,7 +144,7 @@ class Model(nn.Module):
     ("on_host", "model", "graphs", "way"),
     [
         pytest.param(True, Model(), None, "directly", id="plain"),
-        pytest.param(True, Model(Experts()), None, "through the runner", id="experts"),  # see `forward.has_experts`
+        pytest.param(True, Model(Experts()), None, "through the runner", id="experts"),  # experts need SGLang's runner
         pytest.param(True, Model(), "graphs", "through the runner", id="graphs"),
         pytest.param(False, Model(), None, "through the runner", id="on-a-device"),
     ],

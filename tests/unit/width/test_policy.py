@@ -233,7 +233,7 @@ def test_costs_converge_to_measured_times(n_requests: int, width: int, real: flo
 def test_other_batch_sizes_keep_their_costs() -> None:
     """A step of three requests at width 4 took 4.4 s instead of 4 s. The error is 10 %, so 5 % for each adjacent size.
 
-    Of the 5 %, a fraction of 0.1 (`COMMON`) corrects all widths of the size, and 0.03 (`OWN`) more corrects width 4.
+    A fraction 0.1 (`COMMON`) of the 5 % corrects all widths of the size, and 0.03 (`OWN`) more corrects width 4.
     """
     cost = make_cost()
     cost.observe(3, 4, 4.4)
@@ -459,7 +459,7 @@ def served(
 
 
 def test_every_request_is_explored_first() -> None:
-    """A look takes the time of one more token. Even a hopeless request has at most two looks, 2 % of 100 tokens."""
+    """A look costs the time of one token, and a hopeless request has at most two looks: 2 % of its 100 tokens."""
     policy = Adaptive(WIDTHS, step_cost(CHEAP))
     assert min(served(policy, [0.0] * 20, 1, 100, CHEAP)[1:]) > 0.98
     assert policy.decide(["new"]).width == N
