@@ -1,4 +1,4 @@
-"""Fixtures of tests about drafts."""
+"""Fixtures for tests of `sglang_dflash.draft`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Best candidates where ranks share the head: equal to those of the whole vocabulary."""
+"""Best candidates of ranks that each have a shard of the head: equal to the best of the whole vocabulary."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -48,7 +48,7 @@ def test_sliding_layers_look_back_and_full_layers_see_their_block(checkpoints, t
         ),
     ],
 )
-def test_rope_of_either_generation(given, rope, checkpoints, tmp_path):
+def test_rope_fields_of_old_and_new_transformers(given, rope, checkpoints, tmp_path):
     folder = checkpoints.write_draft(tmp_path, **({"rope_parameters": None} | given))
     assert checkpoint.read(str(folder)).rope_parameters == rope
 
@@ -67,7 +67,7 @@ def test_tensors_may_have_the_model_prefix_and_rotary_tables(checkpoints, folder
 
 
 def test_a_bias_has_the_width_of_its_projection(folder):
-    """4 heads and 2 KV heads of width 32, 64 channels."""
+    """The draft has 4 heads and 2 KV heads, here of width 32, and a hidden size of 64."""
     draft = replace(checkpoint.read(str(folder)), attention_bias=True, head_dim=32)
     shapes = checkpoint.expected_shapes(draft)
     widths = {name: shapes[f"layers.1.self_attn.{name}_proj.bias"] for name in "qkvo"}
@@ -138,7 +138,7 @@ def test_a_wrong_checkpoint_is_refused_in_one_sentence(changes, error, sentence,
 
 
 def test_a_trained_mask_embedding_is_refused(folder):
-    """The embedding would have to be written into the target's."""
+    """A trained mask embedding would have to replace a row of the target's embedding, which the draft uses."""
     (folder / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(NotSupported, match=r"has a mask embedding of its own, mask_embedding\.pt"):
         checkpoint.read(str(folder))

@@ -57,7 +57,7 @@ def write(folder: Path, config: dict[str, Any]) -> Path:
 def test_other_dialects_are_read_as_the_same_draft(config, tmp_path):
     read = checkpoint.read(str(write(tmp_path / "other", config)))
     ours = checkpoint.read(str(write_draft(tmp_path / "ours")))
-    converted = {"num_target_layers": 4} | read.to_json()  # speculators has no such field
+    converted = {"num_target_layers": 4} | read.to_json()  # speculators does not write num_target_layers
     assert converted == ours.to_json()
     assert is_draft(read.path)
 
@@ -119,11 +119,11 @@ def test_unsupported_dialects_are_refused_by_name(config, error, sentence, tmp_p
 def test_a_target_is_not_recognised_as_a_draft():
     assert not names_draft({"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
     assert not names_draft({"architectures": None})
-    assert not names_draft({"architectures": ["DSparkDraftModel"]})  # SGLang's own
+    assert not names_draft({"architectures": ["DSparkDraftModel"]})  # DSpark, which SGLang itself serves
 
 
 def test_sglang_reads_a_dialect_through_this_reader(tmp_path):
-    """SGLang's own reader does not know this model type."""
+    """SGLang's own reader refuses a speculators draft, because config.json has no known `model_type`."""
     from sglang.srt.utils.hf_transformers.config import get_config
 
     from sglang_dflash.draft.sglang_config import read_draft

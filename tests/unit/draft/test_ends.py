@@ -1,4 +1,4 @@
-"""Target ends: the embedding and head that a draft borrows, and the targets that are refused."""
+"""Target ends: the target's embedding and head, which the draft uses, and targets that are refused."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,14 +13,14 @@ from tests.fixtures.thread_ranks import ThreadRanks
 
 
 def test_a_target_that_scales_embeddings_is_refused() -> None:
-    """SGLang's own worker asks models for the scale. Without it a draft would silently guess badly."""
+    """SGLang's own worker scales the block's embeddings. Without the scale drafts would be bad, with no error."""
     model = SimpleNamespace(get_dflash_noise_embedding_scale=lambda: 8.0)
     with pytest.raises(NotSupported, match="get_dflash_noise_embedding_scale is not applied to what the draft embeds"):
         target_ends(model)
 
 
 def test_a_head_that_is_the_embedding_itself_is_borrowed_whole() -> None:
-    """Gemma's head is no vocabulary-parallel layer: it has neither a quantization method nor shards."""
+    """Gemma's head is its embedding. Unlike SGLang's other heads it has no quantization method and no shards."""
     embedding = torch.nn.Embedding(5, 4).requires_grad_(False)
     ends = target_ends(SimpleNamespace(lm_head=embedding, get_input_embeddings=lambda: embedding))
     assert (ends.embed, ends.head, ends.n_vocab, ends.tp_group) == (embedding, embedding, 5, None)
@@ -30,7 +30,7 @@ def test_a_head_that_is_the_embedding_itself_is_borrowed_whole() -> None:
 
 
 def test_ends_with_adapters_are_borrowed_without_them() -> None:
-    """SGLang wraps both in LoRA layers, which need to know the requests of a batch."""
+    """SGLang wraps embedding and head in LoRA layers, which need the batch's adapters. The draft has no adapters."""
     layers = [torch.nn.Embedding(5, 4).requires_grad_(False) for _ in range(2)]
     head, embed = (BaseLayerWithLoRA(layer, lora_backend=None) for layer in layers)
     ends = target_ends(SimpleNamespace(lm_head=head, get_input_embeddings=lambda: embed))
@@ -39,7 +39,7 @@ def test_ends_with_adapters_are_borrowed_without_them() -> None:
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 def test_ranks_with_a_shard_of_the_head_each_find_the_same_token(n_ranks: int) -> None:
-    """The result is the whole head's argmax, and on a tie its lowest token. Padding rows score higher but never win."""
+    """The result is the argmax over the whole head. The lowest id wins a tie. Padding rows score higher but lose."""
     torch.manual_seed(n_ranks)
     n_each, group = 5, ThreadRanks(n_ranks)
     weight_VH = torch.randn(n_ranks * n_each, 4)
@@ -67,7 +67,7 @@ class Doubles:
 
 
 def test_a_quantized_head_uses_its_own_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last row is padding and scores highest."""
+    """The head's last row is padding. Its score is the highest, but it is never chosen."""
     head = torch.nn.Module()
     head.register_parameter("packed", torch.nn.Parameter(torch.tensor([[1.0, 0], [0, 1], [9, 9]])))
     head.quant_method, head.tp_size, head.org_vocab_size = Doubles(), 1, 2

@@ -1,4 +1,4 @@
-"""fp8 copy of a head: its logits, its updates, and the heads that cannot have one."""
+"""fp8 copy of the target's head: logits, weight updates, and heads that cannot be copied."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +20,7 @@ E4M3 = sorted({float(x) for x in torch.arange(256, dtype=torch.uint8).view(torch
 
 
 class Head(nn.Module):
-    """An unquantized head of SGLang's on one rank. The last rows are padding."""
+    """SGLang's unquantized head on one rank. Rows from `REAL` on are padding."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -31,19 +31,19 @@ class Head(nn.Module):
         self.shard_indices = SimpleNamespace(num_org_elements=REAL, org_vocab_start_index=0)
 
     def change(self, seed: int) -> None:
-        """Write other weights as SGLang's loaders do."""
+        """Write random weights in place, as SGLang's loaders do."""
         random = torch.Generator().manual_seed(seed)
         self.weight.data.copy_(torch.randn(V, H, generator=random) * torch.logspace(-4, 2, V)[:, None])
 
 
 def nearest(row: torch.Tensor) -> list[float]:
-    """Round a row to e4m3 by searching all its values. Ties, which go to even, do not occur."""
+    """Return the row rounded to e4m3, by searching all e4m3 values. No element lies midway between two values."""
     scale = max(abs(float(x)) for x in row) / 448
     return [min(E4M3, key=lambda e: abs(e - float(x) / scale)) * scale for x in row]
 
 
 def test_logits_are_products_of_rounded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows differ much in size and are rounded in chunks, the last of them shorter."""
+    """Rows have magnitudes of 1e-4 to 1e2, so each needs its own scale. The last chunk of rows is shorter."""
     monkeypatch.setattr(fp8_head, "CHUNK", 7)
     head, hidden_TH = Head(), torch.randn(5, H, generator=torch.Generator().manual_seed(1))
     logits_TV = Fp8Head(head).logits(hidden_TH)
@@ -80,7 +80,7 @@ def test_drafts_come_from_the_copy_without_its_padding() -> None:
 
 
 def test_the_copy_follows_an_update_in_place() -> None:
-    """SGLang ends every way of loading with this call. A captured graph reads the copy by address."""
+    """`postprocess_weights` ends every way of loading in SGLang. Captured graphs read the copy at a fixed address."""
     model = nn.Module()
     model.lm_head = head = Head()
     copy, hidden_TH = Fp8Head(head), torch.randn(3, H)
@@ -98,7 +98,7 @@ class OnGpu(torch.Tensor):
 
 
 def test_a_gpu_multiplies_by_sglangs_fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's kernel takes a column-major weight [H, V], a scale per column, and bf16 or fp16 input."""
+    """SGLang's kernel requires a column-major weight [H, V], a scale per column, and bf16 or fp16 input."""
     copy, hidden_TH = Fp8Head(Head()), torch.randn(3, H)
 
     def product(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_a_gpu_multiplies_by_sglangs_fp8_kernel(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(fp8_head, "apply_fp8_linear", product)
     found_TV = copy.logits(hidden_TH.as_subclass(OnGpu)).as_subclass(torch.Tensor)
-    # The GPU does not round hidden states to e4m3. The bound is half of e4m3's 3 mantissa bits, at the largest product.
+    # Only the CPU rounds hidden states to e4m3, with a relative error of at most 2**-4 (3 mantissa bits).
     assert (found_TV - copy.logits(hidden_TH)).norm() < 2**-4 * found_TV.norm()
 
 

@@ -19,16 +19,16 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 WINDOW = {"sliding_window": 32, "use_sliding_window": True}
 
-# case: (changes of config.json, fields read). The draft is that of `fixtures/checkpoints.py`. None removes a field.
+# case: (changes to the config.json of `fixtures/checkpoints.py`, fields that are read). None removes a field.
 ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "as it is": ({}, {"layer_types": (FULL, FULL), "sliding_window": None, "rope_parameters": ROPE, "block_size": 8}),
+    "unchanged": ({}, {"layer_types": (FULL, FULL), "sliding_window": None, "rope_parameters": ROPE, "block_size": 8}),
     "output_multiplier": ({"dflash_config": {"output_multiplier": 0.5}}, {"output_multiplier": 0.5}),
     "final_logit_softcapping": (
         {"dflash_config": {"final_logit_softcapping": 30.0}}, {"final_logit_softcapping": 30.0},
     ),
     "no soft cap": ({"dflash_config": {"final_logit_softcapping": 0.0}}, {"final_logit_softcapping": None}),
     "DFlash 2": ({"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND}, SECOND),
-    "DFlash 2 under another name": (
+    "DFlash 2 as MiniMax model": (
         {"architectures": ["MiniMaxDFlash2DraftModel"], "dflash_config": SECOND}, SECOND,
     ),
     "a selector without a convolution": (
@@ -42,7 +42,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": False},
         {"layer_windows": (32, 32), "sliding_is_causal": False},
     ),
-    "and full layers next to them": (
+    "sliding layers that see their block, and full layers": (
         WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": False},
         {"layer_windows": (32, None), "sliding_is_causal": False},
     ),
@@ -50,14 +50,14 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": False, "dflash_config": {"causal": False}},
         {"sliding_is_causal": False},
     ),
-    "a window of just the block": (
+    "a window as long as the block": (
         WINDOW | {"layer_types": [SLIDING, FULL], "sliding_window": 8}, {"sliding_window": 8},
     ),
-    "DFlash 2 under its third name": ({"architectures": ["DFlash2BeamDraftModel"], "dflash_config": SECOND}, SECOND),
-    "another name of DFlash": ({"architectures": ["MuseGlimmerAssistantModel"]}, {"selector_rank": 0}),
+    "DFlash 2 as Beam model": ({"architectures": ["DFlash2BeamDraftModel"], "dflash_config": SECOND}, SECOND),
+    "DFlash as MuseGlimmer model": ({"architectures": ["MuseGlimmerAssistantModel"]}, {"selector_rank": 0}),
     "mask_token_id at the top": ({"mask_token_id": 5, "dflash_config": {"mask_token_id": None}}, {"mask_token_id": 5}),
-    "block_size in either place": ({"block_size": 16, "dflash_config": {"block_size": 4}}, {"block_size": 4}),
-    "num_target_layers inside": (
+    "block_size in two places": ({"block_size": 16, "dflash_config": {"block_size": 4}}, {"block_size": 4}),
+    "num_target_layers in dflash_config": (
         {"num_target_layers": None, "dflash_config": {"num_target_layers": 4}}, {"num_target_layers": 4},
     ),
     "no num_target_layers": ({"num_target_layers": None}, {"num_target_layers": None}),
@@ -65,7 +65,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no layer_types": ({"layer_types": None}, {"layer_types": (FULL, FULL)}),
     "no model_type": ({"model_type": None}, {}),
     "another epsilon": ({"rms_norm_eps": 1e-5}, {"rms_norm_eps": 1e-5}),
-    "half": ({"dtype": None, "torch_dtype": "float16"}, {"dtype": "float16"}),
+    "torch_dtype float16": ({"dtype": None, "torch_dtype": "float16"}, {"dtype": "float16"}),
     "no dtype": ({"dtype": None}, {"dtype": "bfloat16"}),
     "the target's rotary fields, with rope_dim": (
         {"partial_rotary_factor": 0.25, "rope_parameters": ROPE | {"rope_dim": 16, "mrope_section": [3, 3, 2]}},
@@ -79,10 +79,10 @@ ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         WINDOW | {"layer_types": [SLIDING, FULL]}, {"layer_types": (SLIDING, FULL), "layer_windows": (32, None)},
     ),
     "a window that no layer has": (WINDOW, {"sliding_window": None, "layer_windows": (None, None)}),
-    "is_causal as by default, sliding": (
+    "sliding layers, is_causal true as by default": (
         WINDOW | {"layer_types": [SLIDING, SLIDING], "is_causal": True}, {"layer_windows": (32, 32)},
     ),
-    "causal, full": ({"dflash_config": {"causal": False}}, {"layer_windows": (None, None)}),
+    "full layers, causal false": ({"dflash_config": {"causal": False}}, {"layer_windows": (None, None)}),
 }  # fmt: skip
 
 REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
@@ -133,11 +133,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND | {"selector_top_k": 200}},
         ValueError, "selector_top_k 200 of a vocab_size of 128",
     ),
-    "a selector of no vocabulary": (
+    "a selector without vocab_size": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config": SECOND, "vocab_size": None},
         ValueError, "selector_top_k 4 of a vocab_size of None",
     ),
-    "output_multiplier 0": (
+    "output_multiplier below 0": (
         {"dflash_config": {"output_multiplier": -1.0}}, ValueError, "output_multiplier -1.0 is not a number above 0",
     ),
     "output_multiplier, no number": (
@@ -152,14 +152,14 @@ REFUSED: dict[str, tuple[dict[str, Any], type[ValueError], str]] = {
         {"dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True on full_attention layers is not",
     ),
     "is_causal full layers": ({"is_causal": True}, NotSupported, "is_causal=True on full_attention layers is not DFla"),
-    "sliding layers, causal in one place alone": (
+    "sliding layers, causal only in dflash_config": (
         WINDOW | {"layer_types": [SLIDING, SLIDING], "dflash_config": {"causal": False}},
         NotSupported, "dflash_config.causal=False on sliding_attention layers is not DFlash",
     ),
-    "one word for layers of two kinds": (
+    "one is_causal for layers of two kinds": (
         WINDOW | {"layer_types": [SLIDING, FULL], "is_causal": True}, NotSupported, "is_causal=True on full_attention",
     ),
-    "two words that differ": (
+    "is_causal and causal differ": (
         {"is_causal": False, "dflash_config": {"causal": True}}, NotSupported, "dflash_config.causal=True on full_att",
     ),
 }  # fmt: skip

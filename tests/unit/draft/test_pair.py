@@ -1,4 +1,4 @@
-"""A draft and its target: vocabularies, codebooks, and target tensors inside the draft's files."""
+"""Checks of a draft against its target: vocabularies, codebooks, and target tensors stored in the draft's files."""
 
 import json
 import logging

@@ -15,7 +15,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 ROPES = {
     "default": {},
     "linear": {"factor": 4.0},
-    "a linear one that shortens": {"rope_type": "linear", "factor": 0.5},
+    "linear with a factor below 1": {"rope_type": "linear", "factor": 0.5},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
     "llama3": LLAMA3,
 }

@@ -1,4 +1,4 @@
-"""DFlash 2's parts in SGLang, compared with the plain-torch draft. Kernels get tensors they can index."""
+"""DFlash 2's convolution and candidate selector in SGLang's form, compared with the plain-torch draft."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,7 +39,7 @@ def test_a_draft_of_dflash_1_has_neither_part() -> None:
 def test_the_convolution_equals_plain_torch() -> None:
     ours, theirs = SGLangBlockConv.of(config_of(**SECOND)), plain.BlockConv(make_config(**SECOND))
     same_weights(ours, theirs)
-    ours.convolve = block_conv  # checks its input
+    ours.convolve = block_conv  # also checks that its input has the layout that kernels index
     hidden = torch.randn(B, N, H)
     got = convolved(ours, torch.tanh, hidden.flatten(0, 1), N)
     torch.testing.assert_close(got.view(B, N, H), plain.convolved(theirs, torch.tanh, hidden))
@@ -50,7 +50,7 @@ def test_the_convolution_equals_plain_torch() -> None:
     [
         {},
         {"output_multiplier": 0.3, "final_logit_softcapping": 2.0},
-        {"output_multiplier": None, "final_logit_softcapping": 0.0},  # a config may spell out that there are none
+        {"output_multiplier": None, "final_logit_softcapping": 0.0},  # values for: no multiplier, no soft cap
     ],
     ids=str,
 )
@@ -58,10 +58,10 @@ def test_the_path_equals_plain_torch(fields: dict[str, float | None]) -> None:
     ours = SGLangCandidateSelector.of(config_of(**SECOND, **fields))
     theirs = plain.CandidateSelector(make_config(**SECOND, **{name: one for name, one in fields.items() if one}))
     same_weights(ours, theirs)
-    ours.walk = select_path  # checks its input
+    ours.walk = select_path  # also checks that its input has the layout that kernels index
     head = torch.randn(VOCAB, H)
     ends = TargetEnds(torch.nn.Identity(), SimpleNamespace(weight=head), VOCAB, 0, cast(Any, None))
-    # As in the draft: hidden states after the anchors, and the anchors a column of the blocks.
+    # Both tensors are slices, as in the draft: hidden states of all slots but 0, and the anchors in slot 0.
     hidden_BDH, anchor_B = torch.randn(B, N, H)[:, 1:], torch.randint(0, VOCAB, (B, N))[:, 0]
     got = ours.path(hidden_BDH.flatten(0, 1), anchor_B, ends)
     assert torch.equal(got, theirs.walk(hidden_BDH, hidden_BDH @ head.T, anchor_B))

@@ -1,4 +1,4 @@
-"""SGLang's config of a draft: the reader's fields, none of the target's overrides, and the target's length."""
+"""SGLang's config of a draft: fields as in its config.json, no overrides of the target, and the target's length."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def read(model: Path, **overrides: Any) -> PretrainedConfig:
         {"architectures": ["Qwen3ForCausalLM"]},
         {"block_size": 4, "vocab_size": 7},
     ],
-    ids=["a", "b and c", "d", "e", "fields"],
+    ids=["rope_scaling", "rope_parameters", "text_config", "architectures", "fields"],
 )
 def test_overrides_of_the_target_do_not_change_the_draft(overrides, draft):
     assert read(draft, **overrides).to_dict() == read(draft).to_dict()

@@ -43,7 +43,7 @@ def test_each_checkpoint_goes_to_its_own_model(load: Callable) -> None:
 
 @pytest.mark.parametrize("model", [TARGET, DRAFT], ids=["target", "draft"])
 def test_no_graph_is_captured_again(model: SimpleNamespace) -> None:
-    """SGLang would capture graphs of one width only, for the attention backend used last."""
+    """With `recapture_cuda_graph` SGLang would recapture the graphs of one width only, so the flag is refused."""
     loaded = list[str]()
 
     def stock(updater: Any, model_path: str, load_format: str) -> tuple[bool, str]:
@@ -79,7 +79,10 @@ def test_a_damaged_draft_is_refused(load: Callable, tmp_path: Path) -> None:
 
 
 def test_all_fields_that_models_are_built_from_are_compared() -> None:
-    """The other fields are the path, the dtype, and decisions of training or launch."""
+    """Changing any of the seven fields `left_out` does not change the built draft.
+
+    `vocab_size` is compared separately, for a draft with a selector.
+    """
     left_out = {
         "path", "dtype", "block_size", "num_target_layers", "vocab_size", "max_position_embeddings", "borrowed",
     }  # fmt: skip

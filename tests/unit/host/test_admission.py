@@ -1,4 +1,4 @@
-"""Admission: requests that must not reach a scheduler."""
+"""Admission: requests that are refused before a scheduler gets them."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Attention backends and the drafts they may run. The rules are pure functions, so every GPU is covered on a CPU."""
+"""Attention backends that may run a draft. The rules are plain functions, so a CPU tests them for every GPU."""
 
 import itertools
 
@@ -25,7 +25,7 @@ E4M3 = "fp8_e4m3"
         ("fa4", "sm100", "auto", True),
         ("fa4", "sm80", "auto", False),
         ("fa4", "sm120", "auto", True),
-        # The other backends on their GPUs.
+        # Backends other than fa3 and fa4.
         ("trtllm_mha", "sm90", "auto", True),
         ("trtllm_mha", "sm100", "auto", True),
         ("trtllm_mha", "sm100", E4M3, True),
@@ -36,14 +36,14 @@ E4M3 = "fp8_e4m3"
         ("torch_native", "cpu", E4M3, False),
         ("torch_native", "sm90", "auto", False),
         ("flex_attention", "sm90", "auto", False),
-        # fp8: no kernel below 8.9, fa3 only on Hopper, and one of the two fp8 types.
+        # A KV cache of fp8: not below compute capability 8.9, for fa3 only on sm90, and only of type e4m3. With fa4 the
+        # flag has no effect, because SGLang keeps the draft's cache in the draft's dtype.
         *((name, "sm80", E4M3, False) for name in BACKENDS),
         ("fa3", "sm89", E4M3, False),
         ("flashinfer", "sm89", E4M3, True),
         ("triton", "sm89", E4M3, True),
         *((name, "sm90", "fp8_e5m2", name == "fa4") for name in BACKENDS),
         *((name, "sm100", "mxfp8", name == "fa4") for name in BACKENDS),
-        # SGLang gives an fa4 draft its own cache.
         ("fa4", "sm100", E4M3, True),
         ("flashinfer", "sm80", "bf16", True),
     ],
@@ -67,7 +67,7 @@ def test_trtllm_needs_its_page_sizes(page_size, fits):
         (None, "fa3", "sm90", SOME_FULL, 1, "fa3"),  # the default on an H200
         ("triton", "fa3", "sm90", SOME_FULL, 1, "triton"),
         (None, "trtllm_mha", "sm90", SOME_FULL, 64, "fa3"),
-        # A B200's default target backend reads the context of a full layer once per slot.
+        # trtllm_mha, the target's default on a B200, would read the context once per slot in a full layer.
         (None, "trtllm_mha", "sm100", SOME_FULL, 64, "fa4"),
         (None, "trtllm_mha", "sm100", ALL_SLIDING, 64, "trtllm_mha"),
         ("trtllm_mha", "fa4", "sm100", SOME_FULL, 128, "trtllm_mha"),

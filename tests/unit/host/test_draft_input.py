@@ -97,7 +97,7 @@ def test_no_slots_are_allocated_where_enough_are_mapped(monkeypatch):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("block_size", [2, 8, 16])
 def test_a_reservation_stays_in_its_row(monkeypatch, page_size, block_size):
-    """The request is one token short of each context length."""
+    """The longest reservation is that of a request with one token less than the context length."""
     monkeypatch.setattr(draft_input, "get_alloc_reserve_per_decode", lambda: 2 * block_size)
     monkeypatch.setattr(draft_input, "get_alloc_page_size", lambda: page_size)
     sglangs = block_size + 4

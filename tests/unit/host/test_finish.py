@@ -1,4 +1,4 @@
-"""Finish conditions: an answer ends where it would have ended, had its tokens arrived one by one."""
+"""Finish conditions: an answer ends at the same token with several tokens per step as with one token per step."""
 
 from array import array
 from collections.abc import Callable
@@ -77,7 +77,7 @@ def test_ends_as_if_tokens_came_one_by_one(stop, stop_token_ids, stop_regex, max
     aborted=st.booleans(),
 )
 def test_reasoning_tokens_are_counted_one_by_one(stop, max_new_tokens, n_start, end, widths, *, aborted):
-    """The start tag has 1 to 3 tokens at the beginning of the answer, or stands in the prompt."""
+    """The answer begins with a start tag of `n_start` tokens; 0: the start tag is in the prompt."""
     tokens = [*token_ids(TEXT), 2]
     asked = {"stop": stop or None, "max_new_tokens": max_new_tokens}
 
@@ -106,7 +106,7 @@ def test_no_token_of_the_step_is_lost():
 
 @pytest.mark.parametrize("asked", ["stop", "stop_regex"])
 @pytest.mark.parametrize("stops", [["\n", ":"], [":", "\n"]])
-@pytest.mark.parametrize("widths", [[16], [4, 2]], ids=str)  # the fifth and the sixth token end the answer
+@pytest.mark.parametrize("widths", [[16], [4, 2]], ids=str)  # the fifth token is ":", the sixth "\n"
 def test_the_order_of_stops_does_not_matter(asked, stops, widths):
     req = stepped(request(**{asked: stops}), token_ids(TEXT), widths, ours)
     assert ended(req)[0] == {"type": "stop", "matched": ":"}
@@ -114,7 +114,7 @@ def test_the_order_of_stops_does_not_matter(asked, stops, widths):
 
 
 def test_faults_of_sglangs_finish_conditions():
-    """A failing part means that SGLang fixed it, so that its workaround in `requests.py` can go."""
+    """If an assertion fails, SGLang has fixed this fault, and its workaround in `host/requests.py` can be removed."""
 
     def count(req: Req, step: list[int]) -> None:
         req.update_reasoning_tokens(step, [0])
@@ -122,7 +122,7 @@ def test_faults_of_sglangs_finish_conditions():
     later = stepped(request(stop=["\n", ":"]), token_ids(TEXT), [16], Req.update_finish_state)
     assert ended(later)[0] == {"type": "stop", "matched": "\n"}
     counted = stepped(request(max_new_tokens=4), token_ids(TEXT), [16], Req.update_finish_state, count)
-    assert (counted.finished_len, counted.reasoning_tokens) == (4, 16), "more thoughts than tokens"
+    assert (counted.finished_len, counted.reasoning_tokens) == (4, 16), "more reasoning tokens than tokens"
     aborted = request(max_new_tokens=4)
     aborted.to_finish = FINISH_ABORT()
     stepped(aborted, token_ids(TEXT), [16], Req.update_finish_state)
@@ -151,7 +151,10 @@ def test_a_completed_grammar_ends_the_answer(stop, reason, length):
 
 
 def test_an_answer_continues_as_with_tokens_one_by_one():
-    """A stop string of two tokens, spelled letter by letter, is never a part of three tokens' text."""
+    """With one token per step SGLang searches only the last few tokens for a stop string.
+
+    A stop string that the answer spells with a token per letter does not fit into them, so the answer must not end.
+    """
     letters = [token for letter in "The capital" for token in token_ids(letter)]
     req = stepped(request(stop=["The capital"]), letters, [len(letters)], Req.update_finish_state)
     assert req.finished(), "SGLang has fixed it: it checks a step's tokens one by one"

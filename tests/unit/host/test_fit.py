@@ -1,4 +1,4 @@
-"""Launch notes: changes to a draft's own settings, one sentence each for the log."""
+"""Launch notes: one log sentence for each difference between a draft's files and how the draft is served."""
 
 from dataclasses import replace
 from pathlib import Path

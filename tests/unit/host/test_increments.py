@@ -1,4 +1,7 @@
-"""Streams of thoughts and tool calls, which must not depend on how many tokens arrive at once."""
+"""Streamed reasoning and tool calls: the result must not depend on the number of tokens in an increment.
+
+A piece is a part of an increment of about one token. A cut is the boundary between two increments.
+"""
 
 import contextlib
 import json
@@ -38,7 +41,7 @@ PUT: Call = ("put", {"path": "a/b.py", "body": {"x": ["1", {"y": "z, w"}], "n": 
 CALLS = ([], [NOW], [WEATHER], [PUT], [NOW, WEATHER], [WEATHER, NOW], [NOW, NOW, PUT], [WEATHER, PUT, NOW])
 TEXTS = ("", "Let me look.\nIt is a < b and [5] {x}, 100%. ")
 
-# Faults of SGLang's own parsers even with one token at a time: the reason, and a filter of the samples that show it.
+# Faults of SGLang's own parsers even with one token per increment. By parser: the fault, and whether a sample shows it.
 Shows = Callable[[str, Sequence[Call]], bool]
 OWN: dict[str, tuple[str, Shows]] = {
     "cohere_command4": ("calls of one function get one index", lambda _, calls: calls.count(NOW) > 1),
@@ -47,10 +50,11 @@ OWN: dict[str, tuple[str, Shows]] = {
     "interns1": ("a stream has one call", lambda _, calls: len(calls) > 1),
     "mistral": ("a text loses its closing brackets", lambda text, _: "]" in text),
 }
-# Faults when a cut falls inside a text. Real tokens join such a character with the one before it.
+# Faults if an increment begins with a certain character of plain text. By parser, as in `OWN`. In a real token the
+# character follows another one, so `PIECE` does not cut before it.
 CUT: dict[str, tuple[str, Shows]] = {
     "gpt-oss": ("a '<' that is an increment is emitted twice", lambda text, _: "<" in text),
-    "llama3": ("an increment that begins with a brace begins a call", lambda text, _: "{" in text),
+    "llama3": ("an increment that begins with a brace is read as a call", lambda text, _: "{" in text),
 }
 
 
@@ -68,12 +72,12 @@ def made(parser: str) -> FunctionCallParser:
 
 
 def units(answer: str) -> list[str]:
-    """Return special tokens, and single characters between them."""
+    """Split an answer into its special tokens and the single characters between them."""
     return re.findall(rf"{MARKER}|.", answer, re.DOTALL)
 
 
 def cuts(parts: list[str]) -> Iterator[list[str]]:
-    """Yield increments of 1, 2, 3, 7, 16, 40 and all of `parts`, and some of random sizes."""
+    """Yield `parts` joined into increments of 1, 2, 3, 7, 16, 40 or all parts, and of random numbers of parts."""
     random, n = Random(0), len(parts)
     for sizes in ([1], [2], [3], [7], [16], [40], [n or 1], range(1, 9), range(1, 30)):
         increments, i = [], 0
@@ -146,7 +150,7 @@ def test_a_stream_equals_the_parsed_answer(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(OWN))
 def test_faults_of_sglangs_parsers(name: str) -> None:
-    """A failure means that SGLang fixed the parser. Then remove it from the list."""
+    """If this fails, SGLang has fixed the parser: remove the parser from `OWN`."""
     _, is_wrong = OWN[name]
     for text, calls in samples(name):
         if is_wrong(text, calls):
@@ -157,20 +161,20 @@ def test_faults_of_sglangs_parsers(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CUT))
 def test_faults_of_sglangs_parsers_at_cuts(name: str) -> None:
-    """A failure means that SGLang fixed the parser. Then remove it from the list."""
+    """If this fails, SGLang has fixed the parser: remove the parser from `CUT`."""
     text = TEXTS[1]
     assert streamed(name, units(WRITERS[name](text, [])), stock_chunk) != (text.strip(), [])
 
 
 def test_sglangs_parser_loses_calls() -> None:
-    """A failure means that SGLang fixed its parsers. Then `parse_calls` can go."""
+    """If this fails, SGLang has fixed its parsers: remove `parse_calls`."""
     answer = WRITERS["qwen25"]("", [NOW, WEATHER])
     assert streamed("qwen25", [answer], stock_chunk) != ("", [NOW, WEATHER])
 
 
 @pytest.mark.parametrize("calls", [[NOW], [WEATHER], [PUT]])
 def test_mistral_arrays_of_one_call_are_streamed(calls: list[Call]) -> None:
-    """SGLang streams only the first call of the array, even with one token at a time."""
+    """SGLang streams only the first call of an array, even with one token per increment. So one call is tested."""
     for increments in cuts(units(MISTRAL_ARRAY("", calls))):
         assert streamed("mistral", increments) == ("", calls)
     both = PIECE.findall(MISTRAL_ARRAY("", [*calls, NOW]))
@@ -179,9 +183,9 @@ def test_mistral_arrays_of_one_call_are_streamed(calls: list[Call]) -> None:
 
 @pytest.mark.parametrize("calls", CALLS[1:])
 def test_required_calls_need_no_pieces(calls: list[Call]) -> None:
-    """Serving reads required calls with another parser of SGLang's, which emits the rest at the end.
+    """If a request requires a tool call, SGLang parses it with `JsonArrayParser`, which loses nothing.
 
-    A failure means that `JsonArrayParser.parse_streaming_increment` needs a hook as well.
+    If this fails, `JsonArrayParser.parse_streaming_increment` needs a hook as well.
     """
     for increments in cuts(units(ARRAY("", calls))):
         parser = JsonArrayParser()
@@ -264,6 +268,6 @@ def test_streamed_thoughts_do_not_depend_on_cuts(name: str) -> None:
 
 
 def test_sglangs_parser_loses_an_answer() -> None:
-    """A failure means that SGLang fixed its parser. Then `parse_thoughts` can go."""
+    """If this fails, SGLang has fixed its parser: remove `parse_thoughts`."""
     whole = thoughts("cohere_command4", THOUGHT, ANSWER)
     assert thought("cohere_command4", [whole], ReasoningParser.parse_stream_chunk)[1] == ""

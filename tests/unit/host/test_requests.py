@@ -11,7 +11,7 @@ from sglang_dflash.host.requests import admit, end_turn, outcomes_first
 
 
 def test_requests_that_sglangs_worker_refuses_are_admitted():
-    """A hook receives SGLang's function first, then that function's arguments."""
+    """SGLang's own check, the first argument of the hook, must not be called."""
     assert admit(lambda *args: pytest.fail("SGLang's own worker was asked"), "request", "overlap") is None
 
 
@@ -32,7 +32,7 @@ def test_a_step_in_flight_is_processed_before_retraction(memory_suffices, in_fli
     assert not (scheduler.result_queue and not memory_suffices)
 
 
-# -- turns of a streaming session on a target with recurrent layers -------------------------------------------------
+# -- Turns of a streaming session on a target with recurrent layers: no memory is kept for the next turn -----------
 
 
 def stock(*_: Any) -> bool:

@@ -10,7 +10,7 @@ from sglang_dflash.host import target_models
 
 
 class Model:
-    """A model like MiniMax-M2: features only for EAGLE3, and an embedding getter that needs ids."""
+    """Stand-in for MiniMax-M2: it captures features only for EAGLE3, and `get_input_embeddings` requires token ids."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Module()

@@ -1,4 +1,7 @@
-"""Memory of rings and token histories: the bytes that SGLang counts, and the pools its functions build."""
+"""Memory of ring buffers and token histories: the bytes left for the target, and the pools that are built.
+
+A ring holds the context K/V of a draft with a sliding window, for one request.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -20,7 +23,7 @@ WINDOW, BLOCK = 64, 16
 
 
 def room(monkeypatch: pytest.MonkeyPatch, *, page: int = 1, hybrid: bool = False, slot_bytes: int | None = 100) -> int:
-    """Return the bytes left for the target's KV out of a million, with 8 requests and states for 15."""
+    """Return how many of 10**6 bytes are left for the target's KV, with at most 8 requests and 15 state slots."""
     schedule = SimpleNamespace(page_size=page, max_running_requests=8, max_mamba_cache_size=15)
     monkeypatch.setattr(draft_kv, "get_schedule", lambda: schedule)
     configurator = SimpleNamespace(
@@ -34,7 +37,7 @@ def room(monkeypatch: pytest.MonkeyPatch, *, page: int = 1, hybrid: bool = False
 @pytest.mark.parametrize(("page", "ring"), [(1, 80), (16, 96)])
 def test_rings_are_subtracted_from_the_targets_memory(monkeypatch, page, ring):
     assert room(monkeypatch, page=page) == 10**6 - 9 * ring * 100
-    # A hybrid's 15 states allow fewer requests: 5 states each.
+    # A hybrid target needs 5 of the 15 state slots per request, so 3 requests run. Row 0 has a ring as well.
     assert room(monkeypatch, page=page, hybrid=True) == 10**6 - 4 * ring * 100
 
 
@@ -62,7 +65,11 @@ def test_only_the_targets_bytes_per_token_are_counted():
 
 @pytest.mark.parametrize("row", [96, 4096 + 32])
 def test_page_tables_are_as_wide_as_the_drafts_rows(row):
-    """A narrower table would write a block past the context into the next row. A ring needs no more than its row."""
+    """Backends make page tables of `context_len` columns, so `context_len` is set to the row length at that time.
+
+    In a narrower table a block that ends past the context length would be written into the next row. A ring's row is
+    shorter than the context.
+    """
     runner = SimpleNamespace(
         model_config=SimpleNamespace(context_len=4096),
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(9, row)),
@@ -87,7 +94,7 @@ def test_page_tables_are_as_wide_as_the_drafts_rows(row):
 
 @pytest.mark.parametrize(("window", "mode"), [(None, HiCacheDraftMode.SIDECAR), (64, HiCacheDraftMode.NONE)])
 def test_a_hierarchical_cache_copies_shared_slots_but_no_rings(monkeypatch, window, mode):
-    """The cache would index a ring's pool by the target's slot ids, which exceed its slots."""
+    """The hierarchical cache indexes the draft's pool by the target's slot ids. A pool of rings has fewer slots."""
     plan = HiCacheDraftPlan(HiCacheDraftMode.SIDECAR, ("the draft's pool",))
     monkeypatch.setattr(BaseSpecWorker, "_build_hicache_draft_plan", lambda self: plan)
     worker = DFlashWorker.__new__(DFlashWorker)
@@ -97,7 +104,7 @@ def test_a_hierarchical_cache_copies_shared_slots_but_no_rings(monkeypatch, wind
 
 
 def test_a_drafts_kv_are_offloaded_with_the_targets():
-    """The request has other slots when it returns."""
+    """A retracted request gets other slots when it resumes."""
 
     class Pool:
         def __init__(self, first: int) -> None:
@@ -128,7 +135,7 @@ def test_a_drafts_kv_are_offloaded_with_the_targets():
         (Copy.AUTO, "decode", False),
     ],
 )
-def test_only_decoding_servers_keep_token_histories(copy: Copy, disaggregation: str, kept: bool) -> None:
+def test_disaggregated_servers_keep_no_token_histories(copy: Copy, disaggregation: str, kept: bool) -> None:
     assert (not texts.why_no_copies(copy, disaggregation)) is kept
 
 

@@ -1,4 +1,4 @@
-"""Ring slots without an engine: a block sees exactly what its own request wrote."""
+"""Ring slots, simulated without a server: a block attends to exactly the tokens that its own request wrote."""
 
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class World:
-    """A request table, a ring pool that records the last write per slot, and requests that come and go."""
+    """Simulation of a request table, of a ring pool that records the last write per slot, and of requests."""
 
     def __init__(self, window: int, block: int, page: int, seed: int, kind: type[RingSlots] = RingSlots) -> None:
         self.window, self.block, self.page, self.random = window, block, page, Random(seed)
@@ -59,10 +59,11 @@ class World:
             self.written[slot] = what
 
     def step(self, rows: list[int]) -> None:
-        """Run one decode step: check what each block sees, then keep a part of it."""
+        """Run one decode step: check the context of each request's block, then commit a random number of its tokens."""
         prefix_len_B = torch.tensor([self.live[row].end for row in rows])
         positions_BN = prefix_len_B[:, None] + torch.arange(self.block)
-        # The scheduler has exact lengths where a backend needs them, otherwise its reservation.
+        # The host's bound is the exact length if the backend needs it, else the scheduler's reservation, which may be
+        # larger.
         bound_B = prefix_len_B + self.block * (1 if self.exact else self.random.randint(1, 2))
         block = Block(positions_BN, positions_BN, positions_BN, bound_B, int(bound_B.sum()), kv=None)
         plan = Plan(block, block, prefix_len_B, torch.tensor(rows), torch.tensor(rows))
@@ -91,7 +92,7 @@ class World:
         assert not self.exact or n_seen + self.block == bound
         assert slots[n_seen:] == block_slots
         assert not set(context) & set(block_slots), "the block overwrites what it sees"
-        # Backends read the table page by page.
+        # Backends may read only the first entry of each page, so the slots of a page must be consecutive.
         assert all(slot % self.page == column % self.page for column, slot in enumerate(slots))
         assert all(slots[i] == slots[i - i % self.page] + i % self.page for i in range(len(slots)))
 
@@ -119,7 +120,10 @@ def test_the_backend_selects_the_kind_of_ring(needs, kind):
 
 
 def test_a_gap_before_a_prompt_restarts_the_ring():
-    """A session's next turn keeps its row. The tokens between its last prompt and now were not read as a prompt."""
+    """A session's next turn has the same row. Tokens before its prompt may be missing in the ring: here 8 to 10.
+
+    Then the request's context in the ring begins with the new prompt, at 11.
+    """
     world = World(window=8, block=4, page=1, seed=0)
     world.live[1] = SimpleNamespace(name=1, first=0, read=6, end=6)
     world.read_prompts((1, 0, 6))

@@ -1,4 +1,7 @@
-"""Memory of recurrent records: allocated, computed, and counted when SGLang divides the memory."""
+"""Memory of recurrent records, the contribution of each verified token to the recurrent states.
+
+The bytes allocated, the bytes computed by `block_bytes`, and the bytes that SGLang counts must be equal.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +19,7 @@ from tests.fixtures.recurrent import TINY, make_pool, params
 
 @pytest.fixture(autouse=True)
 def capture_as_many_as_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace SGLang's configured batch size of captured graphs."""
+    """Make the largest captured batch as large as the number of requests that may run."""
     monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
 
 
@@ -34,7 +37,10 @@ def test_computed_bytes_equal_allocated_bytes(n_requests: int, n_tokens: int) ->
 
 
 def test_every_request_of_a_captured_batch_has_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang captures a multiple of the rank count where ranks share a batch's rows, possibly more than run."""
+    """If ranks share a batch's rows, SGLang captures batches of a multiple of the rank count (here 8).
+
+    Such a batch may have more requests than may run. The pool also has a padding row besides the requests that may run.
+    """
     monkeypatch.setattr(state_pool, "get_cuda_graph_max_batch_size", lambda n_requests: -(-n_requests // 8) * 8)
     for n_requests, n_rows in ((3, 8), (8, 9), (9, 16)):
         assert make_pool(RecordPool, n_requests, 4).mamba_cache.intermediate_ssm.shape[1] == n_rows

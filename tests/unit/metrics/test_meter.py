@@ -1,4 +1,4 @@
-"""Meter: exported numbers compared with counts by hand, on stand-ins for SGLang's objects."""
+"""Meter: exported metrics compared with values computed by hand, on stand-ins for SGLang's objects."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ BLOCK = 4
 
 
 class Scraped:
-    """A registry as a scrape reads it."""
+    """Prometheus registry, with accessors for the values that a scrape returns."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -60,7 +60,7 @@ def scraped() -> Scraped:
 
 @pytest.fixture
 def meter(scraped: Scraped) -> Meter:
-    """Return the meter of a server with two of eight rings held. Row 7's context is cut before position 100."""
+    """Return the meter of a server that uses 2 of 8 rings. In row 7, blocks before position 100 have a cut context."""
     return Meter(
         Exports(scraped.collector, widest=BLOCK, widths=[1, 2, BLOCK]),
         StageTimes(Clock(), every=1),
@@ -100,14 +100,14 @@ def test_counts_of_steps_tokens_and_drafts(meter: Meter, scraped: Scraped) -> No
 
 
 def test_cut_contexts_are_counted_at_the_start_of_the_block(meter: Meter, scraped: Scraped) -> None:
-    """`kv_committed_len` already includes the step's tokens."""
+    """A block starts at `kv_committed_len` less the step's tokens, because SGLang has already added them."""
     add(meter, BLOCK, (request(row=7, committed=103), 3), (request(row=7, committed=104), 3), (request(), 2))
     meter.idle(None, None)
     assert scraped.value("cut_blocks_total") == 1
     assert scraped.value("cut_committed_tokens_total") == 4
 
 
-def test_copies_are_written_by_class(scraped: Scraped) -> None:
+def test_copies_are_exported_by_length_of_their_match(scraped: Scraped) -> None:
     counts_K2 = torch.zeros(N_CLASSES, 2, dtype=torch.int32)
     exports = Exports(scraped.collector, widest=BLOCK, widths=[1, BLOCK])
     meter = Meter(exports, StageTimes(Clock()), lambda row, prefix_len: False, {}, LateCounts(counts_K2))
@@ -172,7 +172,7 @@ def test_pools_are_exported_before_the_first_request_and_after_the_last(meter: M
 
 
 def test_pools_of_a_scheduler_are_found(scraped: Scraped) -> None:
-    """Three of eight rings are held, one per used row of the request table, and five of twelve states."""
+    """Three of eight request-table rows are used, and so three rings. Five of twelve recurrent states are used."""
     rows: Any = ReqToTokenPool(size=8, max_context_len=16, device="cpu", enable_memory_saver=False)
     rows.mamba_pool = SimpleNamespace(size=12)
     rows.alloc_rows(3)

@@ -1,4 +1,4 @@
-"""Counts across several scrapes: each is exported exactly once."""
+"""Counts over several scrapes: every increase is exported exactly once."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_counts_continue_across_scrapes(meter: Meter, scraped: Scraped) -> None:
 
 
 def test_a_step_that_passes_the_limit_is_written(meter: Meter, scraped: Scraped) -> None:  # noqa: F811
-    """Steps of several requests may jump past the limit."""
+    """A step of several requests may raise the number of blocks past `WRITE_EVERY` without equalling it."""
     for _ in range(2):
         add(meter, 2, *[(request(), 0)] * (WRITE_EVERY - 10))
     assert scraped.value("committed_tokens_count") == 2 * (WRITE_EVERY - 10)

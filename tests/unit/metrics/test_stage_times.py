@@ -1,4 +1,4 @@
-"""Stage times: the measured steps, and reads that never wait."""
+"""Stage times: the selection of measured steps, and reads that do not wait for the device."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from sglang_dflash.stages.stages import Stages
 
 
 class Device:
-    """A device whose events become `reached` some time after being recorded."""
+    """Stand-in for a device. The test sets `reached` on a recorded event when the device would have reached it."""
 
     def __init__(self) -> None:
         self.now_ms, self.events = 0.0, list[Any]()
@@ -31,7 +31,7 @@ class Device:
 
 
 def stages_of(run: Any) -> Any:
-    """Return stages that are one object, whose methods pass their own name to `run`."""
+    """Return stages whose methods call `run` with the stage's name and their arguments."""
     stage = SimpleNamespace(**{name: partial(run, name) for name in STAGES})
     return Stages(*[stage] * len(Stages._fields))
 
@@ -75,7 +75,7 @@ def test_only_every_nth_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert list(times.read()) == [(stage, pytest.approx(took_ms[stage] / 1e3)) for stage in rest]
 
 
-def test_the_host_clock_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_times_are_available_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([10.0, 10.5])
     monkeypatch.setattr(stage_times.time, "perf_counter", lambda: next(now))
     times = StageTimes(HostClock(), every=1)

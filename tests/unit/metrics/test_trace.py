@@ -1,4 +1,4 @@
-"""Step trace: verified, accepted and copied drafts of each step in a file."""
+"""Step trace: a file with the width and the numbers of accepted and copied drafts of each step."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_copied_drafts_are_counted_among_the_accepted(tmp_path: Path) -> None:
     trace = Trace(tmp_path, copies)
     block_BN = torch.tensor([[16, 60, 61, 62], [52, 53, 54, 55]])
     assert trace.copy(plan(4), block_BN).tokens_BN.tolist() == [[16, 17, 18, 19], [52, 53, 54, 55]]
-    trace.copy(plan(1), block_BN[:, :1])  # launched before the previous outcome is known
+    trace.copy(plan(1), block_BN[:, :1])  # the second step is launched before the first one's outcome
     trace.add(["a", "b"], 4, [2, 1], 1.0)  # nothing was copied for b, and two of its block's three drafts failed
     trace.add(["a", "b"], 1, [0, 0], 2.0)
     assert lines(tmp_path) == [
@@ -59,4 +59,4 @@ def test_tracing_wraps_the_copier(tmp_path: Path) -> None:
     found, _ = traced(stages, tmp_path)
     assert found._replace(copier=copies) == stages
     assert found.copier.copy.__self__.copier is copies
-    assert found.copier.text_QM is copies.text_QM, "all else is the copier's own"
+    assert found.copier.text_QM is copies.text_QM, "other attributes are the copier's"

@@ -36,9 +36,9 @@ WHOLE = 1 << 30  # SGLang's top_k for the whole vocabulary
 
 @pytest.fixture(scope="module", autouse=True)
 def sampler_on_cpu() -> Iterator[None]:
-    """Run SGLang's sampler with its torch backend, the one that takes seeds.
+    """Run SGLang's sampler with its torch backend, which supports seeds.
 
-    SGLang's hash needs compiled operators. Here any hash of seed, position and column will do.
+    SGLang's hash of seed, position and column needs compiled operators, so another hash replaces it.
     """
     settings = SimpleNamespace(
         deterministic=SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False),
@@ -82,7 +82,7 @@ def info_of(rows: list[dict[str, Any]], **fields: Any) -> SamplingBatchInfo:
 
 
 def draw(logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_T: torch.Tensor) -> list[int]:
-    """Draw one token per row with SGLang's sampler, which edits logits in place."""
+    """Draw one token per row with SGLang's sampler, which overwrites the logits that it gets."""
     output = LogitsProcessorOutput(next_token_logits=logits_TV.clone())
     return Sampler()(output, info, False, [], [], positions_T).tolist()
 
@@ -107,7 +107,7 @@ def request(prompt: list[int], **sampling: Any) -> Req:
 
 
 def chosen(choice: Choice, batch: Any, logits_BNV, prefix_lens, tokens_BN=None, *, grammar_tree=None) -> torch.Tensor:
-    """Return target_BN of a step. Edits the logits in place. `batch.output` is the output passed on."""
+    """Return the target tokens of a step, int64 [B, N]. Edits the logits in place and sets `batch.output`."""
     tokens_BN = torch.zeros(logits_BNV.shape[:2], dtype=torch.int64) if tokens_BN is None else tokens_BN
     prefix_len_B = torch.tensor(prefix_lens)
     nothing = None
@@ -137,7 +137,8 @@ def test_every_slot_draws_as_its_request_would_alone(rows, torch_seed):
     together_BN = chosen(make_choice(), batch_of(info_of(rows)), logits_BNV.clone(), prefix_lens)
     names = {name for row in rows for name in row}
     for b, slot in product(range(len(rows)), range(N)):
-        # Spell out every parameter: the batch as a whole selects one of SGLang's two functions.
+        # SGLang selects its sampling function, with or without top-k and top-p, per batch. So a request alone must set
+        # every parameter that the mixed batch sets.
         alone = {"temperature": 1.0, "top_p": 1.0, "top_k": WHOLE} | rows[b]
         info = info_of([{name: value for name, value in alone.items() if name in names}])
         position = torch.tensor([prefix_lens[b] + slot])
@@ -145,14 +146,14 @@ def test_every_slot_draws_as_its_request_would_alone(rows, torch_seed):
 
 
 def test_sampled_and_greedy_requests_share_a_batch():
-    """Compare with draws from the request's seed and each slot's position."""
+    """The sampled request's tokens equal draws with its seed at the position of each slot."""
     torch.manual_seed(0)
     greedy, sampled = {"top_k": 1}, {"temperature": 5.0, "seed": 7}
     logits_BNV = torch.randn(2, N, V)
     target_BN = chosen(make_choice(), batch_of(info_of([greedy, sampled])), logits_BNV.clone(), [20, 30])
     likeliest_BN = logits_BNV.argmax(-1)
     assert torch.equal(target_BN[0], likeliest_BN[0])
-    # The greedy request brings top_k into the batch, so the lone request gets top_k too.
+    # The greedy request sets top_k, so SGLang applies top_k in the mixed batch. The lone request must set it as well.
     alone = info_of([sampled | {"top_k": V}])
     drawn = [draw(logits_BNV[1, i][None], alone, torch.tensor([30 + i]))[0] for i in range(N)]
     assert target_BN[1].tolist() == drawn
@@ -190,10 +191,10 @@ TEXTS = [[7, 8, 7], [1], [2, 2], [9, 6, 9, 8]]  # output tokens of each request
 
 @pytest.mark.parametrize("late", [[[]] * 3, [[7, 8], [1], [1, 2, 3]]], ids=["seen", "late"])
 def test_a_processor_reads_the_tokens_before_its_slot(late):
-    """Ban repeated bigrams: the tokens banned at a slot follow from the request's tokens before that slot.
+    """The processor bans repeated bigrams, so the banned tokens show which tokens it read before the slot.
 
-    The host has not seen the `late` tokens yet. The last request joins after the previous step: SGLang appends it to
-    the request list of that step's batch.
+    `late`: committed tokens that the host has not received. The fourth request joins after the previous step. SGLang
+    appends it to the request list of the previous step's batch.
     """
     torch.manual_seed(0)
     reqs = [request(prompt) for prompt in PROMPTS]
@@ -235,7 +236,7 @@ def test_texts_are_fetched_only_for_processors_that_read_them(monkeypatch):
 
 
 class Kinds(Whole):
-    """Logits that record which form was requested."""
+    """Logits that record whether the argmax (`likeliest`) or whole logits were requested."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -262,7 +263,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("need", NEEDS)
 def test_logits_are_gathered_whole_only_for_requests_that_need_them(need, monkeypatch):
-    """A greedy step passes no logits on and samples nothing."""
+    """A greedy step does not gather logits, calls no sampler and leaves the output without logits."""
     monkeypatch.setattr(choice_module, "allowed", lambda *_: None)
     kinds, fields = Kinds(), dict(NEEDS[need])
     rows, sampling = fields.pop("rows", [GREEDY] * 2), fields.pop("sampling", {})
@@ -285,7 +286,10 @@ class Scales(CustomLogitProcessor):
 
 
 def test_logits_are_edited_in_sglangs_order(monkeypatch):
-    """Every slot gets penalties, bias, grammar and processor in this order: ((4 / 2 + 7) + 1) * -10."""
+    """Every slot gets penalties, grammar, bias and processor in this order.
+
+    A logit of 4 becomes ((4 / 2 + 7) + 1) * -10 for token 5, the anchor, and ((4 + 7) + 1) * -10 for other tokens.
+    """
     grammar = SimpleNamespace(apply=lambda logits_TV: logits_TV.add_(7))
     monkeypatch.setattr(choice_module, "allowed", lambda *_: grammar)
     req, choice = request([1, 2], repetition_penalty=2.0), make_choice()
@@ -300,7 +304,7 @@ def test_logits_are_edited_in_sglangs_order(monkeypatch):
 
 @pytest.mark.parametrize("row", [{"top_k": 1}, {"temperature": 0.01}], ids=["greedy", "sampled"])
 def test_a_processor_is_applied_once(row):
-    """The processor reverses the order of the logits, so that applying it twice would restore them.
+    """The processor reverses the order of the logits. Applied twice, it would restore their order.
 
     At temperature 0.01 the sampler takes the most likely token.
     """
@@ -319,7 +323,7 @@ class Reads(CustomLogitProcessor):
 
 
 def test_processors_and_penalties_see_tokens_the_scheduler_lacks():
-    """The scheduler lags by one step: at first the request lacks the anchor, later the tokens of the last step."""
+    """The scheduler's `output_ids` lack the anchor in the first step, and the first step's tokens in the second."""
     req, choice, processor = request([1, 2, 3], frequency_penalty=1.0), make_choice(), Reads()
     batch = batch_of(with_processor(processor, GREEDY, {"__req__": req}), req)
     choice.begin(batch)
@@ -339,7 +343,7 @@ def test_processors_and_penalties_see_tokens_the_scheduler_lacks():
 
 @BOTH
 def test_sampling_leaves_logits_unchanged_for_log_probabilities(row):
-    """The sampler turns logits into probabilities in place."""
+    """Log-probabilities need the logits, but SGLang's sampler overwrites its input with probabilities."""
     logits_1NV = torch.randn(1, N, V)
     before_1NV = logits_1NV.clone()
     chosen(make_choice(), batch_of(info_of([row]), return_logprob=True), logits_1NV, [3])

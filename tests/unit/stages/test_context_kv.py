@@ -1,4 +1,7 @@
-"""Context K/V writes: immediate, or deferred until a draft reads them."""
+"""Context K/V writes: immediate, or deferred until a draft reads them.
+
+A late row holds the features of a token whose context K/V are not written yet.
+"""
 
 from types import SimpleNamespace
 
@@ -32,7 +35,7 @@ class Draft:
 
 
 class SameSlots:
-    """The target's slots, as in `SharedSlots`. The slots of a prompt are given."""
+    """Stand-in for `SharedSlots`: a block uses the target's slots. A prompt's slots are read from `batch.slots_T`."""
 
     def of_block(self, plan, block):
         return block.slots_BN.view(-1)
@@ -60,10 +63,10 @@ def features(n, value):
 
 
 def one_token(context, rids, slots, value):
-    """Append a step that drafts nothing, of requests whose features all equal `value`."""
+    """Append a step without drafts, whose features all equal `value`."""
     buffer = features(len(rids), value)
     context.append(rids, step([[slot] for slot in slots], drafts=False), buffer, torch.ones(len(rids)).int())
-    buffer.fill_(-1)  # the buffer belongs to a graph, and the next forward overwrites it
+    buffer.fill_(-1)  # in serving the features are in a graph's buffer, which the next forward overwrites
 
 
 def test_steps_without_drafts_are_written_together_before_the_next_draft():
@@ -73,7 +76,7 @@ def test_steps_without_drafts_are_written_together_before_the_next_draft():
     assert context.model.n_calls == 0
     assert not k.any()
     context.before_draft(step([[6], [7]], drafts=False))
-    assert not k.any(), "not read yet"
+    assert not k.any(), "a step without drafts does not read context K/V"
     context.before_draft(step([[6, 7], [8, 9]], drafts=True))
     assert context.model.n_calls == 1
     assert k[:6, 0, 0].tolist() == [1, 1, 2, 2, 3, 3]
@@ -87,7 +90,7 @@ def test_nothing_is_late_where_ended_requests_slots_are_copied_out():
 
 
 def test_at_most_one_block_of_a_request_is_late():
-    """The request's ring has no more room."""
+    """A ring has slots for the window and one block, so with more late rows a request would use a slot twice."""
     context, k = make_context()
     for i in range(BLOCK + 1):
         one_token(context, ["a"], [i], value=i + 1)
@@ -110,7 +113,7 @@ def test_only_kept_tokens_of_a_block_are_written():
 
 
 def test_write_all_writes_every_row():
-    """A dry run must exercise the form that a prompt takes, with and without deferred rows."""
+    """A dry run must compile the kernel for prompts, which writes without kept counts, even if rows may be deferred."""
     for may_wait in (True, False):
         context, k = make_context(may_wait=may_wait)
         context.write_all(step([[0, 1], [4, 5]], drafts=False), features(4, 3))
@@ -118,7 +121,7 @@ def test_write_all_writes_every_row():
 
 
 def test_rings_get_the_end_of_a_prompt_and_the_next_block():
-    """A ring has slots of its own: here 12 for the request in row 1, 4 of them reserved for a block."""
+    """A ring has 12 slots, 8 for the window and 4 for a block. The ring of row 1 has slots 12 to 23."""
     rings = make_rings(torch.zeros(2, 64), window=8, widest=BLOCK)
     context, k = make_context(rings)
     request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1))
@@ -145,7 +148,7 @@ def test_late_rows_stay_within_their_allotment():
 def test_late_rows_do_not_overwrite_a_slots_next_owner(reader):
     context, k = make_context()
     one_token(context, ["a", "b"], [3, 4], value=1)
-    # "a" ended, and its slot now belongs to another request's next token or prompt.
+    # "a" has ended. Its slot 3 now belongs to "b", for the next token, or to the prompt of a new request.
     if reader == "decode":
         one_token(context, ["b"], [3], value=2)
         context.before_draft(step([[5, 6]], drafts=True))
@@ -155,7 +158,7 @@ def test_late_rows_do_not_overwrite_a_slots_next_owner(reader):
 
 
 def test_clearing_the_cache_drops_late_rows():
-    """The slots of late rows belong to other requests by the next step."""
+    """Clearing the cache frees the slots of late rows, so by the next step other requests may have them."""
     context, k = make_context()
     worker = DFlashWorker.__new__(DFlashWorker)
     worker.stages = SimpleNamespace(context_kv=context)

@@ -1,4 +1,4 @@
-"""Copier: n-gram copies from the token history of each table row, filled by prompts and steps."""
+"""Copier: n-gram copies from token histories. Prompts and steps append to the history of a request's table row."""
 
 from array import array
 from types import SimpleNamespace
@@ -47,14 +47,14 @@ def step(copies: TextCopies, prefix_len: int, row: int, block: list[int], predic
 def test_prompt_and_committed_tokens_are_copied() -> None:
     copies = having([50, 51], TEXT, rows=[1, 3])
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
-    # The next anchor is 19, which follows the tokens that the step kept.
+    # The step kept 16, 17 and 18, and the next anchor is 19.
     assert copies.text_QM[3, : len(TEXT) + 3].tolist() == [*TEXT, 16, 17, 18]
     assert step(copies, len(TEXT) + 3, 3, [19, 60, 61], [20, 1, 2]) == [19, 20, 1]
     assert copies.text_QM[1, :2].tolist() == [50, 51]
 
 
 def test_forget_clears_counts_of_dry_runs() -> None:
-    """The token history of a dry run is all zeros, so every place matches and every block is a copy."""
+    """In a dry run the token history and the block are all zeros, so matches are found and copies are counted."""
     copies = TextCopies(TABLE, VOCABULARY)
     step(copies, M // 2, 2, [0, 0, 0, 0], [0, 0, 0, 7])
     assert copies.counts_QK2.any()
@@ -78,13 +78,13 @@ def test_steps_without_drafts_extend_the_history() -> None:
     assert step(copies, len(TEXT), 3, [16, 60, 61], [17, 18, 19]) == [16, 17, 18]
     before = copies.counts_QK2.clone(), copies.totals()
     step(copies, len(TEXT) + 3, 3, [19], [20])
-    assert torch.equal(copies.counts_QK2, before[0]), "it has no copies to weigh, and those before it were weighed"
+    assert torch.equal(copies.counts_QK2, before[0]), "a step without drafts weighs no copies"
     assert copies.totals() == before[1]
 
 
 def test_counts_are_reset_for_the_next_request_of_a_row() -> None:
     copies = having(TEXT, rows=[2])
-    for _ in range(3):  # copies fail, the block does not
+    for _ in range(3):  # the copies are rejected, and the block's own drafts would have been accepted
         step(copies, len(TEXT), 2, [16, 60, 61], [60, 61, 62])
     assert step(copies, len(TEXT), 2, [16, 60, 61], [60, 61, 62]) == [16, 60, 61]
     other = copies.counts_QK2.clone()
@@ -102,7 +102,7 @@ def test_counts_are_reset_for_all_requests_of_a_batch() -> None:
 
 
 def test_a_retracted_request_resumes_in_another_row() -> None:
-    """The prompt is in the prefix cache, and the whole history is written again over the row's last request."""
+    """The prompt is a prefix cache hit. Still, the whole history must replace that of the row's last request."""
     copies = having(list(range(40, 40 + M - 4)), rows=[3])
     step(copies, M - 4, 3, [96, 97, 98], [50, 51, 52])
     req = Req("r", "", array("q", TEXT[:18]), SamplingParams(), vocab_size=VOCABULARY)
@@ -115,7 +115,7 @@ def test_a_retracted_request_resumes_in_another_row() -> None:
 
 
 def test_requests_of_one_step_copy_from_their_own_history() -> None:
-    """The batch orders its requests unlike the table, and the same tokens are followed by different ones."""
+    """The step's batch has rows 0 and 3, in this order. After the same 15 tokens, row 0 has 70 and row 3 has 16."""
     copies = TextCopies(TABLE, VOCABULARY)
     shifted = [*TEXT[:15], *range(70, 76), *TEXT[:15]]
     copies.read(batch_of(TEXT, shifted, rows=[3, 0]))
@@ -128,7 +128,7 @@ def test_requests_of_one_step_copy_from_their_own_history() -> None:
 
 
 def test_a_shorter_history_in_the_row_hides_the_older_one() -> None:
-    """The rest of the row still holds the longer history."""
+    """After the 15 tokens of the new history, the row still holds tokens of the older one, which must not be copied."""
     copies = having(TEXT, rows=[3])
     copies.read(batch_of(TEXT[-15:], rows=[3]))
     assert step(copies, 15, 3, [16, 60, 61], [17, 18, 19]) == [16, 60, 61]

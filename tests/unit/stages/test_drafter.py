@@ -1,4 +1,4 @@
-"""Drafter: calling the draft through SGLang's runner or directly, and the batch that describes its context."""
+"""Drafter: calls of the draft through SGLang's runner or directly, and the batch that describes the draft's context."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ MASK = -7
 
 
 class Runner:
-    """The parts of SGLang's runner that a draft is called through."""
+    """Stand-in for SGLang's model runner, with the members that the drafter uses."""
 
     device = torch.device("cpu")
     eager_runner = EAGER
@@ -38,7 +38,7 @@ class Runner:
     ("decode_runner", "way"),
     [
         pytest.param(GRAPHS, "through the runner", id="graphs"),
-        pytest.param(EAGER, "directly", id="a-draft-without-graphs-has-the-eager-runner-there"),
+        pytest.param(EAGER, "directly", id="eager-runner-as-sglang-sets-for-a-draft-without-graphs"),
         pytest.param(None, "directly", id="nothing"),
     ],
 )
@@ -52,7 +52,7 @@ def test_a_draft_without_graphs_is_called_directly(decode_runner: object, way: s
 def test_drafts_are_copied_from_graph_memory(n_requests: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured forward returns the same memory every time, and another graph's replay may overwrite it.
 
-    Mask tokens are verified after the drafted ones.
+    If `width` exceeds the block of 16, mask tokens follow the drafts.
     """
     monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     N = 16
@@ -68,13 +68,13 @@ def test_drafts_are_copied_from_graph_memory(n_requests: int, width: int, monkey
     assert tokens_BN.untyped_storage().data_ptr() != of_the_graph_T.untyped_storage().data_ptr()
     drafted_BN = torch.full((n_requests, width), MASK)
     drafted_BN[:, :N] = of_the_graph_T.view(n_requests, N)[:, :width]
-    of_the_graph_T.fill_(-1)  # as the target's replay does
+    of_the_graph_T.fill_(-1)  # as a replay of the target's graph does
     assert torch.equal(tokens_BN, drafted_BN)
     assert tokens_BN.is_contiguous()
 
 
 def test_a_draft_with_rings_gets_its_own_window_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft reads and writes fewer slots than the target, and other ones."""
+    """The draft has its own KV slots, fewer than the target's."""
     monkeypatch.setattr("sglang_dflash.stages.drafter.enable_num_token_non_padded", lambda: False)
     req_to_token = torch.arange(3 * 64, dtype=torch.int32).view(3, 64)
     rings = make_rings(req_to_token, window=8, widest=4)  # 12 slots each

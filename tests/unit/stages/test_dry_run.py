@@ -1,4 +1,4 @@
-"""Dry run: steps of every kind that serving meets, run at launch with one recurrent state per request."""
+"""Dry run: dummy steps at launch, of every kind that serving runs, with a recurrent state for each dummy request."""
 
 import itertools
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ BLOCK, V = 4, 11
 
 
 def kernel(size: int) -> tuple[bool, bool, int]:
-    """Return what Triton specialises on: whether `size` is 1, whether a multiple of 16, and its power of two."""
+    """Return what Triton specialises on: whether `size` is 1, whether a multiple of 16, and its next power of two."""
     return size == 1, size % 16 == 0, (size - 1).bit_length()
 
 
@@ -54,7 +54,7 @@ def test_few_heads_are_tiled_in_two_ways_and_many_in_one(n_value_heads: int, n_t
 
 
 class Recorded:
-    """Stages that record their calls as far as a kernel could distinguish them."""
+    """Stand-in for all stages. Records each call with the sizes on which a kernel may be specialised."""
 
     def __init__(self) -> None:
         self.calls = set[tuple]()
@@ -120,7 +120,7 @@ def make(monkeypatch: pytest.MonkeyPatch, *, device: str = "cpu", tracks: bool =
 @pytest.mark.parametrize("widths", [(BLOCK,), (1, 2, BLOCK)], ids=["fixed", "several"])
 @pytest.mark.parametrize(("device", "sizes"), [("meta", (1, 2, 3)), ("cpu", (1,))])
 def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks):
-    """Steps are tracked where the server tracks, appended with and without counts, and penalised."""
+    """A dry run makes every call of serving. Commits have a track index only if the server tracks recurrent states."""
     dry, recorded = make(monkeypatch, device="cpu", tracks=tracks)
     dry.on_host = device == "cpu"  # tensors are on the CPU either way
     dry.warm_up(widths, n_requests=3)
@@ -131,9 +131,9 @@ def test_every_kind_of_step_runs_dry(monkeypatch, device, sizes, widths, tracks)
 
 
 def test_costs_are_robust_against_slow_rounds_and_steps(monkeypatch):
-    """A draft takes 2 s. The rest of a step takes 1 s at width 1, which drafts nothing, and 3 s at width 4.
+    """A draft takes 2 s. A verify takes 1 s at width 1, whose steps have no draft, and 3 s at width 4.
 
-    One round takes ten times as long, and one step of another round is slow.
+    The first round takes ten times as long. In the fourth round the verify of width 1 takes 9 s.
     """
     dry, _ = make(monkeypatch)
     rounds = [[20, 10, 30], [2, 1, 3], [2, 1, 3], [2, 9, 3], [2, 1, 3]]
@@ -160,7 +160,7 @@ def test_positions_have_three_axes_where_the_targets_do(monkeypatch):
 
 
 def test_the_end_resets_the_event_late_rows_and_counts(monkeypatch):
-    """SGLang's next barrier would otherwise wait for that event instead of the first prompt."""
+    """If `shared_read_done_event` stayed set, the scheduler would wait for the dry run instead of the first prompt."""
     dry, recorded = make(monkeypatch)
     ended = list[str]()
     recorded.late = SimpleNamespace(forget=lambda: ended.append("late rows"))
@@ -172,7 +172,10 @@ def test_the_end_resets_the_event_late_rows_and_counts(monkeypatch):
 
 
 def test_steps_on_a_device_are_timed_consecutively(monkeypatch):
-    """Consecutive steps hide the host's launches as serving does. A CPU has nothing to hide."""
+    """On a device consecutive steps are timed, so that host launches overlap with device work, as in serving.
+
+    On a CPU one step is timed.
+    """
     for device, n_runs in (("cuda", IN_A_ROW), ("cpu", 1)):
         waits, runs = list[int](), list[int]()
         module = SimpleNamespace(synchronize=lambda waits=waits, runs=runs: waits.append(len(runs)))
@@ -213,7 +216,7 @@ def test_a_penalty_dry_run_changes_nothing(monkeypatch):
 
 
 def test_the_reserve_measures_sampling_with_the_largest_step(monkeypatch):
-    """An undersized server fails at launch instead of in traffic."""
+    """If memory does not suffice for sampling the largest step, the server fails at launch instead of while serving."""
     drawn = list[Any]()
 
     def sampler(output: Any, info: Any, **others: Any) -> None:
@@ -229,7 +232,7 @@ def test_the_reserve_measures_sampling_with_the_largest_step(monkeypatch):
     target = SimpleNamespace(
         max_running_requests=6, model_config=SimpleNamespace(vocab_size=V), device="cuda", sampling_prewarm_result=None
     )
-    weight = torch.zeros(3, 10, dtype=torch.bfloat16)  # ten two-byte features per token
+    weight = torch.zeros(3, 10, dtype=torch.bfloat16)  # a token has 10 features of 2 bytes
     draft = SimpleNamespace(model=SimpleNamespace(fc=SimpleNamespace(weight=weight)))
     assert reserve_bytes(target, draft, choice, (1, BLOCK)) == 500 + 2 * 100 * 20
     (shape, info, positions), *rest = drawn

@@ -1,4 +1,4 @@
-"""Engines: the widths that get one when the graphs of all widths exceed the free memory."""
+"""Engines: the selection of widths whose graphs are captured if the graphs of all widths exceed the free memory."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def built(free_gib: float, graphs_gib: float, reserve_gib: float = 0.0) -> tuple
 
     def build(width: int) -> WidthEngine:
         nonlocal left
-        left -= graphs_gib if width < 16 else 0  # SGLang has captured its own already
+        left -= graphs_gib if width < 16 else 0  # SGLang has already captured width 16
         widths.append(width)
         return WidthEngine(None, None, NoState(), {})
 
@@ -38,7 +38,7 @@ def test_all_widths_are_built_if_they_fit(free_gib: float) -> None:
 
 @pytest.mark.parametrize(("graphs_gib", "n_built"), [(1.0, 6), (1.25, 5), (2.0, 3), (2.6, 2), (6.0, 2)])
 def test_half_of_the_memory_stays_free_once_graph_sizes_are_known(graphs_gib: float, n_built: int) -> None:
-    """The memory of a graph is known only once the first ones have been captured."""
+    """The memory of a width's graphs is known only after a capture, so width 1 is built even if it takes too much."""
     widths, left = built(10.0, graphs_gib)
     assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
     assert left >= 5 or graphs_gib > 5
@@ -46,7 +46,10 @@ def test_half_of_the_memory_stays_free_once_graph_sizes_are_known(graphs_gib: fl
 
 @pytest.mark.parametrize(("reserve_gib", "n_built"), [(4.0, 6), (6.5, 4), (8.0, 3), (9.5, 2), (11.0, 1)])
 def test_the_reserve_of_sampling_and_prompts_stays_free(reserve_gib: float, n_built: int) -> None:
-    """The reserve may exceed half of what was free. The first width is exempt: its memory is not known before."""
+    """The reserve may exceed half of the free memory.
+
+    Width 1 may use a part of the reserve, because the memory of its graphs is not known before their capture.
+    """
     widths, left = built(10.0, 1.0, reserve_gib)
     assert widths == [16, 1, 4, 8, 2, 12, 6][:n_built]
     assert left >= reserve_gib or n_built < 3
@@ -59,7 +62,7 @@ def test_narrow_widths_are_captured_for_fewer_batches() -> None:
 
 
 def test_sglang_captures_the_given_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's own sizes are restored afterwards."""
+    """After the capture SGLang's own sizes are restored."""
     graph = SimpleNamespace(cuda_graph_config=CudaGraphConfig(decode=PhaseConfig(bs=[1, 2, 3], max_bs=3)))
 
     @contextmanager
@@ -77,7 +80,7 @@ def test_sglang_captures_the_given_sizes(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_graphs_are_captured_with_the_state_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs captured earlier would run without the state."""
+    """Graphs captured before `state.attach` would run without the state."""
     order: list[str] = []
 
     class Graphs:

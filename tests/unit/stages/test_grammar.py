@@ -1,4 +1,4 @@
-"""Grammars of a step: SGLang's masks, and a failing grammar that ends only its own request."""
+"""Grammars of a step: SGLang's masks of allowed tokens, and a grammar whose failure ends only its own request."""
 
 from array import array
 from http import HTTPStatus
@@ -17,7 +17,7 @@ V, N = 32, 4
 
 
 class Counts(BaseGrammarObject):
-    """A grammar that allows the successor of the last token, and fails from `breaks_at` on as a matcher in error."""
+    """A grammar that allows only the last token plus one. A last token >= `breaks_at` raises ValueError."""
 
     def __init__(self, breaks_at: int = V) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Counts(BaseGrammarObject):
 
 
 def masked(grammars: list[Counts | None], drafts: list[list[int]]) -> tuple[list[Req], torch.Tensor]:
-    """Return the requests after a step, and the tokens it allows, bool [B * N, V]."""
+    """Return the requests after a step, and whether each token is allowed at each slot, bool [B * N, V]."""
     reqs = [Req(str(i), "", array("q", [1]), SamplingParams(), vocab_size=V) for i in range(len(grammars))]
     for req, one in zip(reqs, grammars, strict=True):
         req.grammar = one
@@ -80,7 +80,7 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_grammars_accept_the_previous_step_first() -> None:
-    """The barrier accepts the previous step's tokens. Masks filled before it would be one step old."""
+    """The barrier, the last argument of `allowed`, accepts the previous step's tokens, on which the masks depend."""
     grammar = Counts()
     req = Req("0", "", array("q", [1]), SamplingParams(), vocab_size=V)
     req.grammar = grammar

@@ -1,4 +1,4 @@
-"""Greedy logits that stay sharded over ranks: the same tokens, and SGLang's full logits where they are needed."""
+"""Greedy verify with logits sharded over ranks: ranks find SGLang's tokens, and can gather SGLang's full logits."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -16,12 +16,12 @@ from sglang_dflash.stages.greedy import Shards, Whole, verified_logits, why_whol
 from sglang_dflash.stages.ranks import Groups, OneGroup
 from tests.fixtures.thread_ranks import ThreadRanks
 
-ROWS, H, V = 6, 4, 21  # two ranks hold 11 rows of the head each, the very last is padding
+ROWS, H, V = 6, 4, 21  # each of two ranks holds 11 rows of the head; the last of all is padding
 N_RANKS, N_EACH = 2, 11
 
 
 class Rank:
-    """One rank's shard of a target."""
+    """One rank's logits processor and its shard of the target's head."""
 
     def __init__(self, group: ThreadRanks, rank: int, weight_VH: torch.Tensor, *, scale: float | None = None) -> None:
         self.processor = LogitsProcessor.__new__(LogitsProcessor)
@@ -48,13 +48,13 @@ class Rank:
         )
 
     def forward(self, hidden_TH: torch.Tensor, mode: ForwardMode, *, captured: bool) -> torch.Tensor:
-        """Return the logits that SGLang's forward ends with."""
+        """Return the logits of SGLang's logits processor; `captured`: in the buffer that captured graphs share."""
         buffer = self.buffer[: len(hidden_TH)] if captured else None
         return self.processor._get_logits(hidden_TH, self.head, LogitsMetadata(mode, next_token_logits_buffer=buffer))
 
 
 def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows with ties: row 0 between tokens of different ranks, row 1 between tokens of one rank."""
+    """Return hidden states and a head. In row 0 tokens of different ranks tie, in row 1 tokens of the same rank."""
     torch.manual_seed(0)
     weight_VH = torch.randn(V, H).to(dtype)
     weight_VH[3] *= 4
@@ -67,7 +67,7 @@ def hidden_and_head(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def on_ranks(weight_VH: torch.Tensor, run: Callable[[Rank, Any], Any], **options: Any) -> tuple[list[Any], ThreadRanks]:
-    """Return the group and, per rank, the result of `run(rank's shard, its logits)`."""
+    """Call `run` with the `Rank` and its `verified_logits` on each rank. Return the results and the group of ranks."""
     group = ThreadRanks(N_RANKS)
 
     def on_rank(rank: int) -> Any:
@@ -115,7 +115,7 @@ def test_whole_logits_equal_sglangs(dtype, captured, scale):
 
 
 def test_captured_shards_and_logits_share_sglangs_buffer():
-    """Each captured graph keeps its output. With a shard each, graph memory would grow with the batch size."""
+    """Every captured graph keeps its output tensor. If graphs did not share one, each batch size would add memory."""
     hidden_TH, weight_VH = hidden_and_head(torch.bfloat16)
 
     def run(one: Rank, shards: Any) -> None:
@@ -139,14 +139,14 @@ def test_a_batch_larger_than_the_buffer_has_memory_of_its_own():
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 
-def test_prompts_end_with_gathered_logits_as_before():
+def test_prompts_end_with_gathered_logits():
     hidden_TH, weight_VH = hidden_and_head(torch.float32)
     for whole_TV in on_ranks(weight_VH, lambda one, _: one.forward(hidden_TH, ForwardMode.EXTEND, captured=False))[0]:
         torch.testing.assert_close(whole_TV, hidden_TH @ weight_VH.T)
 
 
 def test_nan_is_sanitized_in_shards_as_in_full_logits(monkeypatch):
-    """NaN then ranks last, with minus infinity. Padding, which SGLang's check never reads, is left alone."""
+    """A NaN logit counts as minus infinity. Padding columns keep their NaN, because SGLang's check never reads them."""
     monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", "1")
     logits_TV = torch.tensor([[float("nan"), -3.0, -2.0, float("nan")], [float("nan")] * 3 + [-float("inf")]])
     want_T = Whole().likeliest(logits_TV.clone())

@@ -1,4 +1,4 @@
-"""Adapter state of captured graphs: one per width, and SGLang writes into the one of the running width."""
+"""LoRA adapter state of captured graphs: each width has its own, and SGLang writes into that of the width in use."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from sglang_dflash.stages.verifier import Verifier, WidthEngine
 
 
 class Backend:
-    """The part of SGLang's backend that allocates static tensors with every graph runner."""
+    """Stand-in for SGLang's LoRA backend, which allocates static tensors for every graph runner."""
 
     def __init__(self) -> None:
         self.batch_info: Any = None
@@ -43,7 +43,7 @@ def test_each_width_uses_the_adapter_state_of_its_own_graphs() -> None:
     for width in (16, 4, 1, 16):
         verifier.use(width)
         assert backend.cuda_graph_batch_info == f"static of {width}"
-    assert backend.batch_info is None, "what SGLang prepares for each batch is left alone"
+    assert backend.batch_info is None, "`batch_info`, which SGLang sets for each batch, stays"
 
 
 @pytest.mark.parametrize("kind", [ChunkedSgmvLoRABackend, TritonLoRABackend, TritonV2LoRABackend])
@@ -60,7 +60,7 @@ def test_routing_holds_all_that_sglang_allocates_with_graphs(kind: type) -> None
 def test_buffers_of_wider_graphs_are_kept() -> None:
     backend = Backend()
     lora.keep_buffers(runner_with(backend))
-    assert backend._moe_cg_buffer_max_bs is None, "SGLang would make them anew, smaller"
+    assert backend._moe_cg_buffer_max_bs is None, "None keeps SGLang from allocating smaller buffers"
 
 
 def test_a_dummy_batch_uses_no_adapters() -> None:

@@ -1,4 +1,4 @@
-"""Outputs copied to the host besides tokens: none unless requested, and in the scheduler's layout."""
+"""Hidden states and sampling masks of a step: copied to the host only if requested, in the scheduler's layout."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ N = 4
 
 @pytest.fixture(params=[CaptureHiddenMode.NULL, CaptureHiddenMode.LAST, CaptureHiddenMode.FULL])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CaptureHiddenMode:
-    """Set and return the most that the server returns."""
+    """Set and return which hidden states of a prompt the server may return: none, the last, or all."""
     monkeypatch.setattr(outputs, "get_server_return_hidden_states_mode", lambda: request.param)
     return request.param
 
@@ -32,7 +32,7 @@ def output_of(rows_TH: torch.Tensor | None = None, masks: SamplingMaskOutput | N
 
 
 class Target(nn.ModuleList):
-    """A target made of parts, to be named in an error."""
+    """A target made of submodules. The error names this class."""
 
 
 def logits_processor() -> LogitsProcessor:
@@ -43,7 +43,7 @@ def logits_processor() -> LogitsProcessor:
 
 
 def test_the_target_keeps_hidden_states_if_the_server_returns_them(mode: CaptureHiddenMode) -> None:
-    processors = [logits_processor() for _ in range(2)]  # a nested model may have a processor of its own
+    processors = [logits_processor() for _ in range(2)]  # a nested model may have its own processor
     outputs.keep_hidden_states(Target([Target([processors[0]]), processors[1]]))
     assert [one.keep_last_hidden_states for one in processors] == [mode != CaptureHiddenMode.NULL] * 2
 
@@ -67,13 +67,13 @@ def test_the_rows_of_a_step_are_a_copy() -> None:
     found = outputs.hidden_states(batch, output_of(rows_TH))
     assert torch.equal(found, rows_TH)
     before = found.clone()
-    rows_TH.zero_()  # the next replay
+    rows_TH.zero_()  # as the next graph replay overwrites the rows
     assert torch.equal(found, before)
 
 
 def test_prompts_return_only_their_last_rows_in_last_mode(mode: CaptureHiddenMode) -> None:
     if mode == CaptureHiddenMode.NULL:
-        pytest.skip("then no request asks")
+        pytest.skip("no request can ask for hidden states")
     rows_TH = torch.arange(6.0)[:, None]
     batch = batch_of(return_hidden_states=True)
     found = outputs.hidden_states_of_prompts(batch, output_of(rows_TH))
@@ -87,7 +87,7 @@ def test_slots_of_requests() -> None:
 
 
 def test_masks_are_split_by_request_and_slot() -> None:
-    """The first and the last of three requests ask for masks. The last wants every log-probability."""
+    """Requests 0 and 2 of three ask for masks. Only request 2 asks for all log-probabilities of its mask."""
     row_T = torch.arange(2 * N)
     masks = SamplingMaskOutput(
         token_ids=torch.stack([row_T, row_T + 100], dim=1),

@@ -1,4 +1,4 @@
-"""Penalty counts over a server's life, compared with plain lists: prefill, blocks, ends and retraction."""
+"""Penalty counts, compared with counting in plain lists, as requests are prefilled, decoded, ended and retracted."""
 
 from array import array
 from random import Random
@@ -28,7 +28,7 @@ PARAMS: list[dict[str, Any]] = [
 
 
 class Request:
-    """The parts of SGLang's `Req` that penalties read, plus its text, which the host may not have yet."""
+    """Stand-in for SGLang's `Req`. `text` has all output tokens, `output_ids` only those that the host has received."""
 
     def __init__(self, params: dict[str, Any], prompt_len: int) -> None:
         self.params = params
@@ -53,9 +53,9 @@ def batch_of(reqs: list[Request]) -> Any:
 
 
 def prefill(penalties: Penalties, reqs: list[Request]) -> None:
-    """Prefill as SGLang does: its sampler receives what to add and what to scale by."""
+    """Prefill as SGLang does: its sampler applies penalties from one tensor to add and one to scale by."""
     for req in reqs:
-        req.output_ids = array("q", req.text)  # complete: a waiting request has nothing in flight
+        req.output_ids = array("q", req.text)  # a waiting request has no step in flight, so the host has all tokens
     batch = batch_of(reqs)
     penalties.begin(batch)
     logits_BV = torch.randn(len(reqs), V)
@@ -73,7 +73,7 @@ def prefill(penalties: Penalties, reqs: list[Request]) -> None:
 
 
 def decode(penalties: Penalties, reqs: list[Request]) -> None:
-    """Run one step. The host's `output_ids` stay as they were."""
+    """Run one step. `output_ids` stay unchanged, as if the host had not received the step's tokens."""
     tokens_BN = torch.randint(V, (len(reqs), N))
     tokens_BN[:, 0] = torch.tensor([req.text[-1] for req in reqs])
     prefix_len_B = torch.tensor([len(req.origin_input_ids) + len(req.text) - 1 for req in reqs])
@@ -95,7 +95,7 @@ def decode(penalties: Penalties, reqs: list[Request]) -> None:
 @given(st.integers(0, 10**6))
 @settings(max_examples=60)
 def test_random_server_histories_equal_sequential_penalties(seed):
-    """Requests arrive, share batches, end and are retracted in any order. Every logit is the sequential one."""
+    """Requests arrive, share batches, end and are retracted in any order. Logits equal those of one token per step."""
     random = Random(seed)
     torch.manual_seed(seed)
     penalties = Penalties(V, torch.device("cpu"))
@@ -117,13 +117,13 @@ def test_random_server_histories_equal_sequential_penalties(seed):
 def test_a_prompt_in_chunks_is_counted_once():
     penalties, req = Penalties(V, torch.device("cpu")), Request({"frequency_penalty": 1.0}, 3)
     prefill(penalties, [req])
-    req.text.clear()  # the anchor of a chunk that was not the last is no output
+    req.text.clear()  # a token sampled before the prompt's last chunk is no output
     prefill(penalties, [req])
     assert penalties.counts_RV.sum() == 1
 
 
 def test_rows_are_reused():
-    """The table grows with the requests that run at once, not with all that ever ran."""
+    """The table's size follows the number of requests that run at the same time, not the number ever served."""
     penalties = Penalties(V, torch.device("cpu"))
     kept = []  # so that finished requests are not freed
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""Planner: the content of a block, and the bounds on the host that attention is planned with."""
+"""Planner: the tokens and slots of a block, and the upper bounds of lengths from which the host plans attention."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -61,9 +61,9 @@ def test_a_step_of_any_width_drafts_the_whole_block_and_width_one_nothing(width:
     exact=st.booleans(),
 )
 def test_no_block_ends_past_its_bound(width: int, requests: list[tuple[int, int]], exact: bool) -> None:
-    """The overlap schedule's host knows lengths before the step in flight, which commits up to `WIDEST`.
+    """Under the overlap schedule the host has the lengths before the step in flight, which commits up to `WIDEST`.
 
-    The host reserves twice that.
+    The host has reserved slots for 2 * `WIDEST` tokens past these lengths.
     """
     known = [n for n, _ in requests]
     prefix = [n + more for n, more in requests]

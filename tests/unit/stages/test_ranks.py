@@ -1,4 +1,4 @@
-"""Attention data parallelism on one rank: its runs with and without requests, and its notices to other ranks."""
+"""Data-parallel attention on one rank: forwards with and without requests, and the row counts passed to SGLang."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +18,7 @@ BLOCK = 8
 
 @pytest.fixture
 def together(monkeypatch: pytest.MonkeyPatch) -> ranks.Groups:
-    """Return three groups of ranks."""
+    """Return the arrangement of a server whose ranks form three groups."""
     monkeypatch.setattr(ranks, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=3))
     return ranks.Groups()
 
@@ -92,4 +92,4 @@ def test_an_idle_rank_runs_what_the_others_run(together, others_read_prompts, mo
         assert (kind, given) == ("prompts", batch)
         return
     assert (kind, given.block.draft_token_num, len(given.block.draft_token)) == ("block", BLOCK, 0)
-    assert not given.can_run_decode_cuda_graph, "an idle rank has no rows, a graph needs those it was captured with"
+    assert not given.can_run_decode_cuda_graph, "a graph replays a fixed number of rows, and an idle rank has none"

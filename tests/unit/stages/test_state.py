@@ -1,4 +1,7 @@
-"""Recurrent states of the target: tracking, folding, snapshots and in-place commits."""
+"""Commits of the target's recurrent states: from records (fold), from snapshots, or in place by decoding.
+
+Tracking copies a request's state to another slot when its length reaches a multiple of the track interval.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +34,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 500), st.integers(1, 16)), min_size
 
 @given(st.integers(2, 16), REQUESTS, st.integers(16, 96), st.sampled_from([torch.int32, torch.int64]))
 def test_the_tracked_slot_is_the_last_that_completes_an_interval(width, requests, interval, dtype):
-    """Compare with the definition token by token: after slot i, prefix + i + 1 tokens are committed."""
+    """After slot i, prefix + i + 1 tokens are committed. At the tracked slot this is a multiple of `interval`."""
     requests = [(prefix, min(n, width)) for prefix, n in requests]
     want = [max((i for i in range(n) if (prefix + i + 1) % interval == 0), default=-1) for prefix, n in requests]
     prefix_len_B = torch.tensor([prefix for prefix, _ in requests])
@@ -44,9 +47,9 @@ def test_the_tracked_slot_is_the_last_that_completes_an_interval(width, requests
 
 
 class LinearBackend:
-    """The parts of SGLang's backend that a block of one token needs."""
+    """Stand-in for SGLang's linear-attention backend, with the members that a block of one token uses."""
 
-    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # last: padding
+    forward_metadata = SimpleNamespace(mamba_cache_indices=torch.tensor([3, 1, 2, 0]))  # 0: padding row
 
     def forward_extend(self, *, forward_batch, layer):
         return "prompt", layer
@@ -67,7 +70,7 @@ def test_only_blocks_of_one_token_are_decoded(mode, way):
 
 
 def test_only_width_1_requests_packed_projections(monkeypatch):
-    """SGLang's Qwen3.5 then leaves unpacking to the backend, and only decoding unpacks."""
+    """If `supports_packed_verify` is set, Qwen3.5 passes packed projections, which only decoding (width 1) unpacks."""
     monkeypatch.setattr(records, "get_cuda_graph_max_batch_size", lambda n_requests: n_requests)
     worker = target(make_pool(RecordPool, 1, 16))
     asks = {}
@@ -78,13 +81,15 @@ def test_only_width_1_requests_packed_projections(monkeypatch):
         make_state(worker, GdnState.FOLD, width).attach(backend)
         asks[width] = getattr(linear, "supports_packed_verify", False)
     assert asks == {16: False, 1: True, 4: False}
-    assert "supports_packed_verify" in Qwen3_5GatedDeltaNet.forward.__code__.co_consts, "SGLang does not ask for it"
+    assert "supports_packed_verify" in Qwen3_5GatedDeltaNet.forward.__code__.co_consts, "SGLang no longer reads it"
 
 
 def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
-    """Return a pool for blocks of up to 8, after a verify of three requests. Slots from `width` on hold NaN.
+    """Return a pool for blocks of up to 8 tokens, as a verify of `width` tokens for each of three requests leaves it.
 
-    Every state counts the tokens from 0. Every convolution window holds its slot within the block.
+    Every element of a state is the number of the block's tokens that the state contains. Every element of a convolution
+    window is the index of the window's slot. Records and snapshots of slots from `width` on are NaN, so that a result
+    shows if they were read.
     """
     pool = make_pool(kind, n_requests=3, n_tokens=8)
     cache = pool.mamba_cache
@@ -100,7 +105,7 @@ def after_counting_verify(kind: type[MambaPool], width: int) -> Any:
     else:
         cache.intermediate_ssm.copy_(torch.arange(1.0, 9).view(1, 1, 8, 1, 1, 1).expand_as(cache.intermediate_ssm))
     cache.intermediate_ssm[:, :, width:] = torch.nan
-    for slot in range(8):  # windows may overlap
+    for slot in range(8):  # one slot at a time, because windows may share memory
         cache.intermediate_conv_window[0][:, :, slot, :, 0] = slot
     return pool
 
@@ -139,10 +144,12 @@ def test_states_advance_by_kept_tokens_and_copies_to_the_interval(kind, make, mo
     plan = SimpleNamespace(
         prefix_len_B=torch.tensor([62, 10, 60]), n_requests=3, width=4, verified=SimpleNamespace(tokens_BN=tokens_BN)
     )
-    # The third request keeps its whole block and ends at the interval. The first keeps three, and meets it after two.
+    # Prefix lengths are 62, 10 and 60, and the track interval is 64. The first request commits 3 tokens and reaches 64
+    # after 2. The third commits 4 and ends at 64.
     make(SimpleNamespace(model_runner=runner), 4).commit(batch, plan, torch.tensor([3, 2, 4], dtype=torch.int32))
 
-    # Requests use slots 3, 1 and 2. Their copies go to 5, 6 (none is due) and 4.
+    # The requests' states are in slots 3, 1 and 2. Tracked copies go to slots 5 and 4. The second request does not
+    # reach 64, so slot 6 stays 0.
     n_tokens = torch.tensor([0, 2, 4, 3, 4, 2, 0])
     temporal, conv = pool.mamba_cache.temporal[..., 0], pool.mamba_cache.conv[0][..., 0]
     assert torch.equal(temporal, n_tokens.view(1, 7, 1, 1).expand_as(temporal).float())
@@ -161,7 +168,7 @@ def target(pool: Any) -> Any:
     [
         (None, 16, NoState),
         (GdnState.FOLD, 16, FoldState),
-        (GdnState.FOLD, 1, InPlaceState),  # a fold would read all states once more
+        (GdnState.FOLD, 1, InPlaceState),  # decoding has updated the state, which a fold would read again
         (GdnState.SNAPSHOT, 16, SnapshotState),
         (GdnState.SNAPSHOT, 1, SnapshotState),
     ],
@@ -184,7 +191,7 @@ def test_in_place_commit_copies_the_states_that_completed_an_interval(tracked, m
     conv, temporal = torch.randn(2, 9, 4, 3), torch.randn(2, 9, 2, 5, 5)  # layers, slots, ...
     want = conv.clone(), temporal.clone()
     for pool in want if tracked else ():
-        pool[:, 8] = pool[:, 1]  # the second request, which commits its 64th token
+        pool[:, 8] = pool[:, 1]  # the second request commits its 64th token
     cache = SimpleNamespace(conv=[conv], temporal=temporal)
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(mamba_pool=SimpleNamespace(mamba_cache=cache)),

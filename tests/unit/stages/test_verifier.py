@@ -33,7 +33,7 @@ def make_verifier() -> Verifier:
 
 
 def test_prompts_are_read_with_sglangs_own_backend():
-    """The previous step may have had any width, and the whole block need not be among the widths."""
+    """A prompt needs SGLang's own backend, but after a step of width 4 or 1 the runner has another one."""
     verifier = make_verifier()
     runner = verifier.worker.model_runner
     seen = list[Any]()
@@ -69,7 +69,7 @@ def plan_of(n_requests: int, width: int) -> Plan:
 
 
 def test_attention_is_planned_once_and_features_stay_on_the_device(monkeypatch):
-    """SGLang's eager runner would plan again, and so would a batch larger than any graph."""
+    """Preparation must defer planning, because SGLang's forward plans attention itself unless it replays a graph."""
     deferred = list[bool]()
     features = torch.ones(2 * 4, 3)
     run = ModelRunnerOutput(SimpleNamespace(hidden_states=features), can_run_graph=True)
@@ -86,12 +86,12 @@ def test_attention_is_planned_once_and_features_stay_on_the_device(monkeypatch):
     assert verifier.worker.model_runner.attn_backend == "backend of 4"
     assert target.run is run
     assert target.features_TC is features
-    assert target.output.hidden_states is None, "it would be copied to the host"
+    assert target.output.hidden_states is None, "hidden states in the output would be copied to the host"
 
 
 @pytest.mark.parametrize("has_grammar", [True, False])
 def test_a_verify_passes_tokens_positions_and_slots(has_grammar, monkeypatch):
-    """Batches also carry bounds on the host, with which attention on a GPU is planned."""
+    """A batch's `seq_lens_cpu` are upper bounds of its lengths, from which the host plans attention on a GPU."""
     seen = list[Any]()
     run = ModelRunnerOutput(SimpleNamespace(hidden_states=None), can_run_graph=True)
 
@@ -125,7 +125,7 @@ def test_a_verify_passes_tokens_positions_and_slots(has_grammar, monkeypatch):
 
 
 class Experts(FusedMoE):
-    """SGLang's experts without weights."""
+    """SGLang's mixture-of-experts layer without weights."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -144,7 +144,7 @@ class Model(nn.Module):
     ("on_host", "model", "graphs", "way"),
     [
         pytest.param(True, Model(), None, "directly", id="plain"),
-        pytest.param(True, Model(Experts()), None, "through the runner", id="experts"),  # the runner prepares dispatch
+        pytest.param(True, Model(Experts()), None, "through the runner", id="experts"),  # experts need SGLang's runner
         pytest.param(True, Model(), "graphs", "through the runner", id="graphs"),
         pytest.param(False, Model(), None, "through the runner", id="on-a-device"),
     ],
@@ -163,7 +163,7 @@ def test_only_a_plain_target_on_the_host_is_called_directly(on_host, model, grap
 
 
 def test_experts_indexer_and_metrics_reach_the_scheduler(monkeypatch):
-    """A step's result carries the routed experts of its rows, as with SGLang's own worker."""
+    """SGLang's own worker also returns routed experts, indexer output and expert metrics with a step."""
     monkeypatch.setattr(results, "DraftInput", lambda **fields: SimpleNamespace(**fields))
     output = SimpleNamespace(sampling_mask_output=None)
     run = ModelRunnerOutput(output, True, "metrics", "experts", "indexer")
@@ -184,7 +184,7 @@ def narrow_plan(n_requests: int, drafted: int, width: int) -> Plan:
 
 
 def test_a_narrow_steps_stride_is_its_verify_width(monkeypatch):
-    """The stride applies to log-probabilities, to the scheduler and to the cap of a request's counts."""
+    """The stride is the number of tokens per request, for log-probabilities, the scheduler and `cap_lens`."""
     asked: list[int] = []
     monkeypatch.setattr(results, "compute_spec_logprobs", lambda *args, chain_stride: asked.append(chain_stride))
     plan, tokens_BN = narrow_plan(2, drafted=8, width=4), torch.zeros(2, 4, dtype=torch.int64)

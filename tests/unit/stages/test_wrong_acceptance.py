@@ -1,4 +1,4 @@
-"""Negative controls of the distribution test: a spoilt acceptance rule must fit the worker's signatures."""
+"""Negative controls of the distribution test: the wrong acceptance rules must fit the worker's function signatures."""
 
 import importlib
 import inspect
@@ -20,7 +20,7 @@ def test_a_spoilt_acceptance_fits_the_worker(monkeypatch: pytest.MonkeyPatch) ->
     edits = {}
     monkeypatch.setitem(sys.modules, "after_loading", SimpleNamespace(edit_after_loading=edits.update))
     monkeypatch.setenv("WRONG_ACCEPTANCE", "any")
-    monkeypatch.delitem(sys.modules, SPOILER, raising=False)  # importing it registers the edit
+    monkeypatch.delitem(sys.modules, SPOILER, raising=False)  # importing the module registers the edit
     spoiler = importlib.import_module(SPOILER)
     spoiler.RULES["any"] = any_draft
     ((module, spoil),) = edits.items()
@@ -41,7 +41,7 @@ def test_a_spoilt_acceptance_fits_the_worker(monkeypatch: pytest.MonkeyPatch) ->
     target_T, _ = Choice._sample(choice, torch.eye(3, 4), info, torch.arange(3)[None])
     target_BN = target_T[None]
     sampled, greedy = (build.ACCEPT.on_cpu(tokens_BN, target_BN, prefix_len_B) for _ in range(2))
-    assert sampled.n_accepted_B.tolist() == [2], "the rule decides where something was drawn"
+    assert sampled.n_accepted_B.tolist() == [2], "after sampling, the wrong rule decides"
     assert greedy.n_accepted_B.tolist() == [0]
 
 

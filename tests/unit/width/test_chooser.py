@@ -52,7 +52,7 @@ def test_late_outcomes_match_their_decisions():
     chooser.decide(["b", "c"])
     chooser.observe([1, 2], 3.5)
     assert policy.observed == [(["a"], 8, [7]), (["a", "b"], 4, [0, 3]), (["b", "c"], 4, [1, 2])]
-    assert policy.cost.timed == [(2, 4, 1.5)]  # only the last step has a like step before and after
+    assert policy.cost.timed == [(2, 4, 1.5)]  # timed only if adjacent steps have the same batch size and width
 
 
 def test_an_outcome_of_another_batch_is_refused():
@@ -65,7 +65,7 @@ def test_an_outcome_of_another_batch_is_refused():
 def test_time_of_a_prompt_between_two_steps_is_not_counted():
     """The overlap schedule launches a prompt before the outcome of the previous step is known.
 
-    The chooser never sees the prompt's own result. Steps take 10 ms, the prompt 300.
+    The chooser does not get the prompt's result. Steps take 10 ms, the prompt takes 300 ms.
     """
     policy = Scripted([6] * 7)
     chooser = Chooser(policy)
@@ -93,16 +93,18 @@ def took(launch: Launch) -> float:
 
 
 class Loop:
-    """SGLang's loops: each launch is followed by the outcome of the one before it (overlap schedule) or its own.
+    """Simulation of SGLang's scheduler loop.
 
-    A launch on a CPU has run when it returns. A device runs launches one after the other.
+    With `overlap` each launch is followed by the outcome of the previous launch, without it by its own outcome. With
+    `host_computes` (a CPU) a launch has finished when it returns. Otherwise a device runs the launches one after the
+    other.
     """
 
     def __init__(self, launches: Sequence[Launch], *, overlap: bool, host_computes: bool) -> None:
         self.policy = Scripted([width for launch in launches if launch != PROMPT for width in launch[1:]])
         self.chooser, self.host_computes = Chooser(self.policy), host_computes
         self.host_s = self.device_s = 0.0
-        ran = list[tuple[Launch, float]]()  # launches and when they end
+        ran = list[tuple[Launch, float]]()  # launches without an outcome yet, and their end times in s
         for launch, following in zip(launches, (*launches[1:], None), strict=True):
             ran.append((launch, self.launch(launch)))
             if not overlap or len(ran) == 2:
@@ -137,7 +139,7 @@ launches = st.lists(st.one_of(st.just((PROMPT, 1)), alike), min_size=1, max_size
 @pytest.mark.parametrize("host_computes", [True, False])
 @given(launches=launches)
 def test_timed_steps_took_the_measured_time(launches, overlap, host_computes):
-    """Any order of batches, widths and prompts is timed exactly up to the host's 10 ms per launch."""
+    """In any sequence of batch sizes, widths and prompts, times are exact up to the host's 10 ms per launch."""
     for n_requests, width, seconds in Loop(launches, overlap=overlap, host_computes=host_computes).policy.cost.timed:
         assert seconds.expected == pytest.approx(took((n_requests, width)), abs=0.02)
 
@@ -186,7 +188,7 @@ def test_a_report_covers_all_steps(caplog):
 
 @pytest.mark.parametrize(("useful", "n_warnings"), [(0, 1), (9, 1), (10, 0)])
 def test_a_draft_that_is_never_accepted_is_warned_of_once(useful, n_warnings, caplog):
-    """Fewer than 10 of 500 blocks commit a draft. Steps of one token are not counted."""
+    """The warning appears if fewer than 10 of 500 blocks commit a draft. Steps without drafts do not count."""
     chooser = Chooser(Scripted([1, 8] * 1000))
     for step in range(2000):
         chooser.decide(["a"])
@@ -258,7 +260,7 @@ def test_each_kind_makes_its_policy():
     drawn = [random.decide(["a"]).width for _ in range(30)]
     assert (random.name, set(drawn)) == ("random", {1, 4})
     assert drawn == [again.decide(["a"]).width for _ in range(30)], "the same on every rank"
-    assert timed == [], "only widths to choose from are timed"
+    assert timed == [], "steps are timed only if a policy compares widths"
     auto = make(WidthPolicy.AUTO, (1, 4))
     assert timed == [1, 2, 4, 6]
     assert (auto.name, auto.decide(["a"])) == ("auto", Decision(4, expected=4.0)), "ties go to the widest"

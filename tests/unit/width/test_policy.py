@@ -1,4 +1,8 @@
-"""Width policy: estimated acceptance, estimated step costs, and the choice between widths."""
+"""Width policy: estimated acceptance, estimated step costs, and the choice between widths.
+
+A rest is `REST` steps without drafts before each step with drafts. A look is a step that verifies the whole block to
+learn about widths that the policy does not choose.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,11 +17,11 @@ from sglang_dflash.width.acceptance import ALL_DECAY, DECAY, WARM_UP, Acceptance
 from sglang_dflash.width.cost import StepCost
 from sglang_dflash.width.policy import EARLY, EXPLORE, REST, SETTLE, Adaptive, Decision, Rhythm
 
-N = 8  # block
+N = 8  # tokens of a block
 D = N - 1
 WIDTHS = (1, 2, 4, 8)
 RIDS = ("a", "b", "c", "d", "e")
-MEMORY = 32  # steps that an observation counts for
+MEMORY = 32  # steps until an observation of a request has weight 1/e
 
 Step = tuple[list[str], int, list[int]]
 
@@ -31,7 +35,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 def trained(history: Sequence[Step]) -> Acceptance:
-    """Return the acceptance after `history`, whose requests are long enough for others to learn from at once."""
+    """Return an `Acceptance` that has observed `history`, with no request treated as a warm-up request."""
     acceptance = Acceptance(D)
     for step in history:
         for rid in step[0]:
@@ -41,7 +45,7 @@ def trained(history: Sequence[Step]) -> Acceptance:
 
 
 def now(weight: float, counts: Counts) -> np.ndarray:
-    """Return how often drafts were reached and accepted, where an observation of the last step counts 1."""
+    """Return how often each draft was reached and accepted, [2, D]. Observations of the last step have weight 1."""
     return np.array(counts).T / weight
 
 
@@ -71,7 +75,7 @@ def test_expected_length_is_concave_and_at_most_the_width(history: list[Step], l
 
 @given(st.lists(steps(), max_size=10), st.integers(1, 5), st.sampled_from(WIDTHS[:-1]))
 def test_unverified_drafts_do_not_count_as_failures(history: list[Step], n: int, width: int) -> None:
-    """A step that accepts every verified draft leaves the counts of the positions after them unchanged but decayed."""
+    """If a step accepts every verified draft, the counts of later positions only decay."""
     acceptance = trained([*history, (list(RIDS), 1, [0] * len(RIDS))])
     before_2D = now(acceptance.all_weight, acceptance.batch)
     for _ in range(n):
@@ -84,12 +88,12 @@ def test_unverified_drafts_do_not_count_as_failures(history: list[Step], n: int,
 def test_unseen_positions_get_the_estimate_of_the_one_before() -> None:
     acceptance = trained([(["a"], 4, [3])] * 50 + [(["a"], 4, [2])] * 50)
     conditional_D = conditional(acceptance, "new")
-    assert conditional_D[2] < 0.5 < 0.9 < conditional_D[1]  # the third draft was seen to fail, the second was not
+    assert conditional_D[2] < 0.5 < 0.9 < conditional_D[1]  # the third draft failed in 50 steps, the second never
     np.testing.assert_allclose(conditional_D[3:], conditional_D[2])
 
 
 def test_positions_keep_what_was_observed_of_them() -> None:
-    """Half the steps accept nothing, the others all. Then the first draft fails, and the later ones stay trusted."""
+    """Half of 100 steps accept all drafts, half none. 320 more failures of the first draft lower only its estimate."""
     acceptance = trained([(["a"], N, [0]), (["a"], N, [D])] * 50 + [(["a"], 2, [0])] * 10 * MEMORY)
     conditional_D = conditional(acceptance, "new")
     assert conditional_D[0] < 0.1
@@ -103,16 +107,17 @@ def test_a_step_is_no_evidence_after_its_first_failure() -> None:
 
 
 def test_estimates_of_a_request_shrink_to_the_others() -> None:
-    """Four observations pull a request to the others, two drafts to its own level. A new one equals the others.
+    """A request's estimate has a prior: the estimate over all requests, in odds times the request's level.
 
-    One of two drafts was accepted, where 1 was expected: first (1 + 4) / (1 + 4) = 1. Then, with a tiny decay of the
-    previous estimate, (1 + 4) / (2 + 4) = 5/6 and (1 + 4 * 5/6) / (2 + 4) = 13/18.
+    The prior has a weight of 4 observations. The prior of a level, 1, has a weight of 2 drafts. A new request has the
+    estimate over all requests: 1 at first, (1 + 4 * 1) / (1 + 4) = 1 once the draft of "a" is accepted,
+    (1 + 4 * 1) / (2 + 4) = 5/6 once the draft of "b" is rejected, and (1 + 4 * 5/6) / (2 + 4) = 13/18 when read.
     """
     acceptance = trained([(["a", "b"], 2, [1, 0])])
     estimate = {rid: acceptance.expected([rid])[2] - 1 for rid in ("a", "b", "new")}
     usual = 13 / 18
     for rid, accepted in (("a", 1), ("b", 0)):
-        level = odds((accepted + 2) / 3) / odds(1)  # 1 was the usual acceptance
+        level = odds((accepted + 2) / 3) / odds(1)  # before the step all requests were estimated at 1
         there = level * odds(usual) / (1 + level * odds(usual))
         assert estimate[rid] == pytest.approx((accepted + 4 * there) / 5)
     assert estimate["new"] == pytest.approx(usual)
@@ -131,7 +136,7 @@ def test_failed_first_drafts_leave_later_positions_unchanged() -> None:
 
 
 def test_one_step_distinguishes_a_good_request_from_bad_ones() -> None:
-    """One full acceptance raises its request's estimate, even after 100 requests that accept nothing."""
+    """One wholly accepted block raises the request's estimate, even after 100 requests that accept nothing."""
     acceptance = trained([([f"bad-{i}"], N, [0]) for i in range(100)])
     assert acceptance.expected(["good"])[N] < 1.1
     acceptance.observe(["good"], N, [D])
@@ -153,11 +158,11 @@ def test_warm_up_requests_are_not_learned_from() -> None:
         acceptance.observe(["warm-up"], N, [0])
     assert acceptance.expected(["new"]) == fresh_N
     acceptance.observe(["warm-up"], N, [0])
-    assert acceptance.expected(["new"])[N] < 0.5 * fresh_N[N], "all nine steps are known now"
+    assert acceptance.expected(["new"])[N] < 0.5 * fresh_N[N], "all nine steps count now"
 
 
 def test_observations_decay() -> None:
-    """A request's observation weighs 1/e after `MEMORY` steps, even if they draft nothing or are others'."""
+    """A request's observation has weight 1/e after `MEMORY` steps without drafts, or steps of other requests."""
     drafted_once = trained([(["a"], N, [7])] + [(["a"], 1, [0])] * MEMORY)
     others = trained([(["a"], N, [7])] + [(["b"], N, [7])] * MEMORY)
     for acceptance in (drafted_once, others):
@@ -184,7 +189,7 @@ def test_few_ended_requests_are_kept() -> None:
 
 
 def test_a_large_batch_is_forgotten_as_fast_as_a_small_one() -> None:
-    """Requests accept everything, in batches of 16 or one. Then one after another accepts nothing."""
+    """Batches of 1 or 16 requests accept everything. Then one request after the other, alone, accepts nothing."""
     n_steps = []
     for n_requests in (1, 16):
         rids = [str(i) for i in range(n_requests)]
@@ -209,7 +214,7 @@ def test_costs_between_measured_sizes(n_requests: int, seconds: list[float]) -> 
 
 @given(st.integers(1, 10), st.sampled_from((1, 4, 8)), st.floats(0.1, 5.0))
 def test_costs_converge_to_measured_times(n_requests: int, width: int, real: float) -> None:
-    """Most of a width's excess share of time is attributed to the other widths too."""
+    """At least half of the correction of a width's time, in its logarithm, also applies to the other widths."""
     cost = make_cost()
     w, before_W = cost.widths.index(width), cost.of(n_requests)
     for _ in range(1000):
@@ -217,7 +222,7 @@ def test_costs_converge_to_measured_times(n_requests: int, width: int, real: flo
     assert cost.of(n_requests) == before_W, "costs change only once the ranks have agreed"
     cost.settle()
     assert cost.of(n_requests)[w] == pytest.approx(real, rel=1e-3)
-    if n_requests not in cost.sizes:  # an interpolated size has no shares of its own
+    if n_requests not in cost.sizes:  # interpolated between two sizes, each corrected by its weight
         return
     moved_W = np.log(np.array(cost.of(n_requests)) / before_W)
     others_W = np.delete(moved_W, w)
@@ -226,9 +231,9 @@ def test_costs_converge_to_measured_times(n_requests: int, width: int, real: flo
 
 
 def test_other_batch_sizes_keep_their_costs() -> None:
-    """Three requests took 4.4 s for width 4, a tenth more than expected. Half of that goes to each adjacent size.
+    """A step of three requests at width 4 took 4.4 s instead of 4 s. The error is 10 %, so 5 % for each adjacent size.
 
-    A tenth of the half counts for all widths, and another 3 % for width 4.
+    A fraction 0.1 (`COMMON`) of the 5 % corrects all widths of the size, and 0.03 (`OWN`) more corrects width 4.
     """
     cost = make_cost()
     cost.observe(3, 4, 4.4)
@@ -238,13 +243,15 @@ def test_other_batch_sizes_keep_their_costs() -> None:
     np.testing.assert_allclose(cost.of(4), [1.005 * 2, 1.005 * 1.0015 * 6, 1.005 * 5])
 
 
+# A slowdown by 2 for a while, in steps at width 4.
 SLOWER = [(4, seconds) for seconds in (2.0, 4.0, 2.0) for _ in range(200)]
+# case: (seconds measured at launch, real steps as (width, seconds), learned seconds, tolerance), for widths 1, 4 and 8
 TAUGHT: dict[str, tuple[Sequence[float], list[tuple[int, float]], list[float], dict[str, float]]] = {
-    # Launch measured every width alike. Width 4 really takes twice as long, as steps at all widths show.
-    "a width of its own cost": ((1, 1, 1), [(1, 1.0), (4, 2.0), (8, 1.0)] * 1000, [1, 2, 1], {"atol": 0.15}),
+    # Launch measured the same time for every width. In real steps only width 4 takes twice as long.
+    "one width costs more than measured": ((1, 1, 1), [(1, 1.0), (4, 2.0), (8, 1.0)] * 1000, [1, 2, 1], {"atol": 0.15}),
     # Every step takes twice as long as at launch. Width 8 takes another second that launch missed.
-    "what launch got wrong": ((1, 2, 2), [*[(4, 4.0)] * 8, (8, 5.0)] * 100, [2, 4, 5], {"rtol": 0.1}),
-    "a machine that was slower": ((1, 2, 3), SLOWER, [1, 2, 3], {"atol": 0.1}),
+    "launch missed a second of one width": ((1, 2, 2), [*[(4, 4.0)] * 8, (8, 5.0)] * 100, [2, 4, 5], {"rtol": 0.1}),
+    "the machine was slower for a while": ((1, 2, 3), SLOWER, [1, 2, 3], {"atol": 0.1}),
 }
 
 
@@ -260,7 +267,7 @@ def test_costs_separate_one_widths_share_from_the_common_one(case):
 
 @pytest.mark.parametrize(("seconds", "error"), [((50.0, 500.0), 0.15), ((0.5, 0.0), -0.15)])
 def test_a_disturbed_step_counts_only_up_to_a_limit(seconds: tuple[float, float], error: float) -> None:
-    """One interrupted or late step hardly moves the estimate: 15 % of 5 s count."""
+    """The relative error of one disturbed step counts as at most 15 % (`MOST`). A step of 5 s is expected here."""
     for disturbed in seconds:
         cost = make_cost()
         cost.observe(4, 8, disturbed)
@@ -271,7 +278,7 @@ def test_a_disturbed_step_counts_only_up_to_a_limit(seconds: tuple[float, float]
 
 @pytest.mark.parametrize("factor", [1 / 3, 3.0])
 def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
-    """Launch measured a busy machine, or the machine is busy now. Some steps are disturbed besides."""
+    """Launch measured three times or a third of the real 1 s. Also, every fourth real step takes 10 s."""
     policy = Adaptive(WIDTHS, step_cost([factor * s for s in (1.0, 1.6, 2.4, 4.0)]))
     for step in range(32):
         policy.decide(["a"])
@@ -281,7 +288,7 @@ def test_a_wrong_launch_is_forgotten_within_32_steps(factor: float) -> None:
 
 
 class Certain(Acceptance):
-    """An acceptance with fixed estimates."""
+    """Stand-in for `Acceptance` with fixed estimates."""
 
     def __init__(self, committed_N: Sequence[float]) -> None:
         super().__init__(D)
@@ -306,13 +313,13 @@ costs = st.lists(st.floats(0.5, 8.0), min_size=len(WIDTHS), max_size=len(WIDTHS)
 def adaptive(committed_N: Sequence[float], seconds_W: Sequence[float]) -> Adaptive:
     policy = Adaptive(WIDTHS, step_cost(seconds_W))
     policy.acceptance = Certain(committed_N)
-    policy.drafted.update(("a", "another"))  # a new request would be a reason to explore
+    policy.drafted.update(("a", "another"))  # the first step of a new request would be a look
     return policy
 
 
 @given(st.floats(0.05, 0.99), costs)
 def test_the_width_with_the_best_rate_is_chosen(conditional: float, seconds_W: list[float]) -> None:
-    """The first choice has the highest rate at any costs, unless exploring is almost free."""
+    """The first choice has the most tokens per second at any step costs, unless it is an almost free look."""
     committed_N = committed(conditional)
     rate_W = [committed_N[width - 1] / seconds for width, seconds in zip(WIDTHS, seconds_W, strict=True)]
     chosen = WIDTHS.index(adaptive(committed_N, seconds_W).decide(["a"]).width)
@@ -322,7 +329,7 @@ def test_the_width_with_the_best_rate_is_chosen(conditional: float, seconds_W: l
 
 
 def test_a_local_minimum_does_not_hide_a_better_width() -> None:
-    """Width 4 does not pay for its step up, width 8 does: both cost the same."""
+    """Widths 4 and 8 cost the same. At acceptance 0.98 width 4 is worse than width 2, and width 8 is the best."""
     assert adaptive(committed(0.6), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 2
     assert adaptive(committed(0.98), (1.0, 1.1, 3.0, 3.0)).decide(["a"]).width == 8
 
@@ -345,7 +352,9 @@ def test_exploring_costs_at_most_a_share_of_the_time(conditional: float, seconds
 
 
 def test_hopeless_widths_are_not_explored() -> None:
-    """One of a thousand steps accepts all of width 4. Even certain further drafts would not pay for a longer step."""
+    """At 10 % acceptance one of 1000 steps accepts all drafts of width 4. So width 8 could not pay even if all further
+    drafts were certain.
+    """
     policy = adaptive(committed(0.1), (9.0, 9.0, 1.0, 1.8))
     assert set(widths_of(policy, 5000)) == {4}
     hopeful = adaptive(committed(0.9), (9.0, 9.0, 1.0, 1.8))
@@ -353,7 +362,10 @@ def test_hopeless_widths_are_not_explored() -> None:
 
 
 def test_at_most_one_block_is_saved_for_exploring() -> None:
-    """Exploring is nearly free at first, so more is saved than spent. At 0.5 s each, a block's 1.5 s buy three."""
+    """At first looks are nearly free, so the budget grows to its limit, the 1.5 s of a whole block.
+
+    Then a look costs 0.5 s, so the budget pays for three looks.
+    """
     policy = adaptive([1, 2, 3, 4, 4.5, 5, 5.5, 5.9999], (9.0, 9.0, 1.0, 1.5))
     assert set(widths_of(policy, 5000)) == {8}
     policy.acceptance = Certain([1, 2, 3, 4, 4, 4, 4, 4])
@@ -373,7 +385,7 @@ def test_ranks_with_equal_input_decide_the_same(history: list[Step]) -> None:
 
 
 def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
-    """The ranks agree on the first rank's clock."""
+    """Ranks measure different step times. `agree` replaces them by the first rank's."""
     first = list[np.ndarray]()
 
     def agree(rank: int) -> Callable[[np.ndarray], None]:
@@ -399,8 +411,9 @@ def test_ranks_with_clocks_of_their_own_decide_the_same() -> None:
 
 @pytest.mark.parametrize(("n_requests", "n_looks"), [(1, 2), (8, 2)])
 def test_widths_follow_changes_of_acceptance(n_requests: int, n_looks: int) -> None:
-    """Everything is accepted, then nothing, then everything. The width drops in 64 steps and rises after n_looks."""
-    down, look = 64, 1 + round((4 - 1) / EXPLORE)  # exploring costs the extra time of width 8 over width 1
+    """All drafts are accepted, then none, then all. The width drops within 64 steps and rises after `n_looks` looks."""
+    # Number of steps until the width drops, and between two looks. A look takes 4 s instead of the 1 s of width 1.
+    down, look = 64, 1 + round((4 - 1) / EXPLORE)
     rids = [f"request-{i}" for i in range(n_requests)]
     policy = Adaptive(WIDTHS, step_cost((1.0, 1.6, 2.4, 4.0)))
 
@@ -427,7 +440,10 @@ CHEAP = (1.0, 1.3, 1.5, 2.0)
 def served(
     policy: Adaptive, accept: Sequence[float], n_requests: int, n_tokens: int, seconds_W: Sequence[float]
 ) -> list[Rate]:
-    """Serve groups of requests one after the other, each with its probability of acceptance, and return their rates."""
+    """Serve groups of `n_requests` one after the other and return each group's rate.
+
+    `accept`: the probability that a draft is accepted, by group.
+    """
     rates, draws = [], np.random.default_rng(0)
     for group, p in enumerate(accept):
         rids = [f"{group}-{i}" for i in range(n_requests)]
@@ -443,7 +459,7 @@ def served(
 
 
 def test_every_request_is_explored_first() -> None:
-    """A look costs one step of 100 tokens, even after hopeless requests, and at most one more can be saved up."""
+    """A look costs the time of one token, and a hopeless request has at most two looks: 2 % of its 100 tokens."""
     policy = Adaptive(WIDTHS, step_cost(CHEAP))
     assert min(served(policy, [0.0] * 20, 1, 100, CHEAP)[1:]) > 0.98
     assert policy.decide(["new"]).width == N
@@ -476,7 +492,7 @@ def test_observations_affect_the_next_steps() -> None:
 
 
 def test_costs_are_learned_from_steps_without_drafts() -> None:
-    """A step of one token takes a hundred times as long as launch measured."""
+    """A step without drafts takes a hundred times as long as launch measured."""
     policy = Adaptive((1, 8), step_cost((1.0, 10.0), (1, 8)))
     policy.drafted.add("a")
     chosen = []
@@ -506,9 +522,9 @@ def test_rest_factors_are_accepted_over_expected() -> None:
 
 
 def clustered(policy: Adaptive, n_tokens: int, seconds_W: Sequence[float]) -> tuple[float, Counter[int]]:
-    """Return the tokens per second of one request and the count of each width.
+    """Return one request's tokens per second and the number of steps at each width.
 
-    Drafts are accepted whole, except at the four places after a step that drafted.
+    All drafts are accepted, except those of steps that begin within four tokens after a step with drafts.
     """
     seconds, place, hard_until, widths = 0.0, 0, 0, Counter[int]()
     while place < n_tokens:
@@ -524,7 +540,10 @@ def clustered(policy: Adaptive, n_tokens: int, seconds_W: Sequence[float]) -> tu
 
 
 def test_drafts_rest_where_consecutive_ones_fail() -> None:
-    """A step of one token takes 1 s, a draft 4 s. `REST` such steps and a draft of eight commit 14 tokens in 10 s."""
+    """A step without drafts takes 1 s, a step with drafts 4 s. The best cycle commits 14 tokens in 10 s.
+
+    It is 6 steps (`REST`) without drafts, then one accepted block of 8.
+    """
     seconds_W = (1.0, 4.0, 4.0, 4.0)
     policy = Adaptive(WIDTHS, step_cost(seconds_W))
     clustered(policy, 4000, seconds_W)
@@ -534,7 +553,7 @@ def test_drafts_rest_where_consecutive_ones_fail() -> None:
 
 
 def test_drafts_never_rest_without_width_one() -> None:
-    """Even a large benefit of rest is ignored without width 1."""
+    """A rest is steps of width 1, so without width 1 even a large benefit of a rest is ignored."""
     for widths, rests in ((WIDTHS, True), (WIDTHS[1:], False)):
         policy = Adaptive(widths, step_cost((1.0, 1.0, 4.0, 4.0)[-len(widths) :], widths))
         policy.acceptance = Certain(committed(0.9))
@@ -552,7 +571,7 @@ def rhythmic(committed_N: Sequence[float]) -> Adaptive:
 
 
 def test_exploring_drafts_do_not_rest() -> None:
-    """An exploring draft follows a draft directly and leaves the next rest unchanged."""
+    """A look directly follows another step with drafts, and the next rest has its full length."""
     policy = rhythmic(range(1, N + 1))
     widths = widths_of(policy, 3000)
     drafts = [i for i, width in enumerate(widths) if width > 1]
@@ -560,14 +579,17 @@ def test_exploring_drafts_do_not_rest() -> None:
 
 
 def test_a_rested_draft_commits_no_more_than_its_width() -> None:
-    """All seven drafts are accepted on average, so 1.5 times as many do not exist."""
+    """On average all seven drafts are accepted. After a rest 1.5 times as many are expected, limited to seven."""
     policy = rhythmic(range(1, N + 1))
     drafts = {decision for decision in (policy.decide(["a"]) for _ in range(3000)) if decision.width > 1}
     assert drafts == {Decision(8, 8.0, rested=True), Decision(8, 1 + 7 / 2, rested=False)}
 
 
 def test_exploring_drafts_are_rested_where_nothing_is_drafted() -> None:
-    """A mean of 0.4 of seven drafts is accepted, and 0.6 after a rest, which is not worth 4 s."""
+    """On average 0.4 of seven drafts are accepted, and 0.6 after a rest: not worth a step of 4 s.
+
+    So only looks draft, and they expect the acceptance after a rest.
+    """
     policy = rhythmic([1, *[1.4] * D])
     (look,) = {decision for decision in (policy.decide(["a"]) for _ in range(1000)) if decision.width > 1}
     assert look == (8, pytest.approx(1.6), True)
