@@ -270,7 +270,7 @@ def append_context(
     """Append T rows to `caches`. T may be 0.
 
     Args:
-        k_TLGE, v_TLGE: of one dtype in MODEL_DTYPES and equal strides, G x E contiguous. May be views of one projection.
+        k_TLGE, v_TLGE: of one dtype in MODEL_DTYPES and equal strides, G x E contiguous, e.g. views of one projection.
         positions_T, slots_T: int64, position and KV slot of each row.
         n_kept_B: int32, number of leading rows of each request to write; None: all rows.
     Raises:
