@@ -163,7 +163,7 @@ class DFlashWorker(BaseSpecWorker):
     def prewarm_sampling(self) -> SamplingPrewarmResult:
         """Build the stages and run dry steps. Before it serves, SGLang calls this method last.
 
-        Dry steps run on the stream of real steps, because PyTorch reuses freed memory only on its own stream.
+        Dry and real steps share a stream, because PyTorch reuses freed memory only on the stream that allocated it.
         """
         wait = torch.get_device_module(self.target_runner.device).synchronize
         wait()  # earlier start-up work may still run on another stream
