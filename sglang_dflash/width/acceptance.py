@@ -20,7 +20,7 @@ Counts = list[tuple[float, float]]
 
 
 class Level:
-    """Level of a request: its odds of acceptance in its last blocks, divided by the odds over all requests ("usual")."""
+    """Level of a request: its odds of acceptance in its last blocks, divided by the usual odds (of all requests)."""
 
     def __init__(self, prior: float) -> None:
         """`prior`: weight of level 1, in drafts."""
