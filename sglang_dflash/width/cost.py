@@ -9,8 +9,8 @@ import numpy as np
 # A real step's relative error is its time divided by the estimate, minus 1.
 COMMON = 0.1  # fraction of the error by which the times of all widths are corrected
 OWN = 0.03  # fraction of the error by which the time of the step's width is corrected in addition
+MOST = 0.15  # bound of the error before a width has had RECENT steps, because some steps take twice as long
 RECENT = 5  # number of last steps of a width whose median error is used
-MOST = 0.15  # bound of a single step's error, used before a width has RECENT steps, as some steps take twice as long
 
 Agree = Callable[[np.ndarray], None]  # overwrites an array in place with the same values on every rank
 

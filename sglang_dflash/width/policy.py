@@ -135,8 +135,8 @@ class Adaptive(Policy):
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
         self.review: Review | None = None  # for the requests `reviewed`; None: to be computed with new outcomes
         self.reviewed: Sequence[str] = ()
-        self.n_steps, self.n_rested = 0, 0  # number of steps, and of steps since the last one with drafts
-        self.saved_s = 0.0  # budget for looks, in seconds
+        # Number of steps, number of steps since the last one with drafts, and budget for looks in seconds.
+        self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0
         self.drafted = set[str]()  # requests that have had a step with drafts
 
     def decide(self, rids: Sequence[str]) -> Decision:
