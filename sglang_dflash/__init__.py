@@ -2,7 +2,7 @@
 
 A large language model, the target, writes one token per forward. DFlash (arXiv 2602.06036) lets it write several:
 1. A small draft model guesses a whole block in one forward. Its input is the last committed token (the anchor) and
-   N - 1 mask tokens; it fills all masks at once, as a diffusion model does in a single step.
+   N - 1 mask tokens. The draft model replaces all masks in this forward, like a diffusion model with a single step.
 2. The draft does not read the text itself. Hidden states of a few target layers (the features) are projected into K and
    V for every draft layer. These K and V are the draft's context, and make its guesses good.
 3. The target scores the block in one forward, which costs little more than scoring one token.

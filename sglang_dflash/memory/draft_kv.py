@@ -138,7 +138,7 @@ class Rings:
         return rings_for(draft)(target, draft, size=self.size, window=self.window, widest=self.widest)
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """Return the number of rings, and a function that counts those in use."""
+        """Return the number of rings, and a function that returns the number of rings in use."""
         return {"rings": (requests.size, lambda: requests.size - requests.available_size())}
 
     def available_bytes(

@@ -173,8 +173,8 @@ class RingSlots:
 
         Args:
             rows_B: rows of the requests in the request table.
-            prefix_B: number of tokens before those that are read.
-            end_B: number of tokens after the read.
+            prefix_B: for each request, position of the first token that is read.
+            end_B: for each request, position after the last token that is read.
         """
         generation_B = self.requests.req_generation[rows_B].numpy()
         new_B = (self.generation_R[rows_B] != generation_B) | (self.end_R[rows_B] != prefix_B)

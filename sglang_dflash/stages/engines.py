@@ -126,7 +126,7 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
 
 
 def fewer(sizes: Sequence[int]) -> list[int]:
-    """Return those of SGLang's captured batch sizes that are a power of two or the largest.
+    """Return SGLang's largest captured batch size, and all captured batch sizes that are powers of two.
 
     Batches of other sizes are padded, which costs little, because these widths verify few tokens per request.
     """

@@ -35,7 +35,7 @@ def allowed(
         tree: the drafts of every request, one chain each.
         barrier: function that makes the grammars accept the previous step's tokens; None: they already have.
     Returns:
-        Mask of the logits [B * N, V] that grammars forbid; None if no request has a grammar.
+        Mask to apply to the logits [B * N, V]; None if no request has a grammar.
     """
     build = partial(
         build_grammar_vocab_mask, reqs=batch.reqs, tree=tree, sampling_info=batch.sampling_info, device=device

@@ -238,7 +238,7 @@ class BlockSlots:
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
-        n_rows = len(worker.model_runner.req_to_token_pool.req_to_token)  # more than can run at once
+        n_rows = len(worker.model_runner.req_to_token_pool.req_to_token)  # more than the largest number of requests
         device = worker.model_runner.req_to_token_pool.req_to_token.device
         self.row_QN = torch.arange(n_rows * width, device=device).view(n_rows, width)
 

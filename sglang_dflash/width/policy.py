@@ -46,7 +46,7 @@ class Decision(NamedTuple):
 
 
 class Policy(ABC):
-    """Policy that chooses widths. All ranks must choose the same."""
+    """Policy that chooses widths. All ranks must choose equal widths."""
 
     name: str
     cost: StepCost | None = None  # None: the policy does not use costs
@@ -79,7 +79,7 @@ class Random(Policy):
         self.widths, self.random = widths, random.Random(0)
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Draw a width, the same on every rank."""
+        """Draw a width. All ranks draw equal widths, because their generators have equal seeds."""
         return Decision(self.random.choice(self.widths))
 
 
