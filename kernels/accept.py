@@ -5,8 +5,8 @@ Paper: Leviathan et al. 2023 (arXiv:2211.17192), for a draft that proposes each 
 Cost: one launch, launch-bound: it reads 2BN tokens and writes BN, a few KiB.
 
 `target_BN[b, i]` is the target's token after slot i, given slots 0..i: an argmax or a sample. A step emits the target's
-tokens up to the first that differs from its draft, so its output has exactly the target's distribution. The draft is a
-point mass, so rejection sampling is not needed.
+tokens up to and including the first that differs from its draft. So the output has exactly the target's distribution.
+For a draft that proposes one token with certainty, this is equivalent to rejection sampling.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from sglang_dflash_kernels.dispatch import Forms
 
 
 class Accepted(NamedTuple):
-    """Tokens that a step emits: accepted drafts, then the bonus. Rows kept: the anchor and the accepted drafts."""
+    """Result of `accept`: the tokens that a step emits, which are the accepted drafts and then the bonus."""
 
-    n_accepted_B: torch.Tensor  # int32, drafts kept, 0..N-1
+    n_accepted_B: torch.Tensor  # int32, number of accepted drafts, 0..N-1
     anchor_B: torch.Tensor  # int64, the bonus, which is the next step's anchor
-    committed_BN: torch.Tensor  # int64, kept drafts, then the bonus, then zeros
-    n_committed_B: torch.Tensor  # int32, n_accepted + 1
+    committed_BN: torch.Tensor  # int64, accepted drafts, then the bonus, then zeros (if N = 1 the bonus alone)
+    n_committed_B: torch.Tensor  # int32, n_accepted + 1, also the number of kept rows: anchor and accepted drafts
     next_prefix_len_B: torch.Tensor  # int64, committed length after the step
 
 
@@ -33,7 +33,7 @@ def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: t
     agrees_BD = tokens_BN[:, 1:] == target_BN[:, :-1]  # D = N-1 drafts
     n_accepted_B1 = agrees_BD.int().cumprod(dim=1).sum(dim=1, keepdim=True)
     slot_N = torch.arange(target_BN.shape[1], device=target_BN.device)
-    # Accepted drafts equal the target's tokens, so the target's row already contains them.
+    # Accepted drafts equal the target's tokens, so the row of `target_BN` already contains them.
     committed_BN = target_BN.where(slot_N <= n_accepted_B1, 0)
     anchor_B = target_BN.gather(1, n_accepted_B1).squeeze(1)
     n_accepted_B = n_accepted_B1.squeeze(1)
@@ -42,7 +42,7 @@ def accept_ref(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: t
 
 
 def accept_torch(tokens_BN: torch.Tensor, target_BN: torch.Tensor, prefix_len_B: torch.Tensor) -> Accepted:
-    """Compute `accept`, with fewer operations if N = 1. Then `committed_BN` is `target_BN` itself."""
+    """Compute `accept`, with fewer operations if N = 1. In this case `committed_BN` is the tensor `target_BN`."""
     if target_BN.shape[1] > 1:
         return accept_ref(tokens_BN, target_BN, prefix_len_B)
     n_accepted_B = torch.zeros_like(prefix_len_B, dtype=torch.int32)

@@ -1,16 +1,16 @@
 """Write draft KV for context: normalise and rotate K, then scatter K and V of every draft layer to their KV slots.
 
-Shapes: T packed rows, L draft layers, G KV heads of width E; a cache layer is [S slots, G, E]; the rotary table is [P
-positions, R], R <= E the rotary width, cosines in its first half and sines in its second (neox halves).
-Cost: reads 2TLGE values, writes as many; memory-bound when T is large, launch-bound in a decode step.
+Shapes: T packed rows, L draft layers, G KV heads of width E. A cache layer is [S, G, E], for S KV slots. The rotary
+table is [P, R], for P positions and rotary width R <= E: R/2 cosines, then R/2 sines (neox style).
+Cost: reads 2TLGE values, writes as many. Memory-bound when T is large, launch-bound in a decode step.
 
-The draft model's attention computes the K of a block, this op the K of its context. Attention compares the two, so both
-round alike: normalise in fp32, round to K's dtype, rotate in fp32, round again. A narrower cache rounds once more. fp8
-caches have unit scale and saturate. Without a k-norm (`k_norm_LE` None) K is only rotated.
+The draft model's attention computes the K of a block, and this op the K of the block's context. Attention uses both
+together, so this op rounds as the model does: normalise in fp32, round to K's dtype, rotate in fp32, round to K's dtype
+again. A cache of a narrower dtype rounds once more. fp8 caches have scale 1, and larger values saturate.
 
-In a decode step each request has N = T / B rows and keeps the first `n_kept_B`; other rows are neither read nor
-written. In a prefill (`n_kept_B` None) every row is kept. Kept rows must have positions in 0..P-1 and slots in 0..S-1.
-This is not checked, because a check would wait for the device. If kept rows share a slot (padding), any may remain.
+In a decode step each request has N = T / B rows. Only its first `n_kept_B` rows are read and written. In a prefill
+(`n_kept_B` is None) every row is kept. Kept rows must have positions in 0..P-1 and slots in 0..S-1. This is not
+checked, because a check would wait for the device. If kept rows share a slot (padding rows), any of them may remain.
 """
 
 from typing import NamedTuple
@@ -29,13 +29,13 @@ FP8_MAX = torch.finfo(FP8).max  # 448; larger values saturate
 class KeyTransform(NamedTuple):
     """Norm and rotation that the draft's attention applies to K between projection and cache."""
 
-    cos_sin_PR: torch.Tensor  # any model dtype
-    k_norm_LE: torch.Tensor | None  # any model dtype
-    eps: float
+    cos_sin_PR: torch.Tensor  # rotary table, any dtype in MODEL_DTYPES
+    k_norm_LE: torch.Tensor | None  # weights of the RMS norm, any dtype in MODEL_DTYPES; None: no norm
+    eps: float  # added to the mean square in the norm
 
 
 class ContextCaches(NamedTuple):
-    """K and V caches of the draft, one per layer, and tables of their addresses. Create it with `build`."""
+    """K and V caches of the draft, one of each per layer, and their device addresses. Created by `build`."""
 
     k_L: tuple[torch.Tensor, ...]  # L tensors [S, G, E]
     v_L: tuple[torch.Tensor, ...]  # L tensors [S, G, E]
@@ -44,11 +44,11 @@ class ContextCaches(NamedTuple):
 
     @classmethod
     def build(cls, k_L: list[torch.Tensor], v_L: list[torch.Tensor]) -> "ContextCaches":
-        """Check the caches and store their addresses. Repeat this after a cache is reallocated.
+        """Check the caches and store their addresses. Call `build` again if a cache is reallocated.
 
         Args:
-            k_L, v_L: [S, G, E] per layer, all alike, on 16-byte boundaries, with contiguous slots. The dtype is a model
-                dtype or fp8_e4m3; view SGLang's uint8 storage as fp8_e4m3.
+            k_L, v_L: [S, G, E] per layer, of one dtype and equal strides, on 16-byte boundaries, each slot contiguous.
+                The dtype is in MODEL_DTYPES or fp8_e4m3. View SGLang's uint8 storage of fp8 as fp8_e4m3.
         Raises:
             ValueError: the caches do not meet these conditions.
         """
@@ -126,7 +126,7 @@ def scatter(cache_SGE: torch.Tensor, slots_T: torch.Tensor, values_TGE: torch.Te
 
 @triton.jit
 def _for_cache(x, dtype: tl.constexpr, CLAMP: tl.constexpr):
-    if CLAMP is not None:  # a NaN stays NaN
+    if CLAMP is not None:  # fp8 cache; a NaN stays NaN
         x = tl.clamp(x.to(tl.float32), -CLAMP, CLAMP, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
@@ -137,17 +137,17 @@ def _append_context_kernel(
     v,
     positions,
     slots,
-    n_kept,  # or None
-    k_norm,  # or None
+    n_kept,  # None: every row is kept
+    k_norm,  # None: no norm
     cos_sin,
     k_address,
     v_address,
-    cache,  # the first cache layer, for its type
+    cache,  # the first cache layer, read only for its dtype
     row_stride,
     layer_stride,
     slot_stride,
     eps,
-    N,  # rows per request, used with n_kept
+    N,  # number of rows per request; only read if n_kept is given
     G: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
@@ -165,7 +165,7 @@ def _append_context_kernel(
     cache_dtype: tl.constexpr = cache.dtype.element_ty
     row = t * row_stride + layer * layer_stride
     slot = tl.load(slots + t) * slot_stride
-    # Without this hint the compiler stores value by value. `build` has checked the alignment.
+    # Without this hint the compiler stores single values, not vectors. `ContextCaches.build` has checked the alignment.
     k_cache = tl.multiple_of(tl.load(k_address + layer).to(cache.dtype), 16) + slot
     v_cache = tl.multiple_of(tl.load(v_address + layer).to(cache.dtype), 16) + slot
     g = tl.arange(0, BLOCK_G)[:, None]  # [G, 1]
@@ -176,7 +176,7 @@ def _append_context_kernel(
     tl.store(v_cache + g * E + e, _for_cache(value, cache_dtype, CLAMP), mask=in_head)
 
     HALF: tl.constexpr = R // 2
-    i = tl.arange(0, BLOCK_HALF)[None, :]  # [1, HALF], the plane
+    i = tl.arange(0, BLOCK_HALF)[None, :]  # [1, HALF]; values i and i + HALF of a head are rotated together
     in_half = (g < G) & (i < HALF)
     k_head = k + row + g * E  # [G, 1]
     first = tl.load(k_head + i, mask=in_half, other=0)  # [G, HALF]
@@ -270,9 +270,9 @@ def append_context(
     """Append T rows to `caches`. T may be 0.
 
     Args:
-        k_TLGE, v_TLGE: of one model dtype, equal strides and contiguous G x E, e.g. views of one projection.
+        k_TLGE, v_TLGE: of one dtype in MODEL_DTYPES and equal strides, G x E contiguous, e.g. views of one projection.
         positions_T, slots_T: int64, position and KV slot of each row.
-        n_kept_B: int32, rows kept of each request; None: all.
+        n_kept_B: int32, number of leading rows of each request to write; None: all rows.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

@@ -1,15 +1,16 @@
-"""Convolve the slots of every block of a draft, channel by channel: each slot mixes with the few before it.
+"""Convolve the slots of every block of a draft, channel by channel: a slot is mixed with the S - 1 slots before it.
 
     out[t, h] = sum over taps s <= t mod N of (base[s, h] + change[t, s, h // (H / J)]) x[t - s, h]
 
-Shapes: T rows, blocks of N slots end to end; H hidden channels in J contiguous groups of H / J; S taps.
+Shapes: T rows, which are consecutive blocks of N slots; H hidden channels in J contiguous groups of H / J; S taps.
 Source: DFlash 2, grouped dynamic depthwise convolution around each sublayer of the draft (z-lab and Inco AI 2026,
 SGLang 0.5.23's `models/dflash.py`).
-Cost: one launch, launch-bound in a decode step: it reads TH values, TSJ of change and SH of base, and writes TH. For 8
-blocks of 16 slots with 5,120 channels in bf16 these are 2.8 MB.
+Cost: one launch, launch-bound in a decode step. It reads TH values of x, TSJ of change and SH of base, and writes TH
+values: 2.8 MB for 8 blocks of 16 slots with 5,120 channels in bf16.
 
-Tap 0 is the slot itself. Taps that reach before the block are left out, so a block's result depends only on the block.
-Padding consists of whole blocks, so it changes no other result. Products and sums are fp32 and rounded once.
+Tap 0 weighs the slot itself. Taps that reach before the block are left out, so a block's result depends only on this
+block. Padding consists of whole blocks, so it does not change the results of other blocks. Products and sums are
+fp32, and the result is rounded once.
 """
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
-BLOCK_H = 512  # channels per program; one request's block then gives most multiprocessors a program
+BLOCK_H = 512  # number of channels per program; so even one request's block has a program for most multiprocessors
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,7 +62,7 @@ def _block_conv_kernel(
     row = t.to(tl.int64)
     total = tl.zeros([BLOCK_H], tl.float32)
     for s in tl.static_range(S):
-        here = (h < H) & (s <= t % N)  # in the row, and in the block
+        here = (h < H) & (s <= t % N)  # channel h is in the row, and slot t - s is in the same block
         change_H = tl.load(change + row * change_stride + s * J + group, mask=here, other=0).to(tl.float32)
         tap_H = tl.load(base + s * H + h, mask=here, other=0).to(tl.float32) + change_H
         total += tap_H * tl.load(x + (row - s) * H + h, mask=here, other=0).to(tl.float32)
@@ -71,7 +72,7 @@ def _block_conv_kernel(
 def block_conv_triton(
     x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tensor, *, block_size: int
 ) -> torch.Tensor:
-    """Compute `block_conv` by its kernel: one program per row and piece of its channels."""
+    """Compute `block_conv` by its kernel: one program per row and BLOCK_H channels."""
     (T, H), (S, J) = x_TH.shape, change_TSJ.shape[1:]
     out_TH = torch.empty_like(x_TH)
     if T:
@@ -88,8 +89,9 @@ def block_conv(x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tens
     """Return `x_TH` convolved within blocks of `block_size` >= 2 rows, [T, H] in the dtype of `x_TH`. T may be 0.
 
     Args:
-        x_TH, base_SH: contiguous, of any model dtype.
-        change_TSJ: of any model dtype. Its rows may be strided, as in one half of a projection [T, 2, S, J].
+        x_TH, base_SH: contiguous, of any dtype in MODEL_DTYPES.
+        change_TSJ: of any dtype in MODEL_DTYPES. Rows may be strided, as in one half of a projection [T, 2, S, J].
+        block_size: N.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

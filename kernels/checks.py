@@ -1,21 +1,21 @@
 """Checks of tensors against the shapes in their names: `tokens_BN` has two dimensions, B and N.
 
-Within one call a letter stands for one size. The checks run in decode steps, so they use Python integers only and never
-wait for a device.
+Within one `Shapes` a letter stands for one size. The checks run in decode steps, so they use only shapes, strides and
+dtypes, which the host has, and never wait for a device.
 """
 
 import torch
 
 
 class Shapes:
-    """Sizes of named dimensions. The first tensor with a dimension sets its size, and the first tensor the device."""
+    """Sizes of dimensions, by letter, and the device. The first checked tensor that has a letter sets its size."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self.device: torch.device | None = None
 
     def check(self, *dtypes: torch.dtype, **tensors: torch.Tensor) -> None:
-        """Check tensors, contiguous because the kernels index flat memory, whose names end in `_<dimensions>`.
+        """Check tensors whose names end in `_<letters>`. They must be contiguous, because kernels index flat memory.
 
         Raises:
             ValueError: a tensor has another shape or device, a dtype not in `dtypes`, or is not contiguous.
@@ -26,7 +26,11 @@ class Shapes:
                 raise ValueError(f"{name} has strides {tensor.stride()}; pass {name}.contiguous()")
 
     def check_strided(self, *dtypes: torch.dtype, **tensors: torch.Tensor) -> None:
-        """Do the checks of `check` except those of strides, and raise the same error."""
+        """Check tensors as `check` does, but accept any strides.
+
+        Raises:
+            ValueError: a tensor has another shape or device, or a dtype not in `dtypes`.
+        """
         for name, tensor in tensors.items():
             letters = name[name.rindex("_") + 1 :]
             wanted = [self.sizes.setdefault(*pair) for pair in zip(letters, tensor.shape, strict=False)]

@@ -1,29 +1,36 @@
 """Draft by n-gram lookup (prompt lookup): replace a block's last guesses by a copy from the request's token history.
 
-Place d of a block follows its slot d: the anchor (d = 0), or the first d of its guesses. For each place
+Terms, also of `weigh_copies`. The text is the request's token history before the anchor. A guess is a token that the
+draft model proposed. Place d, for d = 0..N-2, is the point in the block directly after slot d, where a copy can begin.
+For each place d
 
-    tail      = the text, the anchor and those d guesses
-    length    = the longest run of tokens that ends both the tail and an earlier prefix of the text, LONGEST at most;
-                0 if it is less than SHORTEST
-    source    = the end of that prefix; the latest of several, and -1 if there is none
-    copy[i]   = tail[source + i mod (len(tail) - source)]          (a run that reaches the end wraps around)
+    tail      = the text, then the anchor, then the first d guesses
+    length    = number of tokens of the longest run that ends the tail and also ends a prefix of the text, at most
+                LONGEST; 0 if the run has less than SHORTEST tokens
+    source    = length of that prefix, so the index of the token after the run; the largest if several prefixes have a
+                run of this length; -1 if length is 0
+    copy[i]   = tail[source + i mod (len(tail) - source)]     (after the last token of the tail, continue at source)
 
-The copy is taken at the first place whose match has a length that this request trusts:
+The block is replaced by a copy from the first place whose match is trusted. Matches are grouped by length into classes
+(`length_class`), and a request trusts a match if the counts `gain` and `n` of the match's class satisfy
 
-    2 (prior + gain) > 1 + n            prior is 1 for LONGEST tokens, -1 for fewer
+    2 (prior + gain) > 1 + n            prior is 1 if length = LONGEST, else -1
 
-`weigh_copies` counts `n`, the places reached, and `gain`, the tokens that copies there committed beyond the block's own
-guesses. A copy must have committed half a token more than the guesses it replaces, averaged over the request's places
-and one prior place. If no run of SHORTEST tokens recurs, the block is unchanged.
+`weigh_copies` counts them for each request and class: `n` is the number of places in earlier steps at which the outcome
+of a copy is known, `gain` the number of tokens that copies at these places would have committed beyond the guesses. So
+a copy is trusted if it gains more than half a token on average over these places and one prior place with gain `prior`.
+If no run of SHORTEST tokens recurs, the block is unchanged.
 
-Shapes: B requests, N slots per block, D = N - 1 drafts and as many places; Q rows of M tokens of text, one per request
-the server can hold; K classes of length, two counts (2) for each: gain and n.
-Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup; splicing copies into a block is new.
-Cost: reads the text once, 4M bytes per request, and writes 4N of it; 4.2 MB for 32 requests of 32k tokens. Two
-launches: the first clears 4BN bytes, the kernel does the rest. Its time is independent of the number of matches.
+Shapes: B requests, N slots per block, D = N - 1 drafts per block and also number of places; text table of Q rows of M
+tokens, one row per request that the server can run at once; K classes, with two counts (2) each: gain and n.
+Source: suffix decoding (Oliaro et al. 2024, arXiv:2411.04975) and prompt lookup. Copies inside a block are new here.
+Cost: reads each text once, at most 4M bytes per request, and writes 4N bytes per request: 4.2 MB for 32 requests of 32k
+tokens. There are two launches: the first clears 4BN bytes, the second is the kernel. The kernel's time is independent
+of the number of matches.
 
-A negative token is a placeholder (of an image). It matches nothing and is not copied: the block's own guess stays. The
-drafted tokens are written after the prefix, so that they are part of the text in the next step.
+A negative token is a placeholder, e.g. for a part of an image. It matches no token and is not copied: the guess in its
+slot stays. The resulting block is written to the text table after the prefix, so that the tokens that are committed are
+part of the text in the next step.
 """
 
 from typing import NamedTuple
@@ -36,29 +43,29 @@ from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
 SHORTEST, LONGEST = 3, 16  # limits of a match's length, in tokens
-N_CLASSES = 5  # classes of match lengths: powers of two, up to LONGEST
-LENGTH_BIT = 26  # packs length and position into one int32: texts have fewer than 2^26 tokens
+N_CLASSES = 5  # number of classes of match lengths: class c has lengths from 2^c to 2^(c+1) - 1; class 0 is unused
+LENGTH_BIT = 26  # length << LENGTH_BIT | source is one int32, so a text has fewer than 2^26 tokens
 
 _SHORTEST, _LONGEST = map(tl.constexpr, (SHORTEST, LONGEST))
 _CLASSES, _LENGTH_BIT, _POSITION = map(tl.constexpr, (N_CLASSES, LENGTH_BIT, (1 << LENGTH_BIT) - 1))
 
 
 class Texts(NamedTuple):
-    """Token histories of B requests, and counts of the value of copies from them."""
+    """Token histories of B requests, and the counts by which each request trusts matches."""
 
-    prefix_len_B: torch.Tensor  # int64, tokens in the history before the anchor
-    rows_B: torch.Tensor  # int64 or int32, the requests' rows of the next two tensors; all different
+    prefix_len_B: torch.Tensor  # int64, number of tokens in the history before the anchor
+    rows_B: torch.Tensor  # int64 or int32, each request's row in `text_QM` and `counts_QK2`; all different
     text_QM: torch.Tensor  # int32; [row, :prefix_len] is the text
-    counts_QK2: torch.Tensor  # int32; per class of length, `gain` and `n`
+    counts_QK2: torch.Tensor  # int32; `gain` and `n` of each row and class
 
 
 class Copied(NamedTuple):
-    """Blocks continued by copies, and the matches of every place."""
+    """Blocks whose last guesses are replaced by copies, and the match of every place."""
 
-    tokens_BN: torch.Tensor  # int64, the anchor, guesses up to the place, then the copy
-    place_B: torch.Tensor  # int32, 0..D; D: nothing is copied
-    source_BD: torch.Tensor  # int32, by place; -1: no match
-    length_BD: torch.Tensor  # int32, by place; 0: no match
+    tokens_BN: torch.Tensor  # int64, the anchor, `place_B` guesses, then the copy
+    place_B: torch.Tensor  # int32, place where the copy begins, 0..D-1; D: nothing is copied
+    source_BD: torch.Tensor  # int32, `source` of each place; -1: no match
+    length_BD: torch.Tensor  # int32, `length` of each place; 0: no match
 
 
 def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
@@ -84,7 +91,7 @@ def copy_draft_ref(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 
 
 def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
-    """Return the length of the longest match, and the position in `text` where it ends; `tail` begins with `text`."""
+    """Return `length` and `source` of the match for `tail`, which begins with `text`; (0, -1) if there is none."""
     best = 0, -1
     for end in range(SHORTEST, len(text) + 1):
         length = 0
@@ -96,21 +103,21 @@ def longest_match(text: list[int], tail: list[int]) -> tuple[int, int]:
 
 
 def is_trusted(length: int, gain: int, n: int) -> bool:
-    """Return True if matches of `length` tokens are copied, after `n` of them gained `gain` tokens."""
+    """Return whether a match of `length` tokens is trusted, given the counts `gain` and `n` of its class."""
     prior = 1 if length == LONGEST else -1
     return 2 * (prior + gain) > 1 + n
 
 
 def length_class(length: int) -> int:
-    """Return the class of a length: 1 for lengths 2 and 3, 2 for 4 to 7, and so on."""
+    """Return the class of a match length: 1 for lengths 2 and 3, 2 for 4 to 7, 3 for 8 to 15, 4 for 16."""
     return length.bit_length() - 1
 
 
-CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # class by length; 0 for no match
+CLASS_OF = np.array([0, *map(length_class, range(1, LONGEST + 1))])  # class of each length; class 0 for length 0
 
 
 def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Compute `copy_draft` one request at a time, all of its places at once."""
+    """Compute `copy_draft` one request at a time, but all places of the request at once."""
     B, N = tokens_BN.shape
     int32_2BD, place_B = np.zeros((2, B, N - 1), np.int32), np.full(B, N - 1, np.int32)
     (source_BD, length_BD), drafted_BN = int32_2BD, tokens_BN.numpy().copy()
@@ -133,19 +140,20 @@ def copy_draft_numpy(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 
 
 def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
-    """Return each place's longest match with its latest source, int64 [D]: length << LENGTH_BIT | source.
+    """Return the longest match of each place, int64 [D]: length << LENGTH_BIT | source; 0: no match.
 
-    The last SHORTEST tokens of each tail are compared with the whole text. Only their matches are compared further.
+    The last SHORTEST tokens of each tail are compared with the whole text. Earlier tokens of the tail are compared only
+    where these SHORTEST tokens match.
 
     Args:
         text_L: n tokens of text, then the block.
-        n: tokens of the text without the block.
+        n: number of tokens of the text without the block.
     """
     D = len(text_L) - n - 1
     best_D = np.zeros(D, np.int64)
     if n < SHORTEST or not D:
         return best_D
-    # equal[i, j]: token j of the text equals token n - 2 + i of text and block.
+    # equal[i, j] is True if text_L[j] equals text_L[n - 2 + i] and is no placeholder.
     equal = (text_L[n - SHORTEST + 1 : n + D, None] == text_L[:n]) & (text_L[:n] >= 0)
     found = equal[2:, 2:] & equal[1:-1, 1:-1] & equal[:-2, :-2]
     place_F, last_F = found.nonzero()
@@ -160,17 +168,17 @@ def longest_matches(text_L: np.ndarray, n: int) -> np.ndarray:
 
 
 def copied_from(n: int, place: int | np.ndarray, source: int | np.ndarray, N: int) -> np.ndarray:
-    """Return the positions in text and block from which the drafts after an anchor are copied, [..., D].
+    """Return, for each draft of a block, the index in text and block of the token that a copy has there, [..., D].
 
-    Positions up to `place` are arbitrary. Shared with `weigh_copies`.
+    Drafts up to `place` are not copied, so their indices are arbitrary. `weigh_copies` calls this too.
     """
     ahead = (np.arange(N - 1) - place).clip(0)
     return source + ahead % (n + place + 1 - source)
 
 
-TILE, N_WARPS = 128, 4  # positions of the text that a program compares at once, one per thread; its warps
-PROGRAMS, LEAST = 512, 16  # programs per launch, four per multiprocessor of an H200; minimum per request
-PLACES = 16  # places per program; wider blocks use several programs, which read the text again
+TILE, N_WARPS = 128, 4  # number of text positions that a program compares at once, one per thread; warps per program
+PROGRAMS, LEAST = 512, 16  # programs per launch, about four per multiprocessor of an H200; least programs per request
+PLACES = 16  # number of places per program; blocks with more places use several programs, each reading the text
 
 _PLACES, _WINDOW, _RUN = map(tl.constexpr, (PLACES, PLACES + LONGEST, (1 << LONGEST) - 1))
 
@@ -185,22 +193,24 @@ def _copy_draft_kernel(
 ):  # fmt: skip
     """Search tiles of a request's text for matches. The request's last program to finish chooses the copy and writes.
 
-    `found` [B, N] is zero before the launch. found[b, d] becomes the best match of place d, as length and source in one
-    number. found[b, N - 1] counts the programs of request b that have finished.
+    `found` [B, N] is zero before the launch. found[b, d] becomes length << LENGTH_BIT | source of place d's match.
+    found[b, N - 1] counts the programs of request b that have finished.
 
-    The tail of place d + 1 is the tail of place d and one more token. So PLACES places and their tails form one window
-    of tokens, compared once for each position of the text. Bit j of `equal` is set if the window's token j, counted
-    from its end, equals the text's. The match of the place s before the window's end is the run of ones from bit s up.
+    The tail of place d + 1 is the tail of place d and one more token. So the last tokens of the tails of PLACES places
+    form one window of PLACES + LONGEST tokens. For each text position `end`, the window's last token is compared with
+    the text's token at `end`, and the token j places earlier with the text's token at end - j. Bit j of `equal` is set
+    if these two are equal. For the place whose tail ends s tokens before the window's end, the match length is the
+    number of consecutive ones from bit s upwards.
     """
     b = tl.program_id(0).to(tl.int64)
     n = tl.load(prefix_len + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
-    n_tiles = tl.where(N > 1, tl.cdiv(n + _PLACES - 1, BLOCK_M), 0)  # N = 1: only the anchor is written
+    n_tiles = tl.where(N > 1, tl.cdiv(n + _PLACES - 1, BLOCK_M), 0)  # N = 1: no search, the anchor is only written
     n_searching = tl.minimum(tl.maximum(n_tiles, 1), tl.num_programs(1))
     if tl.program_id(1) >= n_searching:
         return
     line, block, best = text + row * M, tokens + b * N, found + b * N
-    last = (tl.program_id(2) + 1) * _PLACES - 1  # the window's last slot; negative slots are the text's end
+    last = (tl.program_id(2) + 1) * _PLACES - 1  # slot of the window's last token; slot -1 is the text's last token
     j = tl.arange(0, _WINDOW)  # [W]
     from_text = tl.load(line + n + last - j, mask=(last < j) & (n + last >= j), other=-1)
     from_block = tl.load(block + last - j, mask=(last >= j) & (last - j < N - 1), other=-1).to(tl.int32)
@@ -210,21 +220,23 @@ def _copy_draft_kernel(
     s = tl.arange(0, _PLACES)  # [P]
     found_PM = tl.zeros([_PLACES, BLOCK_M], tl.int32)
     for tile in range(tl.program_id(1), n_tiles, tl.num_programs(1)):
-        end = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M], the position that the window's end is compared with
+        end = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # [M], text positions compared with the window's last token
         at = end[None] - j[:, None]  # [W, M]
-        token = tl.load(line + at, mask=at.to(tl.uint32) < n.to(tl.uint32), other=-1)  # unsigned: negative is large
+        # As an unsigned number a negative position exceeds n, so one comparison checks both bounds.
+        token = tl.load(line + at, mask=at.to(tl.uint32) < n.to(tl.uint32), other=-1)
         equal = tl.sum(tl.where(token == window[:, None], bit[:, None], 0), axis=0) & is_text
         run = (equal[None] >> s[:, None]) & _RUN  # [P, M]
-        power = ~run & (run + 1)  # 2^length; as a float, its exponent is length + 127 and its fraction 0
-        length = power.to(tl.float32).to(tl.int32, bitcast=True) - (127 << 23)  # 23: the exponent's lowest bit
+        power = ~run & (run + 1)  # 2^length; as a float its exponent field is length + 127 and its fraction 0
+        length = power.to(tl.float32).to(tl.int32, bitcast=True) - (127 << 23)  # length << 23, the exponent field's bit
         found_PM = tl.maximum(found_PM, (length << _LENGTH_BIT - 23) + end[None] - s[:, None] + 1)
     longest = tl.max(found_PM, axis=1)
     tl.atomic_max(best + last - s, longest, mask=longest >= (_SHORTEST << _LENGTH_BIT), sem="relaxed")
-    tl.debug_barrier()  # the maxima of all threads come before the next line
+    tl.debug_barrier()  # all threads must have written their maxima before this program counts as finished
     if tl.atomic_add(best + N - 1, 1) != n_searching * tl.num_programs(2) - 1:
         return
-    slot = tl.arange(0, BLOCK_N)  # [N]; a place has the index of the slot before it
-    match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")  # past L1: other programs wrote
+    slot = tl.arange(0, BLOCK_N)  # [N]; place d follows slot d, so `slot` also indexes places
+    # .cg skips the L1 cache, which may not have what other programs have written.
+    match = tl.load(best + slot, mask=slot < N - 1, other=0, cache_modifier=".cg")
     length = match >> _LENGTH_BIT  # [N]
     source = tl.where(length > 0, match & _POSITION, -1)
     kind = (length >= 2).to(tl.int32) + (length >= 4) + (length >= 8) + (length >= 16)
@@ -248,7 +260,7 @@ def _copy_draft_kernel(
 
 
 def copy_draft_triton(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Compute `copy_draft` by its kernel: one program per request, part of the longest text, and part of a block."""
+    """Compute `copy_draft` by its kernel: programs for each request, part of the text, and PLACES places of a block."""
     B, N = tokens_BN.shape
     M = texts.text_QM.shape[1]
     int32_2BD = tokens_BN.new_empty(2, B, N - 1, dtype=torch.int32)
@@ -266,11 +278,11 @@ COPY_DRAFT = Forms(on_cpu=copy_draft_numpy, on_gpu=copy_draft_triton)
 
 
 def copy_draft(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
-    """Continue the guesses of blocks by trusted copies, and write the blocks after the prefix in `text_QM`.
+    """Replace the last guesses of blocks by trusted copies, and write the blocks after the prefix in `text_QM`.
 
     Args:
         tokens_BN: int64, the anchor and the block's guesses; N >= 1, B may be 0.
-        texts: `rows_B` must differ, which is not checked.
+        texts: token histories. `rows_B` must have no duplicates, which is not checked.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """
@@ -281,7 +293,7 @@ def copy_draft(tokens_BN: torch.Tensor, texts: Texts) -> Copied:
 
 
 def check_texts(shapes: Shapes, texts: Texts) -> None:
-    """Check shapes, dtypes and sizes of `texts`. Shared with `weigh_copies`."""
+    """Check shapes, dtypes and sizes of `texts`. `weigh_copies` calls this too."""
     shapes.check(torch.int64, prefix_len_B=texts.prefix_len_B)
     shapes.check(torch.int64, torch.int32, rows_B=texts.rows_B)
     shapes.check(torch.int32, text_QM=texts.text_QM, counts_QK2=texts.counts_QK2)

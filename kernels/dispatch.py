@@ -1,6 +1,6 @@
-"""Choice of an op's form by the device of its tensors: one form for CPU tensors, the kernel for a GPU.
+"""Choice of an op's form by the device of its tensors: a torch or numpy form for CPU tensors, the kernel for a GPU.
 
-An exception never selects the slower form: a failing kernel is a bug.
+A kernel that fails raises its error. The op does not fall back to the slower CPU form, which would hide the bug.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Op = TypeVar("Op", bound=Callable)
 
 @dataclass(frozen=True)
 class Forms(Generic[Op]):
-    """Two forms of an op. Both compute its readable definition, `*_ref`."""
+    """CPU form and GPU form of an op. Both compute the same result as the op's readable definition, `<op>_ref`."""
 
     on_cpu: Op
     on_gpu: Op
@@ -29,8 +29,8 @@ class Forms(Generic[Op]):
 
 
 def override(choose: Callable[[Forms], Any]) -> None:
-    """Use `choose` to select the form of every op in this process, on any device.
+    """Make `choose` select the form of every op in this process, on any device.
 
-    The GPU emulation uses this to run kernels in Triton's interpreter, and to count launches.
+    The GPU emulation calls this to run kernels in Triton's interpreter, and to count launches.
     """
     Forms._override = staticmethod(choose)

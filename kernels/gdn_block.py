@@ -1,6 +1,7 @@
 """Gated delta rule for a whole block of tokens as matrix products, independent of SGLang.
 
-Per value head, with state S [V, K], log decay g <= 0 and beta in (0, 1), one token does
+For each value head, with state S [V, K], log decay g <= 0 and beta in (0, 1), a token updates the state and has the
+output o:
 
     S <- exp(g) S;   delta = beta (v - S k);   S <- S + delta k^T;   o = S q
 
@@ -10,11 +11,11 @@ Over C tokens the deltas solve one triangular system. With G_t = g_1 + ... + g_t
     o_t = exp(G_t) S_0 q_t + sum_{s<=t} D_ts (q_t . k_s) delta_s
     S_C = exp(G_C) S_0     + sum_s D_Cs delta_s k_s^T
 
-Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464. Queries and keys are multiplied by the same keys and
-states, so one tensor holds both.
+Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464. Both queries and keys are multiplied by the keys and
+by the state, so one tensor holds queries and keys.
 
-Dimension key: B blocks, C tokens of a block, X = 2 C queries and then keys, G key heads, H value heads (H a multiple of
-G), Y = B H blocks of one value head, K key width, V value width. A 1 is a broadcast dimension. All fp32.
+Shapes: B blocks, C tokens per block, X = 2 C rows (C queries, then C keys), G key heads, H value heads (H a multiple of
+G), Y = B H pairs of a block and a value head, K key width, V value width. A 1 is a broadcast dimension. All fp32.
 """
 
 from functools import lru_cache
@@ -29,7 +30,7 @@ L2_EPS = 1e-6  # added to the squared norm of queries and keys
 class DeltaBlock(NamedTuple):
     """Terms of the equations above that do not depend on the state."""
 
-    qk_YXK: torch.Tensor  # queries are scaled; repeated for the value heads that share a key head
+    qk_YXK: torch.Tensor  # scaled queries, then keys; those of a key head are repeated for each of its value heads
     v_YCV: torch.Tensor
     beta_YC1: torch.Tensor
     total_YC: torch.Tensor  # G_t
@@ -50,7 +51,7 @@ class DeltaBlock(NamedTuple):
         scale: float | None = None,
         normalise: bool = True,
     ) -> "DeltaBlock":
-        """Build the terms.
+        """Build the terms from queries, keys, values, log decay and beta.
 
         Args:
             scale: factor of the queries; None: 1 / sqrt(K).
@@ -64,7 +65,7 @@ class DeltaBlock(NamedTuple):
         qk_BXGK[:, :C] *= K**-0.5 if scale is None else scale
         qk_YXK = qk_BXGK.transpose(1, 2).repeat_interleave(H // G, dim=1).flatten(0, 1)
         total_YC = by_head(g_BCH.cumsum(dim=1))
-        # Masked before exp: above the diagonal the exponent is positive and may overflow.
+        # The mask is applied before exp, because above the diagonal the exponent is positive and exp may overflow.
         decay_YCC = (total_YC[:, :, None] - total_YC[:, None]).masked_fill_(_later(C), -torch.inf).exp_()
         alike_YXC = torch.bmm(qk_YXK, qk_YXK[:, C:].transpose(1, 2))
         q_scores_YCC, k_scores_YCC = (alike_YXC.unflatten(1, (2, C)) * decay_YCC[:, None]).unbind(1)
@@ -84,13 +85,13 @@ class DeltaBlock(NamedTuple):
         return self.qk_YXK[:, self.qk_YXK.shape[1] // 2 :]
 
     def read(self, state_YVK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return exp(G_t) S_0 q_t and exp(G_t) S_0 k_t, two [Y, C, V], for states `state_YVK` before the blocks."""
+        """Return exp(G_t) S_0 q_t and exp(G_t) S_0 k_t, each [Y, C, V]; `state_YVK` is S_0, before the blocks."""
         found_YXV = torch.bmm(self.qk_YXK, state_YVK.transpose(1, 2))
         found_by_q, found_by_k = (found_YXV.unflatten(1, (2, -1)) * self.decay_YC[:, None, :, None]).unbind(1)
         return found_by_q, found_by_k
 
     def solve(self, right_YCX: torch.Tensor) -> torch.Tensor:
-        """Return X of (I + A) X = beta * right. The solver reads only the part below the diagonal, A."""
+        """Return the solution X of (I + A) X = beta * right. The solver reads only elements below the diagonal."""
         return torch.linalg.solve_triangular(
             self.k_scores_YCC * self.beta_YC1, right_YCX * self.beta_YC1, upper=False, unitriangular=True
         )
@@ -103,7 +104,7 @@ class DeltaBlock(NamedTuple):
         """Write the state after every token to `out_BCHVK`: S_t = delta_t k_t^T + exp(g_t) S_{t-1}."""
         B = len(out_BCHVK)
         torch.mul(by_token(delta_YCV, B)[..., None], by_token(self.k_YCK, B)[..., None, :], out=out_BCHVK)
-        # exp(g_t) is the decay of the first token, then D just below the diagonal.
+        # exp(g_t) is exp(G_1) for the first token, and the element of D just below the diagonal for later tokens.
         step_decay_YC = torch.cat([self.decay_YC[:, :1], self.decay_YCC.diagonal(-1, -2, -1)], dim=-1)
         steps = zip(out_BCHVK.unbind(1), by_token(step_decay_YC, B)[..., None, None].unbind(1), strict=True)
         state_BHVK = state_YVK.unflatten(0, (B, -1))

@@ -1,12 +1,13 @@
 """Fold the accepted prefix of a verified block into the recurrent states of all layers, in one launch.
 
-The records of `gdn_verify` turn the recurrence for the state after n tokens into a sum:
+`gdn_verify` records delta_i, k_i and G_i of each token i. Here G_i is the log decay from the start of the block to
+token i. With these records the recurrence for the state after n tokens becomes a sum:
 
-    S_n = exp(G_n) S_0 + sum over i <= n of exp(G_n - G_i) delta_i k_i^T        (G: log decay since the block's start)
+    S_n = exp(G_n) S_0 + sum over i <= n of exp(G_n - G_i) delta_i k_i^T
 
 Shapes: L layers, B requests, N tokens per block, G key heads, H value heads, K key width, V value width, S state slots,
 R rows of the record, X values recorded per token (`record_width`).
-Cost: reads and writes each state once, 8 L B H V K bytes, and reads the accepted records, 4 L B n X bytes.
+Cost: reads and writes each fp32 state once, 8 L B H V K bytes, and reads the records of n tokens, 4 L B n X bytes.
 Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464, eq. 10 unrolled.
 """
 
@@ -22,12 +23,15 @@ from sglang_dflash_kernels.record import record_width
 
 
 class Kept(NamedTuple):
-    """Number of tokens to keep of each request, and slots of its states; int32 or int64. All slots differ."""
+    """Number of tokens to keep of each request, and its state slots; int32 or int64.
 
-    slot_B: torch.Tensor  # state slots; negative: padding, left unchanged
-    n_B: torch.Tensor  # kept tokens of the block, 0..N; 0 leaves the state unchanged
-    # The state after token `track_step` < n of the block is also stored in `track_slot`, unless either is negative.
-    # Both None: no request stores it.
+    All non-negative values in `slot_B` and `track_slot_B` together must differ.
+    """
+
+    slot_B: torch.Tensor  # state slot of each request; negative: a padding request, whose state is not changed
+    n_B: torch.Tensor  # number of the block's tokens to keep, 0..N; 0 leaves the state unchanged
+    # A request's state after the block's token `track_step` (counted from 0, below n) is also stored in `track_slot`,
+    # if both are non-negative. Both tensors None: no such state is stored.
     track_slot_B: torch.Tensor | None = None
     track_step_B: torch.Tensor | None = None
 
@@ -48,7 +52,7 @@ def gdn_fold_ref(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kep
 
 
 def _after(state_LHVK: torch.Tensor, record_LNX: torch.Tensor, n_key_heads: int) -> torch.Tensor:
-    """Return the state after all N tokens."""
+    """Return the state, [L, H, V, K], after all N tokens of `record_LNX`, starting from `state_LHVK`."""
     H, V, K = state_LHVK.shape[1:]
     delta_LNHV, key_LNGK, total_LNH = split_record(
         record_LNX, n_value_heads=H, value_width=V, n_key_heads=n_key_heads, key_width=K
@@ -62,11 +66,11 @@ def _after(state_LHVK: torch.Tensor, record_LNX: torch.Tensor, n_key_heads: int)
 
 
 def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
-    """Compute `gdn_fold` as a sum, all requests at once."""
+    """Compute `gdn_fold` for all requests at once, by the sum in the module docstring."""
     slot_B = kept.slot_B
     before_LBHVK = state_LSHVK.index_select(1, slot_B.clamp(min=0)).float()
     wanted = [(slot_B, kept.n_B)]
-    if kept.track_slot_B is not None and kept.track_step_B is not None:  # first, because both start from the old state
+    if kept.track_slot_B is not None and kept.track_step_B is not None:
         wanted.insert(0, (kept.track_slot_B, kept.track_step_B + 1))
     for target_B, length_B in wanted:
         row_W = ((slot_B >= 0) & (target_B >= 0) & (length_B > 0)).nonzero().flatten()
@@ -84,7 +88,7 @@ def gdn_fold_torch(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: K
 def state_after(
     state_LBHVK: torch.Tensor, record_LBNX: torch.Tensor, n_B: torch.Tensor, n_key_heads: int
 ) -> torch.Tensor:
-    """Return S_n for n >= 1, [L, B, H, V, K]. Tokens past n have weight 0."""
+    """Return S_n of each request, [L, B, H, V, K], for its n = `n_B` >= 1. Tokens after the n-th have weight 0."""
     (L, B, H, V, K), G, N = state_LBHVK.shape, n_key_heads, record_LBNX.shape[2]
     delta_LBNHV, key_LBNGK, total_LBNH = split_record(
         record_LBNX, n_value_heads=H, value_width=V, n_key_heads=G, key_width=K
@@ -93,7 +97,7 @@ def state_after(
     end_LB1H = total_LBNH.gather(2, (n_B11 - 1).expand(L, B, 1, H))
     late_BN1 = torch.arange(N, device=n_B.device)[:, None] >= n_B11
     weight_LBNH = (end_LB1H - total_LBNH).masked_fill_(late_BN1, -torch.inf).exp_()
-    # Value heads that share a key head become more rows of one matrix.
+    # The value heads that share a key head are stacked as rows of one matrix, so one product serves them all.
     added_YWN = (delta_LBNHV * weight_LBNH[..., None]).permute(0, 1, 3, 4, 2).reshape(L * B * G, -1, N)
     key_YNK = key_LBNGK.transpose(2, 3).reshape(L * B * G, N, K)
     after_LBHVK = torch.bmm(added_YWN, key_YNK).view_as(state_LBHVK)
@@ -103,12 +107,12 @@ def state_after(
 @triton.jit(do_not_specialize_on_alignment=["slots", "lengths", "track_slots", "track_steps"])
 def _gdn_fold_kernel(
     state, record, slots, lengths,
-    track_slots, track_steps,  # or None
+    track_slots, track_steps,  # None: no tracked states
     stride_layer, stride_slot, stride_record_layer, stride_row,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, X: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    # Consecutive programs are tiles of one head, so that three of four find its keys in the cache.
+    # Consecutive programs are tiles of one head. So with four tiles, three find the head's keys in the L2 cache.
     TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     h, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     request, layer = tl.program_id(1), tl.program_id(2)
@@ -128,7 +132,7 @@ def _gdn_fold_kernel(
             track_slot = tl.load(track_slots + request).to(tl.int64)
             track_step = tl.load(track_steps + request)
         before = 0.0
-        # The loop passes through every intermediate state, including the tracked one.
+        # After iteration i, S is the state after token i, so the state to track is stored inside the loop.
         for i in range(n):
             total = tl.load(rows + i * X + H * V + G * K + h)
             delta_V = tl.load(rows + i * X + h * V + row, mask=in_V, other=0)
@@ -157,12 +161,14 @@ GDN_FOLD = Forms(on_cpu=gdn_fold_torch, on_gpu=gdn_fold_triton)
 
 
 def gdn_fold(state_LSHVK: torch.Tensor, record_LRNX: torch.Tensor, kept: Kept, *, n_key_heads: int) -> None:
-    """Advance the states of B >= 1 requests by their first n tokens, in place.
+    """Advance the states of B >= 1 requests by the first n tokens of their blocks, in place.
 
     Args:
-        state_LSHVK: fp32, bf16 or fp16; sums are fp32. Layers and slots may be strided.
-        record_LRNX: fp32, written by `gdn_verify`, row b for request b. N equals that of the verified block.
-        kept: number of tokens and state slots of each request.
+        state_LSHVK: fp32, bf16 or fp16. Sums are computed in fp32. Layers and slots may be strided.
+        record_LRNX: fp32, written by `gdn_verify`; row b belongs to request b of the batch, and N is the number of
+            tokens of the verified block.
+        kept: number of tokens to keep and state slots of each request.
+        n_key_heads: G.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

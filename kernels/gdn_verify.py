@@ -1,17 +1,18 @@
-"""Gated delta rule over a drafted block: outputs for every slot, and records that let `gdn_fold` keep any prefix.
+"""Gated delta rule over a drafted block: outputs for every slot, and records from which `gdn_fold` adds any prefix.
 
 Verify must not change the recurrent state, because the accepted length is not known yet. Storing the state after every
-token costs H V K values per token (3 MiB per layer in Qwen3.5-27B). A token's record has only H V + G K + H values: its
-term of the state (delta and key) and the log decay up to it.
+token costs H V K values per token (3 MiB per layer in Qwen3.5-27B). A token's record has only H V + G K + H values:
+delta and key, whose outer product the token adds to the state, and the log decay from the block's start to the token.
 
 Shapes: B requests, N tokens per block, T = B N tokens, G key heads, H value heads (H a multiple of G), K key width, V
 value width, S state slots, R rows of the record (row b belongs to request b of the batch), X = H V + G K + H.
 Cost: reads each state once, 4 B H V K bytes, the minimum; writes the records, 4 T X bytes.
 Source: Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464; the algebra of a whole block is in `gdn_block`.
 
-Both forms compute a block at once, by matrix products and one triangular system. In the definition's loop every token
-waits for the one before. The kernel multiplies in fp32 or exactly: bf16 queries and keys go to the tensor cores, with
-the state split into bf16 numbers. Nothing is rounded to bf16 or TF32.
+The CPU form and the kernel compute a block at once, by matrix products and one triangular system. The definition,
+`gdn_verify_ref`, loops over tokens. The kernel does not round factors of products to bf16 or TF32. If queries and keys
+are bf16, tensor cores multiply them by the state, split into bf16 numbers whose sum is the state. Otherwise products
+are fp32.
 
 Requests with a negative slot are padding. Their outputs are zero for any inputs, so that no NaN reaches the target.
 Their rows of the record are not written.
@@ -28,10 +29,12 @@ from sglang_dflash_kernels.dispatch import Forms
 from sglang_dflash_kernels.gdn_block import L2_EPS, DeltaBlock, by_token, log_decay
 from sglang_dflash_kernels.record import record_width
 
-SMALLEST = 16  # smallest side of a multiplied tile
-BLOCK_C = 32  # columns of the state multiplied at a time
-MANY_HEADS = 128  # heads of a launch that fill the multiprocessors: 108 of an A100, 132 of an H200, 148 of a B200
-N_BFLOAT16S = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}  # bf16 values whose sum is exact
+SMALLEST = 16  # smallest side of a tile in `tl.dot`
+BLOCK_C = 32  # number of columns of the state in one product
+# Number of heads in a launch from which on one program per head fills a GPU's multiprocessors: 108 of an A100, 132 of
+# an H200, 148 of a B200.
+MANY_HEADS = 128
+N_BFLOAT16S = {torch.float32: 3, torch.float16: 2, torch.bfloat16: 1}  # number of bf16 values with this dtype as sum
 
 INF = tl.constexpr(float("inf"))
 
@@ -39,7 +42,7 @@ INF = tl.constexpr(float("inf"))
 class Inputs(NamedTuple):
     """Inputs of the recurrence in one layer. Rows of q, k, v, a and b may be strided; each row is contiguous."""
 
-    q_TGK: torch.Tensor  # q, k and v come from the convolution and are not normalised
+    q_TGK: torch.Tensor  # q, k and v are outputs of the layer's convolution, not normalised
     k_TGK: torch.Tensor
     v_THV: torch.Tensor
     a_TH: torch.Tensor  # the log decay is -exp(A_log) softplus(a + dt_bias)
@@ -85,7 +88,7 @@ def gdn_verify_ref(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, re
 def gdn_verify_torch(
     x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record_RNX: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `gdn_verify` for whole blocks at once, with `gdn_block`."""
+    """Compute `gdn_verify` for whole blocks at once, with `DeltaBlock`."""
     B = len(slot_B)
     N, (G, K), (H, V) = len(x.q_TGK) // B, x.q_TGK.shape[1:], x.v_THV.shape[1:]
     block = DeltaBlock.of(
@@ -98,7 +101,7 @@ def gdn_verify_torch(
     found_by_q, found_by_k = block.read(state_SHVK.index_select(0, slot_B.clamp(min=0)).float().flatten(0, 1))
     delta_YNV = block.solve(block.v_YCV - found_by_k)
     kept = split_record(record_RNX[:B, :N], n_value_heads=H, value_width=V, n_key_heads=G, key_width=K)
-    # Value heads that share a key head have the same key, so the first one's is stored.
+    # Value heads that share a key head have the same key, so every H // G-th key is stored.
     values = (by_token(delta_YNV, B), by_token(block.k_YCK, B)[:, :, :: H // G], by_token(block.total_YC, B))
     out_BNHV = by_token(block.outputs(found_by_q, delta_YNV), B)
     padding_B = slot_B < 0
@@ -115,10 +118,10 @@ def gdn_verify_torch(
 
 @triton.jit
 def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
-    """Return `sum_NV` + rows S^T with exact products.
+    """Return `sum_NV` + rows S^T, without rounding the factors.
 
-    With PARTS > 0, bf16 rows are multiplied by the PARTS bf16 numbers whose sum is S, the largest first. With PARTS = 0
-    products are fp32.
+    With PARTS > 0, S is split into a sum of PARTS bf16 numbers, the largest first. The bf16 rows are multiplied by each
+    of these numbers. With PARTS = 0, products are fp32.
     """
     if PARTS == 0:
         sum_NV = tl.dot(rows_NC.to(tl.float32), tl.trans(S_VC), sum_NV, input_precision="ieee")
@@ -131,7 +134,10 @@ def _add_read(rows_NC, S_VC, sum_NV, PARTS: tl.constexpr):
 
 @triton.jit
 def _inverse(A_NN, later, earlier, BLOCK_N: tl.constexpr):
-    """Return (I + A)^-1 for strictly lower triangular A: diagonal blocks P, Q with corner C give -Q^-1 C P^-1."""
+    """Return (I + A)^-1 for strictly lower triangular A, by merging inverses of diagonal blocks of 1, 2, 4, ... rows.
+
+    The inverse of a matrix with diagonal blocks P and Q and lower left block C has the lower left block -Q^-1 C P^-1.
+    """
     inverse_NN = tl.where(later == earlier, 1.0, tl.where(later // 2 == earlier // 2, -A_NN, 0.0))
     LEVELS: tl.constexpr = (BLOCK_N - 1).bit_length()
     for level in tl.static_range(1, LEVELS):
@@ -157,7 +163,7 @@ def _gdn_verify_kernel(
     row = tile * BLOCK_V + tl.arange(0, BLOCK_V)  # [V]
     here_NV = in_N[:, None] & (row < V)[None]
     out_NV = out + (t_N[:, None] * H + h) * V + row[None]
-    # Loads that need no other loaded value come first.
+    # Loads whose addresses do not depend on a loaded value come first, so that they overlap.
     slot = tl.load(slots + request).to(tl.int64)
     x_N = tl.load(a + t_N * stride_a + h, mask=in_N, other=0).to(tl.float32) + tl.load(dt_bias + h).to(tl.float32)
     rate = -tl.exp(tl.load(A_log + h).to(tl.float32))
@@ -167,7 +173,7 @@ def _gdn_verify_kernel(
         tl.store(out_NV, tl.zeros([BLOCK_N, BLOCK_V], out.dtype.element_ty), mask=here_NV)
         return
 
-    # Products of the given bf16 numbers are exact, so the norms are divided out only below.
+    # q and k are multiplied as given, because products of bf16 numbers are exact. Their norms are divided out below.
     qq_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     kk_NC = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     qk_NN = tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
@@ -195,7 +201,7 @@ def _gdn_verify_kernel(
     total_N = tl.cumsum(tl.where(in_N, rate * softplus_N, 0.0), axis=0)
     left_N = tl.exp(total_N)
     later, earlier = n[:, None], n[None]
-    # Masked before exp: above the diagonal the exponent is positive and may overflow.
+    # The mask is applied before exp, because above the diagonal the exponent is positive and exp may overflow.
     decay_NN = tl.exp(tl.where(later >= earlier, total_N[:, None] - total_N[None], -INF)) * per_k_N[None]
     A_NN = tl.where(later > earlier, (beta_N * per_k_N)[:, None] * decay_NN * kk_NN, 0.0)
     right_NV = beta_N[:, None] * (v_NV.to(tl.float32) - (left_N * per_k_N)[:, None] * kS_NV)
@@ -223,8 +229,8 @@ def gdn_verify_triton(
     """Compute `gdn_verify` by its kernel: one program per request, value head and tile of the state's rows.
 
     Raises:
-        ValueError: there are more requests, padding included, than rows of the record. The record needs a row for every
-            request of the largest captured batch.
+        ValueError: there are more requests, padding included, than rows R of the record. R must be at least the number
+            of requests of the largest captured batch.
     """
     B, (G, K), (H, V) = len(slot_B), x.q_TGK.shape[1:], x.v_THV.shape[1:]
     if len(record_RNX) < B:
@@ -247,14 +253,15 @@ def gdn_verify_triton(
 
 
 def geometry(n_heads: int, block_v: int) -> tuple[int, int]:
-    """Return the number of state rows and the number of warps per program.
+    """Return the number of state rows per program, and the number of warps per program.
 
-    Every tile of a head solves the same small system, so whole heads need the fewest instructions. With fewer heads
-    than multiprocessors a program's latency dominates. A quarter of a head has half the latency.
+    A program computes a tile: some or all rows of one head's state. All tiles of a head solve the same small triangular
+    system, so one tile per head needs the fewest instructions. With fewer heads than multiprocessors a program's
+    latency dominates, and a tile of a quarter of a head has half the latency of a whole head.
 
     Args:
-        n_heads: value heads of all requests of the launch.
-        block_v: rows of a head's state, padded to a power of two.
+        n_heads: number of value heads of all requests of the launch.
+        block_v: number of rows of a head's state, padded to a power of two.
     """
     return (min(128, block_v), 8) if n_heads >= MANY_HEADS else (min(32, block_v), 4)
 
@@ -266,10 +273,10 @@ def gdn_verify(x: Inputs, state_SHVK: torch.Tensor, slot_B: torch.Tensor, record
     """Verify B >= 1 blocks of T / B tokens. Return the outputs [T, H, V] in v's dtype.
 
     Args:
-        x: inputs of the layer.
+        x: inputs of the layer, each fp32, bf16 or fp16.
         state_SHVK: fp32, bf16 or fp16, not changed. Slots may be strided.
-        slot_B: int32 or int64, state slots of the requests; negative: padding.
-        record_RNX: fp32, written; R >= B, N >= T / B.
+        slot_B: int32 or int64, state slot of each request; negative: padding.
+        record_RNX: fp32, written; R >= B, N >= T / B. Rows may be strided.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

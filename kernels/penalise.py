@@ -1,13 +1,13 @@
 """Penalise the target's logits at every slot, by the tokens of the output and of the drafts up to the slot.
 
-Shapes: B requests, N tokens per block (slot 0 is the anchor), V vocabulary; P of the requests have a penalty, each
-with at most E stop tokens; the table of counts has R rows.
+Shapes: B requests, N tokens per block (slot 0 is the anchor), V vocabulary. P of the requests have a penalty, each
+with at most E stop tokens. The table of counts has R rows.
 Cost: reads and writes the logits of P * N slots and reads the counts of P rows once per slot: 12 PNV bytes in fp32, a
 hundredth of the bytes that a 27B target reads to verify these slots.
 
-`counts_RV` counts each token in a request's output, anchor included. Slot i also counts the drafts 1..i, because its
-token is kept only if they are kept. The order is SGLang's: additive penalties (frequency, presence, and minus
-infinity for stop tokens before `min_new_tokens`), then scaling (repetition).
+`counts_RV` counts each token in a request's output, anchor included. At slot i the drafts 1..i are counted in addition,
+because the token chosen at slot i is committed only if these drafts are accepted. The order is SGLang's: first additive
+penalties (frequency, presence, and minus infinity for stop tokens before `min_new_tokens`), then scaling (repetition).
 """
 
 from typing import NamedTuple
@@ -18,24 +18,31 @@ import triton.language as tl
 from sglang_dflash_kernels.checks import Shapes
 from sglang_dflash_kernels.dispatch import Forms
 
-BLOCK_V = 1024  # tokens of the vocabulary per program
+BLOCK_V = 1024  # number of token ids per program
 INF = tl.constexpr(float("inf"))
 
 
 class Asked(NamedTuple):
-    """Requests of a batch with a penalty, and their parameters."""
+    """The P requests of a batch that have a penalty, and their parameters."""
 
-    index_P: torch.Tensor  # int64, indices of the requests in the batch
-    row_P: torch.Tensor  # int64, rows of the requests in the counts
-    frequency_P: torch.Tensor  # float32, subtracted once per occurrence
-    presence_P: torch.Tensor  # float32, subtracted once from tokens that occurred
-    repetition_P: torch.Tensor  # float32, divides positive logits of tokens that occurred and multiplies negative ones
-    min_new_P: torch.Tensor  # int64, output tokens before a stop token may be chosen
-    stop_PE: torch.Tensor  # int64, stop tokens; the rest -1
+    index_P: torch.Tensor  # int64, index of each request in the batch
+    row_P: torch.Tensor  # int64, row of each request in `counts_RV`
+    frequency_P: torch.Tensor  # float32, subtracted from a token's logit once per occurrence
+    presence_P: torch.Tensor  # float32, subtracted once from the logit of each token that occurred
+    # float32; for each token that occurred, divides its logit if positive, and multiplies its logit if negative
+    repetition_P: torch.Tensor
+    min_new_P: torch.Tensor  # int64, number of output tokens before a stop token may be chosen
+    stop_PE: torch.Tensor  # int64, stop tokens, padded with -1
 
 
 def additive(counts_PNV: torch.Tensor, n_output_PN: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Return addends, float32 [P, N, V], for the logits after `n_output_PN` tokens with these counts."""
+    """Return the values to add to logits, float32 [P, N, V].
+
+    Args:
+        counts_PNV: int32, number of occurrences of each token, up to and including each slot.
+        n_output_PN: int64, number of output tokens up to and including each slot.
+        asked: parameters.
+    """
     added_PNV = -(asked.frequency_P[:, None, None] * counts_PNV)
     added_PNV -= asked.presence_P[:, None, None] * (counts_PNV > 0)
     token_V = torch.arange(counts_PNV.shape[2], device=counts_PNV.device)
@@ -45,7 +52,7 @@ def additive(counts_PNV: torch.Tensor, n_output_PN: torch.Tensor, asked: Asked) 
 
 
 def scaling(counts_PNV: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Return the scale, float32 [P, N, V]: it multiplies negative logits and divides the others."""
+    """Return scales, float32 [P, N, V]: a negative logit is multiplied by its scale, any other is divided by it."""
     return torch.where(counts_PNV > 0, asked.repetition_P[:, None, None], 1.0)
 
 
@@ -97,7 +104,7 @@ def _penalise_kernel(
     here = logits + b * stride_b + slot * stride_n + v  # [V]
     x = tl.load(here, mask=v < V, other=0).to(tl.float32)  # [V]
     count = tl.load(counts + tl.load(row + p) * V + v, mask=v < V, other=0)  # [V]
-    for i in range(slot):  # int32, because comparing V tokens as int64 takes twice the registers
+    for i in range(slot):  # tokens are compared as int32, because int64 takes twice the registers
         count += (v == tl.load(tokens + b * N + 1 + i).to(tl.int32)).to(tl.int32)
     occurred = count > 0  # [V]
     x += -(tl.load(frequency + p) * count.to(tl.float32)) - tl.where(occurred, tl.load(presence + p), 0.0)
@@ -113,7 +120,7 @@ def _penalise_kernel(
 def penalise_triton(
     logits_BNV: torch.Tensor, tokens_BN: torch.Tensor, n_output_P: torch.Tensor, counts_RV: torch.Tensor, asked: Asked
 ) -> None:
-    """Compute `penalise` by its kernel: one program per slot and piece of the vocabulary."""
+    """Compute `penalise` by its kernel: one program per request with a penalty, slot, and BLOCK_V token ids."""
     (P, E), (N, V) = asked.stop_PE.shape, logits_BNV.shape[1:]
     grid = P, N, triton.cdiv(V, BLOCK_V)
     stride_b, stride_n, _ = logits_BNV.stride()
@@ -134,9 +141,9 @@ def penalise_(
     Args:
         logits_BNV: float32, bfloat16 or float16. Rows may be strided, as with a padded vocabulary.
         tokens_BN: int64, anchor and drafts.
-        n_output_P: int64, length of the output before the token chosen at slot 0.
-        counts_RV: int32, occurrences of each token in the output.
-        asked: all requests differ, rows and tokens lie inside the tables; neither is checked.
+        n_output_P: int64, number of output tokens up to and including the anchor.
+        counts_RV: int32, number of occurrences of each token in the output, anchor included.
+        asked: `index_P` without duplicates, `row_P` below R, and token ids below V. This is not checked.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

@@ -1,12 +1,12 @@
 """Plan the next block of every request: its tokens before drafting, their positions, and their KV slots.
 
-Shapes: B requests, N tokens per block (slot 0 is the anchor, the rest masks to be drafted); the request-to-token table
-has Q rows of M KV slots, one row per request the server can hold.
+Shapes: B requests, N tokens per block (slot 0 is the anchor, slots 1..N-1 are mask tokens). SGLang's request-to-token
+table has Q rows of M KV slots, one row per request that the server can run at once.
 Cost: one launch, launch-bound: it reads BN slots and writes 3BN values, a few KiB.
 
-The block directly follows the prefix, because the anchor is committed but has no KV yet. The scheduler reserves slots
-for the whole block before the step. Positions past the end of a row get KV slot 0, the padding slot, whose content is
-never read. `req_pool_indices_B` must be rows of the table, which is not checked.
+The anchor is committed but has no KV yet, so it has the first position after the prefix. The scheduler reserves KV
+slots for the whole block before the step. Positions past the end of a table row (M and above) get KV slot 0, the
+padding slot, whose content is never read. `req_pool_indices_B` must be rows of the table, which is not checked.
 """
 
 from typing import NamedTuple
@@ -102,9 +102,10 @@ def plan_block(
     """Plan blocks of `n_tokens` >= 1. B may be 0.
 
     Args:
-        anchor_B, prefix_len_B: int64, last committed tokens and committed lengths without them.
-        req_pool_indices_B: int64 or int32, rows of the table.
-        req_to_token: int32 [Q, M].
+        anchor_B: int64, last committed token of each request.
+        prefix_len_B: int64, number of committed tokens before the anchor.
+        req_pool_indices_B: int64 or int32, row of each request in `req_to_token`.
+        req_to_token: int32 [Q, M], SGLang's request-to-token table.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

@@ -1,4 +1,4 @@
-"""Size of a record of the gated delta rule, without torch, for memory estimates outside a server."""
+"""Size of a record of `gdn_verify`. This module does not import torch, so that memory estimates can run without it."""
 
 
 def record_width(n_value_heads: int, value_width: int, n_key_heads: int, key_width: int) -> int:

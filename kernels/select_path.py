@@ -1,17 +1,20 @@
-"""Choose a path through the candidates of a block: in each slot the candidate that best follows the token before.
+"""Choose the drafts of a block greedily, slot by slot: in each slot the candidate that best follows the previous token.
 
-    score[c] = unary[b, d, c] + sum over r of (A[previous, r] query[b, d, r]) B[candidates[b, d, c], r]
-    previous = drafts[b, d] = candidates[b, d, the first c of the largest score]        (at d = 0 it is the anchor)
+For request b, `previous` starts as the anchor. Then for d = 0, 1, ..., D - 1:
 
-Shapes: B requests, D drafts per block, K candidates per draft, V vocabulary, R rank of the tables: A of predecessors, B
-of successors.
+    score[c]     = unary[b, d, c] + sum over r of (A[previous, r] query[b, d, r]) B[candidates[b, d, c], r]
+    drafts[b, d] = candidates[b, d, c] for the lowest c with the largest score
+    previous     = drafts[b, d]
+
+Shapes: B requests, D drafts per block, K candidates per draft, V vocabulary, R rank of the two [V, R] tables: A has a
+row per predecessor token, B a row per successor token.
 Source: DFlash 2, candidate selector (z-lab and Inco AI 2026, SGLang 0.5.23's `models/dflash.py`).
-Cost: one launch, latency-bound because of D dependent steps. It reads BD(K + 1)R values of the tables and BDR of the
-query: 1.1 MB for 8 requests, 15 drafts of 16 candidates and rank 256 in bf16.
+Cost: one launch, latency-bound because of D dependent steps. It reads BD(K + 1)R values of the tables and BDR values of
+the query: 1.1 MB for 8 requests, 15 drafts of 16 candidates and rank 256 in bf16.
 
-A greedy walk needs one predecessor row per slot, that of the chosen token. SGLang's walk may sample, so it scores the
-lattice of all K x K pairs: it reads DKR predecessor values instead of DR, writes DKK scores in fp32 and reads DK of
-them. Scores in registers save these 115 kB and 16 kB per request at the sizes above.
+This greedy walk reads one row of A per slot, the row of the previous token. SGLang's walk may sample, so it scores all
+K x K pairs of candidates of adjacent slots. It reads DKR values of A instead of DR, writes DKK scores in fp32 and reads
+DK of them. At the sizes above, this kernel saves 115 kB of A and 16 kB of scores per request.
 """
 
 import torch
@@ -54,14 +57,14 @@ def select_path_torch(
     predecessor_VR: torch.Tensor,
     successor_VR: torch.Tensor,
 ) -> torch.Tensor:
-    """Compute `select_path` for all requests at once. The candidates' rows are read before the walk."""
+    """Compute `select_path` for all requests at once. The successor rows of all slots are read in advance."""
     B, D, _ = candidates_BDK.shape
     drafts_BD = torch.empty((B, D), dtype=torch.int64, device=candidates_BDK.device)
     after_BDKR, query_BDR = successor_VR[candidates_BDK].float(), query_BDR.float()
     previous_B = anchor_B
     for d in range(D):
         wanted_B1R = (predecessor_VR[previous_B].float() * query_BDR[:, d])[:, None]
-        # A sum, unlike a matrix product, gives equal rows equal scores, so that the first of them wins.
+        # Unlike a matrix product, a sum gives equal rows equal scores, so the lowest index among equal candidates wins.
         score_BK = unary_BDK[:, d] + (after_BDKR[:, d] * wanted_B1R).sum(dim=2)
         previous_B = candidates_BDK[:, d].gather(1, score_BK.argmax(dim=1, keepdim=True))[:, 0]
         drafts_BD[:, d] = previous_B
@@ -83,14 +86,15 @@ def _select_path_kernel(
     token = tl.load(candidates + b * D * K + c, mask=c < K, other=0)  # [K]
     for d in range(D):
         slot = b * D + d
-        # The next slot's candidates are loaded early, so that each slot waits for memory once, not twice.
+        # The next slot's candidates are loaded one slot early. So each slot waits for memory once, not twice.
         ahead = tl.load(candidates + (slot + 1) * K + c, mask=(c < K) & (d + 1 < D), other=0)  # [K]
         own = tl.load(unary + slot * K + c, mask=c < K, other=-INF)  # [K]
         asked = tl.load(query + slot * R + r, mask=r < R, other=0).to(tl.float32)  # [R]
         before = tl.load(predecessor + previous * R + r, mask=r < R, other=0).to(tl.float32)  # [R]
         after = tl.load(successor + token[:, None] * R + r[None], mask=in_table, other=0).to(tl.float32)  # [K, R]
-        best = tl.argmax(own + tl.sum(after * (before * asked)[None], axis=1), axis=0)  # the first of equals
-        # A sum, unlike a load, has no memory latency. Even with NaN scores its result is a row of the table.
+        best = tl.argmax(own + tl.sum(after * (before * asked)[None], axis=1), axis=0)  # the lowest index on ties
+        # Select the token by a sum, which has no memory latency, unlike a load. Even if scores are NaN, `previous` is a
+        # candidate or 0, so it stays a valid row of the tables.
         previous = tl.sum(tl.where(c == best, token, 0), axis=0)
         tl.store(drafts + slot, previous)
         token = ahead
@@ -131,10 +135,10 @@ def select_path(
 
     Args:
         candidates_BDK: int64, candidate tokens of each draft, K >= 1.
-        unary_BDK: float32, the candidates' own scores.
-        query_BDR: hidden states of the slots, projected to the rank of the tables, in the tables' dtype.
-        anchor_B: int64, anchors. Candidates and anchors lie inside the tables, which is not checked.
-        predecessor_VR, successor_VR: float32, bfloat16 or float16.
+        unary_BDK: float32, the candidates' scores without regard to the previous token.
+        query_BDR: hidden states of the slots, projected to R values, in the tables' dtype.
+        anchor_B: int64, anchors. Candidates and anchors must be below V, which is not checked.
+        predecessor_VR, successor_VR: tables A and B, float32, bfloat16 or float16.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

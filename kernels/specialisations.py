@@ -1,8 +1,9 @@
-"""Specialisations of each kernel. The first launch of each waits 0.3 to 1 s for the compiler.
+"""Specialisations of each kernel: the variants that Triton compiles, each in 0.3 to 1 s at its first launch.
 
-A server's dtypes, layouts and model shapes never change. Quantities that change from launch to launch are arguments
-here. Triton is kept from specialising on values by chance (a size of 1 or a multiple of 16, an aligned pointer).
-`of_server` lists all specialisations that a server can meet, so that start-up can launch them all.
+A server's dtypes, layouts and model shapes never change. The functions here take the quantities that change from launch
+to launch, and return a key. Launches with equal keys use the same compiled variant. By default Triton also specialises
+on a size of 1, on multiples of 16 and on aligned pointers. The kernels switch this off for arguments that change
+(`do_not_specialize`). `of_server` lists all keys that can occur on a server, so that start-up can compile them all.
 `tests/tools/compile_kernels.py` compares this file with Triton's compilations.
 """
 
@@ -27,72 +28,72 @@ KERNELS = (
 
 
 class Server(NamedTuple):
-    """Sizes of a server that select specialisations."""
+    """Sizes and features of a server that determine its specialisations."""
 
     widths: tuple[int, ...]  # verify widths
     block_size: int  # tokens per drafted block
-    batch_sizes: Iterable[int]  # numbers of requests of a step, padding included
-    n_value_heads: int  # per recurrent layer and rank; 0: no state is folded
+    batch_sizes: Iterable[int]  # possible numbers of requests in a step, padding requests included
+    n_value_heads: int  # number of value heads per recurrent layer and rank; 0: gdn_verify and gdn_fold are not used
     value_width: int
     tracks: bool  # steps pass a track index, because recurrent states are saved at multiples of the track interval
-    conv_taps: int = 0  # taps of the draft's convolution; 0: none
-    selector_top_k: int = 0  # candidates per slot of the draft's selector; 0: none
-    copies: bool = False  # n-gram copies continue blocks
+    conv_taps: int = 0  # number of taps of the draft's convolution; 0: the draft has no convolution
+    selector_top_k: int = 0  # candidates per slot of the draft's selector; 0: the draft has no selector
+    copies: bool = False  # the server makes n-gram copies
 
 
 def plan_block(n_tokens: int) -> Hashable:
-    """Return the specialisation: one per power of two that the block fits into."""
+    """Return the key: the least power of two that is at least the number of tokens per block."""
     return triton.next_power_of_2(n_tokens)
 
 
 def accept(n_tokens: int) -> Hashable:
-    """Return the specialisation: one per power of two that the block fits into."""
+    """Return the key: the least power of two that is at least the number of tokens per block."""
     return triton.next_power_of_2(n_tokens)
 
 
 def penalise() -> Hashable:
-    """Return the only specialisation: it is independent of the width and of the number of stop tokens."""
+    """Return the only key: the compiled variant serves all widths and all numbers of stop tokens."""
     return "any"
 
 
 def append_context(*, n_kept: bool) -> Hashable:
-    """Return the specialisation: for the kept rows of a step's blocks, or for rows all kept (prompts, late rows)."""
+    """Return the key. `n_kept`: only some rows are kept, as in a step; False: all are, as in prompts and late rows."""
     return "accepted" if n_kept else "all"
 
 
 def gdn_verify(n_requests: int, n_tokens: int, n_value_heads: int, value_width: int) -> Hashable:
-    """Return the specialisation: one per size of a block and per geometry of the launch."""
+    """Return the key: the padded number of tokens per block, and `geometry` of the launch."""
     block_v = max(SMALLEST, triton.next_power_of_2(value_width))
     return max(SMALLEST, triton.next_power_of_2(n_tokens)), *geometry(n_requests * n_value_heads, block_v)
 
 
 def gdn_fold(*, tracked: bool) -> Hashable:
-    """Return the specialisation: with tracked states, or without."""
+    """Return the key. `tracked`: the launch gets track slots."""
     return "tracked" if tracked else "untracked"
 
 
 def block_conv(n_taps: int) -> Hashable:
-    """Return the specialisation: one per number of taps, for any block size and side of the sublayer."""
+    """Return the key: the number of taps. One variant serves all block sizes, before and after a sublayer."""
     return n_taps
 
 
 def select_path(top_k: int) -> Hashable:
-    """Return the specialisation: one per number of candidates, for any block size."""
+    """Return the key: the number of candidates. One variant serves all block sizes."""
     return top_k
 
 
 def copy_draft(n_tokens: int) -> Hashable:
-    """Return the specialisation: one per power of two that the block fits into."""
+    """Return the key: the least power of two that is at least the number of tokens per block."""
     return triton.next_power_of_2(n_tokens)
 
 
 def weigh_copies(n_tokens: int) -> Hashable:
-    """Return the specialisation: one per power of two that the block fits into."""
+    """Return the key: the least power of two that is at least the number of tokens per block."""
     return triton.next_power_of_2(n_tokens)
 
 
 def of_server(server: Server) -> dict[str, set[Hashable]]:
-    """Return all specialisations that a server can meet, by kernel. Blocks of one token use no `gdn_verify`."""
+    """Return all keys that can occur on a server, by kernel. Blocks of one token do not use the GDN kernels."""
     drafted = [width for width in server.widths if width > 1]
     specialisations = {
         "plan_block": {plan_block(n_tokens) for n_tokens in (*server.widths, server.block_size)},

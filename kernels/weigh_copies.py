@@ -1,17 +1,18 @@
-"""Count the gain of copies over a block's own guesses, at every place that the target reached.
+"""Count the gain of copies over a block's own guesses, at every place where the outcome of a copy is known.
 
-The committed tokens show which drafts would have been accepted. For each request, with the places, sources and lengths
-of `copy_draft`:
+Place d of a block follows slot d (see `copy_draft`, which defines place, length, class and copy). A place is counted if
+it has a match, all guesses before it were right, and a token was committed after it. At other places the outcome of a
+copy is unknown. The committed tokens show which drafts would have been accepted. For each request:
 
-    own      = leading guesses of the block that equal the committed tokens
-    worth[d] = d + leading tokens of the copy after place d that equal the committed tokens there
-    gain    += worth[d] - own,   n += 1            in the class of length[d], for every place d that was reached
+    own      = number of leading guesses of the block that equal the committed tokens
+    worth[d] = d + number of leading tokens of the copy at place d that equal the tokens committed after slot d
+    gain    += worth[d] - own,   n += 1            in the class of length[d], for every counted place d
 
-A place is reached if it has a match, no wrong guess before it, and a committed token after it. At other places the gain
-of a copy is unknown. Both own and worth are at most the committed count, bonus included, and at most N - 1. When n
-exceeds MEMORY both counts are halved, gain rounded down, so that recent text weighs more.
+Both own and worth are at most N - 1, and at most the number of committed tokens, bonus included. When n exceeds MEMORY,
+both counts of the class are halved, with gain rounded down, so that recent steps weigh more.
 
-`totals` counts over all requests, for monitoring, by class: blocks continued by a copy, and accepted copied drafts.
+`totals` has two counts over all requests for each class, for monitoring: the number of blocks with a copy, and the
+number of accepted copied drafts.
 
 Shapes: as in `copy_draft`.
 Cost: one launch, launch-bound: it reads up to D tokens of text for each of D places, 1 kB per request.
@@ -33,7 +34,7 @@ from sglang_dflash_kernels.copy_draft import (
 )
 from sglang_dflash_kernels.dispatch import Forms
 
-MEMORY = 64  # places; larger counts `n` of a class are halved
+MEMORY = 64  # number of counted places; counts of a class are halved when `n` exceeds it
 
 _CLASSES, _MEMORY = tl.constexpr(N_CLASSES), tl.constexpr(MEMORY)
 
@@ -84,7 +85,7 @@ def weigh_copies_numpy(
     *,
     totals_K2: torch.Tensor,
 ) -> None:
-    """Compute `weigh_copies` one request at a time, all of its places at once."""
+    """Compute `weigh_copies` one request at a time, but all places of the request at once."""
     B, N = tokens_BN.shape
     tokens, known, n_committed = tokens_BN.numpy(), committed_BN.numpy(), n_committed_B.numpy()
     _, place_B, source_BD, length_BD = (tensor.numpy() for tensor in copied)
@@ -107,7 +108,7 @@ def weigh_copies_numpy(
 
 
 def leading(is_true: np.ndarray) -> np.ndarray:
-    """Return the number of leading true values along the last dimension."""
+    """Return the number of leading True values along the last dimension."""
     return np.logical_and.accumulate(is_true, axis=-1).sum(-1)
 
 
@@ -120,7 +121,7 @@ def _weigh_copies_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK_N)  # [N], drafts and places
+    i = tl.arange(0, BLOCK_N)  # [N], index of a draft (in slot i + 1) and of a place
     D = N - 1
     n = tl.load(prefix_len + b).to(tl.int32)
     row = tl.load(rows + b).to(tl.int64)
@@ -158,7 +159,10 @@ def _weigh_copies_kernel(
 
 @triton.jit
 def _n_agreed(draft, known, i, D):
-    """Return the number of leading drafts that equal `known`, the committed tokens; past its end both must differ."""
+    """Return the number of leading drafts that equal `known`, the committed tokens.
+
+    Past the last committed token, the caller must fill `draft` and `known` with different values.
+    """
     return tl.min(tl.where((draft == known) & (i < D), D, tl.minimum(i, D)), axis=0)
 
 
@@ -195,12 +199,12 @@ def weigh_copies(
     """Add the outcome of a step to `texts.counts_QK2` and `totals_K2`. B may be 0.
 
     Args:
-        tokens_BN: int64, the block's own guesses, as passed to `copy_draft`.
+        tokens_BN: int64, the anchor and the block's own guesses, as passed to `copy_draft`.
         copied: result of `copy_draft`.
         committed_BN: int64, from `accept`.
         n_committed_B: int32, from `accept`.
-        texts: as passed to `copy_draft`; its counts are updated.
-        totals_K2: int32, updated; it wraps around after 2^31.
+        texts: as passed to `copy_draft`. `counts_QK2` is updated.
+        totals_K2: int32, updated. A count that exceeds int32 wraps around.
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit.
     """

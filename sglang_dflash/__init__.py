@@ -2,13 +2,14 @@
 
 A large language model, the target, writes one token per forward. DFlash (arXiv 2602.06036) lets it write several:
 1. A small draft model guesses a whole block in one forward. Its input is the last committed token (the anchor) and
-   N - 1 mask tokens; it fills all masks at once, as a diffusion model does in a single step.
-2. The draft's context is not text: hidden states of a few target layers (the features) are projected into K and V for
-   every draft layer. That makes its guesses good.
+   N - 1 mask tokens. The draft model replaces all masks in this forward, like a diffusion model with a single step.
+2. The draft does not read the text itself. Hidden states of a few target layers (the features) are projected into K and
+   V for every draft layer. These K and V are the draft's context, and make its guesses good.
 3. The target scores the block in one forward, which costs little more than scoring one token.
-4. Drafts are kept while they equal the target's own tokens; then comes one more token of the target's.
-   So the output is exactly the target's, and a step commits 1 to N tokens for little more than the price of one.
-5. The features of the kept tokens join the draft's context, and the next block starts.
+4. Drafts are kept up to the first that differs from the target's own token. Then one more token of the target's
+   follows. So the output is exactly the target's, and a step commits 1 to N tokens for little more than the price of
+   one.
+5. The features of the kept tokens are added to the draft's context, and the next block starts.
 
 Dimensions. In this package a tensor's suffix is its shape, as in `tokens_BN`:
 
@@ -17,15 +18,15 @@ Dimensions. In this package a tensor's suffix is its shape, as in `tokens_BN`:
     D  drafts per block, N - 1          T  packed rows: tokens of several prompts or blocks
     V  vocabulary, or a rank's shard    L  draft layers     G  KV heads     E  head width
 
-Words, used alike in every module; names of SGLang are kept at the boundary:
+Terms, with the same meaning in every module (fields and arguments that SGLang reads keep SGLang's names):
 
     anchor        the last committed token; slot 0 of the block
     draft         a guessed token, slots 1..N-1; also the model that guesses
-    target token  the token that the target itself puts after a slot
-    accepted      the drafts kept; `n_accepted` is 0..N-1
-    bonus         the target's own token after them, the next anchor
-    committed     accepted + bonus; a step emits these (drafts, then the bonus)
-    kept rows     the anchor and the accepted drafts: as many as committed, shifted by one
+    target token  the token that the target itself chooses after a slot
+    accepted      the drafts kept; `n_accepted`, the number of them, is 0..N-1
+    bonus         the target's own token after the accepted drafts, and the next anchor
+    committed     the tokens that a step emits: the accepted drafts, then the bonus
+    kept rows     rows of the anchor and the accepted drafts: as many as committed tokens, but shifted by one
     prefix_len    committed length before the step; `next_prefix_len` after it
     features      captured hidden states of the target
     context KV    draft K and V made from features

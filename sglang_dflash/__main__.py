@@ -21,7 +21,8 @@ from pkgutil import resolve_name
 
 from sglang_dflash.cli import nearest
 
-# Imported on demand: some take seconds to import, and one's dependencies may be missing where another runs.
+# Entry point of each command. Only the command that runs is imported, because some imports take seconds, and a machine
+# may lack the dependencies of other commands.
 PROGRAMS = {
     "demo": "sglang_dflash.demo.__main__:main",
     "recipe": "sglang_dflash.recipe:main",
@@ -37,7 +38,7 @@ PROGRAMS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program named by the first word, and return its exit status."""
+    """Run the command that the first argument names, and return its exit status."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         print((__doc__ or "").strip())

@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return `; did you mean NAME?` with the known name nearest to `word` in any case; empty if none is near."""
+    """Return `; did you mean NAME?` with the known name most similar to `word` in any case; "" if none is similar."""
     by_lower = {name.lower(): name for name in known}
     found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return f"; did you mean {by_lower[found[0]]}?" if found else ""
 
 
 class Help(ArgumentDefaultsHelpFormatter):
-    """Help format that appends each default, except those of switches and of texts that name one."""
+    """Help format that appends an option's default, unless the option is a switch or its help mentions a default."""
 
     def _get_help_string(self, action: Action) -> str | None:
         is_plain = action.default in (None, SUPPRESS, "") or isinstance(action.default, bool | list | tuple)
@@ -23,7 +23,7 @@ class Help(ArgumentDefaultsHelpFormatter):
 
 
 class RawHelp(Help, RawDescriptionHelpFormatter):
-    """The same, for descriptions and examples with line breaks of their own."""
+    """`Help` that keeps the line breaks of a command's description and examples."""
 
 
 class Parser(ArgumentParser):

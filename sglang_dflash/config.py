@@ -1,8 +1,8 @@
 """`DFlashConfig`: frozen record of every choice made before weights load, checked once per process.
 
-Its sources are the draft checkpoint, the server's arguments, the target and the environment flags. `combine` is a pure
-function of these four records, so a test of a refusal needs no SGLang. Each error is one sentence and names the flag or
-field to change. `host/arguments.py` reads SGLang's arguments.
+The choices depend on the draft checkpoint, the server's arguments, the target and the environment flags. `combine` is a
+pure function of a record of each, so its errors are tested without SGLang. Each error is one sentence and names the
+flag or field to change. `host/arguments.py` reads SGLang's arguments.
 """
 
 from dataclasses import dataclass, field
@@ -37,16 +37,19 @@ class DFlashConfig:
         gdn_state: method that advances the target's recurrent states; None if the target has none or this server
             never verifies.
         attention_dp: attention is data parallel, so groups of ranks serve different requests.
-        slots_are_ours: KV slots are filled only by prompts and blocks read here, not by a host cache or another server.
+        slots_are_ours: only this worker fills KV slots, from prompts and blocks. False with a host cache
+            (`--enable-hierarchical-cache`) or disaggregation, which copy K/V into slots.
         draft_quantization: value for `--speculative-draft-model-quantization`, applied to the draft's linear layers at
             load; None: not quantized, even if the target is.
         dtype: dtype of the target, also used for the draft's weights and activations, e.g. "bfloat16".
         draft_load_format: value for `--speculative-draft-load-format`; None: the target's format.
         draft_window: number of context tokens per request that the draft keeps and attends to; None: all. The smaller
-            of `--speculative-draft-window-size` and, if every draft layer slides, the checkpoint's sliding window.
-        draft_attention_backend: attention backend of the draft, resolved by `backends`.
+            of `--speculative-draft-window-size` and, if every draft layer is a sliding layer, the checkpoint's window.
+        draft_attention_backend: attention backend of the draft, see `backends.resolve`.
         disaggregation: value of `--disaggregation-mode`.
         draft: fields of the draft checkpoint.
+        target: facts about the target.
+        flags: environment flags.
         notes: sentences for the log, see `fit.notes`.
     """
 
@@ -72,7 +75,7 @@ class DFlashConfig:
         """Build the configuration of this process.
 
         Args:
-            server_args: SGLang's `ServerArgs`, resolved or being resolved.
+            server_args: SGLang's `ServerArgs`, during or after SGLang's resolution of arguments.
         Raises:
             ValueError: see `flags.read`, `check_arguments`, `checkpoint.read` and `combine`.
             NotSupported: see `check_arguments` and `combine`.
@@ -89,7 +92,7 @@ class DFlashConfig:
 
     @cached_property
     def draft_kv(self) -> "DraftKV":
-        """Return the storage of the draft's context K/V and its memory accounting in SGLang."""
+        """Return the storage of the draft's context K/V, which also counts its memory for SGLang."""
         from sglang_dflash.memory.draft_kv import draft_kv
 
         return draft_kv(self.draft_window, self.widest, self.disaggregation)
@@ -99,7 +102,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
     """Check the four records against each other and build the configuration.
 
     Args:
-        arguments: arguments that `check_arguments` has accepted.
+        arguments: server arguments that `check_arguments` has accepted.
     Raises:
         ValueError: two records contradict each other.
         NotSupported: the records require something that this version cannot serve exactly.
@@ -150,7 +153,7 @@ def combine(arguments: Arguments, target: TargetFacts, draft: Checkpoint, flags:
 
 
 def check_arguments(arguments: Arguments, flags: Flags) -> None:
-    """Refuse flags that DFLASH cannot honour exactly. SGLang accepts them, some with a warning.
+    """Refuse flags that cannot be served exactly with DFLASH, although SGLang accepts them, some with a warning.
 
     Raises:
         ValueError: a flag contradicts DFLASH, or the draft is missing.
@@ -212,7 +215,8 @@ def _check_parallel(arguments: Arguments) -> None:
 def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
     if not arguments.streaming_session:
         return
-    if draft_window is not None and arguments.page_size not in (None, 1):  # None: unresolved, checked again later
+    # None: SGLang has not resolved the page size. `from_server_args` runs again in the scheduler process, after that.
+    if draft_window is not None and arguments.page_size not in (None, 1):
         raise NotSupported(
             f"--enable-streaming-session with a draft window and --page-size {arguments.page_size} is not supported "
             "(a turn may start inside a page, the draft's window cannot); use --page-size 1"
@@ -220,7 +224,7 @@ def _check_sessions(arguments: Arguments, draft_window: int | None) -> None:
 
 
 def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
-    """Refuse pool sizing after graph capture, because SGLang then sizes the draft's rings by the target's tokens."""
+    """Refuse sizing of pools after graph capture, by which SGLang would give ring buffers the target's slot count."""
     if draft_window is not None and arguments.sized_after_capture:
         raise NotSupported(
             "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING with a draft window is not supported (the ring buffers would get "
@@ -234,8 +238,9 @@ def _check_rings(arguments: Arguments, draft_window: int | None) -> None:
 def why_whole_blocks(arguments: Arguments, target: TargetFacts) -> str:
     """Return the reason why a step must verify the whole block; "" if other widths are possible.
 
-    Among recurrent targets only Gated DeltaNet can verify other widths. For Mamba2, SGLang's verify places a request's
-    states by the number of verified tokens, but its commit looks them up by the pool's block size.
+    Of the recurrent layers only Gated DeltaNet supports other widths. For Mamba2, SGLang's verify stores the states of
+    a request at a place computed from the number of verified tokens. SGLang's commit computes the place from the
+    pool's block size.
     """
     if arguments.attention_dp:
         return "ranks of attention data parallelism share one width"

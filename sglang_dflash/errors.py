@@ -1,9 +1,10 @@
-"""Two kinds of refusal. Each message is one sentence: the input, the value found and the cure.
+"""Errors of this package. A message is one sentence: the input, the value found and the cure.
 
-Wrong input (a bad checkpoint, a contradictory flag) raises a plain ValueError.
+Wrong input (a bad checkpoint, a contradictory flag) raises ValueError. Valid input that this plugin cannot serve
+exactly raises NotSupported. An SGLang that lacks a name in use raises HostMismatch.
 """
 
-# Cure named by refusals of launches that SGLang's own worker may serve.
+# Cure in error messages about launches that SGLang's own worker may be able to serve.
 STOCK = "set SGLANG_DFLASH_WORKER=stock to serve it with SGLang's own worker"
 
 

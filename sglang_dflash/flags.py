@@ -1,4 +1,4 @@
-"""Environment flags: one typed table of the variables that the plugin reads.
+"""Environment flags: one typed table, `FLAGS`, of the variables that the plugin reads or checks.
 
 `read` parses an environment into `Flags` and refuses unknown values and unknown `SGLANG_DFLASH_*` names. `current`
 returns the flags of this process. This module depends on neither SGLang nor the worker.
@@ -31,11 +31,11 @@ class GdnState(StrEnum):
 
 
 class Rehearse(NamedTuple):
-    """GPU whose code paths a CPU emulates, if any, and the extent of the emulation."""
+    """GPU that is emulated on a CPU, if any, and the extent of the emulation."""
 
-    gpu: str = ""  # compute capability, "sm90" or "sm100"
+    gpu: str = ""  # compute capability, "sm90" or "sm100"; "": no emulation
     kernels: bool = False  # run Triton kernels in Triton's interpreter, instead of their PyTorch definitions
-    streams: bool = False  # raise on accesses not ordered between two streams, or a stream and the host
+    streams: bool = False  # raise on data races between two streams, or between a stream and the host
 
 
 class WidthPolicy(StrEnum):
@@ -58,8 +58,8 @@ class Flags:
     Attributes:
         worker: worker for `--speculative-algorithm DFLASH`.
         gdn_state: method that advances the recurrent states of hybrid targets after a partly accepted block.
-        width_policy: policy that chooses the number of tokens of a block to verify.
-        widths: numbers of tokens to choose from, ascending; empty: the policy's own.
+        width_policy: policy that chooses the number of tokens of a block to verify (the width).
+        widths: widths to choose from, ascending; empty: the policy's default widths.
         width_trace: directory for a trace of every step's width; None: no trace.
         copy: use of n-gram copies from a request's token history to continue blocks.
         fp8_head: score the draft's block with an fp8 copy of the target's head.
@@ -82,18 +82,18 @@ class Flags:
 
 @dataclass(frozen=True)
 class Flag:
-    """One environment variable: its default, accepted values and meaning."""
+    """One environment variable."""
 
     name: str
     default: str
-    values: tuple[str, ...]
+    values: tuple[str, ...]  # accepted values
     meaning: str
-    whose: str = "sglang-dflash"
+    whose: str = "sglang-dflash"  # origin of the variable, for the table in the documentation
     pattern: str = "(?!)"  # regular expression of further values; by default none
     example: str = ""  # a value that matches `pattern`
 
 
-# Spellings that SGLang accepts for a switch. SGLang replaces any other value by the default and warns.
+# Values that SGLang accepts for a switch. For any other value SGLang logs a warning and uses the default.
 _ON = ("1", "true", "yes", "y")
 _OFF_ON = ("0", "false", "no", "n", *_ON)
 
@@ -241,7 +241,7 @@ def table() -> str:
 
 
 def spellings(flag: Flag) -> list[str]:
-    """Return the accepted values and an example of the pattern."""
+    """Return the accepted values, and an example if there is a pattern for more values."""
     return [*flag.values, *filter(None, [flag.example])]
 
 
@@ -255,7 +255,8 @@ def _rehearse(value: str, worker: Worker) -> Rehearse:
     if value == "off":
         return Rehearse()
     gpu, *more = value.split(",")
-    if "streams" in more and worker is Worker.STOCK:  # its host buffers are on "cpu", as the emulated device is
+    # The built-in worker's host buffers are on "cpu", and so are tensors of the emulated device.
+    if "streams" in more and worker is Worker.STOCK:
         raise ValueError(
             f"SGLANG_DFLASH_REHEARSE={value} cannot distinguish the built-in worker's host and device tensors; "
             "leave out `,streams` or unset SGLANG_DFLASH_WORKER"
@@ -292,7 +293,7 @@ def _refuse_unknown(environ: Mapping[str, str], worker: Worker) -> None:
             )
 
 
-# Flag names found in model cards, with the names that SGLang 0.5.23 gives them.
+# Flag names in model cards that SGLang 0.5.23 does not have, with SGLang's present names.
 OLD_NAMES = {
     "--speculative-dflash-draft-window-size": "--speculative-draft-window-size",
     "--mamba-scheduler-strategy": "--mamba-radix-cache-strategy",
@@ -300,7 +301,7 @@ OLD_NAMES = {
 
 
 def add_old_names(parser: ArgumentParser) -> None:
-    """Add each old name as an option with the type and choices of the new name. The last one given wins."""
+    """Add each old name as an option that sets the new name's value. If both are given, the last one applies."""
     for old, new in OLD_NAMES.items():
         action = parser._option_string_actions[new]  # argparse has no public look-up
         parser.add_argument(

@@ -1,4 +1,4 @@
-"""Commands that print the documents of the package: the documentation and a Grafana dashboard."""
+"""Commands `sglang-dflash docs` and `sglang-dflash dashboard`, which print files of the package."""
 
 import sys
 from collections.abc import Sequence

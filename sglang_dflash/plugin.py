@@ -1,9 +1,9 @@
-"""Entry point of SGLang into the plugin, and the hooks that it sets.
+"""Entry point of the plugin, `register`, which SGLang calls, and the hooks that it sets.
 
-SGLang logs and ignores an error in a plugin. Checks therefore run inside the hooks, where an error stops the launch. If
-a hooked name is missing, no hook can check, so `register` ends the process. A launch is checked twice: when the
-launching process resolves its arguments, seconds after the start, and in each scheduler process before it builds its
-worker.
+SGLang logs and ignores an error in `register`. Checks therefore run inside the hooks, where an error stops the launch.
+If a name to hook is missing in SGLang, the hooks cannot be set, so `register` ends the process. A launch is checked
+twice: when the launching process resolves its arguments, seconds after the start, and in each scheduler process before
+it builds its worker.
 """
 
 import logging
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) -> Callable[..., Any]:
-    """Return this plugin's worker for DFLASH, else SGLang's. AROUND `SpeculativeAlgorithm.create_worker`."""
+    """Return this plugin's worker for DFLASH, SGLang's otherwise. AROUND `SpeculativeAlgorithm.create_worker`."""
     if not algorithm.is_dflash() or flags.current().worker is Worker.STOCK:
         return stock(algorithm, server_args)
     host.require()
@@ -77,7 +77,7 @@ def create_worker(stock: Callable[..., type], algorithm: Any, server_args: Any) 
 
 
 def hook_scheduler(config: "DFlashConfig") -> None:
-    """Set the hooks that only a scheduler with DFLASH needs. Its process has already loaded the hooked modules."""
+    """Set the hooks that only a scheduler with DFLASH needs. At this time the process has loaded the hooked modules."""
     from sglang.srt.plugins.hook_registry import HookType
 
     from sglang_dflash.draft.weight_push import draft_stays, refuse_unknown, to_target_unless_named
@@ -171,11 +171,11 @@ def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def check_requests(server_args: Any) -> None:
-    """Check requests in every process that tokenizes them, with and without speculation."""
+    """Set hooks that check requests, in every process that tokenizes, for servers with and without speculation."""
     from sglang_dflash.host.admission import hook_tokenizer
 
     hook_tokenizer()
-    if server_args.tokenizer_worker_num > 1:  # its separate processes load no plugins
+    if server_args.tokenizer_worker_num > 1:  # separate tokenizer processes, which do not load plugins
         os.environ.setdefault("SGLANG_HTTP_SERVER_APP_PATH", "sglang_dflash.host.http_app:app")
 
 
@@ -187,7 +187,7 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     host.require_live()
     config = DFlashConfig.from_server_args(server_args)
-    # Declared, so that SGLang's own resolution keeps these values.
+    # SGLang's own resolution does not replace declared values.
     declare_resolution(
         server_args,
         "sglang_dflash.config",
@@ -200,7 +200,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
     keep_backend(server_args, config.draft_attention_backend)
     if config.widest > config.block_size:
-        # SGLang sizes reservations and graphs by the number of verified tokens. The other field keeps the block size.
+        # SGLang computes slot reservations and graph sizes from `speculative_num_draft_tokens`, so this must be the
+        # widest verify. `speculative_dflash_block_size` keeps the block size.
         declare_resolution(
             server_args,
             "sglang_dflash.width",
@@ -212,8 +213,8 @@ def resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
 def keep_backend(server_args: Any, name: str) -> None:
     """Declare the draft's backend again if SGLang's resolution has replaced it.
 
-    SGLang allows `trtllm_mha` only for drafts whose layers all slide, although this backend also computes full layers.
-    The declared backend determines the dtype of the draft's KV cache, and its bytes in SGLang's memory accounting.
+    SGLang allows `trtllm_mha` only for drafts with sliding layers alone, although it computes full layers as well. From
+    the declared backend SGLang derives the dtype of the draft's KV cache, and the bytes that it reserves for it.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 

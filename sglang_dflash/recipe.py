@@ -1,7 +1,8 @@
-"""A launch command per published draft, for an H200 or a B200: `sglang-dflash recipe NAME --gpu h200`.
+"""Launch commands for published drafts, on an H200 or a B200: `sglang-dflash recipe NAME --gpu h200`.
 
-The command prints the launch with the reason of every flag, ready to paste. With `--run` it starts the server instead.
-Flags after `--` are appended to the recipe's and take precedence. The recipes are in `assets/recipes.toml`.
+The command prints a launch command that can be pasted into a shell, with the reason for each flag. With `--run` it
+starts the server instead. Flags after `--` are appended to the recipe's and take precedence. The recipes are in
+`assets/recipes.toml`.
 """
 
 import argparse
@@ -39,7 +40,7 @@ class Recipe(NamedTuple):
     architecture: str
     draft: str
     note: str
-    flags: Mapping[str, Sequence[Flag]]  # by GPU; each name once
+    flags: Mapping[str, Sequence[Flag]]  # by GPU, without duplicate names
 
 
 def read_flags(pairs: Iterable[Sequence[str]]) -> list[Flag]:
@@ -78,12 +79,12 @@ ALIASES = {"h100": "h200", "b300": "b200"}  # GPUs of one generation share their
 
 
 def arguments(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> list[str]:
-    """Return the arguments of the Python process that serves the recipe."""
+    """Return the arguments with which Python starts the recipe's server; `further`: flags to append."""
     return [*SERVER, *(word for flag in recipe.flags[ALIASES.get(gpu, gpu)] for word in flag.words), *further]
 
 
 def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
-    """Return the command for a shell, with the reasons of its flags as comments above it."""
+    """Return the command for a shell, with comments above it that give the reasons for its flags."""
     flags = recipe.flags[ALIASES.get(gpu, gpu)]
     comments = [f"{recipe.target} on {gpu.upper()}. {recipe.note}".strip()]
     if gpu == "h100":
@@ -98,7 +99,7 @@ def text(recipe: Recipe, gpu: str, further: Sequence[str] = ()) -> str:
 
 
 def table(recipes: Iterable[Recipe]) -> str:
-    """Return a table of the recipes with their drafts and numbers of cards."""
+    """Return a table of the recipes, with the draft and the number of cards on each GPU."""
     rows = [("recipe", "draft", *(gpu.upper() for gpu in GPUS))]
     rows += [(recipe.name, recipe.draft, *(n_cards(recipe, gpu) for gpu in GPUS)) for recipe in recipes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -110,7 +111,7 @@ def n_cards(recipe: Recipe, gpu: str) -> str:
 
 
 def find(name: str) -> str | None:
-    """Return the name of the recipe that `name` stands for: its own, or its target's or draft's on the hub."""
+    """Return the recipe that `name` names, by its own name or its target's or draft's on the hub; None if none does."""
     for recipe in RECIPES.values():
         hub = (recipe.target, recipe.draft)
         if name.lower() in {known.lower() for path in (recipe.name, *hub) for known in (path, path.split("/")[-1])}:

@@ -1,8 +1,8 @@
 """Types that the stages of a decode step exchange.
 
-A step EMITS n_accepted + 1 tokens (drafts 1..n, then the bonus) and KEEPS n_accepted + 1 rows (the anchor, then drafts
-1..n). The counts are equal, but the rows are shifted by one: the bonus has no K/V and no features until the next step,
-when it is the anchor. The types hold tensors only, so they are independent of requests, models and kernels.
+With n accepted drafts, a step EMITS n + 1 tokens (drafts 1..n, then the bonus) and KEEPS n + 1 rows (the anchor, then
+drafts 1..n). The numbers are equal, but the rows are shifted by one: the bonus has no K/V and no features until the
+next step, when it is the anchor. These types contain no requests, models or kernels.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from sglang.srt.speculative.spec_utils import GrammarTree
 
 
 class Block(NamedTuple):
-    """Tokens of every request from the anchor on: the whole block, or its verified part."""
+    """Tokens of every request from the anchor on: the whole block, or the part of the block that is verified."""
 
     tokens_BN: torch.Tensor  # int64, slot 0 the anchor, the rest mask tokens
     positions_BN: torch.Tensor  # int64, absolute
     slots_BN: torch.Tensor  # int64, KV slots in the target's pool
-    # Upper bounds of prefix_len + N, for attention backends that plan on the host. They follow from the scheduler's
-    # reservations, so no length is copied from the device.
+    # Upper bound of each request's prefix_len + N, for attention backends that plan on the host. Computed from the KV
+    # slots that the scheduler has reserved, so no length is copied from the device.
     bound_B_cpu: torch.Tensor
-    bound_sum: int
-    kv: KVLocPlan  # `slots_BN` in SGLang's form, for pools and backends
+    bound_sum: int  # sum of `bound_B_cpu`
+    kv: KVLocPlan  # `slots_BN` in the form that SGLang's pools and attention backends read
 
 
 class Plan(NamedTuple):
-    """Positions and KV slots of every request's block, and its verified part."""
+    """Positions and KV slots of every request's block, and of the part of the block that is verified."""
 
     drafted: Block | None  # the whole block; None: only the anchor is verified, without drafts
     verified: Block  # the first `width` tokens; the same object as `drafted` if width is N
     prefix_len_B: torch.Tensor  # int64, tokens committed before this step
-    rows_B: torch.Tensor  # int64, rows of the requests in req_to_token
+    rows_B: torch.Tensor  # int64, row of each request in SGLang's req_to_token
     rows_B_cpu: torch.Tensor  # `rows_B` on the host
 
     @property
@@ -51,9 +51,9 @@ class Plan(NamedTuple):
 class Target(NamedTuple):
     """Output of the target for a verified block."""
 
-    run: ModelRunnerOutput  # output of SGLang's runner: logits, and per-row outputs that flags enable
+    run: ModelRunnerOutput  # output of SGLang's runner: logits, and other outputs that server flags enable
     features_TC: torch.Tensor  # [B * N, C]; a buffer that the next target forward overwrites
-    grammar_tree: GrammarTree | None  # drafts on their way to the host, if a request has a grammar
+    grammar_tree: GrammarTree | None  # drafts, being copied to the host; None if no request has a grammar
 
     @property
     def output(self) -> LogitsProcessorOutput:

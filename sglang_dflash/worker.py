@@ -1,19 +1,19 @@
 """Worker for DFLASH, called by SGLang's scheduler. It runs the stages of a step and computes no tensors itself.
 
-    width      number of tokens to verify        width/chooser.py
-    plan       slots of the block                stages/planner.py
+    width      choose the tokens to verify       width/chooser.py
+    plan       compute the block's slots         stages/planner.py
     draft      guess the block                   stages/drafter.py, draft/sglang_model.py
     copy       continue by n-gram copies         stages/copier.py
-    verify     the target scores it              stages/verifier.py
-    choose     the target's own tokens           stages/choice.py
-    accept     the agreed prefix, one more       kernels/accept.py
-    count      tokens, for penalties             stages/choice.py
-    commit     recurrent state                   stages/state.py
-    publish    the scheduler may continue
-    append     context K/V of kept rows          stages/context_kv.py
+    verify     score the block with the target   stages/verifier.py
+    choose     draw the target's own tokens      stages/choice.py
+    accept     accept drafts, add the bonus      kernels/accept.py
+    count      count tokens, for penalties       stages/choice.py
+    commit     advance recurrent states          stages/state.py
+    publish    give the scheduler the lengths
+    append     write context K/V of kept rows    stages/context_kv.py
 
-Each variant (window, hybrid target, ...) is a class, chosen when the server starts. `config.py` makes the choices that
-are possible before weights load.
+For each variant of a stage (ring buffers or shared slots, hybrid target or not, ...) there is a class, chosen when the
+server starts. `config.py` makes the choices that are possible before weights load.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Publish = Callable[[torch.Tensor], None]
 
 
 class DFlashWorker(BaseSpecWorker):
-    """Worker that serves DFLASH on one rank. It builds its parts in the order in which SGLang builds its own."""
+    """Worker that serves DFLASH on one rank. SGLang calls its methods for start-up in a fixed order, given below."""
 
     state: State  # for blocks of `config.widest` tokens; set by `init_attention_backends`
     stages: Stages  # set by `prewarm_sampling`, as is `width`
@@ -80,7 +80,7 @@ class DFlashWorker(BaseSpecWorker):
     def __init__(
         self, config: DFlashConfig, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
     ) -> None:
-        """Load the draft. The target is already loaded. Neither has memory pools yet."""
+        """Load the draft. The target is already loaded. The memory pools of both are created later."""
         super().__init__()
         if SIMULATE_ACC_LEN > 0:
             raise NotSupported(f"SGLANG_SIMULATE_ACC_LEN={SIMULATE_ACC_LEN}: acceptance is never simulated; unset it")
@@ -106,7 +106,7 @@ class DFlashWorker(BaseSpecWorker):
         if config.gdn_state is GdnState.FOLD:
             use_records()
         keep_hidden_states(self.target_runner.model)
-        # Verified tokens can extend two blocks past the longest prefix: one block in flight, one being planned.
+        # The last position can be two blocks past the longest context: one block in flight and one being planned.
         max_position = self.target_runner.model_config.context_len + 2 * config.widest
         self.draft_runner.model.attach(ends, max_position=max_position)
 
@@ -136,7 +136,7 @@ class DFlashWorker(BaseSpecWorker):
             )
 
     def init_hicache_draft_plan(self) -> None:
-        """Make the hierarchical cache move the draft's K/V to the host and back with the target's.
+        """Make the hierarchical cache copy the draft's K/V to the host and back together with the target's.
 
         Ring buffers are excluded, because their slots are not the target's and hold no reusable prefix.
         """
@@ -145,7 +145,7 @@ class DFlashWorker(BaseSpecWorker):
             self._hicache_draft_plan = HiCacheDraftPlan()
 
     def init_attention_backends(self) -> None:
-        """Build the draft's attention backends, and attach the recurrent state to the target's."""
+        """Build the draft's attention backends, and attach the recurrent state to the target's backend."""
         fit_page_tables(self.draft_runner)
         with self.making_draft():
             super().init_attention_backends()
@@ -161,21 +161,21 @@ class DFlashWorker(BaseSpecWorker):
 
     @torch.no_grad()
     def prewarm_sampling(self) -> SamplingPrewarmResult:
-        """Build the stages and run dry steps. SGLang calls this last before it serves.
+        """Build the stages and run dry steps. Before it serves, SGLang calls this method last.
 
-        It uses the stream of the steps, because PyTorch reuses freed memory only on the stream that allocated it.
+        Dry and real steps share a stream, because PyTorch reuses freed memory only on the stream that allocated it.
         """
         wait = torch.get_device_module(self.target_runner.device).synchronize
-        wait()  # for work started on another stream
+        wait()  # earlier start-up work may still run on another stream
         self._init_stages()
         wait()
         return self.target_runner.sampling_prewarm_result
 
     def _init_stages(self) -> None:
-        """Build the stages, after pools, attention backends and SGLang's own graphs."""
+        """Build the stages. Pools, attention backends and SGLang's own graphs must exist."""
         config, target, draft = self.config, self.target_runner, self.draft_runner
         on_host = target.device == "cpu" and not config.flags.rehearse.gpu  # the emulation counts as a GPU
-        if on_host:  # no graph reads a step's inputs, so no copy is needed
+        if on_host:  # no captured graph reads the inputs of a step, so they need not be copied into fixed buffers
             envs.SGLANG_EAGER_INPUT_NO_COPY.set(True)
         self.stages = build_stages(
             self._target_worker,
@@ -200,7 +200,7 @@ class DFlashWorker(BaseSpecWorker):
 
     @property
     def spec_v2_attn_backends(self) -> tuple:
-        """Return both attention backends. The scheduler asks them if they need lengths on the host."""
+        """Return both attention backends. The scheduler reads whether they need lengths on the host."""
         return self.target_runner.attn_backend, self.draft_runner.attn_backend
 
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]:
@@ -208,7 +208,7 @@ class DFlashWorker(BaseSpecWorker):
         return [("draft", self.draft_runner)]
 
     def clear_cache_pool(self) -> None:
-        """Drop context rows not yet written, because their slots pass to other requests."""
+        """Drop context rows that are not yet written, because SGLang has freed the slots that they belong to."""
         self.stages.context_kv.late.forget()
 
     def forward_batch_generation(
@@ -251,7 +251,7 @@ class DFlashWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch, capture_hidden_mode=CaptureHiddenMode.FULL)
         anchor_B = self.stages.choice.anchors(batch, result.next_token_ids)
         publish(batch.seq_lens)
-        # Written now, because the scheduler puts these prompts into the prefix cache, where they need draft K/V.
+        # Not delayed, because the scheduler adds these prompts to the prefix cache, whose slots need draft K/V.
         output = result.logits_output
         self.stages.context_kv.append_prompt(batch, output.hidden_states)
         self.stages.copier.read(batch)
@@ -281,7 +281,7 @@ class DFlashWorker(BaseSpecWorker):
         return self.step_result(batch, plan, target, accepted)
 
     def idle(self, batch: ScheduleBatch, publish: Publish) -> GenerationBatchResult:
-        """Run a step without requests, while other ranks have requests."""
+        """Run a step of a rank without requests, while other ranks have requests (attention data parallelism)."""
         self.stages.verifier.keep_up(batch)
         state = DraftInput.idle(self.device)
         publish(state.new_seq_lens)
@@ -297,4 +297,4 @@ class DFlashWorker(BaseSpecWorker):
 
 
 def not_published(next_prefix_len_B: torch.Tensor) -> None:
-    """Do nothing: without the overlap schedule the scheduler reads the lengths from the result."""
+    """Do nothing, because without the overlap schedule the scheduler reads the lengths from the step's result."""

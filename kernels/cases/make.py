@@ -1,4 +1,4 @@
-"""Cases of every kernel: inputs, the minimum of bytes to move, and a check against the kernel's definition.
+"""Cases of every kernel: inputs, the least number of bytes to move, and a check against the kernel's definition.
 
 `tests/kernels` checks the cases at small sizes. `sglang_dflash.prove` checks and times them.
 """
@@ -17,7 +17,7 @@ from sglang_dflash_kernels.record import record_width
 from sglang_dflash_kernels.select_path import select_path, select_path_ref
 from sglang_dflash_kernels.weigh_copies import weigh_copies, weigh_copies_ref
 
-PERIOD = 61  # tokens after which a text repeats, so that every place of a block has matches of all lengths
+PERIOD = 61  # number of tokens after which a text repeats itself, so that every place of a block has a longest match
 
 
 def plan_block_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
@@ -54,7 +54,7 @@ def accept_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
 
 def penalise_case(B: int, N: int, V: int, device: str) -> Case:
-    """Create a case in which all B requests have every penalty. Launches penalise the same logits again."""
+    """Create a case in which all B requests have every penalty. Repeated launches penalise the same logits further."""
     logits_BNV, index_B = torch.randn(B, N, V, device=device), torch.arange(B, device=device)
     tokens_BN, stop_BE = torch.randint(V, (B, N), device=device), torch.randint(V, (B, 2), device=device)
     counts_BV = (torch.rand(B, V, device=device) < 1e-3).int()
@@ -75,7 +75,7 @@ def penalise_case(B: int, N: int, V: int, device: str) -> Case:
 
 
 def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: int | None = None) -> Case:
-    """Create a case of `n_rows` of one prefill, or of B requests with random numbers of kept rows."""
+    """Create a case of one prefill with `n_rows` rows, or with B given, of B requests that keep some of their rows."""
     device = caches.k_L[0].device
     L, G, E = sizes.n_layers, sizes.n_heads, sizes.head_dim
     kv_TL2GE = torch.randn(n_rows, L, 2, G, E, device=device).to(sizes.dtype)
@@ -112,7 +112,7 @@ def append_context_case(n_rows: int, caches: ContextCaches, sizes: Sizes, *, B: 
 
 
 def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[Case]:
-    """Create a case of verify in one layer, and a case of the fold of all layers with random kept lengths."""
+    """Create a case of `gdn_verify` in one layer, and a case of `gdn_fold` in all layers with random kept lengths."""
     shape = sizes.recurrent
     L, H, G, V, K = shape
     device, T = state_LSHVK.device, B * N
@@ -133,7 +133,7 @@ def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[C
         runs = zip((gdn_verify, gdn_verify_ref), records, strict=True)
         got, want = (run(x, state_LSHVK[0], slot_B, record) for run, record in runs)
         assert_close(*records, within=ROUNDING)
-        assert_close(got.float(), want.float(), within=2**-8)  # rounded to bf16
+        assert_close(got.float(), want.float(), within=2**-8)  # the relative error of rounding to bf16
 
     def fold() -> None:
         gdn_fold(state_LSHVK, record_LBNX, kept, n_key_heads=G)
@@ -144,7 +144,8 @@ def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[C
             run(state, record_LBNX, kept, n_key_heads=G)
         assert_close(*states, within=ROUNDING)
 
-    n_kept, inputs = int(kept.n_B.sum()), q.element_size() * T * (2 * G * K + 2 * H * V + 2 * H)  # with the outputs
+    # Bytes of q, k, v, a and b, and of the outputs, which are as large as v.
+    n_kept, inputs = int(kept.n_B.sum()), q.element_size() * T * (2 * G * K + 2 * H * V + 2 * H)
     verify_bytes = B * shape.state_bytes + T * shape.record_bytes + inputs
     fold_bytes = L * (2 * B * shape.state_bytes + n_kept * shape.record_bytes)
     return [
@@ -154,7 +155,7 @@ def gdn_cases(B: int, N: int, state_LSHVK: torch.Tensor, sizes: Sizes) -> list[C
 
 
 def block_conv_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
-    """Create a case of one side of one sublayer. A draft of L layers has 4 L sides."""
+    """Create a case of one convolution. A draft layer has four: before and after each of its two sublayers."""
     S, H, J, _, _ = sizes.second
     change_T2SJ, base_2SH = torch.randn(B * N, 2, S, J, device=device), torch.randn(2, S, H, device=device)
     x_TH = torch.randn(B * N, H, device=device).to(sizes.dtype)
@@ -165,7 +166,7 @@ def block_conv_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
     def check() -> None:
         exact = block_conv_ref(*(tensor.float() for tensor in args), block_size=N)
-        bound = ROUNDING if sizes.dtype == torch.float32 else 2**-8  # rounded to bf16
+        bound = ROUNDING if sizes.dtype == torch.float32 else 2**-8  # the relative error of rounding to bf16
         assert_close(launch().float(), exact, within=bound)
 
     n_values = B * N * (2 * H + S * J) + S * H
@@ -173,7 +174,7 @@ def block_conv_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
 
 def select_path_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
-    """Create a case with small integers. Sums are exact, so paths must equal the definition's even on ties."""
+    """Create a case with small integers. Sums are exact, so drafts must equal the definition's even on ties."""
     (_, _, _, K, R), V, D = sizes.second, sizes.n_vocab, N - 1
 
     def values(*size: int) -> torch.Tensor:
@@ -195,7 +196,10 @@ def select_path_case(B: int, N: int, sizes: Sizes, device: str) -> Case:
 
 
 def copy_cases(B: int, N: int, sizes: Sizes, device: str) -> list[Case]:
-    """Create cases with texts in four fifths of the positions, 32,768 of 40,960. Launches rewrite the same tokens."""
+    """Create cases of `copy_draft` and `weigh_copies` with texts of four fifths of the positions (32,768 of 40,960).
+
+    Repeated launches write the same tokens.
+    """
     n_text = sizes.n_positions * 4 // 5
     words_P = torch.randint(sizes.n_vocab, (PERIOD,), device=device, dtype=torch.int32)
     text_QM = words_P.repeat(-(-sizes.n_positions // PERIOD))[: sizes.n_positions].repeat(2 * B, 1)
@@ -206,7 +210,7 @@ def copy_cases(B: int, N: int, sizes: Sizes, device: str) -> list[Case]:
         counts_QK2=torch.zeros(2 * B, N_CLASSES, 2, dtype=torch.int32, device=device),
     )
     tokens_BN = text_QM[texts.rows_B, n_text : n_text + N].long()
-    tokens_BN[:, N // 2 :] = sizes.n_vocab - 1  # from here on the block's guesses are wrong
+    tokens_BN[:, N // 2 :] = sizes.n_vocab - 1  # guesses from slot N // 2 on are wrong
     committed_BN = text_QM[texts.rows_B, n_text + 1 : n_text + N + 1].long()
     n_committed_B = torch.full((B,), N, dtype=torch.int32, device=device)
     copied, totals_K2 = copy_draft(tokens_BN, texts), torch.zeros_like(texts.counts_QK2[0])

@@ -1,4 +1,4 @@
-"""Case of a kernel, the sizes that cases use, and the comparison of results with a definition."""
+"""Types of a kernel's case and its sizes, two sets of sizes, and comparisons of a result with the definition's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ROUNDING = 1e-5  # allowed error of fp32 sums in another order, relative to the 
 
 
 class Recurrent(NamedTuple):
-    """Recurrent layers of a target: number of layers, value heads and key heads; widths of a value and of a key."""
+    """Sizes of a target's recurrent layers: L layers, H value heads, G key heads, V value width, K key width."""
 
     L: int
     H: int
@@ -21,17 +21,17 @@ class Recurrent(NamedTuple):
 
     @property
     def state_bytes(self) -> int:
-        """Return the bytes of one layer's state of one request."""
+        """Return the number of bytes of one request's fp32 state in one layer."""
         return 4 * self.H * self.V * self.K
 
     @property
     def record_bytes(self) -> int:
-        """Return the bytes of one layer's record of one token."""
+        """Return the number of bytes of one token's record in one layer."""
         return 4 * record_width(self.H, self.V, self.G, self.K)
 
 
 class Second(NamedTuple):
-    """Sizes of DFlash 2: taps, channels and groups of the convolution; candidates and rank of the selector."""
+    """Sizes of DFlash 2. Convolution: S taps, H channels, J groups. Selector: K candidates, rank R of the tables."""
 
     S: int
     H: int
@@ -42,7 +42,20 @@ class Second(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the cases: model shapes, KV slots, positions, vocabulary, batches, blocks, prefills, model dtype."""
+    """Sizes of the cases.
+
+    Attributes:
+        recurrent: sizes of the target's recurrent layers.
+        second: sizes of DFlash 2.
+        n_layers, n_heads, head_dim: number of draft layers, and of KV heads per layer; width of a head.
+        n_slots: number of KV slots.
+        n_positions: number of positions of a request.
+        n_vocab: number of tokens in the vocabulary.
+        batches: numbers of requests in a step.
+        blocks: numbers of tokens per block.
+        prefills: numbers of prompt tokens in a prefill.
+        dtype: dtype of weights and activations.
+    """
 
     recurrent: Recurrent
     second: Second
@@ -58,7 +71,7 @@ class Sizes:
     dtype: torch.dtype
 
 
-# Sizes of Qwen3.5-27B and its draft, with the DFlash 2 sizes of z-lab/Qwen3.8-27B-DFlash2.
+# Sizes of Qwen3.5-27B and its draft. DFlash 2 has the sizes of z-lab/Qwen3.8-27B-DFlash2.
 QWEN_27B = Sizes(
     Recurrent(L=48, H=48, G=16, V=128, K=128),
     Second(S=2, H=5120, J=320, K=16, R=256),
@@ -90,13 +103,13 @@ SMALL = Sizes(  # for Triton's interpreter
 
 
 class Case(NamedTuple):
-    """One op at one shape: its minimum of bytes to move, its launch, and its check."""
+    """One op at one shape."""
 
     op: str
     shape: str
-    n_bytes: int  # every input read once, every output written once
+    n_bytes: int  # least number of bytes to move: every input is read once, and every output written once
     launch: Callable[[], object]
-    check: Callable[[], None]  # raises AssertionError if the kernel differs from its definition
+    check: Callable[[], None]  # raises AssertionError if the op's result differs from the definition's
 
 
 def assert_equal(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) -> None:

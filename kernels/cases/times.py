@@ -1,8 +1,8 @@
-"""Times of kernel launches on a GPU in microseconds, and their share of the bandwidth measured in the same rounds.
+"""Times of kernel launches on a GPU in microseconds, and the bandwidth of each relative to that of a plain copy.
 
-A round launches each case once, so that clocks and neighbours disturb all cases alike. Results are medians over rounds.
-CUDA events time a launch after a 1 GiB overwrite. The overwrite empties the L2 cache and keeps the device busy until
-the launch is queued, so host time is excluded.
+A round launches the plain copy and each case once, so that clock changes and other users of the GPU disturb all of them
+alike. Results are medians over rounds. CUDA events time a launch after an overwrite of 1 GiB. The overwrite empties the
+L2 cache and keeps the device busy until the launch is queued, so the time excludes the host's.
 """
 
 import statistics
@@ -16,7 +16,7 @@ OVERWRITE_BYTES = 1 << 30  # more than any L2 cache
 
 
 def time_us(launch: Callable[[], object], overwritten: torch.Tensor) -> Callable[[], float]:
-    """Queue a launch between two events. Return a function that reads the microseconds after synchronisation."""
+    """Queue a launch between two events. Return a function for the microseconds, to call after a synchronisation."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     overwritten.zero_()
     start.record()
@@ -26,7 +26,7 @@ def time_us(launch: Callable[[], object], overwritten: torch.Tensor) -> Callable
 
 
 def measure(launches: Sequence[Callable[[], object]], n_rounds: int) -> list[list[float]]:
-    """Return the microseconds of every launch in every round. A tenth as many rounds of warm-up come first."""
+    """Return the microseconds of every launch in every round, after `n_rounds` // 10 rounds of warm-up."""
     overwritten = torch.empty(OVERWRITE_BYTES, dtype=torch.uint8, device="cuda")
     rounds = []
     for _ in range(n_rounds + n_rounds // 10):
@@ -45,7 +45,7 @@ def summary(case: Case, times_us: Sequence[float], bytes_per_us: float) -> dict[
 
 
 def timed(cases: Sequence[Case], n_rounds: int) -> tuple[float, list[dict[str, Any]]]:
-    """Return the bandwidth of a copy in bytes per us, and a summary of each case. The results are not checked."""
+    """Return the bandwidth of a plain copy in bytes per us, and a summary of each case. Does not check the results."""
     source, copy = (torch.empty(OVERWRITE_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     copy_times, *times = measure([lambda: copy.copy_(source), *(case.launch for case in cases)], n_rounds)
     bytes_per_us = 2 * OVERWRITE_BYTES / statistics.median(copy_times)

@@ -1,8 +1,9 @@
 """Reader of a draft checkpoint without its weights: `config.json` and the headers of its safetensors files.
 
-The server, plain torch and the trainer read drafts with this module. It checks that fields are present and agree with
-each other, that the tensors are exactly those implied by the fields, and that nothing requires another drafter. `read`
-accepts what `to_json` writes. No code of a checkpoint is executed. This module uses neither flags nor SGLang.
+The server, the plain torch model and the trainer read drafts with this module. It checks that fields are present and
+agree with each other, that the files contain exactly the tensors implied by the fields, and that the config describes
+no other drafter. `read` accepts configs that `Checkpoint.to_json` writes. No code of a checkpoint is executed. This
+module uses neither flags nor SGLang.
 """
 
 from collections.abc import Mapping
@@ -16,10 +17,10 @@ from sglang_dflash.draft.record import FULL, SECOND, SLIDING, Checkpoint
 from sglang_dflash.draft.variants import ARCHITECTURES, DFLASH_2, refuse_variants
 from sglang_dflash.errors import STOCK, NotSupported
 
-CODEBOOK = "_codebook"  # suffix of a DFlash 2 matrix with one row per token
+CODEBOOK = "_codebook"  # suffix of the name of a DFlash 2 matrix with one row per token of the vocabulary
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Rope fields of partly rotated or multi-modal targets, which their drafts contain but do not use. A draft rotates whole
-# heads by one position, which `rope_dim` states.
+# Rope fields that a draft's config copies from a target that rotates a part of each head, or by multi-modal positions.
+# The draft does not use these fields: it rotates whole heads by one position. `rope_dim`, the head width, states this.
 COPIED_FROM_TARGET = ("rope_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -30,7 +31,7 @@ def read(path: str, revision: str | None = None) -> Checkpoint:
         revision: branch, tag or commit of a repository.
     Raises:
         ValueError: the checkpoint contradicts itself or is incomplete.
-        NotSupported: the checkpoint is a valid draft of another kind.
+        NotSupported: the checkpoint is a valid draft, but not a DFlash draft, or has an unsupported field.
     """
     checkpoint = parse(draft_files.read_config(path, revision), path)
     found = draft_files.tensor_shapes(path, revision)
@@ -105,7 +106,7 @@ def _target_layer_ids(config: Mapping[str, Any], path: str) -> tuple[int, ...]:
 
 
 def _layer_types(config: Mapping[str, Any], n_layers: int, path: str) -> tuple[tuple[str, ...], bool]:
-    """Return the kind of each layer, and whether sliding layers are causal; full layers never are."""
+    """Return the kind of each layer, and whether sliding layers are causal. Full layers are never causal."""
     if config.get("layer_types") is None and config.get("use_sliding_window"):
         raise ValueError(f"{path}: use_sliding_window is set without layer_types; add layer_types")
     kinds = tuple(config.get("layer_types", (FULL,) * n_layers))
@@ -131,7 +132,7 @@ def _rope_parameters(config: Mapping[str, Any], head_dim: int, path: str) -> dic
         raise NotSupported(f"{path}: rope_type={rope['rope_type']!r} is not one of {', '.join(ROPE_TYPES)}; {STOCK}")
     if rope.get("rope_dim") not in (None, head_dim):
         raise NotSupported(f"{path}: rope_dim={rope['rope_dim']} is not the head width {head_dim}; {STOCK}")
-    # Without rope_dim, libraries interpret the target's fields differently.
+    # If rope_dim is missing, some libraries apply these two fields of the target to the draft, and others do not.
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0
     if (partial or "mrope_section" in rope) and rope.get("rope_dim") is None:
         raise NotSupported(
@@ -186,10 +187,11 @@ def expected_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(checkpoint: Checkpoint, found: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare the tensors found with those that the config implies.
+    """Check that the draft's files contain exactly the tensors that its config implies.
 
     Args:
-        found: shapes by name, see `files.tensor_shapes`.
+        checkpoint: fields of the config.
+        found: shape of each tensor in the files by name, see `files.tensor_shapes`.
     Raises:
         ValueError: a tensor is missing or has another shape.
         NotSupported: there is a tensor that DFlash does not have.

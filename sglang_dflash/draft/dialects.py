@@ -1,7 +1,7 @@
-"""Conversion of a draft's `config.json` from other dialects to that of z-lab, which `checkpoint.py` reads.
+"""Conversion of a draft's `config.json` from the dialects of other trainers to z-lab's, which `checkpoint.py` reads.
 
-speculators (vLLM's trainer) nests the layers' fields in an object and counts target layers from 1. DeepSpec has every
-field at the top level. Both train DFlash's network, and others that are rejected by name.
+The trainer speculators (of vLLM) nests the layers' fields in an object and counts target layers from 1. The trainer
+DeepSpec writes every field at the top level. Both train DFlash's network, but also other networks, which are rejected.
 """
 
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ from sglang_dflash.draft.record import SLIDING
 from sglang_dflash.draft.variants import ANCHOR_FIRST, ARCHITECTURES, DFLASH
 from sglang_dflash.errors import NotSupported
 
-SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # architecture name; end of one: Qwen3DSparkModel
+SPECULATORS, DEEPSPEC = "DFlashSpeculator", "DSparkModel"  # architecture name; suffix of names like Qwen3DSparkModel
 WHOLE = "train the draft with the whole vocabulary (draft_vocab_size equal to vocab_size)"
 
 
 def names_draft(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json names a DFlash draft, in any dialect."""
+    """Return whether a config.json names an architecture of DFlash drafts, in any dialect."""
     names = config.get("architectures") or ()
     return (
         not (ARCHITECTURES.keys() | {SPECULATORS}).isdisjoint(names)
@@ -26,7 +26,7 @@ def names_draft(config: Mapping[str, Any]) -> bool:
 
 
 def in_our_words(config: Mapping[str, Any], path: str) -> Mapping[str, Any]:
-    """Return the config in z-lab's dialect; a config in no known dialect is returned unchanged.
+    """Return the config in z-lab's dialect; a config that is in none of the other dialects is returned unchanged.
 
     Raises:
         NotSupported: the draft is not DFlash, or has an unsupported part.
@@ -74,7 +74,7 @@ def _of_speculators(config: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _of_deepspec(config: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """Convert DeepSpec's config. Blocks are anchor-first unless a field of the config is false."""
+    """Convert DeepSpec's config. Its blocks are anchor-first unless one of the fields `ANCHOR_FIRST` is false."""
     (name,) = config["architectures"]
     if config.get("markov_rank"):
         raise NotSupported(f"{path}: {name} with markov_rank {config['markov_rank']} is DSpark; give a DFlash draft")

@@ -5,13 +5,14 @@ from typing import Any
 
 
 class Fields:
-    """Fields of a config.json; those of the nested object `inner` take precedence.
+    """Fields of a config.json. Fields of the nested object `inner` take precedence over top-level fields.
 
-    Methods raise a ValueError that names a missing or wrongly typed field. Null counts as missing.
+    A method raises a ValueError with the field's name if a field is missing or has a wrong type. Null counts as
+    missing.
     """
 
     def __init__(self, config: Mapping[str, Any], name: str, inner: str) -> None:
-        """`name`: the config's name in messages."""
+        """`name`: the config's name in messages; `inner`: key of the nested object."""
         self.whole, self.name = config, name
         nested = config.get(inner)
         self.fields = {**config, **nested} if isinstance(nested, dict) else config

@@ -1,4 +1,4 @@
-"""Files of a draft: `config.json`, and the names and shapes of its tensors without their data.
+"""Reading of a draft's files: `config.json`, and the names and shapes of tensors without their data.
 
 A draft is a directory or a Hugging Face repository id, as in SGLang. For a repository outside the local cache, only
 `config.json` and the headers of the safetensors files are fetched. `checkpoint.py` interprets the fields.
@@ -25,7 +25,8 @@ Shapes = dict[str, tuple[int, ...]]
 Value = TypeVar("Value")
 MASK_EMBEDDING = "mask_embedding.pt"
 ROTARY = "rotary_emb.inv_freq"
-# Unused tensors that some exporters save with a draft: the target's, and speculators' vocabulary maps.
+# Unused tensors that some exporters save with a draft: the target's embedding, heads and norm, and the maps between a
+# reduced and the whole vocabulary (t2d, d2t) of the trainer speculators.
 BORROWED = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "d2t")
 
 
@@ -55,10 +56,10 @@ def read_object(file: Path, cure: str) -> dict[str, Any]:
 
 
 def tensor_shapes(path: str, revision: str | None) -> Shapes:
-    """Return the shape of every tensor of the draft, with names as from `own_names`.
+    """Return the shape of every tensor of the draft by name, without an exporter's name prefix (see `own_names`).
 
     Raises:
-        ValueError: there is no safetensors file, or one is missing or damaged.
+        ValueError: the draft has no safetensors files, or one of its files is missing or damaged.
         NotSupported: the draft has its own mask embedding.
     """
     folder = Path(path) if Path(path).exists() else _cached_snapshot(path, revision)
@@ -66,15 +67,15 @@ def tensor_shapes(path: str, revision: str | None) -> Shapes:
 
 
 def own_names(tensors: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the tensors without the name prefix of some exporters, and without rotary tables."""
+    """Return the tensors by name without the prefix `model.`, which some exporters add, and without rotary tables."""
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if not name.endswith(ROTARY)}
 
 
 def local_folder(source: str | Path) -> Path:
-    """Return `source` if it is a folder, else download the repository's config and weights and return their folder.
+    """Return `source` if it is a folder, else the folder into which the repository's config and weights are downloaded.
 
     Raises:
-        FileNotFoundError: `source` is neither a folder with a config.json nor a repository.
+        FileNotFoundError: `source` is neither a folder with a config.json nor a repository's name.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -87,7 +88,7 @@ def local_folder(source: str | Path) -> Path:
 
 
 def read_tensors(folder: Path, read: Callable[[Path], Mapping[str, Value]]) -> dict[str, Value]:
-    """Return the tensors of a draft's directory, with names as from `own_names`, without those of its target.
+    """Return the tensors in a draft's directory, named as by `own_names`, without the unused ones in `BORROWED`.
 
     Args:
         read: a framework's reader of a safetensors file.

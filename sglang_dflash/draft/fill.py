@@ -16,7 +16,8 @@ def filled(
     Args:
         hidden_TH: the draft's last hidden states, T = B x N rows.
         tokens_BN: int64, anchors and mask tokens.
-        selector: DFlash 2's; None: every slot gets its argmax token.
+        selector: DFlash 2's selector; None: every slot gets the token with the largest logit.
+        ends: the target's embedding and head.
     """
     (B, N), H = tokens_BN.shape, hidden_TH.shape[-1]
     slots_TH = hidden_TH.view(B, N, H)[:, 1:].flatten(0, 1)  # packed, so that the head is read once for all requests

@@ -1,7 +1,7 @@
-"""fp8 copy of the target's head for the draft's blocks, which halves the bytes to read.
+"""fp8 copy of the target's head, with which the draft's blocks are scored. The copy halves the bytes to read.
 
-Rounding the head can lower acceptance, but changes no answer, because the target verifies all drafts. Dimensions: T
-rows, the drafted slots of all requests' blocks; H hidden, V rows of the head (this rank's shard).
+Rounding the head can lower acceptance, but does not change answers, because the target verifies all drafts with its own
+head. Dimensions: T rows (the drafted slots of all requests' blocks), H hidden, V rows of the head (this rank's shard).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-CHUNK = 4096  # rows rounded at a time, because the KV cache leaves little memory
+CHUNK = 4096  # number of rows rounded at a time, because the KV cache leaves little memory for fp32 intermediates
 
 
 class Fp8Head:
@@ -33,14 +33,14 @@ class Fp8Head:
             loaded(layer)
             self.fill(head.weight)
 
-        # SGLang calls this method after every load: from disk, at the end of a session of tensors, over IPC.
+        # SGLang calls this method after every update of the head: from disk, by pushed tensors, and over IPC.
         head.quant_method.process_weights_after_loading = loaded_and_copied
         n_bytes = self.rows_VH.nbytes + self.scale_V1.nbytes
         logger.info("draft head: an fp8 copy of %d rows takes %.2f MiB", len(weight_VH), n_bytes / 2**20)
 
     @torch.no_grad()
     def fill(self, weight_VH: torch.Tensor) -> None:
-        """Round the head's rows into the copy, in place, because captured graphs read it."""
+        """Round the head's rows into the copy, in place, because captured graphs read the copy's memory."""
         chunks = (tensor.split(CHUNK) for tensor in (weight_VH, self.rows_VH, self.scale_V1))
         for weights, rows, scales in zip(*chunks, strict=True):
             rounded, scale = rounded_rows(weights)
@@ -48,7 +48,7 @@ class Fp8Head:
             scales.copy_(scale)
 
     def logits(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Return the rounded rows times the rounded hidden states, [T, V]: bf16 on a GPU, fp32 elsewhere."""
+        """Return the logits of the rounded hidden states with the rounded head, [T, V], bf16 on a GPU, else fp32."""
         if hidden_TH.is_cuda:  # SGLang's kernels round the hidden states themselves, and write only bf16 or fp16
             return apply_fp8_linear(hidden_TH.bfloat16(), self.rows_VH.T, self.scale_V1)
         hidden_TH, scale_T1 = rounded_rows(hidden_TH)
@@ -56,7 +56,7 @@ class Fp8Head:
 
 
 def rounded_rows(x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows in e4m3 and their scales, fp32 [T, 1]: each row's largest value maps to e4m3's maximum."""
+    """Return rows in e4m3, and their scales, fp32 [T, 1]. A row's largest absolute value becomes e4m3's maximum."""
     x_TH = x_TH.float()
     scale_T1 = (x_TH.abs().amax(dim=-1, keepdim=True) / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     return (x_TH / scale_T1).to(E4M3), scale_T1

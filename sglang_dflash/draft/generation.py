@@ -1,18 +1,18 @@
-"""Step of a generation, and its cut at the end of the generation, for any framework."""
+"""Step of a generation in plain Python, for the models in any framework, and its cut at the end of the answer."""
 
 from collections.abc import Container
 from typing import NamedTuple
 
 
 class DecodedStep(NamedTuple):
-    """One forward of the target. The first step reads the prompt, has no drafts and commits one token."""
+    """Result of one forward of the target. The first step reads the prompt, has no drafts and commits one token."""
 
     committed: list[int]  # accepted drafts, then the bonus; cut at a stop token or at max_new_tokens
-    n_accepted: int  # accepted drafts, before any cut
+    n_accepted: int  # number of accepted drafts, before any cut
 
 
 def ended(step: DecodedStep, stop_token_ids: Container[int], n_left: int) -> DecodedStep:
-    """Cut the step after its first stop token, and to `n_left` tokens."""
+    """Return the step with its tokens cut after the first stop token, and to at most `n_left` tokens."""
     committed = step.committed[:n_left]
     ends = [i for i, token in enumerate(committed) if token in stop_token_ids]
     return DecodedStep(committed[: ends[0] + 1] if ends else committed, step.n_accepted)

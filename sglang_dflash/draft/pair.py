@@ -1,4 +1,4 @@
-"""Check of a draft against its target, by the sizes of both."""
+"""Check that a draft fits a target, by the sizes of both."""
 
 from collections.abc import Iterable
 
@@ -6,15 +6,16 @@ from sglang_dflash.draft.dialects import WHOLE
 from sglang_dflash.draft.record import Checkpoint
 from sglang_dflash.errors import NotSupported
 
-ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # one row per token
+ROWS = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")  # tensors with one row per token id
 
 
 def check_pair(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int, n_layers: int) -> None:
-    """Check that the draft was trained on features, tokens and layers like this target's.
+    """Check that hidden size, vocabulary and layers of the draft's config fit the target.
 
-    A draft without a selector uses the target's embedding and head, so the vocabulary sizes may differ by padding rows.
+    A draft without a selector uses the target's embedding and head, so its `vocab_size` may differ from the target's.
 
     Args:
+        draft: fields of the draft.
         target: the target's name in messages.
         hidden_size, vocab_size, n_layers: sizes of the target.
     Raises:
@@ -56,10 +57,16 @@ def unused(names: Iterable[str]) -> str:
 
 
 def check_borrowed(draft: Checkpoint, target: str, *, hidden_size: int, vocab_size: int) -> None:
-    """Check that unused tensors of a target in the draft's files have the shapes of this target's.
+    """Check the shapes of target tensors (embedding, heads, norm) that are stored in the draft's files.
 
+    These tensors are not used, but if their shapes differ from the target's, the draft belongs to another target.
+
+    Args:
+        draft: fields of the draft.
+        target: the target's name in messages.
+        hidden_size, vocab_size: sizes of the target.
     Raises:
-        ValueError: a shape differs, so the draft may have been trained with another target.
+        ValueError: a shape differs.
         NotSupported: the vocabulary is reduced.
     """
     whole = draft.vocab_size or vocab_size

@@ -9,7 +9,7 @@ from sglang_dflash.draft.variants import DFLASH, DFLASH_2
 from sglang_dflash.errors import STOCK, NotSupported
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# Fields of `dflash_config` that DFlash 2 added, with the value that means "none".
+# Fields of `dflash_config` that DFlash 2 added, with the value that means "not used".
 SECOND = {
     "conv_kernel_size": 0,
     "conv_group_size": 0,
@@ -24,10 +24,10 @@ SECOND = {
 class Checkpoint:
     """Fields of a DFlash checkpoint, named as in its config.json.
 
-    Sizes are for all ranks together. In a full layer a slot attends to its whole block. In a sliding layer it attends
-    to `sliding_window` tokens, itself and those before it, and without `sliding_is_causal` also to tokens after it at
-    the same distances. The six fields from `conv_kernel_size` on are DFlash 2's. A size of 0 means that the part is
-    absent.
+    Sizes are for all ranks together. In a full layer a slot attends to the whole context and its whole block. In a
+    sliding layer a slot attends to `sliding_window` tokens: itself and the tokens before it. If `sliding_is_causal` is
+    False, it also attends to up to `sliding_window` - 1 tokens after it. The six fields from `conv_kernel_size` to
+    `final_logit_softcapping` are DFlash 2's. A size of 0 means that the draft lacks this part.
 
     Raises:
         ValueError: the fields contradict each other.
@@ -48,20 +48,20 @@ class Checkpoint:
     layer_types: tuple[str, ...]
     sliding_window: int | None = None  # None: no sliding layer
     sliding_is_causal: bool = True
-    num_target_layers: int | None  # layers of the draft's target, if given
+    num_target_layers: int | None  # number of layers of the draft's target; None: not given
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]  # target layers whose outputs are the features, in this order
     dtype: str = "bfloat16"
-    conv_kernel_size: int = 0  # taps
-    conv_group_size: int = 0  # channels that share the token-dependent term of the taps
-    selector_rank: int = 0
-    selector_top_k: int = 0  # candidates per slot
+    conv_kernel_size: int = 0  # number of taps
+    conv_group_size: int = 0  # number of channels that share the token-dependent term of the taps
+    selector_rank: int = 0  # width of a row of the selector's codebooks
+    selector_top_k: int = 0  # number of candidates per slot
     output_multiplier: float = 1.0  # scales the candidates' logits
     final_logit_softcapping: float | None = None  # tanh soft cap applied after scaling; None: no cap
-    # Shapes of unused tensors of the target in the draft's files, by name.
+    # Shapes of the unused tensors in the draft's files (see `files.BORROWED`), by name.
     borrowed: Mapping[str, tuple[int, ...]] = field(default_factory=dict, compare=False, repr=False)
-    path: str = field(default="the draft", compare=False)  # name in messages
+    path: str = field(default="the draft", compare=False)  # the draft's name in messages
 
     def __post_init__(self) -> None:
         path, window = self.path, self.sliding_window
@@ -115,7 +115,7 @@ class Checkpoint:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Return each layer's window in tokens, including the slot itself; None: whole context and block."""
+        """Return each layer's window in tokens, including the slot itself; None for a full layer."""
         return tuple(self.sliding_window if kind == SLIDING else None for kind in self.layer_types)
 
     @property
@@ -136,7 +136,7 @@ class Checkpoint:
             "model_type": "qwen3",
             "hidden_act": "silu",
             **{name: value for name, value in fields.items() if name != "path" and value is not None},
-            # In Transformers 4 this field (10,000 by default) overrides rope_parameters.
+            # In Transformers 4 rope_theta, whose default is 10,000, overrides rope_parameters.
             **({} if theta == 10_000 else {"rope_theta": theta}),
             "use_sliding_window": self.sliding_window is not None,
             **({} if causal else {"is_causal": False}),

@@ -10,7 +10,7 @@ from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding
 def reach(rotary: RotaryEmbedding, n_positions: int) -> None:
     """Extend the table of cosines and sines to at least `n_positions` rows.
 
-    SGLang's own extension works except for linear scaling, where it would omit the scale in new rows.
+    SGLang has a method for this, but for linear scaling it omits the scale in new rows.
     """
     if not isinstance(rotary, LinearScalingRotaryEmbedding):
         rotary._ensure_cos_sin_cache_length(n_positions - 1)
@@ -18,5 +18,6 @@ def reach(rotary: RotaryEmbedding, n_positions: int) -> None:
     table = rotary.cos_sin_cache
     if len(table) < n_positions:
         (factor,) = rotary.scaling_factors
-        rotary.max_position_embeddings = math.ceil(n_positions / factor)  # the table has `factor` times as many rows
+        # SGLang computes a table with `factor` times `max_position_embeddings` rows.
+        rotary.max_position_embeddings = math.ceil(n_positions / factor)
         rotary.cos_sin_cache = rotary._compute_cos_sin_cache().to(table)

@@ -1,4 +1,4 @@
-"""DFlash 2's parts of the draft that SGLang runs; `sglang_dflash.model.second` defines them in plain torch.
+"""Modules that DFlash 2 adds to the draft model, in SGLang's form. `sglang_dflash.model.second` has the torch form.
 
 Dimensions: T rows (B requests x N block tokens), D = N - 1 drafts, H hidden, S taps, J groups of channels, V
 vocabulary, K candidates, R rank of the selector.
@@ -18,7 +18,7 @@ from sglang_dflash.draft.target_ends import TargetEnds, best_candidates
 
 
 class SGLangBlockConv(nn.Module):
-    """Convolution around one sublayer, replicated on every rank like the hidden states."""
+    """Convolutions before and after one sublayer. Every rank has all weights, as it has all hidden states."""
 
     def __init__(self, hidden_size: int, n_taps: int, group_size: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class SGLangBlockConv(nn.Module):
 
     @classmethod
     def of(cls, config: Any) -> SGLangBlockConv | None:
-        """Return the convolution that a draft's config describes; None if it has none."""
+        """Return the convolutions that a draft's config describes; None if the draft has none."""
         sizes: Mapping[str, int] = config.dflash_config
         if not sizes.get("conv_kernel_size"):
             return None
@@ -42,7 +42,7 @@ def convolved(
     hidden_TH: torch.Tensor,
     block_size: int,
 ) -> torch.Tensor:
-    """Run the sublayer with `conv` around it, if any: [T, H] -> [T, H]."""
+    """Run the sublayer between its two convolutions, or alone if `conv` is None: [T, H] -> [T, H]."""
     if conv is None:
         return sublayer(hidden_TH)
     before_TSJ, after_TSJ = conv.kernel_projection(hidden_TH).view(conv.shape).unbind(1)
@@ -51,7 +51,10 @@ def convolved(
 
 
 class SGLangCandidateSelector(nn.Module):
-    """Selector of one path through the candidates of a block's slots, replicated because any rank may need any row."""
+    """Selector of the drafts among the candidates of a block's slots.
+
+    Every rank has all rows of the codebooks, because each rank computes the drafts of all its requests.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -67,15 +70,16 @@ class SGLangCandidateSelector(nn.Module):
 
     @classmethod
     def of(cls, config: Any) -> SGLangCandidateSelector | None:
-        """Return the selector that a draft's config describes; None if it has none."""
+        """Return the selector that a draft's config describes; None if the draft has none."""
         return cls(config) if config.dflash_config.get("selector_rank") else None
 
     def path(self, hidden_TH: torch.Tensor, anchor_B: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-        """Return the drafts after the anchors, int64 [B, D]: in each slot the candidate that best follows the last one.
+        """Return the drafts, int64 [B, D]: in each slot the candidate that best follows the token of the slot before.
 
         Args:
             hidden_TH: last hidden states of the drafted slots, T = B x D rows, contiguous.
             anchor_B: int64, tokens of slot 0; may be strided.
+            ends: the target's embedding and head.
         """
         tokens_TK, logits_TK = best_candidates(hidden_TH, ends, self.n_candidates)
         logits_TK *= self.multiplier
@@ -86,7 +90,7 @@ class SGLangCandidateSelector(nn.Module):
             tokens_TK.unflatten(0, blocks),
             logits_TK.unflatten(0, blocks),
             self.hidden_projection(hidden_TH).unflatten(0, blocks),
-            anchor_B.contiguous(),  # a column of the blocks; kernels index flat memory
+            anchor_B.contiguous(),  # it may be a strided column of the blocks, and kernels index flat memory
             predecessor_VR=self.predecessor_codebook,
             successor_VR=self.successor_codebook,
         )

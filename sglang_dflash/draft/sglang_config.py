@@ -1,8 +1,8 @@
 """SGLang's configuration of a draft, built by this plugin's reader.
 
-SGLang reads a draft's `config.json` in several places, and applies `--json-model-override-args`, which are for the
-target. It also rejects a draft with a shorter context length than the target's. With these hooks all places use
-`checkpoint.parse`, so that SGLang, `check` and weight updates read the same draft.
+SGLang reads a draft's `config.json` in several places, and changes it by `--json-model-override-args`, which is meant
+for the target. SGLang also rejects a draft with a shorter context length than the target's. With the hooks of this
+module SGLang gets the config from `checkpoint.parse`, as `sglang-dflash check` and weight updates do.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def read_draft(
     model_override_args: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> PretrainedConfig:
-    """Read a DFlash draft from its own file only; SGLang reads other models. AROUND `get_config`.
+    """Read a DFlash draft's config without override arguments; SGLang reads other models. AROUND `get_config`.
 
-    SGLang also reads drafts that the reader rejects: DFLASH has rejected them before, but another algorithm may serve
-    them.
+    SGLang also reads drafts that this plugin's reader rejects. With DFLASH the launch has already been refused, but
+    another algorithm may serve such a draft.
     """
     try:
         found = stock(model, trust_remote_code=trust_remote_code, revision=revision, **kwargs)
-    except ValueError:  # a dialect's file may have no model type
+    except ValueError:  # SGLang needs a model type, which configs of some trainers lack
         ours = own_config(model, revision)
         if ours is None:
             raise
@@ -52,9 +52,9 @@ def read_draft(
 
 
 def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context_length: int | None) -> None:
-    """Set a draft's context length to its target's. AROUND `ModelConfig._derive_context_length`.
+    """Set a draft's context length to at least its target's. AROUND `ModelConfig._derive_context_length`.
 
-    SGLang rejects a draft that was trained for fewer positions, although answers are exact beyond them.
+    SGLang rejects a draft that was trained for fewer positions, although answers stay exact at later positions.
     """
     if model_config.is_draft_model and context_length is not None and is_ours(model_config.hf_config):
         text = model_config.hf_text_config
@@ -63,12 +63,12 @@ def as_long_as_the_target(stock: Callable[..., None], model_config: Any, context
 
 
 def is_ours(config: PretrainedConfig) -> bool:
-    """Return whether the config is a DFlash draft's, and this plugin's worker serves it."""
+    """Return whether the config is a DFlash draft's, and this plugin's worker is selected."""
     return names_draft({"architectures": config.architectures}) and flags.current().worker is not Worker.STOCK
 
 
 def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
-    """Return a draft's config from this plugin's reader; None if the reader rejects the file."""
+    """Return a draft's config from this plugin's reader; None for other models, and if the reader rejects the file."""
     with suppress(ValueError):
         config = draft_files.read_config(model, revision)
         if names_draft(config) and flags.current().worker is not Worker.STOCK:
@@ -77,7 +77,7 @@ def own_config(model: str, revision: str | None) -> PretrainedConfig | None:
 
 
 def sglang_config(draft: Checkpoint) -> PretrainedConfig:
-    """Return the draft's fields as a Transformers config, which completes the parameters of a scaled rope."""
+    """Return the draft's fields as a Transformers config. Transformers adds missing parameters of a scaled rope."""
     config = Qwen3Config.from_dict(draft.to_json())
     config._name_or_path = draft.path
     return config

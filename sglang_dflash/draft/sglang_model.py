@@ -1,8 +1,8 @@
 """DFlash draft as an SGLang model: one forward turns blocks of mask tokens into draft tokens.
 
-The draft has no embedding and no head. `attach` gives it the target's, so that one forward (one CUDA graph) maps token
-ids to token ids. The draft's context is the target's hidden states (features), from which `context_kv` computes K and V
-for every layer. The model is independent of requests, steps and acceptance.
+The draft has no embedding and no head. `attach` stores the target's embedding and head in the draft, so that one
+forward (one CUDA graph) maps token ids to token ids. The draft's context is the target's hidden states (features), from
+which `context_kv` computes K and V for every layer. The model is independent of requests, steps and acceptance.
 
 Paper: DFlash, arXiv 2602.06036, section 3. Checkpoints: z-lab's `DFlashDraftModel` and `DFlash2DraftModel`. The parts
 of DFlash 2 are in `second.py`.
@@ -84,13 +84,13 @@ class DraftAttention(nn.Module):
             scaling=self.head_dim**-0.5,
             num_kv_heads=self.n_kv_heads,
             layer_id=layer_id,
-            # HF includes the current token in the window, SGLang does not.
+            # A window in the checkpoint (as in Transformers) counts the current token, SGLang's window does not.
             sliding_window_size=config.sliding_window - 1 if sliding else -1,
             attn_type=AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY,
         )
 
     def forward(self, positions_T: torch.Tensor, hidden_TH: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Write the blocks' K/V, and attend from their slots to context and block: [T, H] -> [T, H]."""
+        """Write the K/V of the blocks, and attend from each slot to context and block: [T, H] -> [T, H]."""
         qkv, _ = self.qkv_proj(hidden_TH)
         q, k, v = self.norm_rotate(qkv, positions_T)
         out, _ = self.o_proj(self.attn(q, k, v, batch))
@@ -116,7 +116,7 @@ class DraftAttention(nn.Module):
         return qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
 
     def norm_rotate_in_two(self, qkv: torch.Tensor, positions_T: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Do as `norm_rotate_in_one`, with SGLang's layers, for dtypes that the fused kernel does not support."""
+        """Compute `norm_rotate_in_one` with SGLang's layers, for dtypes that the fused kernel does not support."""
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         q, k = apply_qk_norm(q, k, self.q_norm, self.k_norm, self.head_dim)
         return *self.rotary_emb(positions_T, q, k), v
@@ -139,7 +139,7 @@ class DraftMLP(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """Pre-norm layer. The residual is passed separately, because SGLang's norms add it."""
+    """Pre-norm layer. The residual is passed separately, because SGLang's norms add it to the hidden states."""
 
     def __init__(self, config: Any, layer_id: int, quant_config: QuantizationConfig | None) -> None:
         super().__init__()
@@ -170,16 +170,17 @@ class DraftLayer(nn.Module):
 class DFlashDraftModel(nn.Module):
     """Draft model: computes draft tokens from blocks of mask tokens, and context K/V from target features.
 
-    SGLang builds and loads it from the checkpoint; then the worker calls `attach` once. `config.py` has validated the
+    SGLang builds the model and loads the checkpoint. Then the worker calls `attach` once. `config.py` has validated the
     config, so fields are not checked here.
     """
 
-    # Set by `attach`.
+    # The attributes from here to `kv_shape` are set by `attach`.
     ends: TargetEnds
-    # X: rows of a layer's q, k and v projections; k and v begin at `first_k_row`. None: the projections are quantized.
+    # Weights of the q, k and v projections, stacked over layers. X is the number of rows of a layer; k and v begin at
+    # `first_k_row`. None: the projections are quantized.
     qkv_LXH: torch.Tensor | None
-    bias_LX: torch.Tensor | None
-    k_norm_LE: torch.Tensor
+    bias_LX: torch.Tensor | None  # biases of these projections; None: none
+    k_norm_LE: torch.Tensor  # weights of the norm of K
     first_k_row: int
     kv_shape: tuple[int, int, int]  # 2 (K or V), G, E
 
@@ -195,9 +196,9 @@ class DFlashDraftModel(nn.Module):
         self.needed, self.loaded = checkpoint_names(dict(self.named_parameters())), set[str]()
 
     def forward_embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the target's embedding, [T] -> [T, H].
+        """Return the target's embeddings of token ids, [T] -> [T, H].
 
-        If a model has this method, SGLang's graph runner passes token ids instead of embeddings.
+        If a draft model has this method, SGLang's graph runner gives its forward token ids instead of embeddings.
         """
         return self.ends.embed(input_ids)
 
@@ -208,20 +209,21 @@ class DFlashDraftModel(nn.Module):
     # -- after loading --------------------------------------------------------------------------------------------
 
     def attach(self, ends: TargetEnds, max_position: int) -> None:
-        """Store the target's embedding and head, and stack the context weights of all layers.
+        """Store the target's embedding and head, and stack the weights that `context_kv` uses over all layers.
 
         Args:
-            max_position: one more than the largest position.
+            ends: the target's embedding and head.
+            max_position: number of positions: one more than the largest position.
         Raises:
             ValueError: the checkpoint lacks a tensor.
         """
         missing = sorted(self.needed - self.loaded)
         if missing:
             raise ValueError(f"draft checkpoint lacks {len(missing)} tensors, the first is {missing[0]!r}")
-        # Bypasses nn.Module, so that the target's weights are not parameters of the draft.
+        # `object.__setattr__` bypasses nn.Module, so that the target's weights do not become parameters of the draft.
         object.__setattr__(self, "ends", ends)
         attentions = self.attentions
-        reach(attentions[0].rotary_emb, max_position)  # all layers share it
+        reach(attentions[0].rotary_emb, max_position)  # all layers share one rotary table
         plain = isinstance(attentions[0].qkv_proj.quant_method, UnquantizedLinearMethod)
         self.qkv_LXH = lay_side_by_side([a.qkv_proj.weight for a in attentions]) if plain else None
         self.k_norm_LE = lay_side_by_side([a.k_norm.weight for a in attentions])
@@ -239,14 +241,14 @@ class DFlashDraftModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Fill the blocks.
+        """Replace the mask tokens of the blocks by drafts.
 
         Args:
             input_ids: int64 [B * N], for each block its anchor and N - 1 mask tokens.
             positions: int64 [B * N].
         Returns:
-            SGLang's output type, whose `hidden_states` carries tokens_T, int64 [B * N]: the anchors and the drafts.
-            SGLang's graph runner returns that field row by row.
+            SGLang's output type, whose `hidden_states` are the tokens, int64 [B * N]: the anchors and the drafts.
+            SGLang's graph runner returns one row of this field per input token.
         """
         hidden_TH, residual_TH = self.forward_embed(input_ids), None
         for layer in self.layers:
@@ -258,7 +260,7 @@ class DFlashDraftModel(nn.Module):
     def context_kv(self, features_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K (before norm and rope) and V of the context, for all layers: two tensors [T, L, G, E].
 
-        The features are fused once (fc, norm), and projected with each layer's K and V weights.
+        `fc` and `hidden_norm` reduce the features to [T, H]. Then each layer's K and V weights are applied.
         """
         fused_TH = self.hidden_norm(self.fc(features_TC))
         if self.qkv_LXH is None:
@@ -282,7 +284,7 @@ class DFlashDraftModel(nn.Module):
         if self.needed <= self.loaded:
             if self.qkv_LXH is None:
                 raise ValueError("a quantized draft takes no new weights; start the server again")
-            weights = list(weights)  # all names are checked before a tensor is loaded
+            weights = list(weights)  # `weights` may be a generator, and is iterated twice
             require_all_known((name for name, _ in weights), parameters)
         for name, tensor in weights:
             name = name.removeprefix("model.")

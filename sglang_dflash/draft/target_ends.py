@@ -1,6 +1,6 @@
-"""Embedding and head of the target, which the draft uses.
+"""Embedding and head of the target ("ends"), which the draft uses.
 
-Dimensions: T rows, the drafted slots of all requests' blocks; H hidden, V vocabulary (this rank's shard of it), K
+Dimensions: T rows (the drafted slots of all requests' blocks), H hidden, V vocabulary (this rank's shard of it), K
 candidates, R tensor-parallel ranks.
 """
 
@@ -20,18 +20,20 @@ from torch import nn
 from sglang_dflash.draft.fp8_head import Fp8Head
 from sglang_dflash.errors import STOCK, NotSupported
 
-SCALE = "get_dflash_noise_embedding_scale"  # method that SGLang's own worker looks up; no model of SGLang has it
+# Method of a target that SGLang's own worker calls if the target has it. No model in SGLang 0.5.23 has this method.
+SCALE = "get_dflash_noise_embedding_scale"
 
-TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]  # top-k of the last dimension, best first
+# (values, k) -> the k largest values of the last dimension and their indices, largest first.
+TopK = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
 
 class TargetEnds(NamedTuple):
-    """Embedding and head of the target, as modules rather than weights, so that weight updates apply to the draft."""
+    """Embedding and head of the target, as modules, not as weights, so that weight updates apply to the draft too."""
 
     embed: nn.Module  # token ids -> hidden
-    head: Any  # module with .weight [V or its shard, H], possibly quantized
-    n_vocab: int  # rows of the head (of this rank's shard) that are tokens, without padding
-    first_token: int  # token id of this shard's first row
+    head: Any  # module with .weight [V, H], possibly quantized
+    n_vocab: int  # number of rows of the head (of this rank's shard) that are tokens, without padding
+    first_token: int  # token id of the first row of this rank's shard
     tp_group: GroupCoordinator | None  # ranks that share the head; None: each rank has the whole head
     top_k: TopK = torch.topk
     quantized: bool = False
@@ -39,7 +41,7 @@ class TargetEnds(NamedTuple):
 
 
 def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
-    """Return the embedding and head of the base model; the draft never uses LoRA adapters.
+    """Return the embedding and head of `model` without LoRA adapters, which the draft never uses.
 
     Raises:
         NotSupported: the target scales draft embeddings, ranks split embedding and head differently, or `fp8_head` is
@@ -54,7 +56,7 @@ def target_ends(model: Any, *, fp8_head: bool = False) -> TargetEnds:
             f"SGLANG_DFLASH_DRAFT_HEAD=fp8 copies plain heads only, and that of {type(model).__name__} is "
             f"{'its embedding' if isinstance(head, nn.Embedding) else 'quantized'}; set it to full"
         )
-    if isinstance(head, nn.Embedding):  # Gemma: the head is the embedding itself, whole on every rank
+    if isinstance(head, nn.Embedding):  # Gemma: the head is the embedding, and every rank has all rows
         return TargetEnds(embed, head, n_vocab=head.num_embeddings, first_token=0, tp_group=None, top_k=top_k)
     if get_parallel().attn_dp_enabled and embed.tp_size > 1 and head.tp_group is not embed.tp_group:
         raise NotSupported(
@@ -81,7 +83,10 @@ def is_quantized(head: nn.Module) -> bool:
 
 
 def top_k_on(device: torch.device) -> TopK:
-    """Return a top-k for a device: FlashInfer's radix selection on a GPU, where torch sorts the whole vocabulary."""
+    """Return the top-k function for a device.
+
+    On a GPU this is FlashInfer's radix selection, because `torch.topk` sorts the whole vocabulary there.
+    """
     if device.type != "cuda":
         return torch.topk
     import flashinfer
@@ -90,9 +95,9 @@ def top_k_on(device: torch.device) -> TopK:
 
 
 def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
-    """Return the argmax of the target's head for every row, int64 [T].
+    """Return the token with the largest logit of the target's head for every row, int64 [T].
 
-    With tensor parallelism every rank returns the same tokens, and ties go to the lowest id.
+    With tensor parallelism every rank returns the same tokens. On ties the lowest token id is returned.
     """
     logits_TV = head_logits(hidden_TH, ends)
     if ends.tp_group is None:
@@ -102,9 +107,9 @@ def likeliest(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
 
 
 def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordinator) -> torch.Tensor:
-    """Return, for every row, the token of the rank with the largest value, int64 [T]; the first rank on ties.
+    """Return, for every row, the token of the rank with the largest value, int64 [T]; of the first such rank on ties.
 
-    Ranks exchange 2 T numbers each instead of their shards.
+    Each rank sends 2 T numbers instead of its shard of the logits.
 
     Args:
         best_T: largest value in this rank's shard of the vocabulary.
@@ -116,9 +121,10 @@ def first_best(best_T: torch.Tensor, token_T: torch.Tensor, group: GroupCoordina
 
 
 def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the K best tokens of every row, int64 [T, K], best first, and their logits, fp32 [T, K].
+    """Return the K tokens with the largest logits of every row, int64 [T, K], and these logits, fp32 [T, K].
 
-    All ranks return the same. They exchange K logits and ids per row instead of their shards of the vocabulary.
+    The largest logit comes first. All ranks return equal results. Each rank sends K logits and token ids per row
+    instead of its shard of the logits.
     """
     logits_TK, token_TK = ends.top_k(head_logits(hidden_TH, ends), k)
     logits_TK, token_TK = logits_TK.float(), token_TK.long() + ends.first_token
@@ -133,8 +139,8 @@ def best_candidates(hidden_TH: torch.Tensor, ends: TargetEnds, k: int) -> tuple[
 def head_logits(hidden_TH: torch.Tensor, ends: TargetEnds) -> torch.Tensor:
     """Return the logits of this rank's shard of the vocabulary, [T, V].
 
-    `hidden_TH` must be packed: for a strided [B, D, H] PyTorch would expand the head and read it once per request. A
-    quantized head computes as for the target. An fp8 copy rounds weights and hidden states.
+    `hidden_TH` must be packed. For a strided [B, D, H], PyTorch would expand the head and read it once per request. A
+    quantized head computes the logits as for the target. With `fp8_head`, weights and hidden states are rounded to fp8.
     """
     if ends.fp8_head is not None:
         return ends.fp8_head.logits(hidden_TH)[:, : ends.n_vocab]

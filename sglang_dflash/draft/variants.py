@@ -1,7 +1,7 @@
-"""Rejection of drafts that resemble DFlash, recognised by their config.
+"""Rejection of other drafters that resemble DFlash, by their config.
 
-Other drafters share DFlash's checkpoint layout and even its architecture name. They would load as DFlash without an
-error, but would draft badly.
+Other drafters share DFlash's checkpoint layout and even its architecture name. Without these checks they would be
+loaded as DFlash without an error, and hardly any draft would be accepted.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash.errors import STOCK, NotSupported
 
 DFLASH, DFLASH_2 = "DFlashDraftModel", "DFlash2DraftModel"
-# Network by architecture name. Some of the names are SGLang's for single targets.
+# Network (DFlash or DFlash 2) by architecture name. Some names are SGLang's for drafts of a single target.
 ARCHITECTURES = {
     DFLASH: DFLASH,
     "MuseGlimmerAssistantModel": DFLASH,
@@ -22,7 +22,7 @@ ARCHITECTURES = {
 # Fields that state that slot 0 of a block predicts the next token instead of holding the anchor.
 ANCHOR_FIRST = ("sample_from_anchor", "query_zero_predicts_next")
 
-# Other drafters by their keys in `dflash_config`, a prefix or the whole name.
+# Names of other drafters, by the keys (or prefixes of keys) that they have in `dflash_config`.
 VARIANT_KEYS = {
     "lilicorr_": "LiLiCorr",
     "gru_": "Domino",
@@ -36,8 +36,8 @@ VARIANT_KEYS = {
     "swa_window_size": "Nemotron",
 }
 
-# Keys of `dflash_config` in DFlash. Output multiplier and soft cap keep the order of logits, so they change DFlash 2's
-# selector scores but no argmax.
+# Keys that `dflash_config` may have. `output_multiplier` and `final_logit_softcapping` keep the order of logits. So for
+# DFlash they change no draft, but for DFlash 2 they change the selector's scores.
 KEYS = {
     "block_size",
     "mask_token",
@@ -55,7 +55,7 @@ KEYS = {
     "selector_top_k",
 }
 
-# Keys of config.json that change the computation, and the only supported value.
+# Keys of config.json that change the computation, each with the only supported value.
 TOP_LEVEL = {
     "model_type": "qwen3",  # a DFlash draft has Qwen3's layers for any target
     "use_gemma_norm": False,
@@ -76,7 +76,7 @@ def refuse_variants(config: Mapping[str, Any], path: str) -> None:
     """Check that the computation of a draft is DFlash's.
 
     Raises:
-        NotSupported: `config` is another drafter's, or requires a part that DFlash does not have.
+        NotSupported: `config` belongs to another drafter, or requires a part that DFlash does not have.
         ValueError: `config` has no `dflash_config`.
     """
     _refuse_anchor_first(config, path)

@@ -1,8 +1,8 @@
 """Hooks on weight updates that a trainer pushes while serving: `/update_weights_from_tensor`, process group, or IPC.
 
 SGLang loads pushed tensors into every model that the request's selector names, or into all models without a selector.
-Some names exist in both target and draft, so a push without a selector would overwrite the draft. These hooks restrict
-it to the target. Tensors of the draft are pushed with `"selector": "draft"`.
+Some tensor names exist in both target and draft, so a push without a selector would overwrite the draft. These hooks
+restrict a push without a selector to the target. Tensors of the draft are pushed with `"selector": "draft"`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
 Outcome = tuple[bool, str]
-# Errors that SGLang's models raise for an unknown name or a wrong shape.
+# Errors that SGLang's models raise for a tensor with an unknown name or a wrong shape.
 NOT_LOADED = (ValueError, KeyError, RuntimeError, AssertionError)
 
 
@@ -27,7 +27,7 @@ def to_target_unless_named(stock: Callable[..., Any], manager: Any, request: Any
 
 
 def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kwargs: Any) -> Outcome:
-    """Answer a push that cannot be loaded with a failure. AROUND `WeightUpdater.update_weights_from_tensor`."""
+    """Return failure, instead of raising, if a pushed tensor does not fit. AROUND `update_weights_from_tensor`."""
     try:
         return stock(updater, *args, **kwargs)
     except NOT_LOADED as error:
@@ -40,7 +40,7 @@ def refuse_unknown(stock: Callable[..., Outcome], updater: Any, *args: Any, **kw
 
 
 def draft_stays(stock: Callable[..., Outcome], updater: Any, request: Any) -> Outcome:
-    """Keep the draft, because IPC has no selector. AROUND `WeightUpdater.update_weights_from_ipc`."""
+    """Update only the target, because IPC has no selector. AROUND `WeightUpdater.update_weights_from_ipc`."""
     if isinstance(updater.get_model(), DFlashDraftModel):
         return True, "Succeeded to update the target; the draft stays: IPC carries the target's tensors."
     return stock(updater, request)

@@ -1,12 +1,13 @@
-"""Hook on `/update_weights_from_disk`, which loads a checkpoint only into the model that it belongs to.
+"""Hook on `/update_weights_from_disk`: a checkpoint is loaded only into the model that it belongs to.
 
-SGLang loads a checkpoint into all models, but target and draft have tensors with equal names, and a failed load is
-rolled back from the checkpoint that failed. So a DFlash draft's checkpoint is loaded only into the draft, any other
-only into the target. A draft unlike the served one is rejected before a tensor changes. Answers depend only on the
-target: with a new target the old draft remains exact, but its acceptance may change.
+SGLang loads a checkpoint into both target and draft, which have tensors with equal names. If a load fails, SGLang
+reloads the same checkpoint, so it cannot restore the old weights. With this hook a DFlash draft's checkpoint is loaded
+only into the draft, and any other checkpoint only into the target. A draft that does not fit the served one is rejected
+before a tensor changes. Answers depend only on the target. With a new target the old draft still gives exact answers,
+but its acceptance may change.
 
-Graphs read weights in place, so new weights need no new graphs. SGLang's option to capture again is rejected, because
-it would cover only one width.
+Captured graphs read weights in place, so they stay valid for new weights. SGLang's option to capture graphs again
+(`recapture_cuda_graph`) is rejected, because SGLang would capture graphs of one width only.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sglang_dflash.draft.record import SECOND, Checkpoint
 from sglang_dflash.draft.sglang_model import DFlashDraftModel
 
 Update = Callable[..., tuple[bool, str]]
-# Fields that are fixed at server start, so a new draft must have equal ones.
+# Fields of a draft from which the server is built at its start, so a new draft must have equal values.
 BUILT = (
     "target_layer_ids", "mask_token_id", "num_hidden_layers", "layer_types", "sliding_window", "hidden_size",
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters", "rms_norm_eps",
@@ -31,9 +32,9 @@ BUILT = (
 
 
 def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tuple[bool, str]]:
-    """Return a hook that updates one model. AROUND `WeightUpdater.update_weights_from_disk`.
+    """Return the hook. AROUND `WeightUpdater.update_weights_from_disk`.
 
-    The hook returns success and a sentence.
+    The hook returns whether it succeeded, and a sentence for the client.
 
     Args:
         served: draft with which the server was started.
@@ -61,7 +62,7 @@ def own_checkpoint_only(served: Checkpoint, vocab_size: int) -> Callable[..., tu
 
 
 def is_draft(path: str) -> bool:
-    """Return whether the checkpoint's config names a draft; False without a config."""
+    """Return whether the checkpoint's config names a DFlash draft; False if there is no config."""
     try:
         config = draft_files.read_config(path, None)
     except ValueError:
@@ -70,7 +71,7 @@ def is_draft(path: str) -> bool:
 
 
 def require_like(served: Checkpoint, new: Checkpoint, vocab_size: int) -> None:
-    """Check that the new draft fits the parts that were built for the served one, or raise ValueError."""
+    """Check that the new draft has the served draft's values of the fields `BUILT`, or raise ValueError."""
     check_borrowed(new, "that of this server", hidden_size=served.hidden_size, vocab_size=vocab_size)
     for name in (*BUILT, *(["vocab_size"] if served.selector_rank else [])):
         ours, theirs = vars(served)[name], vars(new)[name]

@@ -15,7 +15,8 @@ from sglang_dflash.draft.pair import unused
 
 logger = logging.getLogger(__name__)
 
-# Fused parameter and shard of each part of a fused projection; a checkpoint stores the parts separately.
+# A checkpoint stores some projections separately that the model fuses into one parameter. For each such projection:
+# name of the fused parameter, and the projection's shard in it.
 FUSED: dict[str, tuple[str, str | int]] = {
     "q_proj": ("qkv_proj", "q"),
     "k_proj": ("qkv_proj", "k"),
@@ -26,7 +27,10 @@ FUSED: dict[str, tuple[str, str | int]] = {
 
 
 def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
-    """Return the parameter of a checkpoint's tensor, and its shard: `a.q_proj.weight` -> `a.qkv_proj.weight`, `q`."""
+    """Return the parameter for a checkpoint's tensor, and the shard in it if it is fused.
+
+    Example: `a.q_proj.weight` -> `a.qkv_proj.weight`, `q`.
+    """
     for part, (fused, shard) in FUSED.items():
         if f".{part}." in name:
             return name.replace(part, fused), (shard,)
@@ -34,7 +38,7 @@ def fused_name(name: str) -> tuple[str, tuple[str | int, ...]]:
 
 
 def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str | int, ...]]:
-    """Return the parameter of a checkpoint's tensor, and its shard.
+    """Return the parameter for a checkpoint's tensor, and the shard in it if it is fused, as `fused_name` does.
 
     Raises:
         ValueError: the draft has no such tensor.
@@ -46,10 +50,10 @@ def require_known(name: str, parameters: Container[str]) -> tuple[str, tuple[str
 
 
 def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
-    """Check all names before a tensor changes, and log unused ones.
+    """Check that the draft has all named tensors, and log the unused ones. Call this before a tensor changes.
 
     Raises:
-        ValueError: the draft has no such tensor.
+        ValueError: the draft lacks a named tensor.
     """
     left_out = []
     for name in names:
@@ -60,12 +64,12 @@ def require_all_known(names: Iterable[str], parameters: Container[str]) -> None:
 
 
 def is_unused(name: str) -> bool:
-    """Return whether a checkpoint's tensor is the target's, or a buffer computed from the config."""
+    """Return whether a tensor is not loaded, because it is the target's or a buffer computed from the config."""
     return name.removeprefix("model.") in BORROWED or name.endswith(ROTARY)
 
 
 def checkpoint_names(parameters: Iterable[str]) -> set[str]:
-    """Return the names of the checkpoint's tensors for all these parameters: the inverse of `fused_name`."""
+    """Return the names of a checkpoint's tensors for all these parameters, by inverting `fused_name`."""
     parts: dict[str, list[str]] = {}
     for part, (fused, _) in FUSED.items():
         parts.setdefault(fused, []).append(part)
@@ -78,7 +82,10 @@ def checkpoint_names(parameters: Iterable[str]) -> set[str]:
 
 
 def loader_of(parameter: nn.Parameter) -> Callable[..., None]:
-    """Return the function that copies a tensor, or a shard, into `parameter`; SGLang stores it in two places."""
+    """Return the function that copies a tensor, or a shard, into `parameter`.
+
+    SGLang stores this function in a property or in an attribute, depending on the parameter's class.
+    """
     if isinstance(parameter, BasevLLMParameter):
         return parameter.weight_loader
     return parameter.__dict__.get("weight_loader", default_weight_loader)

@@ -1,12 +1,13 @@
-"""Checks of requests before they reach a scheduler, with and without speculation.
+"""Checks of requests before they reach a scheduler, for servers with and without speculation.
 
-SGLang 0.5.23 accepts some requests that end the scheduler, and with it the answers of all clients. Token ids and
-numbers of log-probabilities are used without a check, and some numbers overflow their tensors. `n` is only bounded by
-memory: a request with n = 2**31 exhausts it. Other requests are answered from a distribution of NaN.
+SGLang 0.5.23 accepts some requests that make the scheduler exit, and with it the answers of all clients are lost. It
+uses token ids and numbers of log-probabilities without a check. Some values overflow the dtypes of their tensors. `n`
+is unbounded, and a request with n = 2**31 exhausts memory. For other requests the logits become NaN, and the answer is
+meaningless.
 
-The process that tokenizes a request rejects it here, with an error that names the field. The server answers such errors
-with status 400. `tests/server/test_requests_bad.py` sends such requests, and docs/troubleshooting.md lists those that
-only SGLang can fix.
+The process that tokenizes a request rejects such a request with an error that names the field. The server answers with
+status 400. `tests/server/test_requests_bad.py` sends such requests. docs/troubleshooting.md lists the harmful requests
+that only a change in SGLang can reject.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from sglang_dflash.host import contract
 from sglang_dflash.host.increments import hook_parsers
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
-MOST_TOP_K = 2**31 - 1  # SGLang stores top_k as int32
-MOST = 1e30  # bias and temperature; far below fp32's maximum of 3.4e38, so that logits are neither infinite nor NaN
-LEAST_REPETITION = 1e-30  # logits are divided by the penalty
-MOST_ANSWERS = 2**16  # per request; SGLang creates a request for each answer before it serves the first one
+MOST_TOP_K = 2**31 - 1  # largest top_k, because SGLang stores top_k as int32
+# Largest bias and temperature. Far below fp32's maximum of 3.4e38, so that logits are neither infinite nor NaN.
+MOST = 1e30
+LEAST_REPETITION = 1e-30  # least repetition_penalty; logits divided by less could overflow fp32
+# Largest number of answers per request. SGLang creates an internal request for each answer before it serves the first.
+MOST_ANSWERS = 2**16
 
 
 def hook_tokenizer() -> None:
-    """Set the hooks of a process that tokenizes: checks of requests, and parsing of streams in pieces."""
+    """Set the hooks of a process that tokenizes: checks of requests, and parsing of streamed answers piece by piece."""
     hook_parsers()
     contract.check(SECTIONS["admission"])
     contract.set_hooks(
@@ -57,10 +60,12 @@ def check_asked(_: None, request: GenerateReqInput) -> None:
 
 
 def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_ids: Sequence[int] | None) -> None:
-    """Check a prompt. AROUND `TokenizerManager._validate_one_request`. Only ids from a client need a check.
+    """Check a prompt. AROUND `TokenizerManager._validate_one_request`.
+
+    Token ids are checked only if the client sent ids. A tokenizer makes only ids within the vocabulary.
 
     Raises:
-        ValueError: the prompt has no tokens, or a token outside the vocabulary; or see `check_labels`.
+        ValueError: the prompt has no tokens, or a token outside the vocabulary, or see `check_labels`.
     """
     stock(manager, request, input_ids)
     if not isinstance(request, GenerateReqInput):
@@ -69,7 +74,7 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
     if input_ids is None or request.input_embeds is not None:
         return
     if not len(input_ids):
-        # In a session the history may be the whole prompt. The scheduler rejects a request if both are empty.
+        # In a session the prompt also contains the history. The scheduler rejects the request if both are empty.
         if not (request.session_params or {}).get("id"):
             raise ValueError("the prompt has no tokens; send a text or input_ids with at least one")
         return
@@ -78,7 +83,7 @@ def check_prompt(stock: Callable[..., None], manager: Any, request: Any, input_i
 
 
 def check_labels(request: GenerateReqInput, manager: Any) -> None:
-    """Check a request's labels for metrics, or raise ValueError."""
+    """Check that the server counts by all labels of a request, or raise ValueError."""
     if manager.enable_metrics and request.custom_labels:
         unknown = set(request.custom_labels) - set(manager.metrics_collector.labels)
         if unknown:
@@ -89,10 +94,10 @@ def check_labels(request: GenerateReqInput, manager: Any) -> None:
 
 
 def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
-    """Check the request for the scheduler. AFTER `TokenizerManager._create_tokenized_object`.
+    """Check a tokenized request, which goes to the scheduler. AFTER `TokenizerManager._create_tokenized_object`.
 
     Raises:
-        ValueError: a parameter would end the scheduler.
+        ValueError: a parameter would make the scheduler exit, or make logits NaN.
     """
     if isinstance(made, TokenizedGenerateReqInput):
         vocab_size = manager.model_config.vocab_size
@@ -102,7 +107,7 @@ def check_parameters(made: Any, manager: Any, *_: Any) -> Any:
 
 
 def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
-    """Check sampling parameters, or raise ValueError, see `check_parameters`."""
+    """Check sampling parameters. Raises ValueError, see `check_parameters`."""
     if asked.top_k > MOST_TOP_K:
         raise ValueError(f"top_k is {asked.top_k}; send at most {MOST_TOP_K}, or -1 for the whole vocabulary")
     if asked.temperature > MOST:
@@ -112,12 +117,12 @@ def check_sampling(asked: SamplingParams, vocab_size: int) -> None:
     for token, bias in (asked.logit_bias or {}).items():
         if not abs(bias) <= MOST:
             raise ValueError(f"logit_bias of {token} is {bias}; send numbers within {-MOST:g}..{MOST:g}")
-    if asked.stop_token_ids:  # used as indices if any request of the batch has min_new_tokens
+    if asked.stop_token_ids:  # SGLang uses them as indices if any request of the batch has min_new_tokens
         require_tokens("stop_token_ids", asked.stop_token_ids, vocab_size)
 
 
 def check_fields(asked: TokenizedGenerateReqInput, vocab_size: int) -> None:
-    """Check the fields that are not sampling parameters, or raise ValueError, see `check_parameters`."""
+    """Check the fields that are not sampling parameters. Raises ValueError, see `check_parameters`."""
     if asked.top_logprobs_num > vocab_size:
         raise ValueError(
             f"{asked.top_logprobs_num} top log-probabilities of {vocab_size} tokens; ask for at most {vocab_size}"

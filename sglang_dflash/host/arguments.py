@@ -1,6 +1,6 @@
-"""Arguments about the draft and facts about the target, read from SGLang before a worker exists.
+"""Server arguments that concern the draft, and facts about the target, read from SGLang before a worker exists.
 
-Both are plain records, so that `config.py` and its tests run without SGLang.
+Both are dataclasses without SGLang's types, so that `config.combine` and its tests run without SGLang.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 from sglang_dflash import flags
 from sglang_dflash.errors import NotSupported
 
-# Reasons by name of SGLang's arguments that have no exact meaning for a DFlash chain.
+# SGLang's arguments that are refused with DFLASH, with the reason.
 UNSUPPORTED = {
     "speculative_draft_sink_size": "a DFlash draft has no attention sink",
     "speculative_adaptive": "it affects EAGLE only",
@@ -45,12 +45,12 @@ class TargetFacts:
     dtype: str
     recurrent: bool  # some layers keep a state instead of K and V
     gated_delta_net: bool = False  # the recurrent layers are Gated DeltaNet's
-    context_length: int = 0  # most tokens of a request
+    context_length: int = 0  # largest number of tokens of a request
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Server arguments about the draft, which SGLang may not have resolved yet; None means "not given"."""
+    """Server arguments that concern the draft. None means "not given", or not resolved by SGLang yet."""
 
     draft_path: str | None
     draft_revision: str | None
@@ -59,7 +59,7 @@ class Arguments:
     draft_backend: str | None
     target_backend: str | None
     draft_kv_dtype: str
-    draft_quantization: str | None  # also None if SGLang fills in the target's
+    draft_quantization: str | None  # also None if the value is the target's, filled in by SGLang
     device: str
     tp_size: int
     pp_size: int
@@ -70,7 +70,7 @@ class Arguments:
     num_steps: int | None
     topk: int | None
     accept_thresholds: tuple[float, float]
-    unsupported: tuple[str, ...]  # names in `UNSUPPORTED`
+    unsupported: tuple[str, ...]  # given arguments that are in `UNSUPPORTED`
     sized_after_capture: bool  # SGLANG_ENABLE_POST_CAPTURE_KV_SIZING
     streaming_session: bool
     page_size: int | None
@@ -176,16 +176,17 @@ def target_of(server_args: Any) -> TargetFacts:
 def device_of(device: str | None) -> str:
     """Return "cpu", or an NVIDIA GPU's generation: "sm80", "sm89", "sm90", "sm100", "sm110", "sm120".
 
-    Other devices have SGLang's names. 8.9 has its own name, because no other compute capability 8.x has fp8.
+    For other devices SGLang's name is returned. Compute capability 8.9 is distinguished from other 8.x, because only
+    8.9 has fp8. "undecided" means that SGLang has not resolved the device.
     """
     if device is None:
-        return "undecided"  # until SGLang resolves its arguments
+        return "undecided"
     if not device.startswith("cuda"):
         return flags.current().rehearse.gpu or device
     import torch
 
     if not torch.version.cuda:
-        return "rocm"  # torch calls ROCm cuda
+        return "rocm"  # in torch, ROCm devices are named "cuda"
     capability = torch.cuda.get_device_capability()
     return "sm89" if capability == (8, 9) else f"sm{capability[0]}0"
 

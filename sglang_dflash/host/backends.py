@@ -1,11 +1,11 @@
 """Selection of the draft's attention backend, by KV cache, page size and device.
 
 A DFlash draft needs a mask that ordinary decoding does not need: in a full layer every slot of the block attends to the
-whole block. With a backend without this mask drafts would change, and acceptance would fall without an error. So only
-`BACKENDS`, which have the mask, are allowed. SGLang checks that a kernel is installed.
+whole block. With a backend that lacks this mask, drafts would change and acceptance would fall, without an error. So
+only the backends in `BACKENDS`, which have the mask, are allowed. SGLang checks that a backend's kernels are installed.
 
 One difference is allowed: flashinfer uses the first slot's window for all slots of a block. So slot i of a sliding
-layer attends to i tokens more than the window (at most N - 1). Answers do not depend on it.
+layer attends to i more tokens than its window (at most N - 1). This may change drafts, but not answers.
 """
 
 from dataclasses import dataclass
@@ -13,23 +13,22 @@ from dataclasses import dataclass
 from sglang_dflash.errors import NotSupported
 
 FLAG = "--speculative-draft-attention-backend"
-# Values of the KV dtype flag for a cache in the draft's dtype, or in bf16.
+# Values of `--speculative-draft-kv-cache-dtype` for a cache in the draft's dtype, or in bf16.
 UNQUANTIZED = ("auto", "bf16", "bfloat16")
 PAGES = (16, 32, 64, 128)  # page sizes of trtllm_mha, in tokens
 
 
 @dataclass(frozen=True)
 class Backend:
-    """An attention backend, with the masks and caches that it computes correctly for a block of the draft.
+    """Attention backend, and the devices, caches and masks that it supports for a block of the draft.
 
     Attributes:
         devices: supported devices.
-        fp8_kv: devices with support for a draft KV cache of fp8_e4m3. Below compute capability 8.9 it cannot be written
-            either.
-        own_kv: SGLang keeps the draft's cache in the draft's dtype for any setting.
+        fp8_kv: devices on which a draft KV cache of fp8_e4m3 can be written and read.
+        own_kv: SGLang keeps the draft's cache in the draft's dtype for any value of the KV dtype flag.
         pages: supported page sizes in tokens; empty: any.
-        one_pass: a layer that attends to its whole block reads the context once; False: once per slot.
-        slides_both_ways: a sliding layer may attend to its whole block.
+        one_pass: a non-causal layer reads the context once; False: once per slot.
+        slides_both_ways: a sliding layer may be non-causal.
     """
 
     devices: tuple[str, ...]
@@ -40,17 +39,17 @@ class Backend:
     slides_both_ways: bool = True
 
 
-# Backends in order of preference, with the sources in SGLang 0.5.23. Masks are exact, except flashinfer's in sliding
-# layers (above).
+# Backends in order of preference. The comments name the file and function in SGLang 0.5.23 that compute the mask. Masks
+# are exact, except flashinfer's in sliding layers (see the module docstring).
 BACKENDS = {
-    # flashattention_backend.forward_extend: causal follows attn_type per layer, window is (left, right). Its kernels
-    # for 8.x take fp16 and bf16 only.
+    # flashattention_backend.forward_extend: each layer's attn_type sets causal, and the window is (left, right). The
+    # kernels for compute capability 8.x support only fp16 and bf16 caches.
     "fa3": Backend(devices=("sm80", "sm89", "sm90"), fp8_kv=("sm90",)),
-    # The same code, with other kernels for 12.x (flash_attention_v4_sm120.py). kv_cache_dtype.py: K and Q must have one
-    # dtype, so the cache of a DFLASH draft has the draft's dtype.
+    # The code of fa3, with other kernels for 12.x (flash_attention_v4_sm120.py). kv_cache_dtype.py: K and Q must have
+    # one dtype, so the cache of a DFLASH draft has the draft's dtype.
     "fa4": Backend(devices=("sm90", "sm100", "sm110", "sm120"), fp8_kv=(), own_kv=True),
-    # trtllm_mha_backend.forward_extend: a causal layer runs in the verify kernel. A non-causal layer runs as rows of
-    # one token over the context and the whole block (encoder_page_table); a window would be that of the last slot.
+    # trtllm_mha_backend.forward_extend: a causal layer runs in the verify kernel. In a non-causal layer each slot is a
+    # separate row over context and whole block (encoder_page_table). There a window would be the last slot's.
     "trtllm_mha": Backend(
         devices=("sm90", "sm100", "sm120"),
         fp8_kv=("sm90", "sm100", "sm120"),
@@ -58,15 +57,15 @@ BACKENDS = {
         one_pass=False,
         slides_both_ways=False,
     ),
-    # flashinfer_backend.forward_extend: causal per layer. update_sliding_window: K and V are trimmed to a window per
-    # request, and the plan of a verify has no window.
+    # flashinfer_backend.forward_extend: each layer sets causal. update_sliding_window: K and V of a request are cut to
+    # one window, and the plan of a verify has no window.
     "flashinfer": Backend(
         devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")
     ),
-    # triton_backend.forward_extend: causal per layer. extend_attention.py: the window bounds the past. In a non-causal
-    # layer it also bounds the future, but is never shorter than the block.
+    # triton_backend.forward_extend: each layer sets causal. extend_attention.py: the window limits earlier tokens. In a
+    # non-causal layer it also limits later tokens, which has no effect, as a window is never shorter than the block.
     "triton": Backend(devices=("sm80", "sm89", "sm90", "sm100", "sm120"), fp8_kv=("sm89", "sm90", "sm100", "sm120")),
-    # sglang_dflash.cpu.attention: this package's masks, tested against their definition.
+    # sglang_dflash.cpu.attention: this package's code, tested against a definition of the masks.
     "torch_native": Backend(devices=("cpu",), fp8_kv=()),
 }
 
@@ -76,8 +75,8 @@ class Needs:
     """Requirements of a draft on its attention backend.
 
     Attributes:
-        whole_blocks: some layers attend to their whole block: full ones, or sliding ones with is_causal=false.
-        slides_both_ways: some of these layers slide.
+        whole_blocks: some layers are non-causal: full layers, or sliding layers with is_causal=false.
+        slides_both_ways: some sliding layers are non-causal.
         device: "cpu" or a GPU's generation such as "sm90", see `arguments.device_of`.
         kv_dtype: value of the flag for the draft's KV cache, such as "auto" or "fp8_e4m3".
         page_size: tokens of a KV page; None: not resolved yet.
@@ -91,15 +90,16 @@ class Needs:
 
 
 def resolve(*, asked: str | None, target: str | None, needs: Needs) -> str:
-    """Return the draft's backend: the requested one, else the target's, else the first suitable one.
+    """Return the draft's backend: the requested one, else the target's, else the first suitable backend.
 
-    If the target's backend would read a layer's context once per slot, the first suitable one is used instead.
+    The target's backend is not used if it would read the context of non-causal layers once per slot.
 
     Args:
-        asked: the flag's value.
-        target: the target's prefill backend.
+        asked: value of `--speculative-draft-attention-backend`; None: not given.
+        target: the target's prefill backend; None: not resolved.
+        needs: requirements of the draft.
     Raises:
-        NotSupported: the requested backend, or every backend, would compute a wrong mask here.
+        NotSupported: the requested backend cannot run the draft, or no backend can.
     """
     fits = [name for name in BACKENDS if not why_not(name, needs)]
     if asked is not None:

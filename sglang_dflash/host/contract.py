@@ -1,4 +1,4 @@
-"""Host contract: checks that the running SGLang has the names that this package uses.
+"""Host contract: checks that the running SGLang has all names of modules, classes, ... that this package uses.
 
 `require` compares SGLang with the table in `sglang-0.5.23.txt` and stops at the first difference. `source.py` compares
 the same table with SGLang's source, without importing SGLang.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def require_seams() -> None:
-    """Check the version, and the names that hooks of `register` need.
+    """Check SGLang's version, and the names that `plugin.register` hooks or calls.
 
     Raises:
         HostMismatch: the version differs, or a name is missing.
@@ -33,7 +33,7 @@ def require_seams() -> None:
 
 
 def require() -> None:
-    """Check the version and all names that a server needs.
+    """Check SGLang's version, and all names that a server with DFLASH uses.
 
     Raises:
         HostMismatch: see `require_seams`.
@@ -43,7 +43,9 @@ def require() -> None:
 
 
 def require_hooks(*targets: str) -> None:
-    """Check that SGLang has applied these hooks. SGLang logs and ignores plugins and hooks that it cannot load.
+    """Check that SGLang has applied the hooks on `targets`.
+
+    The check is needed, because SGLang only logs an error if it cannot load a plugin or apply a hook.
 
     Raises:
         HostMismatch: a hook is not in place.
@@ -59,7 +61,7 @@ def require_hooks(*targets: str) -> None:
 
 
 def set_hooks(hooks: "Hooks") -> None:
-    """Set these hooks, and check that they are in place.
+    """Set hooks, given by hooked name, and check that SGLang has applied them.
 
     Raises:
         HostMismatch: see `require_hooks`.
@@ -73,9 +75,10 @@ def set_hooks(hooks: "Hooks") -> None:
 
 
 def require_live() -> None:
-    """Check that a DFLASH launch of this process uses this plugin's worker, unless SGLang's was selected.
+    """Check that this plugin's hooks are applied, unless SGLang's own worker is selected.
 
-    The CPU platform also calls this, because SGLang loads the platform even if `SGLANG_PLUGINS` omits the plugin.
+    The CPU platform of this package calls this too, because SGLang loads the platform even if `SGLANG_PLUGINS` omits
+    the plugin.
 
     Raises:
         HostMismatch: the plugin is not loaded, or SGLang could not apply one of its hooks.
@@ -88,7 +91,7 @@ def check(names: Iterable[Name]) -> None:
     """Compare names with the running SGLang.
 
     Raises:
-        HostMismatch: a module, name or member is missing; names the first one.
+        HostMismatch: a module, name or member is missing. The message names the first missing one.
     """
     for name in names:
         found = _resolve(name)
@@ -122,7 +125,7 @@ def _members(found: Any) -> set[str]:
         methods = map(inspect.unwrap, filter(inspect.isfunction, vars(base).values()))
         for function in filter(inspect.isfunction, methods):  # torch wraps some functions that are written in C
             members |= set(function.__code__.co_names)  # attributes that the method uses
-            members |= set(function.__code__.co_varnames[: function.__code__.co_argcount])  # and its parameters
+            members |= set(function.__code__.co_varnames[: function.__code__.co_argcount])  # parameters of the method
     return members
 
 

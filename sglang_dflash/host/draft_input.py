@@ -1,10 +1,11 @@
-"""State that SGLang's scheduler passes from one step to the next, and the KV slots reserved in between.
+"""State that SGLang's scheduler passes from one step to the next, and the reservation of KV slots between steps.
 
-The state is the anchor and the committed length of each request. The overlap schedule relays both on the device
-(`FutureMap`), and the host has them one step late. So a step reserves slots for the block that it will verify, and for
-the block still in flight.
+The state is the anchor and the committed length of each request. With the overlap schedule SGLang passes both on the
+device (`FutureMap`, the relay), and the host gets them one step late. So before a step, slots are reserved for the
+block that the step will verify, and for the block still in flight.
 
-Invariant: when `prepare_for_decode` returns, row `r` of req_to_token maps positions [0, committed + 2 N).
+Invariant: when `prepare_for_decode` returns, a request's row of req_to_token has slots for positions 0 to
+committed + 2 N - 1. `committed` is the committed length on the host.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ class DraftInput(SpecInput):
 
     bonus_tokens: torch.Tensor  # anchor_B, int64
     new_seq_lens: torch.Tensor  # prefix_len_B, int64
-    future_indices: torch.Tensor | None = None  # set by the overlap scheduler: indices of both in its relay
-    allocated_B_cpu: torch.Tensor | None = None  # int32, set by prepare_for_decode: mapped positions per request
+    future_indices: torch.Tensor | None = None  # index of each request in the relay; set by the overlap schedule
+    allocated_B_cpu: torch.Tensor | None = None  # int32, number of positions with a slot; set by prepare_for_decode
 
-    # Fields of SGLang's relay that only other algorithms use.
+    # Fields that SGLang's relay reads, and that only other algorithms use.
     topk_p = topk_index = hidden_states = draft_probs = None
 
     def __post_init__(self) -> None:
@@ -47,7 +48,7 @@ class DraftInput(SpecInput):
         return cls(bonus_tokens=empty, new_seq_lens=empty)
 
     def prepare_for_decode(self, batch: ScheduleBatch) -> None:
-        """Reserve KV slots for the next step. The scheduler calls this before it has the last step's outcome."""
+        """Reserve KV slots for the next step. The scheduler may call this before it has the last step's outcome."""
         if batch.batch_size() == 0:
             return
         batch.maybe_evict_swa()
@@ -72,13 +73,14 @@ class DraftInput(SpecInput):
                 batch=batch,
             )
         committed = [req.kv.kv_committed_len for req in batch.reqs]
-        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)  # replaced by the relayed lengths under overlap
+        # With the overlap schedule SGLang later replaces this by the lengths from the relay.
+        batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
         batch.seq_lens_sum = sum(committed)
         for req in batch.reqs:
             req.decode_batch_idx += 1
 
     def filter_batch(self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None) -> None:
-        """Keep the requests at these places of the batch, int64."""
+        """Keep the requests with these indices in the batch, int64."""
         self.allocated_B_cpu = None  # prepare_for_decode sets it before the next use
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
@@ -105,9 +107,13 @@ def after_transfer(state: Any, *_: object) -> DraftInput:
 
 
 def row_headroom(headroom: int) -> int:
-    """Return the number of entries that a row of req_to_token needs past the context length; `headroom`: SGLang's.
+    """Return the number of entries that a row of req_to_token needs past the context length.
 
-    A request may be one token short of the limit when 2 N more tokens are reserved, in whole pages. At page size 1
-    SGLang's headroom is N + 4, so the reservation would overflow into the next request's row (sglang issue 33579).
+    When a request is one token short of the context length, 2 N more tokens are reserved, rounded up to whole pages. At
+    page size 1 SGLang's headroom is only N + 4, so the reservation would overflow into the next request's row (sglang
+    issue 33579).
+
+    Args:
+        headroom: number of entries that SGLang has computed.
     """
     return max(headroom, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)

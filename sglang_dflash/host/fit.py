@@ -1,4 +1,4 @@
-"""Checks of a draft against its launch: block size, window, heads, load format, and differences to report."""
+"""Choices and checks that depend on draft and server arguments: block size, window, heads, load format, log notes."""
 
 from sglang_dflash.draft.pair import unused
 from sglang_dflash.draft.record import Checkpoint
@@ -10,7 +10,7 @@ DUMMY = "dummy"  # SGLang's name for random weights
 
 
 def block_size(arguments: Arguments, draft: Checkpoint) -> int:
-    """Return the block size N, at most the trained one; a shorter block is a prefix of the trained one.
+    """Return the block size N: the launch's, or else the trained one. It may be shorter than the trained one.
 
     Raises:
         ValueError: the launch sets a longer block, or one of fewer than 2 tokens.
@@ -29,10 +29,11 @@ def window(arguments: Arguments, draft: Checkpoint, block_size: int) -> int | No
 
     Raises:
         ValueError: the launch sets a window shorter than a block.
-        NotSupported: the launch sets a window, and K/V are sent to another server.
+        NotSupported: the launch sets a window, and K/V are sent to another server (disaggregation).
     """
     if arguments.disaggregation != "null":
-        # K/V are sent by the target's slots, so the draft must use them. Its layers still slide.
+        # SGLang sends the K/V in the target's slots, so the draft must use these slots and keep all context tokens. Its
+        # sliding layers still attend only to their window.
         if arguments.draft_window is not None:
             raise NotSupported(
                 f"--speculative-draft-window-size with --disaggregation-mode {arguments.disaggregation} is not "
@@ -64,8 +65,8 @@ def check_heads(arguments: Arguments, draft: Checkpoint) -> None:
 def load_format(arguments: Arguments) -> str | None:
     """Return the load format of the draft's weights; None: the target's.
 
-    A target with dummy weights gets its weights from a trainer. No trainer sends a draft, so its draft is loaded from
-    files.
+    With `--load-format dummy` the target gets its weights from a trainer later. No trainer sends the draft's weights,
+    so the draft is loaded from its files.
 
     Raises:
         NotSupported: the launch sets dummy weights for the draft.
@@ -80,7 +81,7 @@ def load_format(arguments: Arguments) -> str | None:
 
 
 def notes(arguments: Arguments, target: TargetFacts, draft: Checkpoint) -> tuple[str, ...]:
-    """Return a sentence for each difference between this launch and the draft's files."""
+    """Return sentences for the log, one for each difference between this launch and the draft's files."""
     found = []
     if draft.max_position_embeddings < target.context_length:
         found.append(

@@ -1,12 +1,13 @@
-"""Parsing of streamed answers, independent of the number of tokens in an increment.
+"""Parsing of streamed answers, independent of the number of tokens in an increment (the text that a step adds).
 
-A speculative step adds several tokens to a stream at once. Most of SGLang's tool-call parsers report one event per
-increment, so they lose arguments or whole calls if an increment contains more. One reasoning parser loses an answer. So
-increments are split into pieces of about a token, the pieces are parsed one by one, and the results are joined.
+An increment of a speculative step has several tokens. Most of SGLang's tool-call parsers report at most one event per
+increment, so they lose arguments or whole calls if an increment contains several events. One reasoning parser loses an
+answer. So increments are split into pieces of about a token, the pieces are parsed one by one, and the results are
+joined.
 
-A special token stays whole, because some parsers do not recognise its parts. Runs of punctuation, and white space with
-the following piece, also stay whole. Tokenizers merge them too, and Llama's parser takes a piece that starts with a
-brace for a call.
+A special token is not split, because some parsers do not recognise its parts. Runs of punctuation are not split, and
+white space is kept with the following piece, because tokenizers merge these too. Llama's parser would take a piece that
+starts with a brace for a call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_dflash.host import contract
 from sglang_dflash.host.names import HOOKS, SECTIONS
 
-# Special tokens: <tool_call>, </tool_calls:1a2b>, <|tool_call_end|>, <|"|>, <｜tool▁sep｜>, [TOOL_CALLS]
+# Pattern of special tokens: <tool_call>, </tool_calls:1a2b>, <|tool_call_end|>, <|"|>, <｜tool▁sep｜>, [TOOL_CALLS]
 MARKER = r"</?[|｜]?[^\W\d][\w▁:|｜ ]{0,40}>|<[|｜/][^<>\n]{1,40}>|\[[A-Z_]+\]"
 PIECE = re.compile(rf"{MARKER}|\s*(?:\w+|(?:(?!{MARKER})[^\w\s])+)|\s+")
 
@@ -30,7 +31,7 @@ Parsed = tuple[str, list[ToolCallItem]]
 
 
 def hook_parsers() -> None:
-    """Set the hooks that parse this process's streams in pieces."""
+    """Set hooks that split each increment of an answer, and parse tool calls and reasoning piece by piece."""
     contract.check(SECTIONS["increments"])
     contract.set_hooks(
         {
@@ -41,7 +42,7 @@ def hook_parsers() -> None:
 
 
 def parse_calls(stock: Callable[..., Parsed], parser: FunctionCallParser, text: str) -> Parsed:
-    """Return the new plain text and the new parts of calls. AROUND `FunctionCallParser.parse_stream_chunk`."""
+    """Return an increment's plain text and parts of tool calls. AROUND `FunctionCallParser.parse_stream_chunk`."""
     pieces = PIECE.findall(text)
     if len(pieces) < 2:
         return stock(parser, text)
@@ -52,7 +53,7 @@ def parse_calls(stock: Callable[..., Parsed], parser: FunctionCallParser, text: 
 def parse_thoughts(
     stock: Callable[..., tuple[str | None, str | None]], parser: ReasoningParser, text: str
 ) -> tuple[str | None, str | None]:
-    """Return the new reasoning and the new text after it. AROUND `ReasoningParser.parse_stream_chunk`."""
+    """Return an increment's reasoning, and the text after it. AROUND `ReasoningParser.parse_stream_chunk`."""
     pieces = PIECE.findall(text)
     if len(pieces) < 2:
         return stock(parser, text)
@@ -61,7 +62,7 @@ def parse_thoughts(
 
 
 def joined(calls: Iterable[ToolCallItem]) -> list[ToolCallItem]:
-    """Join arguments with the preceding part of the same call, so that a client gets fewer events."""
+    """Return the parts of calls, with consecutive parts of the same call joined, so that a client gets fewer events."""
     found: list[ToolCallItem] = []
     for call in calls:
         if found and not call.name and call.tool_index == found[-1].tool_index:

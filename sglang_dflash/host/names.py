@@ -1,7 +1,7 @@
-"""Data of the host contract: every SGLang name that this package hooks, overrides or calls, from a text file.
+"""Names of the host contract: every name in SGLang that this package hooks, overrides or calls, read from a text file.
 
-`sglang-0.5.23.txt` explains its format. `contract.py` compares the names with the running SGLang, `source.py` with
-SGLang's source.
+The file `sglang-0.5.23.txt` explains its format. `contract.py` compares the names with the running SGLang, `source.py`
+with SGLang's source.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ class Name(NamedTuple):
         module: module that defines or re-exports the name.
         qualname: `function`, `Class` or `Class.method`.
         members: blank-separated; a function's parameters, or a class's fields, methods and instance attributes.
-        hook: key in `HOOKS`; empty: no hook.
+        hook: key of the name in `HOOKS`; "": this package does not hook the name.
     """
 
     module: str
@@ -28,7 +28,7 @@ class Name(NamedTuple):
 
 
 def read(text: str) -> dict[str, tuple[Name, ...]]:
-    """Return names by section."""
+    """Return the names in the text of the file, by section."""
     sections: dict[str, list[Name]] = {}
     module = section = ""
     for line in unwrapped(text):
@@ -44,7 +44,7 @@ def read(text: str) -> dict[str, tuple[Name, ...]]:
 
 
 def unwrapped(text: str) -> Iterator[str]:
-    """Yield logical lines, without comments and empty lines. Continuations are indented by 8."""
+    """Yield lines without comments and empty lines. A line indented by 8 is joined with the line before it."""
     lines: list[str] = []
     for line in text.splitlines():
         if line.startswith(" " * 8):
@@ -55,5 +55,5 @@ def unwrapped(text: str) -> Iterator[str]:
 
 
 SECTIONS = read(Path(__file__).with_name(f"sglang-{SGLANG}.txt").read_text())
-# Hooked names, "module.Class.method", by the hook's name.
+# Hooked names in the form "module.Class.method", by this package's name of the hook.
 HOOKS = {name.hook: f"{name.module}.{name.qualname}" for names in SECTIONS.values() for name in names if name.hook}

@@ -1,22 +1,24 @@
 """Hooks on SGLang's scheduler for requests: admission, the end of an answer, sessions, and retraction.
 
-SGLang tests all tokens of a step together: stop strings in the order of the request's list, then stop tokens. If a
-block contains two stops, SGLang may find the later one, and the answer would be longer than without speculation. So
-when a request with stop strings has ended, SGLang's test is repeated token by token. The repetition may find no end,
-because the test searches fewer tokens for a stop string if it runs after every token.
+SGLang tests all tokens of a step together for the end of the answer: stop strings in the order of the request's list,
+then stop tokens. If a step contains two stops, SGLang may find the later one, and the answer would be longer than
+without speculation. So when a request with stop strings has ended, SGLang's test is repeated token by token. The
+repetition may find no end and let the request continue, because a test after every token searches fewer tokens for a
+stop string.
 
-SGLang ends an aborted request without a test, after its whole last block: past the end token, or `max_new_tokens`. Such
-an answer is cut at the end inside the block, and the abort remains the finish reason.
+SGLang ends an aborted request without this test, so the answer contains its whole last block, even past a stop token or
+`max_new_tokens`. Here the test also runs for aborted requests, and cuts the answer. The finish reason remains the
+abort.
 
-Tokens after the end stay with the request, because its memory is counted by them. If a session continues the request,
-they are removed, so that the history equals the client's.
+SGLang computes a request's memory from all its tokens, so tokens after the end of the answer are not deleted. If a
+session continues the request, they are deleted, so that the history equals the client's.
 
-A streaming session keeps a turn's memory for the next turn. K/V past the turn's end can be freed, but a recurrent state
-that a block or a step in flight has advanced cannot be reset. So for recurrent targets turns use the prefix cache, like
-other sessions.
+A streaming session keeps the memory of a turn (a request of the session) for the next turn. K/V past the turn's end can
+be freed, but a recurrent state that has read tokens past the turn's end cannot be reset. So for recurrent targets,
+streaming sessions use the prefix cache, like other sessions.
 
-A decode server (disaggregation) copies retracted requests to the host, with their state, up to the tokens that the
-scheduler has. So the outcome of the step in flight must be processed before.
+A decode server (disaggregation) copies a retracted request to the host, with its state, and with as many tokens as the
+scheduler has. So the outcome of the step in flight must be processed before a retraction.
 """
 
 from __future__ import annotations
@@ -57,23 +59,26 @@ def update_finish_state(stock: Stock, req: Req, new_accepted_len: int = 1) -> No
 
 
 def uncount_thoughts(req: Req, n_kept: int) -> None:
-    """Limit the count of reasoning tokens to the first `n_kept` output tokens; SGLang counts before it cuts a step."""
+    """Limit the count of reasoning tokens to the first `n_kept` output tokens.
+
+    This is needed, because SGLang counts reasoning tokens before it cuts tokens after the end of the answer.
+    """
     if req._is_reasoning_over:
         n_thoughts = min(req.reasoning_tokens, n_kept)
     else:
         n_thoughts = max(req.reasoning_tokens - (len(req.output_ids) - n_kept), 0)
-    # An incomplete start tag does not begin reasoning.
+    # If fewer tokens are kept than the reasoning start tag has, there is no reasoning.
     req.reasoning_tokens = n_thoughts if n_kept >= req._think_start_match_len else 0
 
 
 def find_first_end(stock: Stock, req: Req, n: int) -> None:
-    """Repeat SGLang's test for the last `n` tokens, one by one."""
+    """Repeat SGLang's test for the end of the answer after each of the last `n` tokens."""
     step, grammar = req.output_ids[-n:], req.grammar
     del req.output_ids[-n:]
     req.finished_reason = req.finished_len = None
     for i, token in enumerate(step):
         req.output_ids.append(token)
-        # The grammar has accepted the whole step, so its state is that of the last token.
+        # The grammar has accepted all tokens of the step, so its state is only valid after the last one.
         req.grammar = grammar if i == n - 1 else None
         stock(req, 1)
         if req.finished():
@@ -84,7 +89,7 @@ def find_first_end(stock: Stock, req: Req, n: int) -> None:
 
 
 def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs: Any) -> Req:
-    """Create a session's next request, after cutting earlier outputs at their ends. AROUND `Session.create_req`."""
+    """Delete tokens after the end of earlier answers, then create the next request. AROUND `Session.create_req`."""
     for node in session.req_nodes.values():
         if node.req.finished_len is not None:
             del node.req.output_ids[node.req.finished_len :]
@@ -92,11 +97,11 @@ def create_req(stock: Callable[..., Req], session: Session, *args: Any, **kwargs
 
 
 def keep_no_memory(stock: Stock, sessions: StreamingSession, req: Req) -> None:
-    """Do nothing, so that the session does not keep the memory of the new turn. AROUND `StreamingSession.take`."""
+    """Do nothing, so that the session does not keep the memory of a turn. AROUND `StreamingSession.take`."""
 
 
 def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: ScheduleBatch) -> Any:
-    """Process the step in flight before requests are retracted. AROUND `Scheduler.update_running_batch`."""
+    """Process the step in flight first if requests will be retracted. AROUND `Scheduler.update_running_batch`."""
     if scheduler.last_batch and scheduler.result_queue and not batch.check_decode_mem():
         scheduler.process_batch_result(*scheduler.result_queue.popleft())
         scheduler.last_batch = None
@@ -104,14 +109,14 @@ def outcomes_first(stock: Callable[..., Any], scheduler: Scheduler, batch: Sched
 
 
 def end_turn(stock: Callable[..., bool], sessions: StreamingSession, req: Req) -> bool:
-    """Return False, so that the session keeps no memory. AROUND `StreamingSession.try_cache_finished_req`.
+    """End a turn of a session, and return False, so that the session keeps no memory of the turn.
 
-    SGLang also calls this for a retracted request, which continues later.
+    AROUND `StreamingSession.try_cache_finished_req`. SGLang also calls this for retracted requests, whose turn goes on.
     """
     session = req.session
     if session is None or not session.streaming or not req.finished():
         return False
-    if isinstance(req.finished_reason, FINISH_ABORT):  # the session continues from the previous turn
+    if isinstance(req.finished_reason, FINISH_ABORT):  # the session will continue from the previous turn
         req.release_mm_inputs_on_abort()
         session.abort_req()
     else:

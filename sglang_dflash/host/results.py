@@ -1,4 +1,4 @@
-"""Results of steps in SGLang's form, in which `accept_lens` counts the bonus token."""
+"""Results of steps in SGLang's form. SGLang's `accept_lens` counts the accepted drafts and the bonus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accept
         logits_output=target.output,
         next_token_ids=tokens_T,
         accept_lens=accepted.n_committed_B,
-        cap_lens=torch.full((plan.n_requests,), plan.width),  # per block, for the counts in `meta_info`
+        cap_lens=torch.full((plan.n_requests,), plan.width),  # verified tokens per request, for counts in `meta_info`
         can_run_cuda_graph=target.run.can_run_graph,
         expert_distribution_metrics=target.run.expert_distribution_metrics,
         routed_experts_output=target.run.routed_experts_output,
@@ -29,7 +29,7 @@ def result_of(batch: ScheduleBatch, plan: Plan, target: Target, accepted: Accept
         speculative_num_draft_tokens=plan.width,
         new_seq_lens=accepted.next_prefix_len_B,
         next_draft_input=DraftInput(bonus_tokens=accepted.anchor_B, new_seq_lens=accepted.next_prefix_len_B),
-        # The copy to the host reads these on another stream while later steps run.
+        # SGLang copies these tensors to the host on another stream, while later steps run.
         extra_keep_alive_refs=[accepted],
     )
 

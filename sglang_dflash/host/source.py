@@ -1,4 +1,4 @@
-"""Check of the host contract against SGLang's installed source, by parsing it, which takes two seconds and no GPU.
+"""Check of the host contract by parsing SGLang's installed source, without importing it: two seconds, no GPU.
 
 Names are resolved as in Python (assignments, re-exports, star imports, base classes). Members of a class are its
 fields, methods, instance attributes, and the parameters of `__init__`.
@@ -22,7 +22,7 @@ class Source(NamedTuple):
 
 
 def problem(name: Name) -> str:
-    """Return the problem with one name of the table; "" if there is none."""
+    """Return how SGLang's source differs from one name of the contract; "" if it does not differ."""
     if file(name.module) is None:
         return f"there is no module {name.module}"
     first, *rest = name.qualname.split(".")
@@ -61,7 +61,7 @@ def file(module: str) -> Path | None:
 def tree(module: str) -> ast.Module:
     """Return a module's syntax tree; empty if there is no such module."""
     found = file(module)
-    return ast.parse(found.read_text() if found else "")  # a star import may name another package
+    return ast.parse(found.read_text() if found else "")  # no file: a star import names a module of another package
 
 
 def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -79,7 +79,7 @@ def statements(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def find(module: str, name: str) -> Source | None:
-    """Return the definition of `name` in the namespace of `module`; None if there is none."""
+    """Return the definition of `name` in `module`, or in the module from which `module` imports it; None: none."""
     stars = []
     for node in statements(tree(module).body):
         match node:
@@ -100,7 +100,7 @@ def find(module: str, name: str) -> Source | None:
 
 
 def absolute(module: str, node: ast.ImportFrom) -> str:
-    """Return the module of a relative or absolute import."""
+    """Return the absolute name of the module that `node`, a statement in `module`, imports from."""
     if not node.level:
         return node.module or ""
     package = module.split(".")
@@ -118,7 +118,7 @@ def instance(module: str, value: ast.expr) -> Source | None:
 
 
 def method(source: Source | None, name: str) -> Source | None:
-    """Return a method that a class itself defines."""
+    """Return a method that a class itself defines; None if it defines no such method, or `source` is no class."""
     if source is None or not isinstance(source.node, ast.ClassDef):
         return None
     own = (node for node in source.node.body if isinstance(node, ast.FunctionDef) and node.name == name)
@@ -166,7 +166,7 @@ def class_members(class_: ast.ClassDef, module: str) -> set[str]:
 
 
 def lazy(module: str) -> set[str]:
-    """Return the names that a module's `__getattr__` compares with a literal."""
+    """Return the names that a module's `__getattr__` may define: all string literals in this function."""
     function = next((n for n in tree(module).body if isinstance(n, ast.FunctionDef) and n.name == "__getattr__"), None)
     constants = [node.value for node in ast.walk(function) if isinstance(node, ast.Constant)] if function else []
     return {value for value in constants if isinstance(value, str)}

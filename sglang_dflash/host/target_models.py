@@ -1,7 +1,7 @@
-"""Missing methods for DFLASH, added to SGLang's model classes of some targets.
+"""Methods that DFLASH needs and that SGLang's model classes of some targets lack.
 
-SGLang's models provide features with the method `set_dflash_layers_to_capture`, and their embedding with
-`get_input_embeddings()`. A model that captures features for EAGLE3 may still lack the first method.
+DFLASH calls a model's `set_dflash_layers_to_capture` to select the features, and `get_input_embeddings()`. A model that
+captures features for EAGLE3 may still lack the first method.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MINIMAX_M2 = "MiniMaxM2ForCausalLM"
 
 
 def complete(architecture: str) -> None:
-    """Add missing methods to a target's class. Call this after the target is loaded, before SGLang uses features."""
+    """Add missing methods to a target's class. Call this after the target is loaded, before SGLang selects features."""
     if architecture == MINIMAX_M2:
         from sglang.srt.models.minimax_m2 import MiniMaxM2ForCausalLM
 
@@ -24,7 +24,7 @@ def complete(architecture: str) -> None:
 
 
 def set_dflash_layers_to_capture(self: Any, layer_ids: list[int]) -> None:
-    """Capture the outputs of these layers, numbered from 0, as for EAGLE3."""
+    """Capture the outputs of these layers, numbered from 0, by the model's method for EAGLE3."""
     self.set_eagle3_layers_to_capture(layer_ids)
 
 

@@ -1,8 +1,8 @@
-"""Memory of the draft's context K/V, and its accounting in SGLang, of one of two kinds.
+"""Memory of the draft's context K/V, and the hooks by which SGLang counts it. There are two kinds:
 
-Shared   a slot for each of the target's slots, as SGLang allocates and counts it
-Rings    with a sliding window: a ring buffer of slots per request, sized by window and block. Rings are counted per
-         request, and the target's pool gets the remaining memory
+Shared   A slot for each of the target's slots. SGLang allocates and counts this memory itself.
+Rings    For a draft with a sliding window: a ring buffer of slots per request, sized by window and block. The memory of
+         all ring buffers is reserved, and the target's pool gets the remaining memory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from sglang_dflash.memory.slots import DraftSlots, RingSlots, SharedSlots, rings
 
 logger = logging.getLogger(__name__)
 
-READ_AGAIN = 64  # tokens at the end of a prompt that are always read, even if they are in the prefix cache
+READ_AGAIN = 64  # number of last prompt tokens that are always read, even if they are in the prefix cache
 
 Hooks = dict[str, tuple[Callable[..., Any], HookType]]  # by hook names of `host/sglang-0.5.23.txt`
 Pools = tuple[MemoryPoolConfig | None, ReqToTokenPool | None]
-Gauges = dict[str, tuple[int, Callable[[], int]]]  # by pool: its size, and the amount that requests hold
+Gauges = dict[str, tuple[int, Callable[[], int]]]  # by pool: its size, and a function for the number in use
 
 
 class DraftKV(Protocol):
     """Storage of the draft's context K/V."""
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return hooks on what SGLang counts; `recurrent`: the target has recurrent layers."""
+        """Return hooks that make SGLang count this memory; `recurrent`: the target has recurrent layers."""
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
         """Return the draft's pool configuration and request table, derived from the target's."""
@@ -45,16 +45,16 @@ class DraftKV(Protocol):
         """Return the draft's slots. Call this after pools and attention backends are created."""
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """Return pool sizes and functions for fill levels, for metrics."""
+        """Return, by name of a pool, its size and a function for the number in use, for metrics."""
 
 
 def draft_kv(window: int | None, widest: int, disaggregation: str) -> DraftKV:
     """Return the kind of memory for the draft's context K/V.
 
     Args:
-        window: context tokens that the draft keeps; None: all.
-        widest: the most tokens of a request that a step writes.
-        disaggregation: `--disaggregation-mode`.
+        window: number of context tokens that the draft keeps; None: all.
+        widest: largest number of tokens that a step writes for a request.
+        disaggregation: value of `--disaggregation-mode`.
     """
     return Shared(offloads=disaggregation == "decode") if window is None else Rings(window, widest)
 
@@ -67,14 +67,14 @@ class Shared:
         self.offloads = offloads
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return no hooks, because SGLang counts such a pool."""
+        """Return no hooks, because SGLang counts this memory itself."""
         return {}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
         return target, requests
 
     def slots(self, target: ModelRunner, draft: ModelRunner) -> SharedSlots:
-        """Return the target's slots. With `offloads`, the draft's K/V will be copied with the target's."""
+        """Return the target's slots. With `offloads`, also make SGLang copy the draft's K/V with the target's."""
         if self.offloads:
             copy_along(target.token_to_kv_pool_allocator, draft.token_to_kv_pool)
         return SharedSlots()
@@ -109,7 +109,7 @@ class Rings:
         return ring_slots(self.window, self.widest, get_schedule().page_size)
 
     def hooks(self, *, recurrent: bool) -> Hooks:
-        """Return hooks that subtract rings from the target's memory, and that make SGLang read the end of prompts."""
+        """Return hooks that subtract rings from the target's memory, and make SGLang always read the end of prompts."""
         hooks: Hooks = {
             "kv_bytes": (self.available_bytes, HookType.AROUND),
             "kv_bytes_per_token": (target_alone, HookType.AROUND),
@@ -117,9 +117,10 @@ class Rings:
         return hooks if recurrent else hooks | {"longest_hit": (leave_the_end, HookType.AFTER)}
 
     def pools(self, target: MemoryPoolConfig | None, requests: ReqToTokenPool | None, device: str) -> Pools:
-        """Return the configuration of a pool with a ring per request-table row, padding row 0 included, and a table.
+        """Return the configuration of a pool with a ring per request, plus one for padding, and the draft's table.
 
-        A table row lists the slots that a block attends to, at most a ring for any context length.
+        A row of this request table lists the slots that a block of the request attends to. For any context length these
+        are at most the slots of a ring.
         """
         assert target is not None, "the target's pools are made first"
         assert target.max_running_requests is not None, "SGLang decides it with the target's pool"
@@ -137,13 +138,13 @@ class Rings:
         return rings_for(draft)(target, draft, size=self.size, window=self.window, widest=self.widest)
 
     def gauges(self, requests: ReqToTokenPool) -> Gauges:
-        """Return the number of rings, and a function that counts those in use."""
+        """Return the number of rings, and a function that returns the number of rings in use."""
         return {"rings": (requests.size, lambda: requests.size - requests.available_size())}
 
     def available_bytes(
         self, stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float
     ) -> int:
-        """Return this rank's available bytes minus the rings. AROUND `KVCacheConfigurator._profile_available_bytes`.
+        """Return this rank's bytes for pools, without rings. AROUND `KVCacheConfigurator._profile_available_bytes`.
 
         Raises:
             NotSupported: SGLang cannot compute the bytes of a slot of the draft.
@@ -172,23 +173,23 @@ def target_alone(stock: Callable[..., int], *, target_cell_size_per_token: int, 
 
 
 def leave_the_end(longest: int, request: Any, input_len: int) -> int:
-    """Return the longest allowed prefix hit, in tokens. AFTER `Req._compute_max_prefix_len`.
+    """Return the largest number of tokens that may be taken from the prefix cache. AFTER `Req._compute_max_prefix_len`.
 
-    A prefix hit fills no slot of the draft's ring, whose window begins with the tokens that are read. A new question is
-    enough context. If almost nothing is new (a repeated prompt, n > 1, a retracted request), drafts fail for about
-    thirty tokens (measured, see the log). So the end of a prompt is always read. An attention-only target takes hardly
-    longer for 64 tokens than for one.
+    The draft's ring buffer only contains context K/V of tokens that the target reads, and none of a cached prefix. If
+    only a few tokens are read (a repeated prompt, n > 1, a retracted request), drafts fail for about thirty tokens
+    (measured, see LOG.md). So the last `READ_AGAIN` tokens of a prompt are always read. An attention-only target takes
+    hardly longer for 64 tokens than for one.
 
-    Recurrent targets do not have this hook. They resume from checkpoints, which may be sparse or missing, and read the
-    tokens after the last checkpoint anyway.
+    This hook is not set for recurrent targets. They resume from saved states, which may be far apart or missing, and
+    always read the tokens after the last saved state.
     """
     return max(min(longest, input_len - READ_AGAIN), 0)
 
 
 def fit_page_tables(draft_runner: ModelRunner) -> None:
-    """Make the page tables of attention backends as wide as a row of the draft's request table.
+    """Make attention backends give their page tables the width of a row of the draft's request table.
 
-    By default backends use the context length. But a block may end 2 N past the target's context, and a ring is much
-    shorter.
+    By default the width is the context length. This is too small for shared slots, because a block may end 2 N tokens
+    past the target's context, and much too large for a ring.
     """
     draft_runner.model_config.context_len = draft_runner.req_to_token_pool.req_to_token.shape[1]

@@ -1,8 +1,8 @@
-"""Memory of recurrent layers (Gated DeltaNet) for a request's block, and its accounting in SGLang.
+"""Memory of recurrent layers (Gated DeltaNet) for a request's block, and the hook by which SGLang counts it.
 
-SGLang stores a state per drafted token and request, H V K values per layer: 2.25 GiB per request for a block of 16 with
-Qwen3.5-27B. `FoldState` needs a record per drafted token instead, H V + G K + H values (`kernels/gdn_verify.py`). Both
-store the inputs of the causal convolution.
+SGLang stores a state per token of a block and request, H V K values per layer: 2.25 GiB per request for a block of 16
+with Qwen3.5-27B. `FoldState` needs a record per token instead, H V + G K + H values (`kernels/gdn_verify.py`). In both
+cases the inputs of the causal convolution are stored in addition.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def block_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
-    """Return this rank's bytes for one request's block of `n_tokens`, without its persistent states."""
+    """Return this rank's bytes for one request's block of `n_tokens`, without the request's persistent states."""
     return sizes.block_bytes(
         n_tokens,
         n_layers=len(params.layers),
@@ -36,7 +36,7 @@ def block_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
 
 
 def snapshot_bytes(params: BaseLinearStateParams, n_tokens: int) -> int:
-    """Return `block_bytes` for SGLang's layout, a state per drafted token."""
+    """Return this rank's bytes for one request's block in SGLang's layout, with a state per token."""
     return params.mamba_cache_per_req * n_tokens
 
 
@@ -47,7 +47,7 @@ def record_values(params: BaseLinearStateParams) -> int:
 
 
 class RecordPool(MambaPool):
-    """SGLang's pool of recurrent states, with records instead of states per drafted token."""
+    """SGLang's pool of recurrent states, with a record instead of a state for each token of a block."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class RecordPool(MambaPool):
         )
         shape = cache_params.shape
         n_layers, n_tokens = len(mamba_layer_ids), speculative_num_draft_tokens
-        # Captured batches may have more rows than requests, so that ranks can share the rows evenly.
+        # A captured batch may be larger than the largest number of requests, so that its rows divide evenly by ranks.
         n_rows = max(spec_state_size + 1, get_cuda_graph_max_batch_size(spec_state_size))
         self.conv_window_axis = self._detect_conv_window_axis(shape.conv, shape.conv_kernel - 1)
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
@@ -109,10 +109,10 @@ def use_records() -> None:
 
 
 def count_records(stock: Callable[[Any, float], float], configurator: Any, rest_gib: float) -> float:
-    """Return the GiB left for KV, counting records. AROUND `KVCacheConfigurator._handle_max_mamba_cache`.
+    """Return the GiB left for KV after states and records. AROUND `KVCacheConfigurator._handle_max_mamba_cache`.
 
-    SGLang counts a block of N tokens as N states per request. With N set to the records' bytes over a state's bytes,
-    its formula is that of `RecordPool`.
+    SGLang counts N states per request for a block of N tokens. While SGLang computes, N is replaced by the bytes of a
+    block in `RecordPool` divided by the bytes of a state. So SGLang counts the bytes that `RecordPool` allocates.
     """
     if HybridReqToTokenPool.mamba_pool_cls is not RecordPool:
         return stock(configurator, rest_gib)

@@ -1,7 +1,7 @@
 """Sizes of a server's caches in bytes, computed without torch, SGLang or a GPU.
 
-`capacity` divides a card's memory with these functions, and pools are allocated with them, so both agree. Letters as in
-the kernels: G key heads, H value heads, K key width, V value width, N tokens per block.
+`sglang_dflash.capacity` divides a card's memory with these functions, and the server sizes its pools with them, so both
+agree. Letters as in the kernels: G key heads, H value heads, K key width, V value width, N tokens per block.
 """
 
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from sglang_dflash_kernels.record import record_width
 
-FP32 = 4  # bytes per value of a record, for any dtype of the states, and per scale of an fp8 copy
+FP32 = 4  # bytes per value of a record (for any dtype of the states), and per scale of an fp8 head
 INT32 = 4  # bytes per token of a history
 
 
@@ -19,38 +19,45 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def kept_window(asked: int | None, layers: int | None) -> int | None:
-    """Return the context tokens that a draft keeps, from its flag and its layers' common window; None: all."""
+    """Return the number of context tokens that a draft keeps; None: all.
+
+    Args:
+        asked: value of `--speculative-draft-window-size`.
+        layers: window of the draft's layers; None: a layer attends to the whole context.
+    """
     return min((window for window in (asked, layers) if window is not None), default=None)
 
 
 def ring_slots(window: int, widest: int, page_size: int) -> int:
-    """Return the KV slots of a request's ring for a draft with a window of `window` tokens.
+    """Return the number of KV slots of a request's ring, for a draft with a window of `window` tokens.
 
-    The ring also holds the start of the page in which the window begins, and the tokens that one step writes: at most
-    `widest`, the drafted block or the verified tokens.
+    In addition to the window, the ring holds the start of the page in which the window begins, and the `widest` tokens
+    that a step may write: the drafted block, or the verified tokens if these are more.
     """
     return round_up(window + page_size - 1 + widest, page_size)
 
 
 def text_bytes(n_requests: int, context: int) -> int:
-    """Return the bytes of token histories: a row for each request, and one for SGLang's padding row."""
+    """Return the bytes of token histories, with a row of `context` tokens for each request and a row for padding."""
     return (n_requests + 1) * context * INT32
 
 
 def fp8_head_bytes(n_rows: int, width: int) -> int:
-    """Return the bytes of an fp8 copy of a head: one per weight, and an fp32 scale per row."""
+    """Return the bytes of an fp8 copy of a head: one byte per weight, and an fp32 scale per row."""
     return n_rows * (width + FP32)
 
 
 def block_bytes(
     n_tokens: int, *, n_layers: int, record_values: int, conv_shapes: Sequence[tuple[int, int]], conv_itemsize: int
 ) -> int:
-    """Return one rank's bytes for a request's block of `n_tokens`, without its persistent states.
+    """Return one rank's bytes for a request's block of `n_tokens`, without the request's persistent states.
 
     Args:
-        record_values: values per layer and token, see `record_width`.
-        conv_shapes: (channels, inputs kept between steps) of a layer's convolutions. Windows of consecutive tokens
-            overlap, so a channel keeps `n_tokens` inputs and one less than a window.
+        n_layers: number of recurrent layers.
+        record_values: number of values per layer and token, see `record_width`.
+        conv_shapes: for each of a layer's convolutions, the number of channels and of inputs kept between steps (the
+            window). The windows after consecutive tokens overlap, so a block has `n_tokens` + window - 1 inputs.
+        conv_itemsize: bytes per input of a convolution.
     """
     inputs = sum(n_channels * (n_tokens + window - 1) for n_channels, window in conv_shapes)
     return n_layers * (n_tokens * record_values * FP32 + inputs * conv_itemsize)
@@ -66,7 +73,7 @@ class AttentionSizes:
     itemsize: int  # bytes per value
 
     def bytes_per_token(self, tp_size: int) -> int:
-        """Return the bytes per token on one rank. With fewer heads than ranks, each rank keeps one head."""
+        """Return the bytes of K and V per token on one rank. With fewer KV heads than ranks, a rank keeps one head."""
         return self.n_layers * max(1, self.n_kv_heads // tp_size) * 2 * self.head_dim * self.itemsize
 
 
@@ -75,7 +82,7 @@ class RecurrentSizes:
     """Sizes of the Gated DeltaNet layers of a hybrid target.
 
     Attributes:
-        conv_window: inputs that the causal convolution keeps between steps, one less than its kernel.
+        conv_window: number of inputs that the causal convolution keeps between steps, one less than its kernel size.
     """
 
     n_layers: int

@@ -1,8 +1,8 @@
-"""Slots of the draft's context K/V, and the context that a block attends to, of one of two kinds.
+"""Slots of the draft's context K/V, and the context that a block attends to. There are two kinds:
 
-SharedSlots   a slot for every slot of the target's pool, with the same id, so a prefix in SGLang's prefix cache is
-              also in the draft's pool
-RingSlots     with a sliding window: a ring buffer of slots per request, sized by window and block
+SharedSlots   A slot for every slot of the target's pool, with the same id. So a prefix in SGLang's prefix cache is also
+              in the draft's pool.
+RingSlots     For a draft with a sliding window: a ring buffer of slots per request, sized by window and block.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from sglang_dflash.step import Block, Plan
 
 
 class Seen(NamedTuple):
-    """Context of a block: the last `len_B` committed tokens of each request, and the block itself."""
+    """Context that a block attends to: the last `len_B` committed tokens of each request, and the block itself."""
 
-    len_B: torch.Tensor
-    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact if a backend needs it
-    bound_sum: int
+    len_B: torch.Tensor  # int64
+    bound_B_cpu: torch.Tensor  # upper bound of len + N, for planning on the host; exact if a backend needs it exact
+    bound_sum: int  # sum of `bound_B_cpu`
     kv: KVLocPlan  # the slots of the context and of the block
 
 
 class PromptRows(NamedTuple):
-    """Rows of prompts whose context K/V are kept, with their positions and slots."""
+    """Rows of a prefill whose context K/V are kept, with their positions and slots."""
 
-    rows_T: torch.Tensor | None  # int64, indices of the prompt's rows; None: all
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor
+    rows_T: torch.Tensor | None  # int64, indices of the kept rows in the prefill; None: all rows
+    positions_T: torch.Tensor  # int64, position of each kept row
+    slots_T: torch.Tensor  # int64, slot of each kept row
 
 
 class DraftSlots(Protocol):
@@ -50,10 +50,10 @@ class DraftSlots(Protocol):
         """Return the slots of the prompt tokens that the target has just read."""
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return whether the request in `row` lacks context that a block after `prefix_len` tokens would attend to.
+        """Return whether context is missing that a block after the first `prefix_len` tokens should attend to.
 
-        With ring buffers this happens after a hit in the prefix cache. Call this only for a request in decode. It runs
-        on the host.
+        With ring buffers, context is missing after a hit in the prefix cache. Call this only for a request in decode,
+        whose row in the request table is `row`. It runs on the host.
         """
 
 
@@ -75,7 +75,7 @@ class SharedSlots:
         return PromptRows(None, positions_T, batch.out_cache_loc)
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return False, because a prefix in the target's slots is also in the draft's."""
+        """Return False, because a cached prefix of the target is also in the draft's pool."""
         return False
 
 
@@ -83,18 +83,24 @@ class RingSlots:
     """Ring buffers in the draft's own pool: position p of the request in table row r has slot r * size + p % size.
 
     A block attends to the last `window` committed tokens whose K/V were written. A prefix from the prefix cache is only
-    in the target's pool, so the window contains only tokens after it. With pages larger than one token the window
-    starts at a page boundary, because backends derive pages from positions in a row. So the window may be up to page -
-    1 tokens longer.
+    in the target's pool, so the window begins at the earliest after this prefix. With pages larger than one token the
+    window starts at a page boundary, because backends derive pages from positions in a row. So the window may be up to
+    `page` - 1 tokens longer.
 
-    Invariant: for the request in row r, positions from first_R[r] up to the committed length are in their slots. This
-    holds for positions fewer than `size - widest` tokens back.
+    Invariant: for the request in row r, the K/V of positions from first_R[r] up to the committed length are in their
+    slots, except positions that are `size` - `widest` or more tokens before the committed length.
     """
 
     def __init__(
         self, target_runner: ModelRunner, draft_runner: ModelRunner, *, size: int, window: int, widest: int
     ) -> None:
-        """`size`: slots of a ring, see `sizes.ring_slots`."""
+        """Create empty rings.
+
+        Args:
+            size: number of slots of a ring, see `sizes.ring_slots`.
+            window: number of context tokens that the draft keeps.
+            widest: largest number of tokens that a step writes for a request.
+        """
         self.size, self.window, self.widest = size, window, widest
         self.page = target_runner.page_size
         self.requests = target_runner.req_to_token_pool
@@ -104,7 +110,8 @@ class RingSlots:
         assert n_rows * size <= draft_runner.max_total_num_tokens, "a ring for every row"
         assert self.table.shape == (n_rows, size), "a row for every ring"
         self.first_R = torch.zeros(n_rows, dtype=torch.int64, device=device)
-        # On the host: `first_R`, the generation of each row's request (SGLang's counter), and the end of its prompt.
+        # Host copies by row: `first_R`, SGLang's counter of the requests that had the row, and the number of prompt
+        # tokens read so far.
         self.first_R_cpu = np.zeros(n_rows, np.int64)
         self.generation_R, self.end_R = np.zeros(n_rows, np.int64), np.zeros(n_rows, np.int64)
         self.columns = torch.arange(window + self.page - 1 + widest, device=device)
@@ -114,12 +121,12 @@ class RingSlots:
         return rows * self.size + positions % self.size
 
     def seen(self, plan: Plan, block: Block) -> Seen:
-        """Return the window, after writing its slots into the draft's request table."""
+        """Return the window and the block, after writing their slots into the draft's request table."""
         rows_B1 = plan.rows_B[:, None]
         start_B = torch.maximum(plan.prefix_len_B - self.window, self.first_R[plan.rows_B])
         if self.page > 1:
             start_B = start_B - start_B % self.page
-        # The write has a fixed size, so the host does not need the lengths.
+        # A fixed number of columns is written, so the host does not need the lengths.
         self.table[rows_B1, self.columns] = self.slots(rows_B1, start_B[:, None] + self.columns).to(self.table.dtype)
         len_B = plan.prefix_len_B - start_B
         bound_B_cpu = self.host_lengths(plan, block)
@@ -134,7 +141,7 @@ class RingSlots:
 
     def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:
         """Return an upper bound of len + N on the host, int64 [B]."""
-        # min(bound, longest) increases with the bound, so it is an upper bound of the true length.
+        # The true length of window and block is at most len(self.columns), for any prefix length.
         return block.bound_B_cpu.clamp(max=len(self.columns))
 
     def of_block(self, plan: Plan, block: Block) -> torch.Tensor:
@@ -146,7 +153,7 @@ class RingSlots:
         rows_B = np.array([req.kv.req_pool_idx for req in batch.reqs])
         prefix_B, new_B = np.array(batch.prefix_lens), np.array(batch.extend_lens)
         self._begin(rows_B, prefix_B, prefix_B + new_B)
-        kept_B = np.minimum(new_B, self.size - self.widest)  # no block attends further back
+        kept_B = np.minimum(new_B, self.size - self.widest)  # no block attends to more tokens
         last_B = np.cumsum(new_B)
         rows_T = np.concatenate([np.arange(last - kept, last) for last, kept in zip(last_B, kept_B, strict=True)])
         positions_T = rows_T + np.repeat(prefix_B + new_B - last_B, kept_B)
@@ -156,11 +163,19 @@ class RingSlots:
         return PromptRows(None if all_kept else where_3T[0], where_3T[1], where_3T[2])
 
     def is_cut(self, row: int, prefix_len: int) -> bool:
-        """Return whether the first token in the request's ring lies within the window."""
+        """Return whether the window begins before the first token in the request's ring."""
         return bool(self.first_R_cpu[row] > max(prefix_len - self.window, 0))
 
     def _begin(self, rows_B: np.ndarray, prefix_B: np.ndarray, end_B: np.ndarray) -> None:
-        """Reset the rings of prompts that do not continue their row's last prompt, to begin at the first read token."""
+        """Reset the rings of requests that begin a prompt, so that a ring begins at the first token that is read.
+
+        A prompt that is a next chunk of its row's last prompt continues the ring.
+
+        Args:
+            rows_B: rows of the requests in the request table.
+            prefix_B: for each request, position of the first token that is read.
+            end_B: for each request, position after the last token that is read.
+        """
         generation_B = self.requests.req_generation[rows_B].numpy()
         new_B = (self.generation_R[rows_B] != generation_B) | (self.end_R[rows_B] != prefix_B)
         self.generation_R[rows_B], self.end_R[rows_B] = generation_B, end_B
@@ -174,8 +189,8 @@ class RingSlots:
 class ExactRingSlots(RingSlots):
     """Ring slots for backends that need exact lengths on the host, which SGLang's scheduler provides for them.
 
-    FlashInfer allocates partial results by the planned lengths, but writes them by the lengths on the device. If the
-    lengths differ, rows of different requests are mixed.
+    FlashInfer allocates partial results by the lengths planned on the host, but writes them by the lengths on the
+    device. If these lengths differ, results of different requests are mixed.
     """
 
     def host_lengths(self, plan: Plan, block: Block) -> torch.Tensor:

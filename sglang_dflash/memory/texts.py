@@ -1,4 +1,4 @@
-"""Accounting of token histories for n-gram copies, and the reasons why a server has none."""
+"""Memory of the token histories for n-gram copies, and the reasons why a server keeps no histories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_dflash.memory.sizes import text_bytes
 logger = logging.getLogger(__name__)
 
 
-WITHOUT_TEXTS = {  # by `--disaggregation-mode`
+WITHOUT_TEXTS = {  # reason why a server keeps no histories, by `--disaggregation-mode`
     "decode": "another server reads the prompts, and their tokens are not transferred",
     "prefill": "a prefill server does not decode",
 }
@@ -23,8 +23,8 @@ def why_no_copies(copy: Copy, disaggregation: str) -> str:
     """Return the reason why a server keeps no token histories; "" if it keeps them.
 
     Args:
-        copy: SGLANG_DFLASH_COPY.
-        disaggregation: `--disaggregation-mode`.
+        copy: value of SGLANG_DFLASH_COPY.
+        disaggregation: value of `--disaggregation-mode`.
     Raises:
         NotSupported: copies are required but impossible.
     """
@@ -37,7 +37,7 @@ def why_no_copies(copy: Copy, disaggregation: str) -> str:
 
 
 def beside_texts(stock: Callable[[Any, float], int], configurator: Any, pre_model_load_memory: float) -> int:
-    """Return this rank's available bytes minus the token histories of all requests.
+    """Return this rank's bytes for pools, minus the bytes of all token histories.
 
     AROUND `KVCacheConfigurator._profile_available_bytes`.
     """

@@ -1,4 +1,4 @@
-"""Counts on a device, copied to the host with a delay, so that no reader waits for the device."""
+"""Counters on a device, copied to the host with a delay, so that no reader waits for the device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from sglang.srt.utils import async_d2h
 
 
 class LateCounts:
-    """Reader of growing counts. Invariant: `more` has returned `known`; `asked` is a copy in flight, or None."""
+    """Reader of counters that only grow. Invariant: all results of `more` so far add up to `known`."""
 
     def __init__(self, counts: torch.Tensor) -> None:
-        """`counts`: int32, only increased, and wrapping around at 2^32."""
+        """`counts`: int32 counters, which wrap around modulo 2^32."""
         self.counts = counts
         self.known = torch.zeros(counts.shape, dtype=torch.int64)
-        self.asked: tuple[torch.Tensor, Any] | None = None
+        self.asked: tuple[torch.Tensor, Any] | None = None  # copy to the host in flight, and its event
 
     def more(self) -> torch.Tensor:
-        """Return the increase since the last call, up to the last complete copy: int64, on the host."""
+        """Return the increase since the last copy, int64, on the host; zeros while a copy is in flight."""
         if self.counts.is_cpu:
             return self._increase(self.counts)
         if self.asked is None:

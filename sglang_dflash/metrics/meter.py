@@ -1,7 +1,7 @@
 """DFLASH metrics on the server's `/metrics`, with SGLang's labels (`--enable-metrics`).
 
-`table.py` lists the metrics. When SGLang has a step's outcome on the host, it is added to plain integers. These are
-passed to Prometheus every `WRITE_EVERY` blocks, and when the scheduler is idle.
+`table.py` lists the metrics. When SGLang has a step's outcome on the host, the outcome is added to integers in Python.
+Their sums are passed to Prometheus every `WRITE_EVERY` blocks, and when the scheduler is idle.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sglang_dflash.metrics.table import METRICS, PREFIX, Kind
 from sglang_dflash.stages.copier import TextCopies
 from sglang_dflash.width.tally import Tally
 
-WRITE_EVERY = 64  # blocks; an idle scheduler writes at once
-MATCHES = ("", "3", "4-7", "8-15", "16")  # label of each class of match lengths, in tokens; "": no match
-# Bounds of the histogram of stage times.
+WRITE_EVERY = 64  # blocks
+MATCHES = ("", "3", "4-7", "8-15", "16")  # label of each class of match lengths in tokens, see `copy_draft`; "": unused
+# Bucket bounds of the histogram of stage times.
 SECONDS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0)
 
 
 class Pool(NamedTuple):
-    """Size and fill level of a pool."""
+    """Size of a pool, and a function for the number in use."""
 
     size: int
     in_use: Callable[[], int]
@@ -35,7 +35,13 @@ class Exports:
     """Prometheus objects of the metrics in `METRICS`."""
 
     def __init__(self, collector: Any, *, widest: int, widths: Sequence[int]) -> None:
-        """`collector`: SGLang's collector, with the metrics' labels, and their classes if it has its own (Ray)."""
+        """Create the metrics.
+
+        Args:
+            collector: SGLang's collector, which has the labels, and with Ray also the classes to use.
+            widest: largest number of tokens that a step can commit for a request.
+            widths: verify widths.
+        """
         kinds = {
             Kind.COUNTER: collector._counter_cls or Counter,
             Kind.GAUGE: collector._gauge_cls or Gauge,
@@ -61,7 +67,7 @@ class Exports:
             return made[name].labels(**collector.labels, **labels)
 
         positions = range(1, widest)
-        # Created now, so that a series begins with 0 instead of its first count.
+        # Created at start-up, so that each series begins with 0, not with its first count.
         self.committed = series("committed_tokens")
         self.verified = {p: series("verified_drafts_total", position=p) for p in positions}
         self.accepted = {p: series("accepted_drafts_total", position=p) for p in positions}
@@ -75,14 +81,14 @@ class Exports:
         self.series = series
 
     def write_copies(self, added_K2: Sequence[Sequence[int]]) -> None:
-        """Add copy counts [K, 2], by class of matches."""
+        """Add the increase of two counts of each class of matches: blocks with a copy, accepted copied drafts."""
         for series_2, added_2 in zip(self.copied, added_K2[1:], strict=True):
             for series, n in zip(series_2, added_2, strict=True):
                 series.inc(n)
 
     def write(self, tally: Tally, cut: Tally) -> None:
-        """Add the counts of a tally; `cut`: counts of blocks drafted with less context than their window."""
-        verified, accepted = Count[int](), Count[int]()  # drafts by position
+        """Add the counts of `tally`, and of `cut`: its blocks that were drafted with less context than their window."""
+        verified, accepted = Count[int](), Count[int]()  # number of drafts by position
         for (width, n_accepted), n in tally.n_blocks.items():
             for _ in range(n):
                 self.committed.observe(n_accepted + 1)
@@ -101,12 +107,12 @@ class Exports:
 
 
 class Meter:
-    """Counter of a scheduler's decode steps, for the same requests as the counts in `meta_info`.
+    """Counter of a scheduler's decode steps, which counts the same blocks as SGLang's counts in `meta_info`.
 
     With the overlap schedule a step may still verify a block of a request that has ended or was retracted. Such a block
     is not counted.
 
-    Invariant: `tally` has not been written. If `is_written`, it is empty, and the pool gauges are current.
+    Invariant: `tally` and `cut` have not been written. If `is_written`, both are empty, and pool gauges are current.
     """
 
     def __init__(
@@ -117,14 +123,22 @@ class Meter:
         pools: Mapping[str, Pool],
         copies: LateCounts | None = None,
     ) -> None:
-        """`is_cut`: takes a request's row and prefix length, see `RingSlots.is_cut`."""
+        """Create a meter without counts.
+
+        Args:
+            exports: Prometheus objects.
+            times: times of stages.
+            is_cut: function of a request's row and prefix length, see `DraftSlots.is_cut`.
+            pools: pools by name.
+            copies: reader of copy counts; None: the server makes no copies.
+        """
         self.exports, self.times, self.is_cut, self.pools, self.copies = exports, times, is_cut, pools, copies
-        self.tally, self.cut = Tally(), Tally()  # all blocks; blocks drafted with less context than their window
+        self.tally, self.cut = Tally(), Tally()  # all blocks; only blocks drafted with less context than their window
         self.is_written = False
 
     @classmethod
     def of(cls, reporter: Any) -> Meter:
-        """Return a meter of the scheduler of this `SchedulerMetricsReporter`, which `DFlashWorker` serves."""
+        """Return a meter for the scheduler of `reporter`, a `SchedulerMetricsReporter`. Also starts stage times."""
         scheduler = reporter.scheduler
         worker = scheduler.draft_worker
         worker.stages, times = time_stages(worker.stages, worker.device)
@@ -132,7 +146,7 @@ class Meter:
         rows = scheduler.req_to_token_pool
         pools = {name: Pool(*gauge) for name, gauge in worker.config.draft_kv.gauges(rows).items()}
         if scheduler.is_hybrid_ssm:
-            # Read later, because the scheduler creates its observer after this.
+            # Looked up at each call, because the scheduler creates `pool_stats_observer` after the reporter.
             pools["states"] = Pool(
                 rows.mamba_pool.size, lambda: scheduler.pool_stats_observer.get_pool_stats().mamba_num_used
             )
@@ -163,12 +177,12 @@ class Meter:
         return tokens_B
 
     def idle(self, result: None, reporter: Any) -> None:
-        """Write pending counts while nothing runs. AFTER `SchedulerMetricsReporter._maybe_log_idle_metrics`."""
+        """Write pending counts when no request runs. AFTER `SchedulerMetricsReporter._maybe_log_idle_metrics`."""
         if not self.is_written:
             self.write()
 
     def write(self) -> None:
-        """Pass all counts to Prometheus."""
+        """Pass all new counts, stage times and pool gauges to Prometheus."""
         self.exports.write(self.tally, self.cut)
         for stage, seconds in self.times.read():
             self.exports.seconds[stage].observe(seconds)

@@ -1,7 +1,8 @@
-"""Times of a step's stages, measured in one step of `SAMPLE_EVERY`, without waiting.
+"""Times of a step's stages, measured in one of every `SAMPLE_EVERY` steps, without waiting for the device.
 
-On a GPU two events are recorded around a stage, and read some steps later, when the GPU has passed them. The time
-between them is GPU time, including gaps in which the GPU waited for the host. On a CPU the host's time is measured.
+On a GPU an event is recorded before and after a stage. The two events are read some steps later, when the GPU has
+reached them. The time between them is GPU time, including gaps in which the GPU waited for the host. On a CPU the
+host's time is measured.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from sglang_dflash.stages.stages import Stages, with_methods
 
 SAMPLE_EVERY = 32  # steps
-# In the order of a step, without planning and accepting, which take almost no time.
+# Measured stages, in the order of a step. Planning and accepting are left out, because they take almost no time.
 STAGES = ("draft", "copy", "verify", "choose", "commit", "append", "weigh")
 
 P = ParamSpec("P")
@@ -30,11 +31,11 @@ class Clock(Protocol):
         """Return the current point in the work submitted to the device."""
 
     def seconds(self, began: Any, ended: Any) -> float | None:
-        """Return the seconds between two points; None if the device has not reached the second."""
+        """Return the seconds between two points; None if the device has not reached the second point."""
 
 
 class HostClock:
-    """Clock of a CPU server, whose stages have ended when they return."""
+    """Clock of a CPU server, on which the work of a stage has ended when its method returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -56,7 +57,7 @@ class DeviceClock:
         return event
 
     def seconds(self, began: torch.Event, ended: torch.Event) -> float | None:
-        """Return the seconds between two events; None if the second has not been reached."""
+        """Return the seconds between two events; None if the device has not reached the second event."""
         return began.elapsed_time(ended) / 1e3 if ended.query() else None
 
 
@@ -69,7 +70,7 @@ class Interval(NamedTuple):
 
 
 class StageTimes:
-    """Times of stages. Invariant: `intervals` have not been read, oldest first."""
+    """Recorder of stage times. `intervals` holds the intervals that `read` has not yielded, oldest first."""
 
     def __init__(self, clock: Clock, every: int = SAMPLE_EVERY) -> None:
         self.clock, self.every = clock, every
@@ -77,7 +78,10 @@ class StageTimes:
         self.intervals = deque[Interval]()
 
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
-        """Wrap `run` to record its time in sampled steps. A step begins with the first stage."""
+        """Wrap `run`, a method of `stage`, to record its time in one of every `every` steps.
+
+        A call of the first stage in `STAGES` begins a step.
+        """
 
         def run_timed(*args: P.args, **kwargs: P.kwargs) -> R:
             self.n_steps += stage == STAGES[0]
@@ -91,7 +95,7 @@ class StageTimes:
         return run_timed
 
     def read(self) -> Iterator[tuple[str, float]]:
-        """Yield (stage, seconds) of intervals that the device has finished, each once."""
+        """Yield (stage, seconds) of each interval that the device has finished, once, and remove the interval."""
         while self.intervals:
             stage, began, ended = self.intervals[0]
             seconds = self.clock.seconds(began, ended)
@@ -105,11 +109,11 @@ class Timer(Protocol):
     """Object that measures stages, e.g. `StageTimes`."""
 
     def timed(self, stage: str, run: Callable[P, R]) -> Callable[P, R]:
-        """Wrap `run` to record its times as those of `stage`."""
+        """Wrap `run`, a method of `stage`, to record its time."""
 
 
 def measured(stages: Stages, times: Timer) -> Stages:
-    """Return copies of `stages` whose methods in `STAGES` are measured by `times`."""
+    """Return `stages` with copies whose methods are measured by `times`, for each stage in `STAGES`."""
     timed, copier, verifier = times.timed, stages.copier, stages.verifier
     return stages._replace(
         drafter=with_methods(stages.drafter, draft=timed("draft", stages.drafter.draft)),
@@ -123,6 +127,6 @@ def measured(stages: Stages, times: Timer) -> Stages:
 
 
 def time_stages(stages: Stages, device: str) -> tuple[Stages, StageTimes]:
-    """Return copies of the stages that are measured, and their times."""
+    """Return copies of the stages that are measured, and the recorder of their times."""
     times = StageTimes(HostClock() if device == "cpu" else DeviceClock(device))
     return measured(stages, times), times

@@ -1,4 +1,4 @@
-"""Table of all metrics: name, type, unit, labels, meaning, and the remedy for bad values.
+"""Table of all metrics of this plugin, `METRICS`: name, type, unit, labels, meaning, and signs of bad values.
 
 `meter.py` exports the metrics, `docs/metrics.md` shows the table, and `assets/dashboard.json` plots all metrics.
 """
@@ -36,7 +36,7 @@ class Metric(NamedTuple):
     cure: str
 
     def exported(self) -> set[str]:
-        """Return the names that a query may use."""
+        """Return the names under which Prometheus stores the metric, for use in queries."""
         suffixes = ("_bucket", "_sum", "_count") if self.kind is Kind.HISTOGRAM else ("",)
         return {f"{PREFIX}{self.name}{suffix}" for suffix in suffixes}
 

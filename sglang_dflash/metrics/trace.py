@@ -1,4 +1,4 @@
-"""Trace of decode steps, one JSON line per step (`SGLANG_DFLASH_WIDTH_TRACE`)."""
+"""Trace of decode steps with `SGLANG_DFLASH_WIDTH_TRACE`: a file with one JSON line per step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from sglang_dflash.width.chooser import Trace as Outcome
 
 
 def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]:
-    """Return the stages, and a function that writes every step's outcome; None without a folder."""
+    """Return the stages, and a function that writes every step's outcome into `folder`.
+
+    Instead of the function there is None if `folder` is None.
+    """
     if folder is None:
         return stages, None
     copier = stages.copier if isinstance(stages.copier, TextCopies) else None
@@ -30,18 +33,19 @@ def traced(stages: Stages, folder: Path | None) -> tuple[Stages, Outcome | None]
 class Trace:
     """Writer of one JSON line per step, into a file per process, because ranks must not share a file.
 
-    Invariant with copies: `places` are those of the steps without an outcome, oldest first.
+    With a copier, `places` has for each step without an outcome, oldest first, the slot of each block after which the
+    copy begins (`Copied.place_B`).
     """
 
     def __init__(self, folder: Path, copier: TextCopies | None) -> None:
-        """`copier`: None without copies."""
+        """Open a new file in `folder`; `copier`: None if the server makes no n-gram copies."""
         folder.mkdir(parents=True, exist_ok=True)
         self.file = (folder / f"{os.getpid()}.jsonl").open("w", buffering=1)
         self.copier = copier
         self.places = deque[torch.Tensor]()
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Run the copier, and start to transfer the slots at which copies begin to the host."""
+        """Run the copier, and start to copy `place_B` to the host."""
         assert self.copier is not None
         step = self.copier.copy(plan, drafts_BN)
         assert step.made is not None
@@ -49,7 +53,7 @@ class Trace:
         return step
 
     def add(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """Write a step. Field `copied` is the number of accepted drafts from copies, the last ones of a block."""
+        """Write a step. `copied` is the number of accepted drafts that were copied, by request id."""
         accepted = dict(zip(rids, n_accepted_B, strict=True))
         line = {"s": round(now_s, 6), "width": width, "accepted": accepted}
         if self.copier:

@@ -1,12 +1,12 @@
-"""Budget of launches per decode step, by stage, which the emulation checks in every step.
+"""Budget of launches per decode step and stage. The GPU emulation checks it in every step.
 
-A launch is a kernel, a copy or a replayed graph. `LAUNCHES` has the number on a GPU (P, from SGLang's CUDA branches),
-and the most that the emulation may count. The emulation counts more if SGLang's CPU form of a CUDA kernel has several
-operations: filling a graph's inputs, norms, the windows of a convolution.
+A launch is a kernel, a copy or a replayed graph. `LAUNCHES` lists the number on a GPU, computed from SGLang's CUDA
+branches and not measured, and the limit in the emulation. The limit is higher if SGLang's CPU form of a CUDA kernel has
+several operations, as for filling a graph's inputs, norms, and the windows of a convolution.
 
     stage      GPU  launches on a GPU
-    plan         2  the block's tokens, positions and slots; the same for the verified width if it differs
-    catch_up     4  the launches of append, after steps without drafts; else none
+    plan         2  tokens, positions and slots of the block; those of the verified part if the width differs
+    catch_up     4  the launches of append, only after steps without drafts
     draft        4  the graph's inputs, attention metadata, the graph, a copy of its drafts
     copy         2  the search for matches, and the n-gram copy
     verify       8  track slots (two), positions, inputs, metadata, state rows, query starts, the graph
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 
 class Budget(NamedTuple):
-    """Most launches of a stage in one step."""
+    """Largest number of launches of a stage in one step."""
 
     on_gpu: int
     emulated: int
@@ -47,16 +47,21 @@ LAUNCHES = {
 }
 # Further emulated launches with a windowed draft, which computes its ring buffer's slots by small operations.
 RING = {"catch_up": 20, "draft": 20, "append": 8}
-FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, on a GPU as well
+FLASHINFER_PLAN = 19  # launches with which FlashInfer plans a forward, equal on a GPU and in the emulation
 
 
 def draft_forward(n_layers: int, *, second: bool, ranks: bool, fp8_head: bool) -> int:
-    """Return the most launches of a captured forward of an unquantized draft that the emulation may count.
+    """Return the emulation's limit of launches in a captured forward of an unquantized draft.
 
-    On a GPU (P) a layer has 10 launches and the rest 7: embedding, norm, packed rows, head, argmax (2) and the tokens.
-    The emulation counts 7 for a norm, and 2 for an activation and for a write of K and V. A DFlash 2 draft (`second`)
-    has two convolutions and their projection around each of two sublayers, and a selector. Ranks add all-reduces and
-    the exchange of their best tokens. An fp8 head rounds hidden states: one launch on a GPU, ten in the emulation.
+    On a GPU (computed, not measured) each layer has 10 launches. Outside the layers there are 7: embedding, norm,
+    packed rows, head, argmax (2) and the tokens. In the emulation a norm has 7 launches, an activation 2, and a write
+    of K and V 2.
+
+    Args:
+        n_layers: number of draft layers.
+        second: a DFlash 2 draft, which adds a selector, and two convolutions with a projection to each sublayer.
+        ranks: several ranks, which add all-reduces and the exchange of their best tokens.
+        fp8_head: an fp8 head, which rounds hidden states in one launch on a GPU and in ten in the emulation.
     """
     per_layer = 28 + (8 if second else 0) + (4 if ranks else 0)
     return per_layer * n_layers + 12 + (14 if second else 0) + (14 if ranks else 0) + (10 if fp8_head else 0)

@@ -1,4 +1,4 @@
-"""Construction of a server's stages, after pools, attention backends and SGLang's own graphs."""
+"""Construction of a server's stages. Pools, attention backends and SGLang's own graphs must exist."""
 
 from __future__ import annotations
 
@@ -44,8 +44,14 @@ def build_stages(
 
     Args:
         worker: the target's worker.
-        states: the state of the widest verify (already attached), and a function from another width to its state.
-        logits: the kind of logits that the target's verifies return.
+        draft: the draft's runner.
+        slots: slots of the draft's context K/V.
+        states: the `State` of the widest verify (already attached), and a function that makes the `State` of another
+            width.
+        logits: form of the logits that a verify returns, see `verified_logits`.
+        ranks: arrangement of the ranks.
+        widths: verify widths.
+        copy: use of n-gram copies.
         slots_are_ours: only this worker fills KV slots, from prompts and blocks.
         on_host: the target runs on the CPU.
     """

@@ -1,11 +1,12 @@
 """Choose: draw the target's token after every slot, under each request's own sampling parameters.
 
-One rule serves greedy and sampled requests: at every slot, the target's token is drawn as SGLang would draw it without
-speculation, given the drafted prefix. Acceptance keeps drafts while they equal the drawn tokens. This is exact for a
-draft that proposes one token per slot, and no exact rule accepts more (Leviathan et al. 2023, arXiv:2211.17192).
+The rule is the same for greedy and sampled requests. At every slot, the target's token is drawn as SGLang would draw it
+without speculation after the drafts up to this slot. Drafts are accepted up to the first that differs from the drawn
+token. This is exact for a draft that proposes one token per slot, and no exact rule accepts more drafts (Leviathan et
+al. 2023, arXiv:2211.17192).
 
-The logits of a slot pass the same steps as without speculation, in the same order: penalties, grammar, bias, custom
-processors. SGLang's own sampler draws, over B x N rows instead of B.
+The logits of a slot are edited as without speculation, in the same order: penalties, grammar, bias, custom processors.
+Then SGLang's own sampler draws, over B x N rows instead of B.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Choice:
     """Stage that draws the target's tokens."""
 
     def __init__(self, runner: ModelRunner, logits: Whole) -> None:
-        """`logits`: the kind of logits that the target's verifies return."""
+        """`logits`: form of the logits that a verify returns, see `verified_logits`."""
         self.sampler = runner.sampler
         self.device = runner.device
         self.vocab_size = runner.model_config.vocab_size
@@ -46,11 +47,11 @@ class Choice:
     # -- prefill: SGLang draws ----------------------------------------------------------------------------------------
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Prepare penalties before SGLang draws the prompts' own tokens."""
+        """Set up penalties before SGLang samples the first output token of each prompt."""
         self.penalties.begin(batch)
 
     def anchors(self, batch: ScheduleBatch, drawn_B: torch.Tensor) -> torch.Tensor:
-        """Return the tokens that SGLang drew for the prompts, int64 [B], the same on every rank."""
+        """Return each prompt's first output token, drawn by SGLang, int64 [B], equal on all ranks, and count it."""
         anchor_B = self.ranks.sync(SpecTpSyncSite.DFLASH_TARGET, drawn_B).to(torch.int64)
         self.penalties.count_anchors(batch.reqs, anchor_B)
         self.processors.keep_tokens(batch, anchor_B[:, None], torch.ones_like(anchor_B))
@@ -66,9 +67,13 @@ class Choice:
         target: Target,
         grammar_barrier: Callable[[], None] | None,
     ) -> torch.Tensor:
-        """Return the target's token after each slot, int64 [B, N]. Edits the logits in place.
+        """Return the target's token after each slot, int64 [B, N]. Edits the logits in `target` in place.
 
-        If only the largest logit of each row is needed, the output's logits are set to None.
+        If only the largest logit of each row is needed, the logits in `target` are set to None.
+
+        Args:
+            tokens_BN: int64, verified tokens: anchor and drafts.
+            grammar_barrier: SGLang's function to call before grammars are read; None: not needed.
         """
         output = target.output
         if self._reads_only_the_largest(batch):
@@ -82,7 +87,7 @@ class Choice:
         return self.ranks.sync(site, target_T.to(torch.int64).view(tokens_BN.shape))
 
     def _reads_only_the_largest(self, batch: ScheduleBatch) -> bool:
-        """Return whether the step needs only the largest logit of each row: all greedy, without edits and logprobs."""
+        """Return whether all requests are greedy, and none edits logits or needs log-probabilities."""
         info = batch.sampling_info
         return (
             info.is_all_greedy
@@ -127,7 +132,7 @@ class Choice:
         self.processors.keep_tokens(batch, accepted.committed_BN, accepted.n_committed_B)
 
     def dry_run(self, n_requests: int, n_tokens: int) -> None:
-        """Draw at every slot of the largest possible step, with every filter, for the peak memory of `choose`."""
+        """Draw at every slot of a step, with every filter, so that the caller can measure the memory of sampling."""
         ones_B = torch.ones(n_requests, device=self.device)
         info = SamplingBatchInfo(
             temperatures=ones_B[:, None],
@@ -149,11 +154,11 @@ class Choice:
     def _sample(
         self, logits_TV: torch.Tensor, info: SamplingBatchInfo, positions_BN: torch.Tensor
     ) -> tuple[torch.Tensor, SamplingMaskOutput | None]:
-        """Return tokens [B * N], and the support of each slot's draw for requests with sampling masks."""
+        """Return drawn tokens [B * N], and for requests with sampling masks the tokens that could have been drawn."""
         output = LogitsProcessorOutput(next_token_logits=logits_TV)
         target_T = self.sampler(
             output,
-            # Custom processors have run.
+            # `Processors.apply` has already run the custom processors.
             dataclasses.replace(over_slots(info, positions_BN.shape[1]), has_custom_logit_processor=False),
             return_logprob=False,
             top_logprobs_nums=[],

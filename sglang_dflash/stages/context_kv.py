@@ -1,11 +1,12 @@
 """Append: turn the target's features into the draft's context K/V.
 
-The draft never runs over the prompt: its context K/V depend only on the target's features. `memory/slots.py` decides
-which slots they are written to.
+The draft never runs over the prompt, because its context K/V depend only on the target's features. `memory/slots.py`
+computes the slots to which the K/V are written.
 
-Context K/V are not read before the next block is drafted. So steps without drafts only keep their features, and one
-projection later serves several steps, reading the draft's weights once. With a hierarchical cache all context K/V are
-written at once, because the cache copies a request's slots to the host when the request ends.
+Context K/V are not read before the next block is drafted. So a step without drafts only keeps its features ("waiting
+rows"). One projection later computes the K/V of several steps, and reads the draft's weights only once. With a
+hierarchical cache K/V are written in every step, because the cache copies a request's slots to the host when the
+request ends.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from sglang_dflash.draft.sglang_model import DFlashDraftModel
 from sglang_dflash.memory.slots import DraftSlots
 from sglang_dflash.step import Plan
 
-LATE_ROWS = 64  # most waiting rows; a matrix product takes about the same time for any number up to this
+LATE_ROWS = 64  # largest number of waiting rows; a matrix product takes about equal time for any number up to this
 
 
 class LateRows:
-    """Rows to be written later: one per request and step, of consecutive steps of the same requests.
+    """Rows whose context K/V are written later: one per request and step, of consecutive steps of the same requests.
 
     Invariant: no two rows share a slot, and no slot has been written since its row was added. When a request leaves the
-    batch, another may get its slots. So waiting rows are written before rows of other requests are added, and before a
-    prompt is read.
+    batch, another request may get its slots. So the owner, `ContextKV`, writes waiting rows before it adds rows of a
+    batch of other requests, and before it writes a prompt's rows.
     """
 
     def __init__(self, n_rows: int, n_steps: int, like_TC: torch.Tensor) -> None:
@@ -73,7 +74,7 @@ class LateRows:
 
 
 class ContextKV:
-    """Writer of context K/V. Invariant: a committed token's K/V are in the pool, or its features in `late`."""
+    """Writer of context K/V. Invariant: a committed token's K/V are in the pool, or its features are in `late`."""
 
     def __init__(
         self,
@@ -85,7 +86,12 @@ class ContextKV:
         block_size: int,
         may_wait: bool = True,
     ) -> None:
-        """`n_requests`: the most that run at once. `may_wait`: rows may be written as late as the next draft."""
+        """Store the draft's caches and key transform.
+
+        Args:
+            n_requests: largest number of requests in a batch.
+            may_wait: rows of steps without drafts may be written as late as the next draft.
+        """
         attention = model.attentions[0]
         pool = runner.token_to_kv_pool
         layers = range(len(model.layers))
@@ -100,7 +106,8 @@ class ContextKV:
             eps=attention.k_norm.variance_epsilon,
             cos_sin_PR=attention.rotary_emb.cos_sin_cache,
         )
-        # A ring is longer than the window by a block, so the rows of `block_size` steps never share a slot.
+        # A ring buffer is longer than its window by a block, so rows of `block_size` steps of one token never share a
+        # slot.
         self.late = LateRows(max(LATE_ROWS, n_requests), block_size, like_TC=model.fc.weight)
 
     @torch.inference_mode()
@@ -124,7 +131,7 @@ class ContextKV:
 
     @torch.inference_mode()
     def append_prompt(self, batch: ScheduleBatch, features_TC: torch.Tensor) -> None:
-        """Write the context K/V of prompt rows that the target has just read; `features_TC`: those of all T rows."""
+        """Write the context K/V of the prompts that the target has just read; `features_TC`: features of all T rows."""
         self._catch_up()
         rows = self.slots.of_prompt(batch, features_TC.device)
         if rows.rows_T is not None:
@@ -133,10 +140,10 @@ class ContextKV:
 
     @torch.inference_mode()
     def write_all(self, plan: Plan, features_TC: torch.Tensor) -> None:
-        """Write the context K/V of every row without counts, to compile the kernels for prompts and waiting rows.
+        """Write the context K/V of every row, to compile the kernel variant that prompts and waiting rows use.
 
         Args:
-            features_TC: features of all B * N rows.
+            features_TC: the target's features of all B * N rows.
         """
         positions_T = plan.verified.positions_BN.view(-1)
         self._write(features_TC, positions_T, self.slots.of_block(plan, plan.verified), None)

@@ -1,12 +1,13 @@
-"""Copy: n-gram copy (prompt lookup) after the block's guesses, from the request's own token history.
+"""Copy: replace a block's last guesses by an n-gram copy (prompt lookup) from the request's own token history.
 
 A copy proposes the tokens that followed an earlier occurrence of the same n-gram. Histories are on the device, one row
-per row of the request table. A prompt is written after it has been read, including its cached part. A step writes the
-tokens that it verifies, and the next step's prefix length determines which of them belong to the history.
+per row of SGLang's request table. When a prompt has been read, the whole prompt is written to its history, including a
+cached prefix. A step writes the tokens that it verifies after the history. The next step's prefix length determines
+which of these tokens belong to the history.
 
-Each request decides whether a copy is taken, and from which slot on, by the value of copies in its own steps
-(`kernels/copy_draft.py`, `kernels/weigh_copies.py`). The target still verifies one chain, so no other stage handles
-copies.
+For each request, the success of copies in its earlier steps decides whether a block gets a copy, and from which slot on
+(`kernels/copy_draft.py`, `kernels/weigh_copies.py`). The target still verifies one chain of tokens, so other stages do
+not distinguish copies from drafts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from sglang_dflash_kernels.weigh_copies import WEIGH_COPIES
 from sglang_dflash.flags import Copy
 from sglang_dflash.step import Plan
 
-NO_TEXT = -1  # marks history entries outside the vocabulary, such as SGLang's placeholder ids of images
+NO_TEXT = -1  # replaces history entries outside the vocabulary, such as SGLang's placeholder ids of images
 
 
 class Copier(Protocol):
@@ -34,19 +35,19 @@ class Copier(Protocol):
         """Write the token history of requests whose prompt, or a chunk of it, has been read."""
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Replace the end of each block by a copy if more tokens of the copy are expected to be accepted.
+        """Replace the last guesses of a block by a copy if the copy is expected to have more accepted tokens.
 
         Args:
-            drafts_BN: int64 [B, width]: anchor, drafts, then mask tokens past the block.
+            drafts_BN: int64 [B, width]: anchor, drafts, then mask tokens if the width exceeds the block.
         """
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count how many copied tokens of `step` would have been accepted."""
+        """Count how many tokens of possible copies in `step` would have been accepted."""
 
     def totals(self) -> list[list[int]]:
-        """Return, for each class of matches, the numbers of blocks with a copy and of accepted copied drafts.
+        """Return two counts for each class of match lengths: blocks with a copy, and accepted copied drafts.
 
-        Counts are since the start, and empty without copies. Waits for the device.
+        Counts are since the server's start. The list is empty on a server without copies. Waits for the device.
         """
 
     def forget(self) -> None:
@@ -58,7 +59,7 @@ class CopyStep(NamedTuple):
 
     tokens_BN: torch.Tensor  # int64 [B, width], to be verified
     drafts_BN: torch.Tensor  # int64 [B, width], the block's own guesses
-    made: tuple[Copied, Texts] | None = None  # None: this server makes no copies
+    made: tuple[Copied, Texts] | None = None  # result and input of `copy_draft`; None: this server makes no copies
 
 
 class NoCopies:
@@ -86,7 +87,7 @@ class NoCopies:
 
 
 class TextCopies:
-    """Copies from each request's own history.
+    """Copier that copies from each request's own history.
 
     Invariant when a step begins: text_QM[r, :prefix_len] is the history of the request in row r.
     """
@@ -113,13 +114,13 @@ class TextCopies:
         self.counts_QK2[async_h2d(rows, dtype=torch.int64, device=self.device)] = 0
 
     def copy(self, plan: Plan, drafts_BN: torch.Tensor) -> CopyStep:
-        """Search each request's history, copy trusted matches, and write the result after the history."""
+        """Search each request's history, copy trusted matches, and write the resulting block after the history."""
         texts = Texts(plan.prefix_len_B, plan.rows_B, self.text_QM, self.counts_QK2)
         copied = self.copy_draft(drafts_BN, texts)
         return CopyStep(copied.tokens_BN, drafts_BN, (copied, texts))
 
     def weigh(self, step: CopyStep, accepted: Accepted) -> None:
-        """Count for each request how many tokens of a copy from every slot would have been accepted."""
+        """Count, for each request and each slot where a copy could begin, the tokens that would have been accepted."""
         if step.made is not None and step.drafts_BN.shape[1] > 1:  # at width 1 nothing was drafted
             (copied, texts), committed = step.made, (accepted.committed_BN, accepted.n_committed_B)
             self.weigh_copies(step.drafts_BN, copied, *committed, texts, totals_K2=self.totals_K2)
@@ -134,7 +135,7 @@ class TextCopies:
 
 
 class RandomCopies(TextCopies):
-    """Copier for tests, which trusts random classes of matches, drawn at each step and equal on all ranks."""
+    """Copier for tests. In each step it trusts randomly drawn classes of match lengths, equal on all ranks."""
 
     def __init__(self, req_to_token: torch.Tensor, vocab_size: int) -> None:
         super().__init__(req_to_token, vocab_size)

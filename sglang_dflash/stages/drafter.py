@@ -1,8 +1,8 @@
 """Draft: one forward of the draft model over the planned blocks.
 
 The forward runs in SGLang's TARGET_VERIFY mode on the draft's own runner. This mode provides N queries per request over
-the context K/V, attention metadata for every backend, and CUDA graphs. `memory/slots.py` determines the slots of the
-context K/V, and which of them a block attends to.
+the context K/V, attention metadata for every backend, and CUDA graphs. `memory/slots.py` computes the slots of the
+context K/V, and the context that a block attends to.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class Drafter:
         self.forward = within(scope, through_runner(runner) if captured else directly(runner))
 
     def draft(self, plan: Plan, *, graphs: bool) -> torch.Tensor:
-        """Draft one block per request. Returns int64 [B, width]: anchor, drafts, then mask tokens past the block.
+        """Draft one block per request. Return int64 [B, width]: the anchor, drafts, then mask tokens past the block.
 
-        The draft always fills the whole block, as in training. It does not run if only the anchor is verified. The
-        result is a copy, because a captured forward's output is in memory that all graphs share, and the target's
-        replay overwrites it before the drafts are compared.
+        There are mask tokens only if the width exceeds the block. The draft always fills the whole block, as in
+        training. It does not run if only the anchor is verified. The result is a copy, because a captured forward's
+        output is in memory that all graphs share, and the target's replay overwrites this memory before the drafts are
+        compared.
         """
         block = plan.drafted
         if block is None:
@@ -62,7 +63,10 @@ def block_info(n_tokens: int, capture: CaptureHiddenMode, device: torch.device) 
 
 
 def block_forward(plan: Plan, block: Block, seen: Seen, info: DFlashVerifyInput, *, graphs: bool) -> ForwardBatch:
-    """Return SGLang's batch for a forward over `block` with the context `seen`. The caller binds its KV slots."""
+    """Return SGLang's batch for a forward over `block` with the context `seen`.
+
+    The caller must bind the batch's KV slots, `seen.kv`.
+    """
     n_tokens = block.tokens_BN.numel()
     device = block.tokens_BN.device
     return ForwardBatch(

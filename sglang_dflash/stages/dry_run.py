@@ -1,8 +1,8 @@
-"""Steps of dummy requests at server start, which compile kernels and measure step times.
+"""Dry run: steps of dummy requests at server start, which compile kernels and measure step times.
 
-Rows of dummy requests in the request table are empty, so steps read and write the pools' padding slots, or ring buffers
-that no request uses yet. Each dummy request has its own recurrent state (`own_states`), because a shared one would be
-read from a cache, which is faster.
+The request table has no slots for dummy requests, so steps read and write the pools' padding slots, or ring buffers
+that no request uses yet. Each dummy request has its own recurrent state (`own_states`). If all shared one state, it
+would be read from the GPU's cache, and measured times would be too short.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from sglang_dflash.width.chooser import make_policy
 from sglang_dflash.width.policy import Policy
 
 CONTEXT = 256  # context tokens of a dummy request
-ROUNDS = 5  # timed rounds; the median ignores a slow first one
-IN_A_ROW = 3  # steps timed together on a GPU, where the host launches the next step while one runs, as in serving
-DUMMY = [""]  # request ids
+ROUNDS = 5  # number of timed rounds; the median ignores a slow first round
+# Number of steps timed together on a GPU. As in serving, the host launches a step while the GPU runs the step before.
+IN_A_ROW = 3
+DUMMY = [""]  # id of a dummy request
 
 
 class DryRun:
@@ -43,10 +44,10 @@ class DryRun:
         """`on_host`: the target runs on the CPU."""
         self.stages, self.on_host = stages, on_host
         self.runner = stages.verifier.worker.model_runner
-        self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # all batches have track slots, or none has
+        self.tracks = get_exec().mamba.enable_mamba_extra_buffer  # whether batches have track slots
 
     def run(self, kind: WidthPolicy) -> Policy:
-        """Warm up every width, and return the policy that chooses a width by measured step times."""
+        """Warm up every width, measure step times, and return the policy of the given kind."""
         n_requests, widths = self.runner.max_running_requests, sorted(self.stages.verifier.engines)
         with own_states(self.runner.req_to_token_pool, n_requests):
             self.warm_up(widths, n_requests)
@@ -56,8 +57,11 @@ class DryRun:
         return policy
 
     def warm_up(self, widths: Sequence[int], n_requests: int) -> None:
-        """Run every kind of step of serving, at one batch size on the CPU, where nothing is compiled per size."""
-        if not widths:  # a server that only reads prompts
+        """Run every kind of step that serving can have, for every batch size that needs its own compiled kernels.
+
+        On the CPU nothing is compiled per batch size, so one size is run.
+        """
+        if not widths:  # a prefill-only server
             return
         stages = self.stages
         for size in [1] if self.on_host else batch_sizes(n_requests):
@@ -67,13 +71,13 @@ class DryRun:
                 logits_TV, features_TC = self.after_draft(size, width)()
                 whole_TV = stages.choice.logits.whole(logits_TV)
                 stages.choice.penalties.dry_run(self.plan(size, width).verified.tokens_BN, whole_TV)
-            stages.context_kv.write_all(anchors, features_TC[:size])  # widths above write with counts
+            stages.context_kv.write_all(anchors, features_TC[:size])  # the steps above only write kept rows
 
     def seconds(self, n_requests: int, widths: Sequence[int]) -> list[float]:
         """Return the seconds of a greedy step of `n_requests` at each width.
 
-        Each round runs all widths. A passing slowdown affects whole rounds, so each time is divided by its round's
-        mean.
+        Each round runs all widths, so a temporary slowdown of the machine affects all times of a round. To remove it,
+        each time is divided by the mean of its round. The result is scaled by the median of these means.
         """
         whole = self.plan(n_requests, self.stages.planner.block_size)
         runs = [
@@ -86,11 +90,11 @@ class DryRun:
         return [seconds + (draft_s if width > 1 else 0.0) for width, seconds in zip(widths, verify_s, strict=True)]
 
     def end(self) -> None:
-        """Remove what the dummy steps leave in the stages."""
+        """Remove waiting rows and copy counts of the dummy steps, and restore SGLang's own engine."""
         self.stages.context_kv.late.forget()
         self.stages.copier.forget()
         self.stages.verifier.restore()
-        # If this event stayed set, the scheduler would not wait until the first prompt has read the tables.
+        # With an event left over from a dry step, the scheduler would change tables that the first prompt still reads.
         self.runner.shared_read_done_event = None
 
     def plan(self, n_requests: int, width: int) -> Plan:
@@ -107,7 +111,7 @@ class DryRun:
         )
 
     def after_draft(self, n_requests: int, width: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Return a function that runs a step after drafting, and returns logits [T, V] and features [T, C]."""
+        """Return a function that runs all of a step after the draft, and returns logits [T, V] and features [T, C]."""
         stages = self.stages
         plan = self.plan(n_requests, width)
         seen = SharedSlots().seen(plan, plan.verified)
@@ -151,10 +155,10 @@ class DryRun:
 
 
 def batch_sizes(n_requests: int) -> list[int]:
-    """Return batch sizes that cover every specialisation of the kernels.
+    """Return batch sizes up to `n_requests` that cover every compiled variant of the kernels.
 
-    Kernels are compiled for one request, for multiples of 16, and for other sizes, some also for each power of two that
-    bounds the batch size.
+    Triton compiles a kernel separately for one request, for multiples of 16, and for other numbers of requests. Some
+    kernels are also compiled for each power of two to which the number of requests is rounded up.
     """
     powers = [2**i for i in range(n_requests.bit_length() + 1)]
     sizes = {size for power in powers for size in (power - 1, power)}
@@ -164,7 +168,10 @@ def batch_sizes(n_requests: int) -> list[int]:
 
 @contextmanager
 def own_states(pool: ReqToTokenPool, n_requests: int) -> Iterator[None]:
-    """Assign a separate recurrent state to each of the first rows of the request table, before serving uses any."""
+    """Assign a separate recurrent state to each of the first `n_requests` rows of the request table.
+
+    At exit the assignment is undone. Use this only before serving, while no request has a state.
+    """
     if not isinstance(pool, HybridReqToTokenPool):
         yield
         return
@@ -191,8 +198,8 @@ def peak_bytes(run: Callable[[], object], device: str) -> int:
 def reserve_bytes(target: ModelRunner, draft: ModelRunner, choice: Choice, widths: Sequence[int]) -> int:
     """Return the bytes that steps and prompts need in addition to the memory in use.
 
-    The bytes cover sampling, measured by a dry run, and a prompt's features, which exist twice while the layers'
-    outputs are concatenated. A server without widths only reads prompts, and samples one slot per request.
+    The bytes cover sampling, measured by `Choice.dry_run`, and a prompt's features, which exist twice while the outputs
+    of the target's layers are concatenated. A server without widths (prefill-only) samples one slot per request.
 
     Raises:
         RuntimeError: sampling does not fit into the free memory.

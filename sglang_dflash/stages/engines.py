@@ -1,8 +1,8 @@
-"""Parts of the target that are separate for each width: attention backend, state, captured graphs, LoRA routing.
+"""Engines: parts of the target that exist once per width. These are attention backend, state, graphs and LoRA routing.
 
 SGLang's backends and graph runners read the number of tokens per request from SGLang's configuration when they are
-created. So they are created for each width, with that width in the configuration. All widths share weights, memory
-pools, and the scratch memory of attention kernels, because forwards do not overlap or read another's scratch.
+created. So they are created for each width, with this width in the configuration. All widths share weights and memory
+pools. They also share the scratch memory of attention kernels, because forwards run one after another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sglang_dflash.stages.verifier import WidthEngine
 
 logger = logging.getLogger(__name__)
 
-KEPT_FREE = 0.5  # fraction of the free memory that graphs of further widths must leave
+KEPT_FREE = 0.5  # fraction of the memory free at first that must stay free after graphs of all widths are captured
 
 
 def build_engines(
@@ -39,10 +39,18 @@ def build_engines(
     widest: int,
     reserve_bytes: int,
 ) -> dict[int, WidthEngine]:
-    """Return an engine for each width that fits; that of the widest is SGLang's own, with `state` attached.
+    """Return an engine for each width whose graphs fit into memory. The engine of `widest` is SGLang's own.
 
-    SGLang has not counted the memory of further captured graphs. `KEPT_FREE` of the free memory stays free for the
-    activations of prompts, and at least `reserve_bytes`. Widths whose graphs do not fit are left out.
+    SGLang does not reserve memory for the captured graphs of other widths. `KEPT_FREE` of the free memory stays free
+    for the activations of prompts, and at least `reserve_bytes`. Widths whose graphs do not fit are left out.
+
+    Args:
+        worker: the target's worker.
+        state: the `State` of `widest`, attached to SGLang's backend.
+        state_for: function that makes the `State` of another width.
+        widths: wanted verify widths.
+        widest: width for which SGLang has built its own backend and graphs.
+        reserve_bytes: least number of bytes that must stay free.
     """
     runner, tp_group = worker.model_runner, get_parallel().tp_group
     own = WidthEngine(runner.attn_backend, runner.decode_cuda_graph_runner, state, routing_of(runner))
@@ -54,7 +62,7 @@ def build_engines(
     def free_gib() -> float:
         if own.graphs is None:
             return math.inf
-        return get_available_gpu_memory(  # minimum over all ranks, so that they leave out the same widths
+        return get_available_gpu_memory(  # minimum over all ranks, so that all ranks leave out the same widths
             runner.device, runner.gpu_id, distributed=tp_group.world_size > 1, cpu_group=tp_group.cpu_group
         )
 
@@ -73,10 +81,16 @@ def build_engines(
 def build_while_they_fit(
     widths: Sequence[int], build: Callable[[int], WidthEngine], free_gib: Callable[[], float], reserve_gib: float
 ) -> dict[int, WidthEngine]:
-    """Build the widest engine, then repeatedly the width farthest (in log) from those built, until memory is short.
+    """Build the engine of the largest width, then those of other widths, until memory is short.
 
-    The next engine is assumed to need as much memory as the largest so far. `KEPT_FREE` of the free memory stays free,
-    and at least `reserve_gib`.
+    The next width is always the one whose ratio to the nearest built width is largest. Its engine is assumed to need as
+    much memory as the largest engine so far. `KEPT_FREE` of the free memory stays free, and at least `reserve_gib`.
+
+    Args:
+        widths: wanted widths.
+        build: builds the engine of a width.
+        free_gib: returns the free memory in GiB.
+        reserve_gib: least memory that must stay free, in GiB.
     """
     rest, engines, most_gib = set(widths), dict[int, WidthEngine](), 0.0
     left_gib = free_gib()
@@ -99,7 +113,7 @@ def build_while_they_fit(
 def _build_engine(runner: ModelRunner, state: State, width: int, captured: DecodeCudaGraphRunner | None) -> WidthEngine:
     with get_spec().override(speculative_num_draft_tokens=width):
         backend = runner._get_attention_backend(init_new_workspace=False)
-        # SGLang sets these on its own backend in the same way.
+        # SGLang sets these two attributes on its own backend in the same way.
         backend.prefill_attention_backend_str = runner.prefill_attention_backend_str
         backend.decode_attention_backend_str = runner.decode_attention_backend_str
         runner.kv_index_translator.bind_and_verify_backends([backend])
@@ -112,9 +126,9 @@ def _build_engine(runner: ModelRunner, state: State, width: int, captured: Decod
 
 
 def fewer(sizes: Sequence[int]) -> list[int]:
-    """Return the powers of two and the largest among SGLang's captured batch sizes.
+    """Return SGLang's largest captured batch size, and all captured batch sizes that are powers of two.
 
-    Other batches are padded, which costs little with few verified tokens per request.
+    Batches of other sizes are padded, which costs little, because these widths verify few tokens per request.
     """
     return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
 

@@ -1,7 +1,8 @@
 """Masks of the tokens that grammars allow at every slot of a step.
 
-SGLang walks each request's grammar along the request's drafts. An error of one grammar would end the scheduler, and
-with it all requests. Here, as without speculation, the error ends only its own request, with status 500.
+SGLang's function advances each request's grammar along the request's drafts. If it raises an error for one grammar,
+SGLang ends the scheduler, and with it all requests. Here, as without speculation, the error ends only the request with
+this grammar, with status 500.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ BROKEN = (ValueError, RuntimeError)  # raised by grammars that have failed
 def allowed(
     batch: ScheduleBatch, tree: GrammarTree, device: torch.device, barrier: Callable[[], None] | None
 ) -> GrammarMask | None:
-    """Walk each grammar along its request's drafts, on the host, while the target's forward runs.
+    """Advance each grammar along its request's drafts, on the host, while the target's forward runs.
 
     Args:
         tree: the drafts of every request, one chain each.
-        barrier: lets the grammars accept the tokens of the previous step; None: they have accepted them.
+        barrier: function that makes the grammars accept the previous step's tokens; None: they already have.
     Returns:
-        The mask of logits [B * N, V]; None if no request has a grammar.
+        Mask to apply to the logits [B * N, V]; None if no request has a grammar.
     """
     build = partial(
         build_grammar_vocab_mask, reqs=batch.reqs, tree=tree, sampling_info=batch.sampling_info, device=device
@@ -47,7 +48,7 @@ def allowed(
 
 
 def end_broken(reqs: Sequence[Req], tree: GrammarTree, vocab_size: int) -> None:
-    """End the requests whose grammars fail, with status 500, and remove those grammars."""
+    """End each request whose grammar fails, with status 500, and remove the request's grammar."""
     chains = tree.resolve()
     for i, req in enumerate(reqs):
         if req.grammar is None:

@@ -1,8 +1,9 @@
-"""Logits of a verify if tensor-parallel ranks share the head: each rank keeps its shard.
+"""Logits of a verify if the head is split over tensor-parallel ranks: each rank keeps its shard.
 
 SGLang's forward ends by gathering, casting and storing every rank's shard of the vocabulary on every rank. A greedy
-batch needs only the largest logit of each row. So a verify, captured or not, ends with the shards. If the batch is
-greedy, ranks exchange their best values and token ids. Otherwise SGLang gathers the logits as its forward would have.
+batch needs only the largest logit of each row. So with `Shards` a verify, captured or not, ends with the shards. If the
+batch is greedy, ranks exchange their best values and token ids. Otherwise the logits are then gathered with SGLang's
+own functions.
 
 `verified_logits` selects `Whole` or `Shards` before the target's graphs are captured.
 """
@@ -32,10 +33,10 @@ def argmax(logits_TV: torch.Tensor) -> torch.Tensor:
 
 
 class Whole:
-    """Kind of verify that ends with the logits of the whole vocabulary, on every rank."""
+    """Form of a verify's logits: the whole vocabulary on every rank."""
 
     def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """Return the argmax of every row, int64 [T]; the lowest id on ties."""
+        """Return the token id of the largest logit of every row, int64 [T]; the lowest id on ties."""
         return argmax(logits_TV)
 
     def whole(self, logits_TV: torch.Tensor) -> torch.Tensor:
@@ -44,9 +45,9 @@ class Whole:
 
 
 class Shards(Whole):
-    """Kind of verify that ends with this rank's shard of the logits, in the head's dtype.
+    """Form of a verify's logits: this rank's shard of the vocabulary, in the head's dtype.
 
-    A cast to fp32 keeps order and ties, so the argmax in the head's dtype is the same.
+    A cast to fp32, as in SGLang's forward, keeps order and ties. So the argmax in the head's dtype equals that in fp32.
     """
 
     def __init__(self, runner: ModelRunner, processor: LogitsProcessor, ends: TargetEnds) -> None:
@@ -54,7 +55,7 @@ class Shards(Whole):
         keep_shards(processor)
 
     def likeliest(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """Return the argmax of every row, int64 [T]. Ranks exchange two numbers per row."""
+        """Return the token id of the largest logit of every row, int64 [T]. Ranks exchange two numbers per row."""
         ends = self.ends
         assert ends.tp_group is not None
         real_TV = logits_TV[:, : ends.n_vocab]
@@ -63,13 +64,16 @@ class Shards(Whole):
         return first_best(best_T, token_T + ends.first_token, ends.tp_group)
 
     def whole(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        """Gather and cast the shards as SGLang's forward does, into the same buffer, which may contain the shards."""
+        """Return the logits of the whole vocabulary, gathered and cast into SGLang's buffer as in SGLang's forward.
+
+        `logits_TV` may be in this buffer.
+        """
         gathered = self.processor._logits_gatherer(logits_TV)
         metadata = SimpleNamespace(next_token_logits_buffer=self._buffer(len(logits_TV)))
         return self.processor._copy_logits_to_buffer(gathered, metadata)  # type: ignore[arg-type]
 
     def _buffer(self, n_rows: int) -> torch.Tensor | None:
-        """Return SGLang's buffer for logits of captured forwards; None if it is too small or nothing is captured."""
+        """Return SGLang's buffer for logits of captured forwards; None if it is too small or no graph is captured."""
         shared = self.runner.graph_shared_output
         if shared is None or n_rows > shared.max_rows:
             return None
@@ -77,17 +81,17 @@ class Shards(Whole):
 
 
 def keep_shards(processor: LogitsProcessor) -> None:
-    """Make `processor` end a verify with the shard. Call this before graphs are captured.
+    """Make `processor` end a verify with this rank's shard. Call this before graphs are captured.
 
-    SGLang's processor has methods that finish the logits of some soft-capped heads. `why_whole` excludes such heads, so
-    these methods are replaced.
+    SGLang's processor has two methods for the last operations on soft-capped logits. `why_whole` excludes soft-capped
+    heads, so these methods are not needed, and are replaced here.
     """
 
     def is_verify(logits: object, hidden_states: object, head: object, metadata: LogitsMetadata) -> bool:
         return metadata.forward_mode.is_target_verify()
 
     def finish(shard_TV: torch.Tensor, metadata: LogitsMetadata, use_buffer: bool) -> torch.Tensor:
-        """Write the shard into SGLang's logits buffer, so that the outputs of all graphs share this memory."""
+        """Write the shard into SGLang's logits buffer, so that the outputs of all graphs share the buffer's memory."""
         buffer = metadata.next_token_logits_buffer
         if buffer is None:
             return shard_TV
@@ -98,7 +102,7 @@ def keep_shards(processor: LogitsProcessor) -> None:
 
 
 def verified_logits(runner: ModelRunner, ends: TargetEnds, ranks: OneGroup) -> Whole:
-    """Return the kind of logits that the target's verifies return, and set it up."""
+    """Return the form of the logits that the target's verifies return, and prepare the target for this form."""
     if ends.tp_group is None:
         return Whole()
     processors = [module for module in runner.model.modules() if isinstance(module, LogitsProcessor)]
@@ -109,7 +113,7 @@ def verified_logits(runner: ModelRunner, ends: TargetEnds, ranks: OneGroup) -> W
 
 
 def why_whole(processors: list[LogitsProcessor], ends: TargetEnds, ranks: OneGroup) -> str:
-    """Return the reason why verifies must gather the logits of all ranks; "" if ranks may keep their shards."""
+    """Return the reason why a verify must gather the logits of all ranks; "" if ranks may keep their shards."""
     if ranks.meet:
         return "ranks of attention data parallelism exchange rows as well as shards"
     if len(processors) != 1:

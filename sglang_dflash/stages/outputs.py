@@ -1,7 +1,8 @@
-"""Optional outputs per token: the target's last hidden state, and the sampler's support.
+"""Optional outputs per token: the target's last hidden state, and the sampler's support (tokens that may be drawn).
 
-As without speculation, the output of a token is from the row that the token was drawn from. SGLang's scheduler reads
-the rows of the committed tokens, by request and slot. Nothing is copied if no request of the batch needs the outputs.
+As without speculation, a token's output comes from the row of the logits that the token was drawn from. SGLang's
+scheduler reads the rows of the committed tokens, by request and slot. If no request of a batch needs the outputs,
+nothing is copied.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def keep_hidden_states(model: nn.Module) -> None:
     Call this before graphs are captured.
 
     Raises:
-        NotSupported: the target has no LogitsProcessor, which would store them.
+        NotSupported: the target has no `LogitsProcessor`, which returns the hidden states.
     """
     if not get_server_return_hidden_states_mode().need_capture():
         return
@@ -41,7 +42,7 @@ def keep_hidden_states(model: nn.Module) -> None:
 def hidden_states(batch: ScheduleBatch, output: LogitsProcessorOutput) -> torch.Tensor | None:
     """Return a copy of the last hidden states of every row, [T, hidden size]; None if no request needs them.
 
-    A graph's next replay overwrites its output while the host still reads.
+    A copy is needed, because a graph's next replay overwrites its output while the transfer to the host still reads.
     """
     return output.last_hidden_states.clone() if batch.return_hidden_states else None
 
@@ -57,9 +58,10 @@ def hidden_states_of_prompts(batch: ScheduleBatch, output: LogitsProcessorOutput
 def sampling_masks_by_block(
     batch: ScheduleBatch, output: LogitsProcessorOutput, n_committed_B: torch.Tensor, width: int
 ) -> None:
-    """Split the sampler's output by request, from [R * N, ...] to [R, N, ...], in place.
+    """Split the sampler's sampling masks by request, from [R * N, ...] to [R, N, ...], in `output`.
 
-    Adds each block's number of committed slots. Does nothing if no request needs the output.
+    R is the number of requests that need sampling masks. If there are none, this does nothing. Each request's number of
+    committed tokens is added to the masks.
     """
     masks = output.sampling_mask_output
     if masks is None:

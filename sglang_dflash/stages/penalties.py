@@ -1,11 +1,11 @@
 """Penalties and min_new_tokens, from counts of each request's output tokens on the device.
 
-SGLang's penalizers count one token per step, from the host. With speculation a step has several tokens, and the newest
-are only on the device. Invariant after every step: `counts_RV[row]` is the number of each token in the output of the
-row's request, including the anchor. A request with a penalty gets a row in its prefill. Other requests cost nothing,
-and a server without such requests allocates nothing.
+SGLang's penalizers count one token per step, from the host. With speculation a step commits several tokens, and the
+last step's tokens are only on the device. Invariant after every step: counts_RV[row, v] is the number of occurrences of
+token v in the output of the row's request, anchor included. A request with a penalty gets a row in its prefill. Other
+requests cost nothing, and a server without penalties allocates nothing.
 
-A retracted request is prefilled again with its output, which is counted again.
+When a retracted request is prefilled again, its output so far is part of the prefill, and is counted anew.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sglang_dflash.step import Plan
 
 logger = logging.getLogger(__name__)
 
-FEWEST_ROWS = 8  # rows of the first allocation
+FEWEST_ROWS = 8  # number of rows in the first allocation of `counts_RV`
 
 
 class Asking(NamedTuple):
@@ -41,14 +41,15 @@ class Penalties:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.counts_RV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.row_of: WeakKeyDictionary[Req, int] = WeakKeyDictionary()  # weak: a deleted request frees its row
-        self.last: tuple[list[Req], Asking | None] = [], None  # see `_asking`
+        self.last: tuple[list[Req], Asking | None] = [], None  # last argument and result of `_asking`
 
     # -- prefill ------------------------------------------------------------------------------------------------------
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Count earlier output, and set the penalties with which SGLang draws the prompts' own tokens.
+        """Count output so far, and set the penalties with which SGLang samples the first output token of each prompt.
 
-        SGLang's penalizers do not count output from before a retraction. `batch.sampling_info` is a copy for this step.
+        SGLang's penalizers do not count output from before a retraction, so their results are replaced in
+        `batch.sampling_info`, which is a copy for this step.
         """
         reqs = [req for req in batch.reqs if asks(req)]
         for req in reqs:
@@ -67,7 +68,10 @@ class Penalties:
             info.acc_scaling_penalties[asked.index_P] = scaling(counts_P1V, asked)[:, 0]
 
     def count_anchors(self, reqs: list[Req], anchor_B: torch.Tensor) -> None:
-        """Count the prompts' own tokens, int64 [B], the first of the output. A prompt's next chunk draws it again."""
+        """Count the first output token of each prompt, int64 [B].
+
+        Every chunk of a prompt draws such a token. If a next chunk follows, its `begin` resets the count.
+        """
         if (asking := self._asking(reqs)) is not None:
             anchor_P1 = anchor_B[asking.asked.index_P, None].to(torch.int64)
             self._count(asking.asked, anchor_P1, torch.ones_like(anchor_P1))
@@ -81,11 +85,13 @@ class Penalties:
     def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
         """Penalise the logits of every slot, in place, by the output and the drafts up to the slot.
 
-        `tokens_BN`: int64; `logits_TV`: fp32, T = B * N.
+        Args:
+            tokens_BN: int64, verified tokens: anchor and drafts.
+            logits_TV: fp32, T = B * N.
         """
         if (asking := self._asking(batch.reqs)) is None:
             return
-        # The anchor is part of the output, but not of the prefix.
+        # + 1, because the anchor is part of the output, but not of the prefix.
         n_output_P = plan.prefix_len_B[asking.asked.index_P] + 1 - asking.prompt_len_P
         logits_BNV = logits_TV.view(*tokens_BN.shape, -1)
         penalise_(logits_BNV, tokens_BN, n_output_P, self.counts_RV, asking.asked)
@@ -99,7 +105,7 @@ class Penalties:
             self._count(asking.asked, committed_PN, slot_N < accepted.n_committed_B[index_P, None])
 
     def dry_run(self, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
-        """Run a penalty's kernel with neutral parameters on the first request of the batch."""
+        """Run the `penalise` kernel on the first request of the batch, with parameters that do not change logits."""
         zero_1 = torch.zeros(1, dtype=torch.int64, device=logits_TV.device)
         none_1 = torch.zeros(1, device=logits_TV.device)
         asked = Asked(
@@ -121,7 +127,10 @@ class Penalties:
         self.counts_RV.view(-1).scatter_add_(0, cell_PN.view(-1), is_output_PN.view(-1).to(torch.int32))
 
     def _seed(self, req: Req) -> None:
-        """Clear the request's row and count its output. All steps of the row's last request were launched before."""
+        """Assign a row to the request if it has none, clear the row, and count the request's output so far.
+
+        All steps that read the row for its previous request have been launched earlier, on the same stream.
+        """
         row = self.row_of.get(req)
         if row is None:
             row = self._free_row()
@@ -148,7 +157,10 @@ class Penalties:
     # -- the parameters -----------------------------------------------------------------------------------------------
 
     def _asking(self, reqs: list[Req]) -> Asking | None:
-        """Return the penalties of these requests, or None; cached, because most batches equal the previous one."""
+        """Return the requests with a penalty among `reqs`; None if there are none.
+
+        The result is cached, because most batches have the same requests as the previous one.
+        """
         if reqs != self.last[0]:
             self.last = list(reqs), self._read(reqs)
         return self.last[1]
@@ -177,7 +189,13 @@ def asks(req: Req) -> bool:
 
 
 def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.device) -> Asked:
-    """Return the parameters of requests on the device; `index`: places in the batch; `rows`: rows of the counts."""
+    """Return the parameters of requests on the device.
+
+    Args:
+        reqs: requests with a penalty.
+        index: index of each request in the batch.
+        rows: row of each request in the counts.
+    """
     params = [req.sampling_params for req in reqs]
     stops = [sorted(stop_tokens(req)) for req in reqs]
     longest = max(1, *map(len, stops)) if stops else 1
@@ -197,7 +215,7 @@ def asked_by(reqs: list[Req], index: list[int], rows: list[int], device: torch.d
 
 
 def stop_tokens(req: Req) -> set[int]:
-    """Return the tokens that min_new_tokens forbids, which end the request; stop strings are not included."""
+    """Return the tokens that end the request, which are forbidden before `min_new_tokens`; empty if it is 0."""
     if req.sampling_params.min_new_tokens == 0:
         return set()
     stops = (req.sampling_params.stop_token_ids or set()) | (req.eos_token_ids or set())

@@ -14,19 +14,20 @@ class Planner:
     """Placement of blocks in the request table and the KV pool."""
 
     def __init__(self, target_runner: ModelRunner, block_size: int, widest: int, mask_token_id: int) -> None:
-        """`block_size`: tokens drafted per request; `widest`: the most tokens verified."""
+        """`block_size`: tokens per drafted block, with the anchor; `widest`: largest number of verified tokens."""
         self.req_to_token = target_runner.req_to_token_pool.req_to_token
         self.translator = target_runner.kv_index_translator
         self.block_size, self.widest = block_size, widest
         self.mask_token_id = mask_token_id
-        # The kernel's form is selected once, because the kind of the tensors never changes.
+        # The op's form is selected once, because the device of the tensors never changes.
         self.plan_block = PLAN_BLOCK.form_for(self.req_to_token)
 
     def plan(self, batch: ScheduleBatch, width: int) -> Plan:
         """Plan a step that verifies `width` tokens of each block. With width 1 nothing is drafted."""
         state = batch.spec_info
         anchors = state.bonus_tokens, batch.seq_lens, batch.req_pool_indices, batch.req_pool_indices_cpu
-        if batch.seq_lens_cpu is None:  # no backend needs exact lengths on the host
+        # SGLang provides exact lengths on the host only if an attention backend needs them.
+        if batch.seq_lens_cpu is None:
             return self.place(*anchors, state.allocated_B_cpu, width=width, n_bounded=self.widest)
         return self.place(*anchors, batch.seq_lens_cpu, width=width)
 

@@ -1,11 +1,11 @@
 """Custom logit processors at every slot of the block.
 
-A processor gets the logits of the requests that use it, and their parameters. These may include the request itself, and
-so its output. At a slot, the output must be the committed tokens and the drafts up to the slot. They may be only on the
-device, so they are copied when a processor reads them, and only this read waits for the device.
+A processor receives the logits and the parameters of the requests that use it. The parameters may include the request
+object. At slot i its `output_ids` must be the committed tokens and drafts 1..i. Some of these tokens may exist only on
+the device. They are copied to the host when a processor reads `output_ids`. Nothing else waits for the device.
 
-This is exact for functions of logits, parameters and output. A processor with state between calls is also called for
-slots that are rejected later, which SGLang's contract does not exclude.
+This is exact for processors that are functions of logits, parameters and output. A processor that keeps state between
+calls is also called for slots that are rejected later. SGLang does not promise the opposite.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang_dflash.stages.sampling import over_slots
 from sglang_dflash.step import Plan
 
-REQUEST = "__req__"  # key of the request among a processor's parameters in SGLang
+REQUEST = "__req__"  # SGLang's key of the request object in a processor's parameters
 
 
 class Processors:
     """Custom logit processors of a server's requests."""
 
     def __init__(self) -> None:
-        # Tokens of the last step, which the scheduler may not have added to the requests yet.
+        # Requests and tokens of the last step. The scheduler may not have added these tokens to the requests yet.
         self.last_reqs: list[Req] = []
         self.last_committed_BN = self.last_n_committed_B = torch.empty(0)
 
     def keep_tokens(self, batch: ScheduleBatch, committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> None:
-        """Keep a step's tokens, int64 [B, N], the first `n_committed_B` committed, until the scheduler has them."""
+        """Keep a step's tokens for the next step: the first `n_committed_B` of each row of `committed_BN`, int64."""
         if batch.sampling_info.has_custom_logit_processor:
             self.last_reqs = list(batch.reqs)
             self.last_committed_BN, self.last_n_committed_B = committed_BN, n_committed_B
 
     def apply(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor, logits_TV: torch.Tensor) -> None:
-        """Run every request's processor over its slots, in place."""
+        """Run each request's processor on the logits of its slots, in place.
+
+        Args:
+            tokens_BN: int64, verified tokens: anchor and drafts.
+            logits_TV: T = B * N.
+        """
         info = over_slots(batch.sampling_info, plan.width)
         read_texts = cache(partial(self._texts, batch, plan, tokens_BN))
         info.custom_params = [
@@ -54,7 +59,7 @@ class Processors:
         return params | {REQUEST: ReqAtSlot.of(req, lambda: read_texts()[row])}
 
     def _texts(self, batch: ScheduleBatch, plan: Plan, tokens_BN: torch.Tensor) -> list[array]:
-        """Return the output at every slot of every request. Waits for the device."""
+        """Return, for every slot of every request, the request's output up to the slot. Waits for the device."""
         last = dict(zip(self.last_reqs, committed(self.last_committed_BN, self.last_n_committed_B), strict=True))
         texts = []
         for req, prefix_len, tokens in zip(batch.reqs, plan.prefix_len_B.tolist(), tokens_BN.tolist(), strict=True):
@@ -76,7 +81,7 @@ def committed(committed_BN: torch.Tensor, n_committed_B: torch.Tensor) -> list[l
 
 
 class ReqAtSlot(Req):
-    """Copy of a request, with the output as if the block were committed up to a slot."""
+    """Copy of a request whose output ends with the drafts up to a slot, as if they were committed."""
 
     _read_text: Callable[[], array]
 

@@ -1,8 +1,8 @@
-"""Attention data parallelism: groups of ranks serve different requests, and exchange rows in the target's other layers.
+"""Data-parallel attention (`--enable-dp-attention`): each group of ranks serves its own requests in attention layers.
 
-So a forward of the target involves all ranks, and a rank without requests runs an empty forward. SGLang computes every
-rank's number of rows as requests times the width, so all ranks verify the same width, the block. The draft runs within
-each group.
+MLP and MoE layers process the rows of all groups together. So a forward of the target involves all ranks, and a rank
+without requests runs a forward without rows. SGLang computes every rank's number of rows as its number of requests
+times the width. So all ranks verify the same width, the whole block. The draft runs within each group.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ KeepUp = Callable[[ScheduleBatch], None]
 class OneGroup:
     """Arrangement in which all ranks serve the same requests."""
 
-    meet = False
+    meet = False  # whether forwards of ranks with different requests exchange rows
 
     def draft_scope(self, target: ModelRunner) -> Scope:
-        """Return the context in which the draft is built, planned, captured and run."""
+        """Return a function that returns the context in which the draft is built, planned, captured and run."""
         return nullcontext
 
     @contextmanager
@@ -51,20 +51,20 @@ class OneGroup:
         return forward
 
     def assume_equal_batches(self, batch: ForwardBatch) -> None:
-        """Prepare a forward that no scheduler has prepared, as if all ranks had equally many requests."""
+        """Set what the scheduler would set in a forward for data parallelism, as if all ranks had equal batches."""
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
-        """Return the forward of a rank without requests, while other ranks read prompts or verify blocks."""
+        """Return a function that runs the forward of a rank without requests, while other ranks have requests."""
         return lambda batch: None
 
 
 class Groups(OneGroup):
-    """Arrangement in which groups of ranks serve different requests: attention data parallelism."""
+    """Arrangement in which groups of ranks serve different requests: data-parallel attention."""
 
     meet = True
 
     def draft_scope(self, target: ModelRunner) -> Scope:
-        """Return a context among the ranks that share requests."""
+        """Return a function that returns a context in which only the ranks of one group communicate."""
         spec = model_draft_parallel_spec(
             target.spec_aux_config.draft_model_config, spec_algorithm=target.spec_algorithm
         )
@@ -72,7 +72,7 @@ class Groups(OneGroup):
 
         @contextmanager
         def scope() -> Iterator[None]:
-            # The draft's graphs would otherwise wait for the batches of other groups.
+            # Without `attn_dp_enabled=False` the draft's graphs would wait for the batches of other groups.
             with draft_tp_context(layout), get_parallel().override(attn_dp_enabled=False):
                 yield
 
@@ -81,7 +81,8 @@ class Groups(OneGroup):
     def beside_idle_ones(self, forward: Forward) -> Forward:
         """Wrap `forward` to run eagerly on all ranks whenever a rank has no requests.
 
-        A rank without requests runs eagerly, with no rows, but a graph replays a fixed number of rows.
+        A rank without requests runs eagerly, without rows. The exchange of rows would fail if another rank replayed a
+        graph, which has a fixed number of rows on every rank.
         """
 
         def together(batch: ForwardBatch) -> ModelRunnerOutput:
@@ -106,7 +107,7 @@ class Groups(OneGroup):
         )
 
     def keep_up(self, worker: TpModelWorker, block_size: int) -> KeepUp:
-        """Return a forward of the same kind as the other ranks', over no rows."""
+        """Return a function that runs a prefill or a verify without rows, as the other ranks do with rows."""
         nothing = torch.empty(0, dtype=torch.int64, device=worker.device)
 
         def run(batch: ScheduleBatch) -> None:
@@ -127,7 +128,7 @@ class Groups(OneGroup):
 
 
 def from_first_rank(group: GroupCoordinator) -> Agree:
-    """Return a function that overwrites an array with the first rank's, over the host network.
+    """Return a function that overwrites an array with the array of the group's first rank, over the host network.
 
     All ranks of `group` must call it with arrays of equal shape and dtype.
     """
@@ -140,7 +141,7 @@ def from_first_rank(group: GroupCoordinator) -> Agree:
 
 
 def from_first_of_ours() -> Agree:
-    """Return `from_first_rank` for the ranks that share requests."""
+    """Return `from_first_rank` for the group of ranks that serves the same requests as this rank."""
     return from_first_rank(get_dp_tp_group())
 
 

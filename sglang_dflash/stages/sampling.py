@@ -27,13 +27,13 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
             if info.custom_logit_processor is None
             else {key: entry_over_slots(entry, width) for key, entry in info.custom_logit_processor.items()}
         ),
-        # Applied to the logits before.
+        # Grammar, bias and penalties have already been applied to the logits.
         grammars=None,
         grammar_mask=None,
         logit_bias=None,
         acc_additive_penalties=None,
         acc_scaling_penalties=None,
-        # Host lists, from which the indices below were computed.
+        # SGLang has computed the two index fields below from these host lists, so the lists are not needed.
         return_sampling_masks=None,
         return_sampling_support_logprobs=None,
         sampling_mask_batch_indices=slots_of(info.sampling_mask_batch_indices, width),
@@ -42,7 +42,7 @@ def over_slots(info: SamplingBatchInfo, width: int) -> SamplingBatchInfo:
 
 
 def slots_of(rows_R: torch.Tensor | None, width: int) -> torch.Tensor | None:
-    """Return the rows of all slots of these requests, int64 [R * N]."""
+    """Return the indices of all slots of the requests `rows_R` among B x `width` rows, int64 [R * width]."""
     if rows_R is None:
         return None
     return (rows_R[:, None] * width + torch.arange(width, device=rows_R.device)).flatten()

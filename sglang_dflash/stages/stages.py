@@ -1,4 +1,4 @@
-"""Stages of a decode step as one value, built when the server starts. `DFlashWorker.decode` calls them."""
+"""Stages of a decode step as one tuple, built when the server starts. `DFlashWorker.decode` calls them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Stage = TypeVar("Stage")
 
 
 class Stages(NamedTuple):
-    """Stages, in the order of a step."""
+    """Stages of a decode step."""
 
     planner: Planner
     drafter: Drafter
@@ -33,10 +33,10 @@ class Stages(NamedTuple):
 
 
 def with_methods(stage: Stage, **methods: Callable[..., Any]) -> Stage:
-    """Return a shallow copy of `stage` with other methods, for measurements.
+    """Return a shallow copy of `stage` with some methods replaced, for measurements.
 
-    A server without measurements has no wrappers. A stage's attributes are not set after start-up, so the copy stays
-    equal to the original.
+    So a server without measurements has no wrappers around methods. A stage's attributes are not assigned after
+    start-up, so copy and original keep sharing all state.
     """
     twin = copy.copy(stage)
     vars(twin).update(methods)

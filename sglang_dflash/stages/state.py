@@ -1,12 +1,14 @@
 """Commit: advance the recurrent state of hybrid targets (Gated DeltaNet) after a partly accepted block.
 
-Attention needs no commit, because rows past the accepted prefix are not read again. A recurrent state cannot be reduced
-to a prefix. So a verify leaves the persistent state unchanged and stores data to advance it afterwards: either the
-state after every token, or each token's contribution. If the accepted prefix crosses a multiple of the track interval,
-the state at this multiple is copied to the request's tracking slot, from which the prefix cache can resume.
+Attention needs no commit, because K/V of rejected drafts are not read again. A recurrent state that has read a whole
+block cannot be changed back to an earlier token. So a verify leaves the persistent state unchanged, and stores the data
+with which commit advances the state: either the state after every token, or each token's contribution.
 
-In a block of one token nothing is rejected, so the target decodes it as without speculation and updates its state in
-place.
+Tracking: at committed lengths that are multiples of the track interval, the state is copied to the request's track
+slot, from which the prefix cache can resume.
+
+In a block of one token nothing can be rejected. So the target decodes this token as without speculation, and updates
+its state in place.
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ from sglang_dflash.step import Plan
 
 
 class State(Protocol):
-    """Interface that advances the target's recurrent states after blocks of one width."""
+    """Interface of the objects that advance the target's recurrent states after blocks of one width."""
 
     def attach(self, backend: AttentionBackend) -> None:
         """Prepare `backend` before its first verify. Called once for each of the target's attention backends."""
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance the states by the committed tokens, int32 [B]. The runner's backend must be that of the verify."""
+        """Advance each request's states by `n_committed_B` tokens, int32 [B].
+
+        The target's runner must still have the attention backend of the verify.
+        """
 
 
 class NoState:
@@ -78,18 +83,18 @@ class SnapshotState:
             self.worker,
             batch,
             accept_lens=n_committed_B,
-            accept_index=plan.verified.tokens_BN,  # only its shape is read when the steps are given
+            accept_index=plan.verified.tokens_BN,  # only the shape is read, because `prepared_step_indices` is given
             draft_token_num=plan.width,
             prepared_step_indices=self.slots.last_and_tracked(batch, plan, n_committed_B),
         )
 
 
 class FoldState:
-    """State whose verify records each token's contribution; commit adds those of committed tokens, for all layers.
+    """State whose verify records each token's contribution. Commit adds the committed tokens' records, for all layers.
 
     The records replace the per-token states in SGLang's pool (`memory/records.py`), and `RecordingVerify` replaces
     SGLang's verify kernel. So SGLang's backend passes the records to the kernel, eagerly and in captured graphs. The
-    windows of the causal convolution are small, and SGLang handles them.
+    windows of the causal convolution (its last inputs) are small, so SGLang's own code stores and copies them.
 
     On a GPU a commit has three launches for any number of layers: SGLang's search for the slots to keep, the fold
     (including tracked states), and SGLang's copy of the windows (one launch per copy if they are not bf16).
@@ -108,7 +113,7 @@ class FoldState:
         self.states_LSHVK, self.record_LRNX = cache.temporal, cache.intermediate_ssm
         self.n_key_heads = pool.n_key_heads
         self.windows = dataclasses.replace(cache, intermediate_ssm=None, temporal=cache.temporal.new_empty(0))
-        # The kernel's form is selected once, because the shapes never change.
+        # The op's form is selected once, because the device of the tensors never changes.
         self.fold = GDN_FOLD.form_for(self.states_LSHVK)
 
     def attach(self, backend: AttentionBackend) -> None:
@@ -129,9 +134,9 @@ class FoldState:
 
 
 class InPlaceState:
-    """State for blocks of one token: the verify decodes, which advances the state; commit copies tracked states.
+    """State for blocks of one token. The verify decodes, which advances the state, and commit copies tracked states.
 
-    Folding would read all states again, and write records.
+    `FoldState` would be slower: it writes records, and reads all states a second time.
     """
 
     def __init__(self, worker: TpModelWorker) -> None:
@@ -143,11 +148,12 @@ class InPlaceState:
         """Make the backend decode instead of verify."""
         linear = gdn_backend(backend)
         linear.forward_extend = decoding_one_token(linear)  # type: ignore[method-assign]
-        # So Qwen3.5 passes a verify's packed projections, which decode unpacks and convolves in one launch.
+        # With this attribute Qwen3.5 passes packed projections in a verify, which decode unpacks and convolves in one
+        # launch.
         linear.supports_packed_verify = True  # type: ignore[attr-defined]
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Copy the states that completed a track interval; the verify has advanced all states."""
+        """Copy the states whose committed length is a multiple of the track interval. The verify has advanced them."""
         if batch.mamba_track_indices is None:
             return
         backend = self.runner.attn_backend.linear_attn_backend
@@ -161,9 +167,9 @@ class InPlaceState:
 
 
 def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
-    """Return a `forward_extend` that decodes instead of verifying; prompts run as before.
+    """Return a `forward_extend` for `backend` that runs `forward_decode` for a verify, and is unchanged for prompts.
 
-    For a verify it returns the same as `forward_decode`: the outputs, with the gates z if projections were packed.
+    For a verify it returns the result of `forward_decode`: the outputs, and the gates z if projections were packed.
     """
     extend, decode = backend.forward_extend, backend.forward_decode
 
@@ -175,10 +181,7 @@ def decoding_one_token(backend: GDNAttnBackend) -> Callable[..., Any]:
 
 
 class RecordingVerify:
-    """Verify kernel that writes records, for SGLang's GDN backend; `intermediate_states_buffer` is a layer's record.
-
-    States [S, H, V, K] at `cache_indices`, int [B], are only read.
-    """
+    """Verify kernel for SGLang's GDN backend that writes records and only reads states."""
 
     supports_strided_target_verify_qkv = True
 
@@ -199,9 +202,18 @@ class RecordingVerify:
         cache_indices: torch.Tensor,
         query_start_loc: torch.Tensor,
         intermediate_states_buffer: torch.Tensor,
-        **others: object,  # numbers of steps and rows, which the other arguments imply
+        **others: object,  # numbers that the shapes of the named arguments imply
     ) -> torch.Tensor:
-        """Verify a layer's blocks: q, k [1, T, G, K], v [1, T, H, V], a and b [T, H]. Returns outputs [1, T, H, V]."""
+        """Verify a layer's blocks. Return the outputs, [1, T, H, V].
+
+        Args:
+            q, k: [1, T, G, K].
+            v: [1, T, H, V].
+            a, b: [T, H].
+            ssm_states: the layer's states, [S, H, V, K].
+            cache_indices: int [B], state slot of each request.
+            intermediate_states_buffer: the layer's records, written.
+        """
         slot_B = cache_indices[: len(query_start_loc) - 1]
         x = Inputs(q[0], k[0], v[0], a, b, A_log, dt_bias)
         out = self.verify(x, ssm_states, slot_B, intermediate_states_buffer)
@@ -219,24 +231,24 @@ def gdn_backend(backend: AttentionBackend) -> GDNAttnBackend:
 
 
 class BlockSlots:
-    """Finder of the slots whose recurrent states a commit keeps, in blocks of `width` tokens, with one launch.
+    """Finder of the slots in a block after which a commit keeps the recurrent states, in one launch.
 
-    SGLang's kernel also serves trees, so it takes the row of every accepted token. In a chain, slot i of request b is
-    always row b * width + i, so this table is computed once.
+    SGLang's kernel also serves draft trees, so its input is the row of every accepted token among the B x `width`
+    verified rows. In a chain slot i of request b is always row b * `width` + i, so this table is computed once.
     """
 
     def __init__(self, worker: TpModelWorker, width: int) -> None:
-        n_rows = len(worker.model_runner.req_to_token_pool.req_to_token)  # more than can run at once
+        n_rows = len(worker.model_runner.req_to_token_pool.req_to_token)  # more than the largest number of requests
         device = worker.model_runner.req_to_token_pool.req_to_token.device
         self.row_QN = torch.arange(n_rows * width, device=device).view(n_rows, width)
 
     def last_and_tracked(
         self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return each request's last committed slot, and the slot from which the prefix cache can resume, int64 [B].
+        """Return each request's last committed slot, and its slot to track, int64 [B] each.
 
-        After the second slot the committed length is a multiple of the track interval. It is -1 if there is no such
-        slot, and None if nothing is tracked.
+        After the slot to track the committed length is a multiple of the track interval. The slot is -1 for a request
+        without such a slot in this step. Instead of the tensor there is None if this server does not track.
         """
         tracks = batch.mamba_track_indices is not None
         return fused_commit_track_indices(
@@ -250,7 +262,7 @@ class BlockSlots:
 
 @cache
 def track_interval(page_size: int) -> int:
-    """Return the interval of committed lengths at which states are tracked, in tokens."""
+    """Return the track interval in tokens: at its multiples, states are saved for the prefix cache."""
     return mamba_track_grid(page_size)
 
 
@@ -261,9 +273,10 @@ def make_state(worker: TpModelWorker, kind: GdnState | None, width: int) -> Stat
 
     Args:
         worker: the target's worker.
-        kind: None: the target has no recurrent states, or nothing is verified.
+        kind: method that advances the states; None: the target has no recurrent states, or this server never verifies.
+        width: number of tokens of a block that are verified.
     Raises:
-        NotSupported: the target has further states that folding does not advance.
+        NotSupported: `kind` is FOLD, and the target has other states, which a fold does not advance.
     """
     if kind is None:
         return NoState()

@@ -23,7 +23,7 @@ from sglang_dflash.step import Plan, Target
 
 
 class WidthEngine(NamedTuple):
-    """Parts of the target for one width."""
+    """Parts of the target for one width, see `engines.py`."""
 
     backend: AttentionBackend
     graphs: DecodeCudaGraphRunner | None  # None: this width runs eagerly
@@ -41,7 +41,8 @@ class Verifier:
 
         Args:
             worker: the target's worker.
-            engines: by width.
+            engines: engine of each width.
+            ranks: arrangement of the ranks.
             on_host: the target runs on the CPU.
         """
         self.worker = worker
@@ -50,20 +51,20 @@ class Verifier:
         runner = worker.model_runner
         self.own = runner.attn_backend, runner.decode_cuda_graph_runner
         eager = all(engine.graphs is None for engine in engines.values())
-        # On a GPU host time is hidden, so calling the model directly is faster only on a CPU.
+        # Calling the model directly saves host time. On a GPU this gains nothing, because the host runs ahead.
         direct = eager and on_host and not has_experts(runner.model) and not ranks.meet
         self.forward = directly(runner) if direct else ranks.beside_idle_ones(through_runner(runner))
         self.keep_up = ranks.keep_up(worker, max(engines, default=0))
 
     def use(self, width: int) -> None:
-        """Set the engine of `width` in the target's runner."""
+        """Make the target's runner use the engine of `width`."""
         engine, runner = self.engines[width], self.worker.model_runner
         runner.attn_backend = engine.backend
         runner.decode_cuda_graph_runner = engine.graphs
         lora.use(runner, engine.routing)
 
     def restore(self) -> None:
-        """Restore SGLang's own engine, because prefill graphs read only its backend's metadata."""
+        """Make the runner use SGLang's own backend and graphs. Prefill graphs read only this backend's metadata."""
         runner = self.worker.model_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self.own
 
@@ -77,7 +78,7 @@ class Verifier:
         # The copy of the drafts to the host starts before the target's forward, to overlap with it.
         tree = GrammarTree.from_linear_chain(tokens_BN) if batch.has_grammar else None
         verified = plan.verified
-        # SGLang builds the forward from the batch. The scheduler restores these fields after the step.
+        # SGLang builds the forward from these fields of the batch. The scheduler restores them after the step.
         batch.out_cache_loc = verified.slots_BN.view(-1)
         batch.seq_lens_cpu = verified.bound_B_cpu
         batch.seq_lens_sum = verified.bound_sum
@@ -88,7 +89,7 @@ class Verifier:
             capture_hidden_mode=CaptureHiddenMode.FULL,
             kv_loc_plan=verified.kv,
         )
-        # The forward plans attention, and SGLang's eager forward would plan it a second time.
+        # `defer_metadata_init`, because the forward plans attention itself. Otherwise it would be planned twice.
         forward_batch, _ = block.prepare_for_verify(batch, self.worker, defer_metadata_init=True)
         run = self.forward(forward_batch)
         output = run.logits_output
@@ -96,5 +97,5 @@ class Verifier:
         return Target(run, features_TC, tree)
 
     def commit(self, batch: ScheduleBatch, plan: Plan, n_committed_B: torch.Tensor) -> None:
-        """Advance the recurrent states by the committed tokens, int32 [B], of the block verified last."""
+        """Advance each request's recurrent states by the first `n_committed_B`, int32 [B], tokens verified last."""
         self.engines[plan.width].state.commit(batch, plan, n_committed_B)

@@ -4,34 +4,42 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 
-DECAY = math.exp(-1 / 32)  # per step: how fast an observation fades
-HEAVY = 1e100  # weight above which all weights are scaled down
-ALL_DECAY = math.exp(-1 / 512)  # per step: how fast an observation fades in the counts of all requests
+DECAY = math.exp(-1 / 32)  # factor per step on the weight of an observation in a request's counts
+HEAVY = 1e100  # weight of a new observation above which all weights are scaled down
+ALL_DECAY = math.exp(-1 / 512)  # factor per step on the weight of an observation in the counts of all requests
 PRIOR = 4.0  # weight of the prior, in observations
-LEVEL_DECAY = math.exp(-1 / 8)  # per block: how fast evidence about a request's level fades
-FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0  # weights of the usual level in a request's level, in drafts: first, further ones
+LEVEL_DECAY = math.exp(-1 / 8)  # factor per block on the weight of evidence about a request's level
+# Weight of the prior (level 1) in a request's level, in drafts: for the first draft of a block, and for further drafts.
+FIRST_PRIOR, FURTHER_PRIOR = 2.0, 8.0
 CERTAIN = 0.02  # probabilities are clamped to [CERTAIN, 1 - CERTAIN]
-WARM_UP = 8  # tokens; shorter requests, such as a server's warm-up, do not enter the counts of all requests
+WARM_UP = 8  # tokens; requests up to this length, such as a server's warm-up, do not enter the counts of all requests
 
-Counts = list[tuple[float, float]]  # by position: weighted number of times it was reached, and of times it was accepted
+# For each draft position: weighted number of times all drafts before it were accepted (it was "reached"), and weighted
+# number of times it was accepted. Later observations get larger weights instead of earlier ones smaller weights.
+Counts = list[tuple[float, float]]
 
 
 class Level:
-    """Ratio of one request's odds of acceptance to those of all requests, from the request's last blocks."""
+    """Level of a request: its odds of acceptance in its last blocks, divided by the usual odds (of all requests)."""
 
     def __init__(self, prior: float) -> None:
-        """`prior`: weight of the usual level, in drafts."""
+        """`prior`: weight of level 1, in drafts."""
         self.prior, self.n_reached, self.n_accepted, self.n_usual = prior, 0.0, 0.0, 0.0
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
-        """Count a block with its first `n_accepted` drafts accepted; `usual_D`: probabilities over all requests."""
+        """Count a block.
+
+        Args:
+            usual_D: acceptance probability over all requests, of each draft that was reached.
+            n_accepted: number of accepted drafts among these.
+        """
         if usual_D:
             self.n_reached = LEVEL_DECAY * self.n_reached + len(usual_D)
             self.n_accepted = LEVEL_DECAY * self.n_accepted + n_accepted
             self.n_usual = LEVEL_DECAY * self.n_usual + sum(usual_D)
 
     def odds(self) -> float:
-        """Return the factor on the usual odds."""
+        """Return the level: the factor by which the usual odds are multiplied for this request."""
         if not self.n_reached:
             return 1.0
         usual = self.n_usual / self.n_reached
@@ -39,13 +47,14 @@ class Level:
 
 
 class Own:
-    """Outcomes of one request."""
+    """Counts and levels of one request."""
 
     def __init__(self, nothing: Counts) -> None:
         self.counts, self.n_tokens = nothing[:], 0
-        # Separate, because first drafts that fail are no evidence about further drafts in other blocks.
+        # Two levels, because a block whose first draft fails is no evidence about further drafts.
         self.first, self.further = Level(FIRST_PRIOR), Level(FURTHER_PRIOR)
-        # (width, accepted) of the first steps, not yet in the counts of all requests; None: steps count at once
+        # Width and number of accepted drafts of each step while the request is no longer than WARM_UP. These steps are
+        # not yet in the counts of all requests. None: the request is longer, and each step is counted immediately.
         self.kept: list[tuple[int, int]] | None = []
 
     def observe(self, usual_D: Sequence[float], n_accepted: int) -> None:
@@ -54,23 +63,23 @@ class Own:
 
 
 class Acceptance:
-    """Estimator of the probability that a draft is accepted if those before it are, by request and position.
+    """Estimator, by request and position, of the probability that a draft is accepted if all drafts before it are.
 
-    A request's counts are shrunk towards the estimate over all requests, shifted in odds by the level of the request's
-    last blocks. The estimate over all requests is shrunk towards its last value at the position. For a position never
-    reached, it is shrunk towards the estimate at the position before. Older steps weigh less. A request's own counts
-    fade by `DECAY`, those of all requests by the slower `ALL_DECAY`, so that one request does not dominate the estimate
-    for the next.
+    The estimate for a request combines the request's own counts with a prior. The prior is the estimate over all
+    requests, with its odds multiplied by the request's level. The estimate over all requests combines the counts of all
+    requests with a prior too: the last estimate at the position, or if the position was never reached, the estimate at
+    the position before. Older steps weigh less. A request's counts fade by `DECAY`. The counts of all requests fade by
+    the slower `ALL_DECAY`, so that the request that ran last does not determine the estimate for a new request.
     """
 
     def __init__(self, n_drafts: int) -> None:
-        self.weight, self.all_weight = 1.0, 1.0  # weight of an observation in this step
+        self.weight, self.all_weight = 1.0, 1.0  # weights of a new observation, see `Counts`
         self.nothing = [(0.0, 0.0)] * n_drafts
         self.batch, self.of_request = self.nothing[:], dict[str, Own]()
         self.last_D: list[float | None] = [1.0] + [None] * (n_drafts - 1)  # 1.0 at first, so that every width is tried
 
     def observe(self, rids: Sequence[str], width: int, n_accepted_B: Sequence[int]) -> None:
-        """Count a step at `width`; `n_accepted_B`: the accepted drafts of each request, of width - 1."""
+        """Count a step at `width`; `n_accepted_B`: number of accepted drafts of each request, 0..width - 1."""
         self._fade()
         all_D = self._of_all() if width > 1 else []
         for rid, n_accepted in zip(rids, n_accepted_B, strict=True):
@@ -80,7 +89,7 @@ class Acceptance:
             if width > 1:
                 own.observe(all_D[: min(n_accepted + 1, width - 1)], n_accepted)
             self._share(own, width, n_accepted, len(rids))
-        if len(self.of_request) > 4 * len(rids) + 64:  # most have ended
+        if len(self.of_request) > 4 * len(rids) + 64:  # most of these requests have ended
             self.of_request = {rid: self.of_request[rid] for rid in rids}
 
     def _fade(self) -> None:
@@ -104,7 +113,8 @@ class Acceptance:
             if width == 1:
                 continue
             count(self.batch, width, n_accepted, self.all_weight)
-            # Cap the counts at the most that a batch of this size reaches, so that those of a larger batch fade.
+            # Scale the counts down to the largest total that batches of this size can reach, so that counts of earlier,
+            # larger batches do not outweigh new steps.
             most = n_requests * self.all_weight / (1 - ALL_DECAY)
             if self.batch[0][0] > most:
                 self.batch = scaled(self.batch, most / self.batch[0][0])
@@ -112,7 +122,7 @@ class Acceptance:
             self.last_D[:n_reached] = self._of_all(n_reached)
 
     def expected(self, rids: Sequence[str]) -> list[float]:
-        """Return E(0) = 0, E(1), .. E(N): expected committed tokens at each width, the mean over the requests."""
+        """Return the expected number of committed tokens at each width 0, 1, ..., N, averaged over the requests."""
         all_D = self._of_all()
         total_D = [0.0] * len(all_D)
         for own in (self.of_request.get(rid) for rid in rids):
@@ -123,7 +133,7 @@ class Acceptance:
         return [0.0, *accumulate((total / len(rids) for total in total_D), initial=1.0)]
 
     def _of_one(self, own: Own, all_D: Sequence[float]) -> list[float]:
-        """Return a request's probabilities, [D]: its own counts, with those of all requests at its level as prior."""
+        """Return a request's estimates, [D]; `all_D`: the estimates over all requests."""
         first, further, prior = own.first.odds(), own.further.odds(), PRIOR * self.weight
         odds_D = [(further if i else first) * odds(p) for i, p in enumerate(all_D)]
         return [
@@ -132,7 +142,7 @@ class Acceptance:
         ]
 
     def _of_all(self, n: int | None = None) -> list[float]:
-        """Return the probabilities of all requests at the first `n` positions; None: at all positions."""
+        """Return the estimates over all requests, at the first `n` positions; None: at all positions."""
         p, prior, batch_D = 1.0, PRIOR * self.all_weight, []
         for (reached, accepted), last in zip(self.batch[:n], self.last_D[:n], strict=True):
             p = (accepted + prior * (p if last is None else last)) / (reached + prior)

@@ -1,4 +1,4 @@
-"""Choice of each step's width, and records of its outcome."""
+"""Choice of each step's width, and counts of the outcomes of steps."""
 
 import logging
 from collections import deque
@@ -13,32 +13,35 @@ from sglang_dflash.width.tally import Tally
 
 logger = logging.getLogger(__name__)
 
-REPORT = 1000  # steps between two log lines
-SUSPECT_BLOCKS, SUSPECT_SHARE = 500, 0.02  # drafted blocks, and share with an accepted draft, for a warning
-DEFAULT = (1, 4, 8, 12)  # verify widths, besides the whole block
-WIDEST = 32  # most tokens of a block with its n-gram copy
+REPORT = 1000  # number of steps between two log lines
+# A warning is logged if of at least this many drafted blocks, less than this share has an accepted draft.
+SUSPECT_BLOCKS, SUSPECT_SHARE = 500, 0.02
+DEFAULT = (1, 4, 8, 12)  # default verify widths, in addition to the whole block
+WIDEST = 32  # largest width in SGLANG_DFLASH_WIDTHS if the block is smaller; n-gram copies fill the rest
 
-Measure = Callable[[int, Sequence[int]], Sequence[float]]  # seconds of a step of this many requests, at each width
-Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # a step's requests, width, accepted drafts, time
-Kind = tuple[int, int, int]  # a step's number of requests, width, and number of interruptions before it
+Measure = Callable[[int, Sequence[int]], Sequence[float]]  # (number of requests, widths) -> seconds of a step at each
+Trace = Callable[[Sequence[str], int, Sequence[int], float], None]  # request ids, width, accepted drafts, time in s
+Kind = tuple[int, int, int]  # number of a step's requests, its width, and number of interruptions before it
 
 
 class Chooser:
-    """Chooser of each step's width by a policy, which gets the outcomes in order, one or two steps late.
+    """Chooser of each step's width by a policy, which receives outcomes in the order of steps, one or two steps late.
 
-    Step time is measured between two consecutive outcomes. On a GPU this interval belongs to the step that just
-    finished, on a CPU to one launched later. So the interval counts only if all these steps are alike: the step, the
-    one before it and those in flight have equal numbers of requests and equal widths, with no prompt in between. Also,
-    equally many steps must be in flight as at the outcome before.
+    The time of a step is measured as the interval between two consecutive outcomes. On a GPU this interval is the time
+    of the step that just finished, on a CPU that of a step launched later. So an interval is used only if all steps
+    involved are equal: the finished step, the one before it, and all steps in flight must have equal numbers of
+    requests and equal widths, without a prompt in between. The number of steps in flight must also be equal at both
+    outcomes.
     """
 
     def __init__(self, policy: Policy, trace: Trace | None = None) -> None:
         self.policy, self.trace = policy, trace
-        self.in_flight = deque[tuple[list[str], Decision, Kind]]()  # no outcome yet, oldest first
-        self.before: tuple[Kind | None, int, float] = None, 0, 0.0  # last outcome: step, steps in flight, time
+        self.in_flight = deque[tuple[list[str], Decision, Kind]]()  # steps without an outcome, oldest first
+        # At the last outcome: kind of the finished step, number of steps in flight, and time in seconds.
+        self.before: tuple[Kind | None, int, float] = None, 0, 0.0
         self.tally, self.recent = Tally(), Tally()  # since the start, and since the last log line
         self.n_interruptions, self.expected_tokens = 0, 0.0  # since the start
-        self.is_suspected = False  # the warning about the draft was logged
+        self.is_suspected = False  # whether the warning about the draft was logged
 
     def decide(self, rids: list[str]) -> int:
         """Return the width of the next step of these requests."""
@@ -47,11 +50,11 @@ class Chooser:
         return decision.width
 
     def interrupt(self) -> None:
-        """Record the launch of something other than a decode step."""
+        """Record that a prefill was launched, so that step times around it are not used."""
         self.n_interruptions += 1
 
     def observe(self, n_accepted_B: Sequence[int], now_s: float) -> None:
-        """Record the outcome of the oldest step in flight; `now_s`: its time in seconds."""
+        """Record the outcome of the oldest step in flight; `now_s`: present time in seconds."""
         rids, decision, kind = self.in_flight.popleft()
         n_requests, width, _ = kind
         assert n_requests == len(n_accepted_B), "an outcome of another step than the oldest"
@@ -72,7 +75,7 @@ class Chooser:
             self.recent = Tally()
 
     def _warn_of_draft(self) -> None:
-        """Warn once if hardly any block has an accepted draft, which suggests an unsuitable draft."""
+        """Warn once if hardly any block has an accepted draft, because the draft may not belong to the target."""
         n_drafted, n_useful = self.tally.n_drafted, self.tally.n_useful
         if not self.is_suspected and n_drafted >= SUSPECT_BLOCKS and n_useful < SUSPECT_SHARE * n_drafted:
             self.is_suspected = True
@@ -99,8 +102,10 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
     """Return the widths to choose from, ascending.
 
     Args:
-        no_copies: reason why blocks get no n-gram copies. Empty: they do, so more than the block may be verified.
-        whole_blocks: reason why only the whole block can be verified. Empty: any width can be.
+        flags: environment flags.
+        block_size: number of tokens per block.
+        no_copies: reason why blocks get no n-gram copies; "": they do, so widths may exceed the block.
+        whole_blocks: reason why only the whole block can be verified; "": any width can be verified.
     Raises:
         ValueError: a width is out of range.
         NotSupported: a width differs from the block although only the block can be verified.
@@ -123,12 +128,20 @@ def candidates(flags: Flags, block_size: int, no_copies: str, whole_blocks: str 
 
 
 def widest(block_size: int, widths: Sequence[int]) -> int:
-    """Return the most tokens of a request that a step writes, which determines memory sizes."""
+    """Return the largest number of tokens that a step writes for a request, from which memory sizes are computed."""
     return max((block_size, *widths))
 
 
 def make_policy(kind: WidthPolicy, widths: Sequence[int], *, n_requests: int, seconds: Measure, agree: Agree) -> Policy:
-    """Return the policy of a server that runs at most `n_requests` at once."""
+    """Return the policy of a server.
+
+    Args:
+        kind: policy for more than one width.
+        widths: widths to choose from, ascending; empty on a prefill-only server.
+        n_requests: largest number of requests in a batch.
+        seconds: function that measures step times.
+        agree: function that overwrites an array with the same values on every rank.
+    """
     if not widths:
         return Fixed(1, name="prompts only")
     if kind is WidthPolicy.RANDOM:

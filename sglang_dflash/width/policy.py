@@ -1,21 +1,23 @@
 """Policies for the verify width: the number of tokens of a block that the target verifies.
 
-Verifying w tokens commits, on average over the requests of a batch, E(w) = S_0 + ... + S_(w-1) tokens. S_i is the
-probability that drafts 1..i are all accepted (S_0 = 1 is the bonus), and the step takes T(B, w) seconds. At width 1
-nothing is drafted. Drafts fail in clusters: right after a rejection the next one fails more often than some tokens
-later. So besides a width w the policy chooses a rest, r steps of one token before each draft, and takes
+A step with B requests at width w takes T(B, w) seconds. For each request it commits E(w) = S_0 + ... + S_(w-1) tokens
+on average. S_i is the probability that drafts 1..i are all accepted, and S_0 = 1 stands for the bonus. At width 1
+nothing is drafted. Drafts fail in clusters: a block drafted right after a rejection fails more often than one drafted
+some tokens later. So the policy chooses a width w and a rest r, the number of steps of one token before each drafted
+block. E_r(w) is E(w) after such a rest. The policy uses the r and w with the
 
-    max over r and w of  (r + E_r(w)) / (r T(B, 1) + T(B, w))
+    maximum of  (r + E_r(w)) / (r T(B, 1) + T(B, w))
 
-over all widths. On a GPU T is a staircase, so a worse neighbour does not exclude a better width beyond it.
+over r = 0 and r = REST and all widths. On a GPU T grows in jumps, so the optimum may lie beyond a worse width.
 
-Verifying w tokens shows the outcome at every narrower width, but not at wider ones. So some steps verify the whole
-block, which is called a look: the first step of a request that runs alone, the first of a batch of new requests, and
-later steps once a budget covers the expected loss. The budget grows by `EXPLORE` times the most that a wider block
-could gain if all unseen drafts were accepted. Switching is free; the only hysteresis is slow forgetting.
+A step at width w shows which drafts at narrower widths would be accepted, but nothing about further drafts. So some
+steps verify the whole block, which is called a look. A request that runs alone has a look in its first step. A batch of
+new requests has one in its first step if the budget is not negative. Later looks follow when the budget covers the
+expected loss of a look. Each step adds to the budget `EXPLORE` times the largest possible gain of a wider block, as if
+all drafts beyond the present width were accepted. A change of width costs nothing, so there is no threshold for it.
 
-The policy runs on the host in plain Python, from counts that arrive one or two steps late. numpy calls between two
-steps would be slow on a CPU whose caches a model has just filled. Ranks with the same counts choose the same width.
+The policy runs on the host in plain Python, with counts that arrive one or two steps late. numpy calls between two
+steps would be slow on a CPU whose caches a model has just filled. Ranks have equal counts and choose equal widths.
 """
 
 import math
@@ -27,24 +29,24 @@ from typing import NamedTuple
 from sglang_dflash.width.acceptance import Acceptance
 from sglang_dflash.width.cost import StepCost
 
-EXPLORE = 0.01  # budget for looks, as a fraction of a wider block's possible gain, and at most of the time
-REST = 6  # steps of one token between two drafts, if drafts rest; longer rests have no further effect
-REST_DECAY = math.exp(-1 / 128)  # per draft: how fast evidence about rest periods fades
-REST_PRIOR = 64.0  # weight of a factor of 1, in accepted drafts
-SETTLE = 32  # steps between two settlements of measured step times
-EARLY = (SETTLE // 4, SETTLE // 2)  # steps that settle in addition: times measured at start-up may be wrong
+EXPLORE = 0.01  # budget for looks, as a fraction of a wider block's possible gain; at most this fraction of the time
+REST = 6  # number of steps of one token in a rest; longer rests have no further effect
+REST_DECAY = math.exp(-1 / 128)  # factor per drafted block on the weight of evidence about rests
+REST_PRIOR = 64.0  # weight of the prior (a factor of 1) in the factors of `Rhythm`, in drafts
+SETTLE = 32  # number of steps between two calls of `StepCost.settle`
+EARLY = (SETTLE // 4, SETTLE // 2)  # first steps that also call `settle`, because times from start-up may be wrong
 
 
 class Decision(NamedTuple):
     """Decision about one step."""
 
     width: int
-    expected: float = 0.0  # committed tokens per request; 0: the policy does not estimate them
-    rested: bool = False  # drafts after `REST` steps of one token
+    expected: float = 0.0  # expected committed tokens per request; 0: the policy does not estimate them
+    rested: bool = False  # whether at least `REST` steps of one token precede the step
 
 
 class Policy(ABC):
-    """Policy that chooses widths, the same on every rank."""
+    """Policy that chooses widths. All ranks must choose equal widths."""
 
     name: str
     cost: StepCost | None = None  # None: the policy does not use costs
@@ -77,38 +79,45 @@ class Random(Policy):
         self.widths, self.random = widths, random.Random(0)
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Draw a width, the same on every rank."""
+        """Draw a width. All ranks draw equal widths, because their generators have equal seeds."""
         return Decision(self.random.choice(self.widths))
 
 
 class Rhythm:
-    """Two factors on the expected number of accepted drafts: right after another draft, and after a rest.
+    """Two factors on the expected number of accepted drafts: for blocks without a rest before, and with one.
 
-    A factor is the ratio of accepted to expected drafts (see `Acceptance`) in its case, relative to the ratio over all
-    drafts, and shrunk to 1.
+    A factor is the number of accepted drafts divided by the number that `Acceptance` expects, for these blocks,
+    relative to this quotient for all blocks. With little evidence a factor is near 1.
     """
 
     def __init__(self) -> None:
+        # Faded sums of drafts: without a rest before, and with one.
         self.accepted_2, self.expected_2 = [0.0, 0.0], [0.0, 0.0]
 
     def factors(self) -> list[float]:
-        """Return the factor right after a draft, and the one after a rest."""
+        """Return the factor without a rest before a block, and the factor with one."""
         level = (sum(self.accepted_2) + 1) / (sum(self.expected_2) + 1)
         return [(self.accepted_2[i] / level + REST_PRIOR) / (self.expected_2[i] + REST_PRIOR) for i in (0, 1)]
 
     def observe(self, rested: bool, accepted: float, expected: float) -> None:
-        """Record accepted and expected drafts of a step, means over its requests; `expected` includes the factor."""
+        """Record a step with drafts.
+
+        Args:
+            rested: whether a rest preceded the step.
+            accepted: number of accepted drafts, mean over the requests.
+            expected: expected number of accepted drafts, mean over the requests, multiplied by the factor.
+        """
         expected /= self.factors()[rested]
         self.accepted_2 = [REST_DECAY * before + accepted * (i == rested) for i, before in enumerate(self.accepted_2)]
         self.expected_2 = [REST_DECAY * before + expected * (i == rested) for i, before in enumerate(self.expected_2)]
 
 
 class Review(NamedTuple):
-    """Best decision for a batch at the current estimates, and the value of a look."""
+    """Best decision for a batch at the current estimates, and the cost and possible gain of a look."""
 
-    rest: int  # steps of one token before each draft
-    best: Decision
-    look: Decision
+    rest: int  # number of steps of one token before each drafted block
+    best: Decision  # decision for the step after a rest
+    look: Decision  # decision for a look
     block_s: float  # seconds of a step that verifies the whole block
     price_s: float  # expected loss of a look, in seconds
     saving_s: float  # seconds added to the budget for looks at each step
@@ -124,13 +133,14 @@ class Adaptive(Policy):
         self.name, self.widths, self.cost = "auto", tuple(widths), cost
         self.cycles = [(rest, width) for width in widths for rest in (0, REST) if rest == 0 or widths[0] == 1 < width]
         self.acceptance, self.rhythm = Acceptance(widths[-1] - 1), Rhythm()
-        self.review: Review | None = None  # for the requests `reviewed`; None: outdated by new outcomes
+        self.review: Review | None = None  # for the requests `reviewed`; None: to be computed with new outcomes
         self.reviewed: Sequence[str] = ()
-        self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0  # rested: since the last draft; saved: for looks
-        self.drafted = set[str]()  # requests for which a draft was decided
+        # Number of steps, number of steps since the last one with drafts, and budget for looks in seconds.
+        self.n_steps, self.n_rested, self.saved_s = 0, 0, 0.0
+        self.drafted = set[str]()  # requests that have had a step with drafts
 
     def decide(self, rids: Sequence[str]) -> Decision:
-        """Choose the best width, a step of a rest, or a look if the budget covers its price."""
+        """Choose the best width, or a step of one token during a rest, or a look if the budget covers its loss."""
         self.n_steps += 1
         if self.n_steps % SETTLE == 0 or self.n_steps in EARLY:
             self.cost.settle()
@@ -140,16 +150,16 @@ class Adaptive(Policy):
         review = self.review
         self.saved_s = min(self.saved_s + review.saving_s, review.block_s)
         decision = review.best if self.n_rested >= review.rest else Decision(1, expected=1.0)
-        # If drafts rest, a look is a draft without a rest.
+        # With rests before drafted blocks, a look is allowed only right after a drafted block, so without a rest.
         may_look = self.saved_s >= review.price_s and (review.best.width == 1 or self.n_rested == 0)
         if may_look or (self.drafted.isdisjoint(rids) and (len(rids) == 1 or self.saved_s >= 0)):
             self.saved_s -= review.price_s
-            if len(rids) == 1:  # the budget of a batch may become negative, so that changing batches rarely look
+            if len(rids) == 1:  # a batch's budget may become negative, so that batches that change often rarely look
                 self.saved_s = max(self.saved_s, 0.0)
             decision = review.look
         if decision.width > 1:
             self.drafted.update(rids)
-            if len(self.drafted) > 4 * len(rids) + 64:  # most have ended
+            if len(self.drafted) > 4 * len(rids) + 64:  # most of these requests have ended
                 self.drafted.intersection_update(rids)
         rested = self.n_rested >= REST
         self.n_rested = self.n_rested + 1 if decision.width == 1 else 0
@@ -164,14 +174,14 @@ class Adaptive(Policy):
             for rest, factor in factors.items()
             for width in self.widths
         }
-        # Ties go to the shortest rest, then to the greatest width, which gives the most information.
+        # On ties take the shortest rest, then the largest width, because it shows the outcome of most drafts.
         rate, minus_rest, width = max(
             ((rest + expected[rest, width]) / (rest * seconds[self.widths[0]] + seconds[width]), -rest, width)
             for rest, width in self.cycles
         )
         rest, look = -minus_rest, Decision(block, expected[REST if width == 1 else 0, block])
         usual = 1 if rest else width
-        # Upper bound: gain per extra slot if every further draft were accepted.
+        # Upper bound of the gain of wider blocks: each further slot gains as much as the last one of the usual width.
         gain = committed_N[usual] - committed_N[usual - 1]
         hoped = max((expected[0, usual] + gain * (w - usual)) / seconds[w] for w in self.widths if w >= usual)
         return Review(
@@ -179,12 +189,12 @@ class Adaptive(Policy):
             best=Decision(width, expected[rest, width]),
             look=look,
             block_s=seconds[block],
-            price_s=seconds[block] - look.expected / rate,  # beyond the time of as many tokens at the best rate
+            price_s=seconds[block] - look.expected / rate,  # minus the time of the expected tokens at the best rate
             saving_s=EXPLORE * min(max(hoped / rate - 1, 0), 1) * seconds[usual],
         )
 
     def observe(self, rids: Sequence[str], decision: Decision, n_accepted_B: Sequence[int]) -> None:
-        """Record the accepted drafts, for acceptance and for the effect of rests."""
+        """Update the estimates of acceptance, and of the effect of rests."""
         self.acceptance.observe(rids, decision.width, n_accepted_B)
         if decision.width > 1:
             self.rhythm.observe(decision.rested, sum(n_accepted_B) / len(n_accepted_B), decision.expected - 1)

@@ -8,12 +8,12 @@ class Tally:
     """Counts since construction."""
 
     def __init__(self) -> None:
-        self.n_steps = Counter[int]()  # by width; a batch's step counts once
-        self.n_blocks = Counter[tuple[int, int]]()  # by width and accepted drafts; each request of a batch counts
-        self.n_drafted, self.n_useful = 0, 0  # blocks with drafts, and blocks with an accepted draft
+        self.n_steps = Counter[int]()  # number of steps by width; a batch's step counts once
+        self.n_blocks = Counter[tuple[int, int]]()  # number of blocks (one per request) by width and accepted drafts
+        self.n_drafted, self.n_useful = 0, 0  # number of blocks with drafts, and of blocks with an accepted draft
 
     def add(self, width: int, n_accepted_B: Sequence[int]) -> None:
-        """Count a step that verified `width` tokens of each block; `n_accepted_B`: accepted drafts, 0..width - 1."""
+        """Count a step at `width`; `n_accepted_B`: number of accepted drafts of each request, 0..width - 1."""
         if n_accepted_B:
             self.n_steps[width] += 1
             self.n_blocks.update((width, n) for n in n_accepted_B)
