@@ -103,7 +103,10 @@ class ServerPool:
         return server
 
     def check(self) -> None:
-        """Require every live server to be idle without lost slots; stop a server that fails, so that later tests get a new one."""
+        """Require every live server to be idle without lost slots.
+
+        A server that fails is stopped, so that later tests get a new one.
+        """
         lost = {}
         for key, server in tuple(self.live.items()):
             try:
@@ -254,7 +257,7 @@ def reference() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def plain_torch(questions: Callable, reference: Callable) -> Callable[..., Any]:
-    """`plain_torch(n, max_new_tokens, target="hybrid", draft_window=None)`: `Expected` tokens and steps of `n` questions."""
+    """`plain_torch(n, max_new_tokens, target="hybrid", draft_window=None)`: `Expected` for `n` questions."""
     from tests.server.lib.oracle import Expected, oracle
 
     def expect(n: int, max_new_tokens: int, target: str = "hybrid", draft_window: int | None = None) -> Expected:

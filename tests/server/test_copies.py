@@ -67,7 +67,7 @@ class Serving(NamedTuple):
 
 
 def asked_again(target: str, reference: Callable) -> list[list[int]]:
-    """Return conversations whose last question repeats the first, word for word or as another question of the same form."""
+    """Return conversations whose last question repeats the first, or is another question of its form."""
     prompts = []
     for seed in range(N_ASKED):
         question, *_ = conversation(seed, 1)

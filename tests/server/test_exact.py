@@ -81,7 +81,7 @@ def test_one_at_a_time(serving: Serving) -> None:
 
 
 def test_drafts_at_changing_widths_are_plain_torchs(serving: Serving) -> None:
-    """Compare accepted drafts per step, and separately after steps of one token, whose context K/V are written later."""
+    """Compare accepted drafts per step; count steps after a step of one token, whose context K/V are written late."""
     if not serving.variant.traces_widths:
         pytest.skip("here every step verifies the whole block, or is not written down")
     expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
@@ -159,7 +159,10 @@ def test_long_conversation_resumes_from_the_cache(serving: Serving, questions: C
 
 
 def test_window_fills_up_again_after_a_hit(serving: Serving, questions: Callable) -> None:
-    """A windowed draft's ring holds nothing of a cached prefix; without a window the draft's K/V are cached with the target's."""
+    """A windowed draft's ring lacks the cached prefix.
+
+    Without a window the draft's K/V are cached with the target's.
+    """
     variant = serving.variant
     if not variant.knows_steps:
         pytest.skip("the oracle cannot know how steps go here, see variants.py")

@@ -1,4 +1,4 @@
-"""Memory for the draft's context K/V: proportional to the target's KV tokens, or with a window to the requests alone."""
+"""Memory for the draft's context K/V: proportional to the target's KV tokens, or with a window to the requests."""
 
 from collections.abc import Callable
 from dataclasses import replace

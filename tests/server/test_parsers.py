@@ -1,4 +1,7 @@
-"""Reasoning tokens are counted, and tool calls streamed, as without speculation, even if many tokens arrive in one chunk."""
+"""Reasoning tokens are counted, and tool calls streamed, as without speculation.
+
+This must hold even if many tokens arrive in one streamed chunk.
+"""
 
 import json
 import re

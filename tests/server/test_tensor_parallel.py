@@ -33,7 +33,7 @@ pytestmark = pytest.mark.full
 def two_ranks(request: pytest.FixtureRequest, server: Callable) -> Server:
     """Server of two ranks with different seeds.
 
-    `auto`: each rank times its steps, and both must choose the same width. `window`: each rank has rings for its KV heads.
+    `auto`: each rank times its steps, and both must choose the same width. `window`: a rank has rings for its heads.
     """
     env = {"SGLANG_DFLASH_WIDTHS": "auto"} if request.param == "auto" else {}
     window = ("--speculative-draft-window-size", "64") if request.param == "window" else ()
@@ -118,7 +118,7 @@ def test_steps_that_need_logits_gather_them(counted: Server, case: Case) -> None
 
 
 def test_mixed_batches_answer_as_without_speculation(counted: Server, off: Server) -> None:
-    """Requests that need logits are mixed with plain ones, so steps that gather logits alternate with steps that do not."""
+    """Requests that need logits are mixed with plain ones, so steps with and without a gather of logits alternate."""
     cases = [*EXACT, *[PLAIN] * len(EXACT)]
     asked = [(chat(question), case) for case in cases for question in QUESTIONS[:2]]
     Random(0).shuffle(asked)

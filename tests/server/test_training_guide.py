@@ -21,9 +21,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 def trained(tmp_path_factory) -> tuple[Path, list[list[str]]]:
     """Run the guide's first two commands in a new folder; return the folder and the guide's further commands."""
     folder = tmp_path_factory.mktemp("guide")
-    (folder / "sglang_dflash").symlink_to(
-        guide.ROOT / "sglang_dflash"
-    )  # paths in the guide are relative to the repository
+    (folder / "sglang_dflash").symlink_to(guide.ROOT / "sglang_dflash")  # the guide's paths are relative
     chats, draft, *rest = guide.commands(guide.DOCS / "training.md")
     for command in (chats, draft):
         assert command[:2] == ["sglang-dflash", "train"]
