@@ -76,7 +76,7 @@ KILLED = ("hybrid", "dense", "decode-two-ranks")
 
 
 class Two(NamedTuple):
-    """A prefill and a decode server; `rooms` yields SGLang's `bootstrap_room`, an id per request that both servers get."""
+    """A prefill and a decode server; `rooms` yields a `bootstrap_room` per request, an id sent to both."""
 
     prefill: Server
     decode: Server

@@ -1,4 +1,4 @@
-"""Soak test (`tests/server/lib/soak.py`): 200 requests in every CI run, 2,500 on each of four servers in `make soak`."""
+"""Soak test (`tests/server/lib/soak.py`): 200 requests in CI, 2,500 on each of four servers in `make soak`."""
 
 import resource
 from collections import Counter

@@ -160,7 +160,7 @@ def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
 
 
 def test_draft_uses_head_of_updated_target(whole: Server, off: Server, questions: Callable) -> None:
-    """The draft uses the target's head and embedding. After both are updated, steps equal those of plain torch with them.
+    """After an update of the target's head and embedding, which the draft uses, steps equal those of plain torch.
 
     Answers equal those without speculation.
     """
