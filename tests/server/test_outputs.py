@@ -104,7 +104,7 @@ def require_masks(token_ids: Sequence[int], meta: dict[str, Any]) -> None:
 
 
 def test_masks_are_those_without_speculation(whole: Server, off: Server, questions: Callable) -> None:
-    """A token's mask depends only on the tokens before it, which are sent as a prompt to the server without speculation."""
+    """Masks depend only on earlier tokens, which are sent as a prompt to the server without speculation."""
     prompts = questions(len(DRAWN), seed=26)
     requests = [masked(kind) | {"max_new_tokens": 12} for kind in DRAWN]
     answers = together(whole, list(zip(prompts, requests, strict=True)))

@@ -127,7 +127,7 @@ def test_logprobs_are_those_of_the_penalised_logits(serving: Serving, questions:
 
 
 def test_custom_processor_reads_the_output_so_far(serving: Serving, questions: Callable, answer: Answer) -> None:
-    """SGLang's n-gram blocker needs the output so far: it bans tokens that would repeat a trigram of prompt or output."""
+    """SGLang's n-gram blocker needs the output so far: it bans tokens that repeat a trigram of prompt or output."""
     server, target, retracts = serving
     if retracts:
         pytest.skip("started without custom processors")
