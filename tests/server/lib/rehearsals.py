@@ -115,7 +115,7 @@ REHEARSALS = {
     "flashinfer-graphs-pages-window": Rehearsal((*FLASHINFER, *GRAPHS, *PAGES, *TRACK, *window(64)), draft_window=64),
     "flashinfer-graphs-window": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK, *window(64)), draft_window=64),
     "flashinfer-graphs-widths": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK), SM90_WIDTHS, knows_steps=False),
-    # FlashInfer's sliding layers attend to up to N - 1 tokens before the window, so steps may differ from plain torch's.
+    # FlashInfer's sliding layers attend to up to N - 1 tokens before the window, so steps may differ from plain torch.
     "flashinfer-graphs-sliding": Rehearsal(
         (*FLASHINFER, *GRAPHS), target="dense", draft_layers=(SLIDING, FULL), knows_steps=False
     ),
@@ -142,7 +142,7 @@ REHEARSALS = {
     "fa3-graphs-interpreted": Rehearsal((*FA3, *GRAPHS), INTERPRETED, n_prompts=2, max_new_tokens=24),
     "fa3-graphs-streams": Rehearsal((*FA3, *GRAPHS, *REQUEST_FLAGS), STREAMS),
     "flashinfer-prefill-graphs-pages-streams": Rehearsal((*FLASHINFER, *BREAKABLE, *PAGES, *TRACK), STREAMS),
-    # Captured forwards use two streams. Steps of one token, with SGLang's fused projection, alternate with whole blocks.
+    # Captured forwards use two streams. Steps of one token, with the fused projection, alternate with whole blocks.
     "fa3-graphs-streams-1-and-16": Rehearsal(
         (*FA3, *SMALL_GRAPHS, *TRACK), (*STREAMS, ("SGLANG_DFLASH_WIDTHS", "1,16")), full=False,
         knows_steps=False, n_prompts=4, max_new_tokens=32,

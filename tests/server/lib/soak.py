@@ -1,8 +1,8 @@
 """Soak test: twelve clients send random requests of all kinds at once, and compare the answers with known ones.
 
-Before the soak, a server without speculation writes a book of prompts and answers. During the soak, clients send prompts
-of the book, disconnect early, abort, send invalid requests or use sessions. Some flush the cache, pause the server or
-load weights. A finished greedy answer must equal the book's, and an unfinished one must be its beginning.
+Before the soak, a server without speculation answers the prompts of a book. During the soak, clients send prompts of
+the book, disconnect early, abort, send invalid requests or use sessions. Some flush the cache, pause the server or load
+weights. A finished greedy answer must equal the book's, and an unfinished one must be its beginning.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Helpers for requests: prompts of conversations, concurrent requests, streams, weight pushes, and steps of an answer."""
+"""Helpers for requests: prompts of conversations, concurrent requests, streams, weight pushes, steps of an answer."""
 
 import base64
 import json

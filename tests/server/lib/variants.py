@@ -53,8 +53,8 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
     return flag, str(n_tokens)
 
 
-# The first rows are in `make test-ci`: an attention-only target, random widths without overlap, DFlash 2, and "hybrid",
-# the configuration that other test modules use too.
+# Rows without `full` are in `make test-ci`: an attention-only target, random widths without overlap, DFlash 2, and
+# "hybrid". "hybrid" is the last of them, because other test modules go on to use its server.
 VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED), full=True),
     "dense-pages-chunked-retract": Variant(
