@@ -41,9 +41,7 @@ def test_shapes_refuses(second, message):
 
 
 def test_cpu_tensors_run_the_cpu_form(monkeypatch):
-    monkeypatch.setattr(
-        accept_module, "ACCEPT", Forms(accept_module.accept_torch, None)
-    )  # the kernel is None: calling it would raise
+    monkeypatch.setattr(accept_module, "ACCEPT", Forms(accept_module.accept_torch, None))  # no kernel to call
     assert accept(block(1, 2), block(1, 2), block(1, 1)[0]).n_accepted_B.tolist() == [1]
 
 
