@@ -22,9 +22,8 @@ Message = dict[str, str]
 
 @cache
 def tokenizer(target: str = "hybrid") -> Any:
-    from transformers import (
-        AutoTokenizer,
-    )  # late: it imports Triton, for which tests/kernels must first set TRITON_INTERPRET
+    # Imported late, because it imports Triton, for which tests/kernels/conftest.py first sets TRITON_INTERPRET.
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained({"hybrid": HYBRID, "dense": DENSE}[target].target)
 
