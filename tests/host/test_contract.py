@@ -1,4 +1,4 @@
-"""The host contract against SGLang's installed source: every import is listed, and every listed name exists."""
+"""Names of SGLang (host/sglang-VERSION.txt): every import of SGLang is listed, and SGLang has every listed name."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from sglang_dflash.host.names import SECTIONS, SGLANG, Name
 from sglang_dflash.host.source import problem
 
 PACKAGE, SPEC = Path(contract.__file__).parents[1], "sglang.srt.speculative"
-# FlashInfer's names are checked where they are used.
+# FlashInfer's names are checked by `rehearsal/flashinfer_seams.py` when an emulation starts.
+
 TABLES = [name for section, names in SECTIONS.items() if section != "flashinfer" for name in names]
 
 

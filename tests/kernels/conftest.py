@@ -2,7 +2,7 @@
 
 Triton decides at import whether to interpret, so without a GPU these tests need a process of their own. The interpreter
 shows values only: no races, alignment, registers or speed. It truncates to bf16 and misrounds to fp8, where hardware
-rounds to nearest, so those comparisons need a GPU.
+rounds to nearest, so comparisons of bf16 and fp8 results need a GPU.
 """
 
 import importlib
@@ -37,7 +37,7 @@ def device() -> str:
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with -7 or NaN, so that a cell that a kernel leaves unwritten fails the comparison."""
+    """Fill new memory with -7 (integers) or NaN, so that a comparison fails if a kernel leaves an element unwritten."""
 
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def allocate_poison(*args: object, **kwargs: object) -> torch.Tensor:
@@ -52,9 +52,9 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply bf16 values in the interpreter as fp32, in which a product of two is exact.
+    """Make the interpreter's `tl.dot` convert bf16 inputs to fp32, in which a product of two bf16 numbers is exact.
 
-    The interpreter stores bf16 numbers as integers of their bits, and would multiply those.
+    The interpreter stores a bf16 number as the integer of its bits, and would multiply these integers.
     """
     if DEVICE != "cpu":
         return

@@ -27,7 +27,7 @@ def test_hand_worked_step():
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_definition_is_the_sequential_one(data):
-    """Emit the target's token of each slot, and go on only while it equals the next draft."""
+    """Emit the target's token of each slot, and stop after the first that differs from the next slot's draft."""
     n_tokens = data.draw(st.integers(1, 9))
     row = st.lists(st.integers(0, 2), min_size=n_tokens, max_size=n_tokens)
     tokens, target, prefix_len = data.draw(row), data.draw(row), data.draw(st.integers(0, 5))

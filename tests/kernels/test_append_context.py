@@ -19,7 +19,7 @@ FORMS = pytest.mark.parametrize("op", [append_context_ref, append_context_triton
 
 
 class Case(NamedTuple):
-    """Arguments of `append_context`; the caches hold random values that must survive where nothing is appended."""
+    """Arguments of `append_context`. Caches hold random values, which must stay unchanged where nothing is appended."""
 
     rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     caches: ContextCaches
@@ -55,7 +55,7 @@ def make_case(B, N, L, G, E, R, *, dtype=FP32, cache_dtype=FP32, normed=True, pr
 
 
 def sequential(k_TLGE, v_TLGE, positions_T, slots_T, *, caches, key, n_kept_B=None) -> None:
-    """Append one row and one layer at a time in float64; only the cache rounds."""
+    """Append one row and one layer at a time, computed in float64 and rounded only to the cache's dtype."""
     T, n_layers, _, _ = k_TLGE.shape
     for t in range(T):
         if n_kept_B is not None:
@@ -73,7 +73,7 @@ def exact_key(k_GE: torch.Tensor, layer: int, position: torch.Tensor, key: KeyTr
         k_GE = k_GE / (k_GE.square().mean(-1, keepdim=True) + key.eps).sqrt() * key.k_norm_LE[layer]
     cos, sin = key.cos_sin_PR[position].double().chunk(2)
     width = 2 * len(cos)
-    planes = torch.complex(*k_GE[:, :width].chunk(2, -1)) * torch.complex(cos, sin)  # a rotation is a product
+    planes = torch.complex(*k_GE[:, :width].chunk(2, -1)) * torch.complex(cos, sin)  # a rotation is a complex product
     return torch.cat((planes.real, planes.imag, k_GE[:, width:]), -1)
 
 
@@ -89,7 +89,7 @@ def test_hand_worked_rows():
         torch.tensor([0, 1, 1, 0]),
         torch.tensor([5, 2, 3, 4]),
         caches=caches,
-        # mean square 12.5, and eps to make the root mean square 4: K is (0.75, 1), then by weight (1.5, 3)
+        # K (3, 4) has mean square 12.5, with eps 16, so K is divided by 4: (0.75, 1), times the weight (1.5, 3).
         key=KeyTransform(quarter_turn_at_1, torch.tensor([[2.0, 3.0]]), eps=3.5),
         n_kept_B=torch.tensor([2, 1], dtype=torch.int32),
     )
@@ -124,7 +124,7 @@ def worst(got: torch.Tensor, exact: torch.Tensor) -> float:
     return (got - exact).abs().max().item()
 
 
-ONE_ULP = 2.0**-21  # of fp32, at the size the largest values here have
+ONE_ULP = 2.0**-21  # spacing of fp32 numbers between 4 and 8, as large as the largest values here
 SIZES = [  # B, N, L, G, E, R
     (0, 4, 2, 2, 8, 8), (1, 1, 1, 1, 2, 2), (3, 5, 2, 3, 8, 8), (2, 4, 1, 2, 24, 24), (1, 3, 3, 1, 12, 4),
     (2, 2, 2, 5, 64, 16), (1, 2, 1, 8, 128, 128),
@@ -142,7 +142,7 @@ def test_kernel_is_the_definition(sizes, dtype, normed, prefill, device):
     (got_k_L, got_v_L), (want_k_L, want_v_L) = map(case.append_with, (append_context_triton, append_context_ref))
     for got_k, want_k, exact_k in zip(got_k_L, want_k_L, case.exact_keys(), strict=True):
         assert worst(got_k, exact_k) <= 2 * worst(want_k, exact_k) + ONE_ULP
-        if dtype != FP32:  # the same roundings in the same places: only a sum's order may tip one over
+        if dtype != FP32:  # both round at the same points; only another order of a sum can change a rounding
             assert (got_k != want_k).sum() <= 1 + got_k.numel() // 100
     for got_v, want_v in zip(got_v_L, want_v_L, strict=True):
         assert torch.equal(got_v, want_v)
@@ -167,7 +167,7 @@ def test_caches_of_every_dtype(dtype, cache_dtype, op, device):
 
 @FORMS
 def test_slots_may_be_strided(op, device):
-    """A pool that stores K and V of a slot side by side, here followed by two other rows."""
+    """Slots are strided in a pool that stores K and V of a slot side by side, here followed by two other rows."""
     pool_S4GE = torch.full((3, 4, 2, 2), -1.0, device=device)
     caches = ContextCaches.build([pool_S4GE[:, 0]], [pool_S4GE[:, 1]])
     k_TLGE = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device).view(1, 1, 2, 2)

@@ -11,7 +11,7 @@ ALL_FORMS = pytest.mark.parametrize(
 
 
 def inputs(B, N, S, J, G, *, dtype=FP32, side=0, device="cpu") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return x, one side's half of a projection, and the base of that side; G channels in each of J groups."""
+    """Return `x_TH`, `change_TSJ` and `base_SH` of one side; J groups have G channels each, and H = J * G."""
     change_T2SJ = torch.randn(B * N, 2, S, J, device=device).to(dtype)
     base_2SH = torch.randn(2, S, J * G, device=device).to(dtype)
     return torch.randn(B * N, J * G, device=device).to(dtype), change_T2SJ[:, side], base_2SH[side]
@@ -30,12 +30,13 @@ def sequential(x_TH: torch.Tensor, change_TSJ: torch.Tensor, base_SH: torch.Tens
 
 
 def test_hand_worked_blocks():
-    """Two blocks of two slots, two channels that are one group each, and two taps."""
+    """Two blocks of two slots. Each of two channels is a group of its own. A slot has two taps."""
     x_TH = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
     base_SH = torch.tensor([[1.0, 1.0], [0.0, 10.0]])
     change_TSJ = torch.zeros(4, 2, 2)
-    change_TSJ[1, 1] = torch.tensor([2.0, -10.0])  # slot 1's tap on slot 0
-    change_TSJ[2] = torch.tensor([[0.5, 0.0], [100.0, 100.0]])  # the second block's first slot has none before it
+    change_TSJ[1, 1] = torch.tensor([2.0, -10.0])  # slot 1 of block 0: its tap on slot 0
+    # Slot 0 of block 1: its second tap would read the block before, and must be ignored.
+    change_TSJ[2] = torch.tensor([[0.5, 0.0], [100.0, 100.0]])
     want_TH = [[1.0, 2.0], [3 + 2 * 1.0, 4.0], [5 * 1.5, 6.0], [7.0, 8 + 10 * 6.0]]
     assert block_conv(x_TH, change_TSJ, base_SH, block_size=2).tolist() == want_TH
 
@@ -49,7 +50,8 @@ def test_definition_is_the_sequential_one(data):
     torch.testing.assert_close(got_TH.double(), sequential(*args, sizes[1]), rtol=1e-5, atol=1e-5)
 
 
-SIZES = [  # B, N, S, J, G; (1, 2, 4, 1, 5) has more taps than slots, the last two more channels than a program takes
+# B, N, S, J, G. (1, 2, 4, 1, 5) has more taps than slots. The last two have more channels than one program handles.
+SIZES = [
     (0, 4, 2, 3, 2), (1, 2, 1, 1, 1), (1, 2, 4, 1, 5), (3, 5, 2, 3, 7), (2, 3, 3, 5, 1), (2, 16, 2, 4, 16),
     (5, 7, 4, 1, 24), (1, 8, 2, 37, 16), (2, 2, 2, 1, 1030),
 ]  # fmt: skip
@@ -67,7 +69,7 @@ def test_both_forms_are_the_definition(sizes, form, dtype, side, device):
     got_TH, want_TH = form(*args, block_size=N), block_conv_ref(*args, block_size=N)
     assert got_TH.dtype == dtype
     assert got_TH.is_contiguous()
-    # fp32 rounds a product and its sum once or twice, which can change the rounding to half precision.
+    # A product and its sum are rounded once (fused) or twice in fp32, which can change the rounding to half precision.
     torch.testing.assert_close(got_TH, want_TH, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
     if dtype != FP32:
         assert (got_TH != want_TH).sum() <= 1 + got_TH.numel() // 100
@@ -75,7 +77,7 @@ def test_both_forms_are_the_definition(sizes, form, dtype, side, device):
 
 @ALL_FORMS
 def test_taps_are_summed_in_fp32(form, device):
-    """fp16 has steps of 2 above 2048: 2048 + 1 - 2048 is 1 only in a wider sum."""
+    """In fp16 numbers above 2048 are multiples of 2, so 2048 + 1 - 2048 is 1 only if summed in fp32."""
     x_TH = torch.ones(2, 1, dtype=FP16, device=device)
     base_SH = torch.tensor([[2048.0], [0.0]], dtype=FP16, device=device)
     change_TSJ = torch.tensor([[[0.0], [0.0]], [[1.0], [-2048.0]]], dtype=FP16, device=device)
@@ -85,7 +87,7 @@ def test_taps_are_summed_in_fp32(form, device):
 @ALL_FORMS
 @pytest.mark.parametrize("N", [2, 3, 8, 11])
 def test_block_ignores_its_neighbours(form, N, device):
-    """Other blocks may hold anything, even NaN, as padding does."""
+    """A block's result must not depend on other blocks, even if these hold NaN, as padding may."""
     x_TH, change_TSJ, base_SH = inputs(3, N, 4, 2, 3, device=device)
     alone_TH = form(x_TH[N : 2 * N], change_TSJ[N : 2 * N], base_SH, block_size=N)
     for others in (0, 2):

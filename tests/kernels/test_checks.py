@@ -1,4 +1,4 @@
-"""Arguments that ops refuse, and the choice of the form of an op that runs."""
+"""Arguments that ops refuse, and the choice between an op's CPU form (torch) and GPU form (Triton kernel)."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_shapes_refuses(second, message):
 
 
 def test_cpu_tensors_run_the_cpu_form(monkeypatch):
-    monkeypatch.setattr(accept_module, "ACCEPT", Forms(accept_module.accept_torch, None))  # calling it would raise
+    monkeypatch.setattr(accept_module, "ACCEPT", Forms(accept_module.accept_torch, None))  # no kernel to call
     assert accept(block(1, 2), block(1, 2), block(1, 1)[0]).n_accepted_B.tolist() == [1]
 
 

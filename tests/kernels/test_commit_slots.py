@@ -1,4 +1,4 @@
-"""SGLang's kernel that finds the slots a commit keeps: the CPU's definition of it equals it."""
+"""The CPU stand-in for SGLang's kernel `fused_commit_track_indices` gives the same results as the kernel."""
 
 import torch
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import fused_commit_track_indices
@@ -7,7 +7,7 @@ from sglang_dflash.cpu import mamba_state
 
 
 def test_commit_slots_equal_sglangs_kernel(device):
-    """Cover every prefix and count around two multiples of the interval, in narrow blocks and whole ones."""
+    """Cover all prefix lengths around two multiples of the interval, and all numbers of committed tokens."""
     interval = 8
     for width in (2, 5, 12):
         cases = [(prefix, n) for prefix in range(20) for n in range(1, width + 1)]

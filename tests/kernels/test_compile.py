@@ -1,4 +1,4 @@
-"""Every kernel compiled for GPUs that are not present, by `tests/tools/compile_kernels.py` in its own processes."""
+"""`tests/tools/compile_kernels.py`, run in its own processes, compiles every kernel for GPUs that are not present."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from sglang_dflash_kernels import specialisations
 from tests.tools import sass
 
 ROOT = Path(__file__).parents[2]
-SERVER = specialisations.Server(  # the server whose launches `--short` makes
+SERVER = specialisations.Server(  # configuration whose launches `compile_kernels --short` makes
     widths=(1, 2, 4, 6, 8, 12, 16, 24, 32), block_size=16, batch_sizes=(1, 2, 3, 8, 16, 64), n_value_heads=48,
     value_width=128, tracks=True,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def test_kernels_spill_nothing_and_a_server_compiles_what_is_listed() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ["80", "90", "100"])
 def test_published_models_on_every_architecture(arch: str) -> None:
-    """fp8 caches must fail to compile before Ada, because the plugin refuses them at launch."""
+    """Kernels with fp8 caches compile on sm_90 and sm_100 but not on sm_80, as `compile_kernels` requires too."""
     compiled = compile_kernels("--archs", arch)
     fp8 = [row for row in compiled if "float8" in row["launch"]]
     assert bool(fp8) == (arch != "80")
@@ -81,7 +81,7 @@ print(json.dumps(rows))
 
 
 def test_searches_of_long_histories_are_short() -> None:
-    """Limit the latency predicted for an H200, in microseconds; the loop's own branch must be the only one."""
+    """Limit the predicted latency on an H200 in microseconds. The search loop must have no branch but its own."""
     run = python("-c", COPIES)
     assert run.returncode == 0, run.stderr
     rows = json.loads(run.stdout)

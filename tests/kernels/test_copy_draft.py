@@ -23,7 +23,7 @@ from sglang_dflash_kernels.copy_draft import (
 FORMS = pytest.mark.parametrize(
     "form", [copy_draft_ref, copy_draft_numpy, copy_draft_triton], ids=["definition", "numpy", "kernel"]
 )
-ALWAYS, NEVER = 100, -100  # gains: always above and always below the threshold
+ALWAYS, NEVER = 100, -100  # values of `gain` with which every match is trusted, or none
 
 
 def counts(n_rows: int, gain: int = 0) -> torch.Tensor:
@@ -86,7 +86,7 @@ def test_hand_worked_copies(form, text, block, gain, want) -> None:
 @FORMS
 @pytest.mark.parametrize("n", [4 * TILE, 4 * TILE + 1])
 def test_a_text_is_searched_to_its_last_token(form, n) -> None:
-    """The match, a run of 7, ends at the end of a tile or at the first token of one."""
+    """The match, a run of 7s, ends at the last token of a tile or at the first token of the next."""
     got, _ = run_one(form, [*range(100, 97 + n), 7, 7, 7], [7, 0, 0], ALWAYS, room=n + 7)
     assert got.tokens_BN.tolist() == [[7, 7, 7]]
     assert (got.source_BD[0, 0], got.length_BD[0, 0]) == (n, 3)
@@ -95,7 +95,7 @@ def test_a_text_is_searched_to_its_last_token(form, n) -> None:
 @FORMS
 @pytest.mark.parametrize("length", [3, 4, 7, 8, 15, 16])
 def test_each_length_is_trusted_by_its_own_class(form, length) -> None:
-    """A class is trusted above half a token a step, with one imagined step included."""
+    """A class of lengths is trusted if its mean gain, with one prior place included, is above half a token."""
     run = list(range(100, 100 + length))
     text, block = [1, *run, 2, 3, *run[:-1]], [run[-1], 0]
     prior = 1 if length == LONGEST else -1
@@ -122,7 +122,10 @@ def test_nothing_is_written_past_a_row(form) -> None:
 
 
 def drawn(B: int, N: int, n_text: int, n_words: int, device: str = "cpu") -> tuple[torch.Tensor, Texts]:
-    """Draw texts of few words, with holes, in rows in random order that are longer than the text."""
+    """Draw random blocks and token histories from `n_words` ids, with placeholders (-1).
+
+    Rows are in random order and longer than their history.
+    """
     Q = 2 * B + 1
     text_QM = torch.randint(-1, n_words, (Q, n_text + N // 2 + 1), device=device, dtype=torch.int32)
     counts_QK2 = torch.randint(-12, 13, (Q, N_CLASSES, 2), device=device, dtype=torch.int32)
@@ -162,7 +165,7 @@ def test_the_kernel_is_the_definition(sizes, device) -> None:
 
 
 def run_backwards(monkeypatch) -> None:
-    """Run the interpreted programs of a launch from last to first."""
+    """Make the interpreter run the programs of a launch from last to first."""
     builder = type(importlib.import_module("triton.runtime.interpreter").interpreter_builder)
     stock = builder.set_grid_idx
 
@@ -176,7 +179,7 @@ def run_backwards(monkeypatch) -> None:
 @pytest.mark.parametrize("n_programs", [1, 2, 3, 7])
 @pytest.mark.parametrize("N", [5, 20])
 def test_programs_that_share_a_text_agree_with_one_program(N, n_programs, backwards, device, monkeypatch) -> None:
-    """Texts of few words have equal matches in many tiles, and longer matches before shorter ones."""
+    """With three token ids, many tiles have equally long matches, and longer matches come before shorter ones."""
     torch.manual_seed(N + n_programs)
     kernel = importlib.import_module("sglang_dflash_kernels.copy_draft")
     for name in ("PROGRAMS", "LEAST"):
@@ -199,7 +202,7 @@ def test_a_match_that_crosses_two_tiles_is_whole(form, end) -> None:
 
 
 def test_a_text_longer_than_a_pass_of_its_programs(device) -> None:
-    """Give each of many texts LEAST programs, one of them longer than their tiles."""
+    """Each of 40 texts gets LEAST programs, which search LEAST tiles in one pass; one text is longer."""
     torch.manual_seed(0)
     B, n = 40, LEAST * TILE + 200
     tokens_BN, texts = drawn(B, 4, n, 3, device)

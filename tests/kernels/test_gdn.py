@@ -1,4 +1,4 @@
-"""Verify and fold of Gated DeltaNet: the definitions by hand, and both forms against the definitions."""
+"""Gated DeltaNet verify and fold: definitions against a recurrence written by hand, both forms against definitions."""
 
 import math
 from typing import NamedTuple
@@ -65,7 +65,7 @@ def expected_of(x: dict[str, torch.Tensor], b: int) -> Expected:
 
 
 def test_the_definitions_are_the_recurrence():
-    """One head by hand: decay the state, add the error of its prediction for the key, then query it."""
+    """Recurrence of one head: decay the state, correct what it returns for the key towards the value, then query it."""
     x = inputs(1, 2, 1, 1, 2, 2, "cpu")
     state = x["state_SHVK"][x["slot_B"][0], 0].tolist()
     outputs, deltas = [], []
@@ -158,7 +158,7 @@ def test_padding_and_empty_blocks_are_left_alone(fold, device):
     "verify", [gdn_verify_ref, gdn_verify_torch, gdn_verify_triton], ids=["definition", "torch", "kernel"]
 )
 def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device):
-    """Inputs and fresh memory of padding hold NaN, by the fixture that poisons memory."""
+    """Inputs of padding hold NaN, and so does its record, which must stay unwritten."""
     x = inputs(3, 4, 1, 2, 8, 8, device)
     padded = {name: tensor.clone() for name, tensor in x.items()}
     padded["slot_B"][1] = -1
@@ -174,7 +174,7 @@ def test_outputs_of_padding_are_zero_and_its_record_is_left_alone(verify, device
 
 
 def one_head(q: list[float], k: list[float], v: list[float], a: float, device: str) -> dict[str, torch.Tensor]:
-    """Return two equal tokens of one head, from a state of ones; beta is about 1, the log decay about `-a / 100`."""
+    """Return inputs of two equal tokens of one head, and a state of ones. Beta is about 1, log decay `-a / 100`."""
     return {
         "q_TGK": torch.tensor([[q]] * 2, device=device), "k_TGK": torch.tensor([[k]] * 2, device=device),
         "v_THV": torch.tensor([[v]] * 2, device=device), "a_TH": torch.full((2, 1), a, device=device),
@@ -191,7 +191,7 @@ def test_large_gate_decays_linearly(verify, fold, device):
     x = one_head([1.0, 0.0], [0.0, 1.0], [0.0, 0.0], 30.0, device)
     out_THV = verify(*arguments(x))
     torch.testing.assert_close(x["record_RNX"][0, :, -1].cpu(), torch.tensor([-0.3, -0.6]))
-    # The key is orthogonal to the query, which reads the decayed ones over the root of two.
+    # The key is orthogonal to the query. So the output is the decayed 1 of the state, divided by the root of K = 2.
     torch.testing.assert_close(out_THV[:, 0, 0].cpu(), torch.tensor([-0.3, -0.6]).exp() / math.sqrt(2))
 
 

@@ -25,7 +25,7 @@ def asked(*requests: dict, device: str = "cpu") -> Asked:
 
 
 def test_hand_worked():
-    """Request 1 has output token 0 twice, and drafts 1 twice; request 0 asks for nothing."""
+    """In request 1, token 0 was output twice before, and token 1 is drafted twice. Request 0 has no penalties."""
     logits_BNV = torch.tensor([[1.0, -2.0, 3.0, -4.0]]).repeat(2, 3, 1)
     tokens_BN = torch.tensor([[9, 2, 2], [9, 1, 1]])
     counts_RV = torch.tensor([[7, 7, 7, 7], [2, 0, 0, 0]], dtype=torch.int32)
@@ -33,9 +33,9 @@ def test_hand_worked():
     penalise_(logits_BNV, tokens_BN, torch.tensor([4]), counts_RV, asked(request))
     assert logits_BNV[0].tolist() == [[1.0, -2.0, 3.0, -4.0]] * 3
     assert logits_BNV[1].tolist() == [
-        [0.0, -2.0, 3.0, -INF],  # 1 - 0.5 - 0.5; four were output, so the stop token is too early
+        [0.0, -2.0, 3.0, -INF],  # 1 - 0.25 * 2 - 0.5; 4 tokens were output, fewer than min_new 6: no stop token
         [0.0, -5.5, 3.0, -INF],  # (-2 - 0.25 - 0.5) * 2
-        [0.0, -6.0, 3.0, -4.0],  # six were output
+        [0.0, -6.0, 3.0, -4.0],  # (-2 - 0.25 * 2 - 0.5) * 2; 6 tokens with the drafts: the stop token is allowed
     ]
 
 
@@ -57,7 +57,7 @@ PENALTY = st.sampled_from([0.0, 0.5, -0.5, 2.0, -2.0])
 @given(st.data())
 @settings(max_examples=100, deadline=None)
 def test_definition_is_the_sequential_one(data):
-    """Recount each slot's penalties from the text up to it."""
+    """Compare with penalties that are recounted at each slot from the output and the drafts up to this slot."""
     V, n_tokens = data.draw(st.integers(2, 6)), data.draw(st.integers(1, 5))
     texts = data.draw(st.lists(st.lists(st.integers(0, V - 1), min_size=1, max_size=8), min_size=1, max_size=4))
     B = len(texts)

@@ -21,7 +21,7 @@ def test_hand_worked_block():
     want = PlannedBlock(
         tokens_BN=torch.tensor([[7, MASK, MASK], [8, MASK, MASK]]),
         positions_BN=torch.tensor([[2, 3, 4], [4, 5, 6]]),
-        slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # row 0 ends at position 5: padding slot
+        slots_BN=torch.tensor([[22, 23, 24], [14, 15, 0]]),  # row 0 ends at position 5; then padding slot 0
     )
     assert_same(got, want)
 
@@ -55,7 +55,7 @@ def test_kernel_is_the_definition(B, N, M, row_dtype, device):
     torch.manual_seed(B * 100 + N)
     n_rows = B + 3
     anchor_B = torch.randint(0, 1 << 40, (B,), device=device)
-    prefix_len_B = torch.randint(0, M, (B,), device=device)  # so some blocks end past their row
+    prefix_len_B = torch.randint(0, M, (B,), device=device)  # some blocks extend past the end of their row
     rows_B = torch.randperm(n_rows, device=device)[:B].to(row_dtype)
     req_to_token = torch.randint(1, 1 << 30, (n_rows, M), device=device, dtype=torch.int32)
     args = anchor_B, prefix_len_B, rows_B, req_to_token

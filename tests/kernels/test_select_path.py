@@ -13,12 +13,12 @@ FORMS = pytest.mark.parametrize(
 
 
 def inputs(B, D, K, R, V, *, dtype=FP32, whole=False, device="cpu") -> dict[str, torch.Tensor]:
-    """Random inputs; `whole`: small integers, so that every sum is exact and many scores tie."""
+    """Draw random inputs; with `whole` small integers, so that every sum is exact and many scores tie."""
 
     def values(*size: int) -> torch.Tensor:
         return torch.randint(-1, 2, size, device=device).float() if whole else torch.randn(size, device=device)
 
-    order_BDV = torch.rand(B, D, V, device=device).argsort(dim=2)  # no candidate twice in a slot
+    order_BDV = torch.rand(B, D, V, device=device).argsort(dim=2)  # a slot's candidates all differ
     return {
         "candidates_BDK": order_BDV[:, :, :K].contiguous(), "unary_BDK": values(B, D, K),
         "query_BDR": values(B, D, R).to(dtype), "anchor_B": torch.randint(V, (B,), device=device),
@@ -40,7 +40,7 @@ def scores(x: dict[str, torch.Tensor], b: int, d: int, previous: int) -> torch.T
 
 
 def sequential(x: dict[str, torch.Tensor]) -> list[list[int]]:
-    """Return the paths where sums are exact; of equal scores the first wins."""
+    """Return the paths, for inputs whose sums are exact; of equal scores the first wins."""
     B, D, _ = x["candidates_BDK"].shape
     paths = []
     for b in range(B):
@@ -53,7 +53,7 @@ def sequential(x: dict[str, torch.Tensor]) -> list[list[int]]:
 
 
 def test_hand_worked_path():
-    """The anchor 0 selects successors along (1, 0), token 2 along (0, 1), which the second query negates."""
+    """Pair scores after anchor 0 use only dimension 0; after token 2 dimension 1, which the second query negates."""
     predecessor_VR = torch.tensor([[1.0, 0.0], [9.0, 9.0], [0.0, 1.0], [9.0, 9.0]])
     successor_VR = torch.tensor([[0.0, 0.0], [0.0, 4.0], [3.0, 0.0], [0.0, -5.0]])
     args: dict[str, Any] = {
@@ -63,7 +63,7 @@ def test_hand_worked_path():
         "anchor_B": torch.tensor([0]),
     }
     tables = {"predecessor_VR": predecessor_VR, "successor_VR": successor_VR}
-    # 1 + 0 against -1 + 3; then 0 + 5 against 8 - 4
+    # Slot 1: token 1 scores 1 + 0, token 2 scores -1 + 3. Slot 2: token 3 scores 0 + 5, token 1 scores 8 - 4.
     assert select_path(**args, **tables).tolist() == [[2, 3]]
     # Without the tables each slot takes its best unary score.
     assert select_path(**args, **{name: table * 0 for name, table in tables.items()}).tolist() == [[1, 1]]
@@ -111,7 +111,7 @@ def test_every_choice_is_the_best_but_for_rounding(sizes, dtype, form, device):
 
 @FORMS
 def test_the_first_of_equal_candidates_wins(form, device):
-    """Slots tie among all candidates, the last two, all at -inf, and all but five at -inf; sums are rounded."""
+    """Ties by slot: all candidates; the last two; all at -inf; those after five at -inf. The sums are rounded."""
     x = inputs(1, 4, 16, 100, 50, device=device)
     x["successor_VR"][:] = x["successor_VR"][0].clone()
     x["unary_BDK"][:] = 0
@@ -133,7 +133,7 @@ def test_scores_may_all_be_negative(form, K, device):
 
 @FORMS
 def test_path_follows_the_chosen_tokens(form, device):
-    """The tables make token v select v + 1, whatever the heads score."""
+    """The tables make v + 1 the best successor of token v; unary scores are too small to change this."""
     V, D = 12, 7
     x = inputs(4, D, V, V, V, device=device)
     x["unary_BDK"] *= 0.01
@@ -150,7 +150,7 @@ def test_path_follows_the_chosen_tokens(form, device):
     ids=["torch", "kernel"],
 )
 def test_nan_scores_choose_a_token_of_the_table(form, device):
-    """Padding rows may hold NaN, and the next slot reads the table at the chosen token."""
+    """Padding rows may hold NaN. The chosen token must still be an index of the tables, which the next slot reads."""
     x = inputs(3, 5, 5, 6, 8, device=device)
     x["unary_BDK"][1] = torch.nan
     x["query_BDR"][2] = torch.nan

@@ -37,11 +37,11 @@ SHORT = length_class(3)
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]  # after 1 2 3 the copy is 4 5 6 7
 HAND_WORKED = {  # text, block, committed tokens, counts before and after
-    # The block has one right, the copy three and the bonus: two more.
+    # Own guesses: 1 right. Copy 4 5 6: 3 right. So the gain is 2, at places 0 and 1.
     "later-places-were-not-reached": (
         TEXT, [3, 4, 0, 0, 0], [4, 5, 6, 9], (0, 0), {SHORT: [2, 1], length_class(4): [2, 1]}
     ),
-    # The committed tokens end before the last draft.
+    # A block of 5 has at most 4 accepted drafts: own = 4, copy = 0.
     "the-block-was-right-throughout": (TEXT, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], (0, 0), {SHORT: [-4, 1]}),
     "the-first-guess-is-all-that-was-committed": (TEXT, [3, 10, 11, 12, 13], [10], (0, 0), {SHORT: [-1, 1]}),
     "both-are-right-as-far-as-it-goes": (TEXT, [3, 4, 0, 0, 0], [4], (0, 0), {SHORT: [0, 1]}),
@@ -49,9 +49,9 @@ HAND_WORKED = {  # text, block, committed tokens, counts before and after
         [3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], [4, 5, 6, 7, 8, 9, 1], (0, 0), {SHORT: [3, 1]}
     ),
     "their-place-was-not-reached": ([3, 4, 5, 6, 7, 8, 9, 1], [2, 4, 5, 6, 0, 0, 0], [4, 5, 9], (0, 0), {}),
-    # After the guesses 1 2 3 the copy is 1 2 3 1: all four were committed, and two guesses.
+    # The copy after the guesses 2 3 wraps around: 1 2 3 1. All 4 were committed after the 2 right guesses.
     "a-copy-goes-round": ([1, 2, 3], [1, 2, 3, 0, 0, 0, 0], [2, 3, 1, 2, 3, 1, 9], (0, 0), {SHORT: [4, 1]}),
-    # -11 / 2, rounded down.
+    # gain (-7 - 4) / 2 is rounded down to -6.
     "what-is-long-ago-counts-half": (
         TEXT, [3, 10, 11, 12, 13], [10, 11, 12, 13, 14], (-7, MEMORY), {SHORT: [-6, (MEMORY + 1) // 2]}
     ),
@@ -67,7 +67,7 @@ def test_hand_worked_counts(form, text, block, committed, before, want) -> None:
 
 @FORMS
 def test_block_without_a_match_reads_no_other_request(form) -> None:
-    """The first place of the next request follows its last place, and that one has a match."""
+    """Request 0 has no match. In memory the first place of request 1, which has a match, follows its last place."""
     text_QM = torch.tensor([TEXT + [77] * 9] * 2, dtype=torch.int32)
     counts_QK2 = torch.zeros(2, N_CLASSES, 2, dtype=torch.int32)
     texts = Texts(torch.tensor([len(TEXT)] * 2), torch.arange(2), text_QM, counts_QK2)
@@ -80,7 +80,7 @@ def test_block_without_a_match_reads_no_other_request(form) -> None:
 
 @FORMS
 def test_hand_worked_totals(form) -> None:
-    """Three requests: a copy of 16 tokens from the first place, one of 3 after the second guess, and none."""
+    """Three requests: a copy at place 0 by a match of 16 tokens, one at place 2 by a match of 3, and no copy."""
     length_BD = torch.tensor([[16, 0, 0, 0], [0, 0, 3, 0], [5, 0, 0, 0]], dtype=torch.int32)
     place_B = torch.tensor([0, 2, 4], dtype=torch.int32)
     texts = Texts(

@@ -6,9 +6,10 @@
         answers = ours.generate_many(prompts, concurrency=8, max_new_tokens=64)
         assert [a.token_ids for a in answers] == [reference(p, 64) for p in prompts]
 
-A server is forked from a process that has imported SGLang, and starts in 4 to 12 s on two cores. Only recently used
-servers stay up, as many as fit in memory, so tests that share one should be in one module. All run with SGLang's strict
-memory check: a slot lost while requests run, or missing when none does, ends the scheduler.
+A server is forked from a process that has imported SGLang, and starts in 4 to 12 s on two cores. As many
+servers stay up as fit in memory, and the least recently used is stopped first. So tests that share a server should be
+in one module. All servers run with SGLang's strict memory check: a KV slot that is neither free, cached nor in use ends
+the scheduler.
 """
 
 import time
@@ -34,9 +35,11 @@ from tests.server.lib.variants import VARIANTS
 from tests.tools import parameters
 
 FIRST_PORT = 31300
-MAX_LIVE, MIN_LIVE = 4, 3  # per process; a server takes 2.3 GiB, two ranks 3; a test may use three arms
-ROOM = 6 * 2**30  # bytes needed to start: two ranks here, and two in the other process
-# For steps equal to the plain-torch draft's, which verifies whole blocks without n-gram copies.
+# Servers kept per test process: at most 4, and 3 even if memory is short, because a test may use three arms.
+MAX_LIVE, MIN_LIVE = 4, 3
+# Bytes that must be available to start a fourth server: 3 GiB for one with two ranks, in each of two test processes.
+ROOM = 6 * 2**30
+# Plain torch verifies whole blocks without n-gram copies, so servers whose steps are compared with it do so too.
 WHOLE_BLOCKS = {"SGLANG_DFLASH_WIDTHS": "fixed", "SGLANG_DFLASH_COPY": "off"}
 AS_USERS = {"SGLANG_DFLASH_WIDTHS": "auto", "SGLANG_DFLASH_COPY": "auto"}
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1"}
@@ -53,7 +56,7 @@ class Key(NamedTuple):
     pair: Pair
     flags: tuple[str, ...]
     env: tuple[tuple[str, str], ...]
-    typed: bool = False  # started by its command line, not forked
+    typed: bool = False  # the server is started by its command line, not forked
 
     def __str__(self) -> str:
         return " ".join([self.arm, self.target, *self.flags, *("=".join(pair) for pair in self.env)])
@@ -79,10 +82,11 @@ class ServerPool:
         """Return a running server with an empty prefix cache.
 
         Args:
-            arm: "off", "stock" or "plugin"; "off" is always the reference of `tests.tools.parameters`.
+            arm: "off" (no speculation, with `tests.tools.parameters.REFERENCE_FLAGS`), "stock" (SGLang's own worker) or
+                "plugin".
             target: "hybrid" or "dense", or a name for `pair`.
             pair: a target and draft other than the tiny ones.
-            flags: further server arguments; a flag given again replaces the tiny pair's.
+            flags: further server arguments; they override equal flags of `tiny.FLAGS`.
             env: further environment variables.
             typed: start the server by its command line, as users do, instead of forking.
         """
@@ -99,7 +103,10 @@ class ServerPool:
         return server
 
     def check(self) -> None:
-        """Require every live server to be idle without losses; drop one that fails, so that only its users fail."""
+        """Require every live server to be idle without lost slots.
+
+        A server that fails is stopped, so that later tests get a new one.
+        """
         lost = {}
         for key, server in tuple(self.live.items()):
             try:
@@ -116,7 +123,7 @@ class ServerPool:
         self.forget(server)
 
     def forget(self, server: Server) -> None:
-        """Stop a server that a fault has ended or will end."""
+        """Stop a server without checking it, because a test has broken or killed it."""
         for key in [key for key, one in self.live.items() if one is server]:
             self._drop(key)
 
@@ -153,12 +160,13 @@ class ServerPool:
 def require_nothing_lost(server: Server, timeout_s: float = 60.0) -> None:
     """Wait until the scheduler is idle and has passed its own idle check; require no KV slot in use or locked.
 
-    SGLang compares free, cached and locked KV slots, recurrent-state slots and request slots with the pool sizes on
-    every idle pass, and raises if one is missing. It publishes its load after that check, so a load newer than the last
-    answer proves that the check passed.
+    When idle, SGLang's scheduler compares its free, cached and locked slots (KV, recurrent states, requests) with the
+    pool sizes, and raises if one is missing. It publishes its load after this check. So a load that is newer than the
+    last answer proves that the check passed.
 
     Raises:
-        ServerError: the server is dead; AssertionError: something is still held.
+        ServerError: the server is dead or not idle after `timeout_s`.
+        AssertionError: a KV slot is still in use.
     """
     server.generate([5], max_new_tokens=1)
     answered, deadline = time.time(), time.monotonic() + timeout_s
@@ -177,7 +185,7 @@ def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert capture is not None
 
     def log_line(line: str) -> None:
-        with capture.global_and_fixture_disabled():  # a start takes long, so it is shown
+        with capture.global_and_fixture_disabled():  # prints despite pytest's capture, because a start takes long
             print(f"\n  {line}", flush=True)
 
     pool = ServerPool(tmp_path_factory.mktemp("servers"), log_line)
@@ -193,16 +201,16 @@ def server(pool: ServerPool) -> GetServer:
     return pool.get
 
 
-# Function scope: other tests may start so many servers that these are stopped.
+# Function scope, not module scope: the pool may stop a server between two tests, and then starts it again.
 @pytest.fixture
 def ours(server: Callable) -> Server:
-    """Server as users start it: widths and n-gram copies are chosen."""
+    """Server with the defaults of users: it chooses widths, and whether to use n-gram copies."""
     return server(flags=VARIANTS["hybrid"].flags, env=AS_USERS)
 
 
 @pytest.fixture
 def whole(server: Callable) -> Server:
-    """Server that verifies whole blocks without copies, so that its steps are plain torch's."""
+    """Server that verifies whole blocks without copies, so that its steps equal those of plain torch."""
     return server(flags=VARIANTS["hybrid"].flags)
 
 
@@ -213,7 +221,7 @@ def off(server: Callable) -> Server:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_lost(pool: ServerPool) -> Iterator[None]:
-    """After each module, require every running server to have given back everything."""
+    """After each module, require that no running server has lost or still holds a slot."""
     yield
     pool.check()
 
@@ -249,7 +257,7 @@ def reference() -> Callable[..., list[int]]:
 
 @pytest.fixture(scope="session")
 def plain_torch(questions: Callable, reference: Callable) -> Callable[..., Any]:
-    """`plain_torch(n, max_new_tokens, target="hybrid", draft_window=None)`: tokens and steps for `n` questions."""
+    """`plain_torch(n, max_new_tokens, target="hybrid", draft_window=None)`: `Expected` for `n` questions."""
     from tests.server.lib.oracle import Expected, oracle
 
     def expect(n: int, max_new_tokens: int, target: str = "hybrid", draft_window: int | None = None) -> Expected:

@@ -1,6 +1,6 @@
 """Attention data parallelism: two ranks that serve their own requests answer like one, in as many steps.
 
-With fewer requests than ranks some ranks are idle, and one may read a prompt while another would decode.
+With one request one rank is idle. A rank may also have a prompt to prefill while the other has requests to decode.
 """
 
 from collections.abc import Callable, Iterator

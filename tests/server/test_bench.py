@@ -1,4 +1,4 @@
-"""The public benchmark against real servers: its counts are theirs, and it finds their answers equal."""
+"""`sglang-dflash bench` against real servers: its report has the servers' counts and finds their answers equal."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_report_agrees_with_the_servers(off: Server, whole: Server, tmp_path: Pa
         assert line["committed_per_step"] > 1.5
         shares = line["acceptance_by_position"]
         assert shares == sorted(shares, reverse=True)
-        # Each accepted draft is one position reached.
+        # The sum of acceptance rates over positions is the mean number of accepted drafts.
         assert line["committed_per_step"] == pytest.approx(1 + sum(shares), abs=0.01)
         assert line["ttft_ms"]["p50"] > 0
         assert line["tpot_ms"]["p50"] > 0
@@ -45,7 +45,7 @@ def test_token_ids_reach_the_target_unchanged(off: Server, ours: Server, tmp_pat
 
 
 def test_server_returns_its_two_likeliest_tokens(off: Server) -> None:
-    """The near-tie check reads them, for a prompt as the chat template made it."""
+    """`bench` reads the two likeliest tokens after a part of an answer, to find near ties."""
     engine = HttpEngine("off", off.url)
     engine.meet()
     answer = engine.ask([{"role": "user", "content": "Hello"}], Sampling(max_new_tokens=4), stream=False)()

@@ -1,4 +1,4 @@
-"""Blocks extended by n-gram copies: answers stay the target's, and steps are those of the definitions."""
+"""Blocks extended by n-gram copies: answers equal the target's, and steps equal those of plain torch with copies."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from tests.tools.parameters import SEEDED_ENV, SEEDED_FLAGS
 N_ASKED, MAX_NEW_TOKENS = 8, 96
 COPY = (("SGLANG_DFLASH_COPY", "on"),)
 CHOSEN = (("SGLANG_DFLASH_WIDTHS", "auto"),)
-WIDE = (("SGLANG_DFLASH_WIDTHS", "32"),)  # two blocks of either pair
+WIDE = (("SGLANG_DFLASH_WIDTHS", "32"),)  # tokens; twice the block of either tiny pair
 
 
 class Kind(NamedTuple):
@@ -27,8 +27,8 @@ class Kind(NamedTuple):
     draft_window: int | None = None
     page_size: int = 1
     full: bool = True
-    knows_steps: bool = True  # False: widths change, so steps are not predicted
-    width: int | None = None  # None: the block
+    knows_steps: bool = True  # False: the width varies, so steps are not compared with plain torch
+    width: int | None = None  # verify width in tokens; None: the block size
 
 
 KINDS = {
@@ -67,7 +67,7 @@ class Serving(NamedTuple):
 
 
 def asked_again(target: str, reference: Callable) -> list[list[int]]:
-    """Return conversations whose last question was answered before, word for word or as one of its kind."""
+    """Return conversations whose last question repeats the first, or is another question of its form."""
     prompts = []
     for seed in range(N_ASKED):
         question, *_ = conversation(seed, 1)
@@ -93,7 +93,10 @@ def serving(request: pytest.FixtureRequest, pool: Any, reference: Callable) -> I
 
 @pytest.mark.parametrize("concurrency", [1, N_ASKED])
 def test_answers_and_steps_are_the_definitions(serving: Serving, concurrency: int) -> None:
-    """In the second round prompts are in the prefix cache: they are not read, but still copied from."""
+    """In the second round the prompts are in the prefix cache.
+
+    They are not prefilled, but copies must still use them.
+    """
     for _ in range(2):
         answers = serving.generate(concurrency)
         assert tokens_of(answers) == serving.expected
@@ -121,9 +124,9 @@ def steps_of(serving: Serving, *, copies: bool) -> list[dict[int, int]]:
 def test_drawn_tokens_follow_from_their_seed(
     target: str, server: Callable, questions: Callable, reference: Callable
 ) -> None:
-    """Tokens are those without speculation, with copies and without, so steps show the value of copies.
+    """With a seed, sampled tokens must be equal with copies, without copies and without speculation.
 
-    Copies may cost at most 1 % more steps.
+    So the numbers of steps can be compared: copies may cost at most 1 % more steps.
     """
     repeating, alone = asked_again(target, reference), questions(N_ASKED, target, seed=60)
     flags = (*SEEDED_FLAGS, *(TRACK if target == "hybrid" else ()))
@@ -145,7 +148,10 @@ def test_drawn_tokens_follow_from_their_seed(
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_random_copies_change_no_answer(target: str, server: Callable, reference: Callable) -> None:
-    """Copies have any length and place, widths any size; with few slots some requests are retracted."""
+    """Copies begin and end at random slots, and widths are random.
+
+    The small KV pool makes SGLang retract some requests.
+    """
     env = {"SGLANG_DFLASH_COPY": "random", "SGLANG_DFLASH_WIDTHS": "random"}
     flags = ("--max-total-tokens", "1400", *(TRACK if target == "hybrid" else ()))
     prompts = asked_again(target, reference)

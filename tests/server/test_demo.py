@@ -1,4 +1,4 @@
-"""The demo's page in a real browser: both answers, the origin of each token, and text that stays text."""
+"""The demo's page in Chromium: two equal answers, the source of each token, and markup shown as text."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     command = [sys.executable, "-m", "sglang_dflash", "demo", "--web", "--port", str(port), "--logs", str(folder)]
     with subprocess.Popen(
         [*command, "--web-port", str(port + 50)],
-        env=os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed"},  # on a busy machine other policies would draft nothing
+        env=os.environ | {"SGLANG_DFLASH_WIDTHS": "fixed"},  # on a busy machine `auto` may choose to draft nothing
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -93,6 +93,6 @@ def test_a_refusal_is_shown(page: Page) -> None:
 
 
 def test_console_is_empty(page: Page) -> None:
-    """The console holds refusals of the page's policy and exceptions of its script."""
+    """Chromium logs violations of the page's content security policy, and exceptions of its script, to the console."""
     page.evaluate("1")
     assert page.console == []

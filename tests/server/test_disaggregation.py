@@ -1,7 +1,7 @@
-"""Prompts read by one server and decoded by another: the answers of one server, in as many steps.
+"""Prefill-decode disaggregation: a prefill and a decode server answer like one server, in as many steps.
 
-A step drafts from K/V of the whole prompt. With missing or wrong draft K/V answers would be right, but steps many. The
-prefill server reads prompts in chunks, the second time from its cache.
+The prefill server must send the draft's K/V too. Without them answers would stay right and take more steps. It
+prefills in chunks, and the tests send each prompt several times, so later prefills use its prefix cache.
 """
 
 import os
@@ -27,7 +27,7 @@ from tests.server.lib.rows import require_logprobs, require_rows
 from tests.server.lib.variants import TWO_NODES
 
 N_PROMPTS, MAX_NEW_TOKENS = 6, 48
-# Seconds that a server waits for its peer.
+# Limits, in seconds, of waiting for the other server.
 PATIENCE = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "20",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "20",
@@ -49,12 +49,12 @@ class Kind(NamedTuple):
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     arm: Arm = Arm.PLUGIN
-    prefill: tuple[str, ...] = ()  # the prefill server's alone
-    decode: tuple[str, ...] = ()
+    prefill: tuple[str, ...] = ()  # flags of the prefill server alone
+    decode: tuple[str, ...] = ()  # flags of the decode server alone
 
     @property
     def fields(self) -> dict[str, bool]:
-        """Fields that requests ask for; SGLang's own worker refuses hidden states."""
+        """Further request fields; hidden states only with this plugin, because SGLang's own worker refuses them."""
         return {"return_logprob": True} | ({"return_hidden_states": True} if self.arm is Arm.PLUGIN else {})
 
 
@@ -62,21 +62,21 @@ KINDS = {
     "hybrid": Kind(),
     "dense": Kind("dense"),
     "pages": Kind("dense", ("--page-size", "16")),
-    # The decode server retracts requests.
+    # The decode server's KV pool is so small that it retracts requests.
     "retract": Kind(decode=TIGHT),
     "dense-retract": Kind("dense", decode=(*TIGHT, "--hicache-io-backend", "direct")),
     "stock": Kind("dense", arm=Arm.STOCK),
-    # A rank of one server has a part of what a rank of the other has.
+    # One server has two ranks, the other one: K/V heads are split or joined when they are sent.
     "prefill-two-ranks": Kind(prefill=TWO_RANKS, env=TWO_NODES),
     "decode-two-ranks": Kind("dense", decode=TWO_RANKS, env=TWO_NODES),
     "fa3-graphs": Kind(flags=(*FA3, *GRAPHS), env=SM90),
 }
-# Restarts take 90 s; pages, retraction and attention backends do not affect them.
+# Kinds for the test of a killed server, which takes 90 s. The other kinds differ in nothing that a restart affects.
 KILLED = ("hybrid", "dense", "decode-two-ranks")
 
 
 class Two(NamedTuple):
-    """A prefill and a decode server; `rooms` numbers their meetings."""
+    """A prefill and a decode server; `rooms` yields a `bootstrap_room` per request, an id sent to both."""
 
     prefill: Server
     decode: Server
@@ -123,7 +123,7 @@ def serving(request: pytest.FixtureRequest, pool: Any, plain_torch: Callable[...
 
 @pytest.mark.parametrize("concurrency", [1, 6])
 def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) -> None:
-    """Where memory is tight, repeat until requests overlap: a slow machine may end each before the next."""
+    """With a small KV pool, repeat until a request is retracted: on a slow machine requests may not overlap."""
     rounds = 5 if TIGHT[0] in serving.kind.decode and concurrency > 1 else 1
     for _ in range(rounds):
         answers = serving.expected.require_from(serving.two, concurrency)
@@ -138,7 +138,8 @@ def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) 
 def test_logprobs_and_hidden_states_are_plain_torchs(serving: Serving, sampling: dict[str, Any]) -> None:
     """The prefill server chooses the first token and sends its log-probability, but not its hidden state.
 
-    SGLang cuts rows after a stop by the number of tokens, and here leaves one too many.
+    After a stop inside a block, SGLang truncates the rows of hidden states to the number of output tokens. The first
+    token has no row here, so one row too many remains; this test drops it.
     """
     expected, target = serving.expected, PAIRS[serving.kind.target].target
     asked = {"fields": serving.kind.fields, "max_new_tokens": MAX_NEW_TOKENS} | sampling
@@ -154,7 +155,7 @@ def test_logprobs_and_hidden_states_are_plain_torchs(serving: Serving, sampling:
 
 
 def test_request_without_its_prefill_fails_alone(serving: Serving) -> None:
-    """The decode server waits for a prompt that no one reads; other requests are answered."""
+    """A request that only the decode server gets must time out; requests to both servers must be answered meanwhile."""
     two, expected = serving.two, serving.expected
     with ThreadPoolExecutor(1) as pool:
         lost = pool.submit(two.decode.generate, expected.prompts[0], fields=two.meeting(10**6), max_new_tokens=4)
@@ -173,7 +174,7 @@ def test_nothing_is_held_afterwards(serving: Serving) -> None:
 @pytest.mark.parametrize("serving", [KINDS[kind] for kind in KILLED], ids=KILLED, indirect=True)
 @pytest.mark.parametrize("end", ["decode", "prefill"])
 def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str) -> None:
-    """One request waits for the server that is killed, six are in flight between both."""
+    """When a server is killed, one request waits on the other server alone, and six are in flight on both."""
     two, expected = serving.two, serving.expected
     dies, stays = (two.prefill, two.decode) if end == "prefill" else (two.decode, two.prefill)
     with ThreadPoolExecutor(1 + N_PROMPTS) as pool:
@@ -194,7 +195,7 @@ def test_killed_server_fails_its_requests_and_rejoins(serving: Serving, end: str
 
 
 def require_nothing_held(server: Server, timeout_s: float = 20.0) -> None:
-    """Read a server's load until it is idle; a server of two answers nothing alone."""
+    """Poll a server's load until it is idle; `conftest.require_nothing_lost` would need an answer from it alone."""
     deadline = time.monotonic() + timeout_s
     while (held := [server.load()[name] for name in HELD]) != [0, 0, 0]:
         assert time.monotonic() < deadline, f"{server.name} holds {dict(zip(HELD, held, strict=True))}"

@@ -1,8 +1,8 @@
-"""The sampling distribution of the first tokens above temperature 0: equal to that without speculation.
+"""Above temperature 0 the first tokens have the same sampling distribution as without speculation.
 
-`prove/distribution.py` has the comparison and its bound. `N` draws on each side catch a shift of 0.15 in an outcome of
-probability 0.5 in five of six cases, and one of 0.09 at probability 0.1. A wrong acceptance shifts outcomes more: the
-last tests show this on servers with wrong acceptance.
+`prove/distribution.py` has the comparison and its bound. With `N` draws per server, it detects with probability 5/6
+that an outcome's probability shifts by 0.15 from 0.5, or by 0.09 from 0.1. Wrong acceptance rules shift probabilities
+more, as `test_wrong_acceptance_is_found` shows.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from tests.tools import parameters
 from tests.tools.parameters import SAMPLED, Case
 
 FLAGS = VARIANTS["hybrid"].flags
-N = 800  # draws per setting and server; about 20 s for both
+N = 800  # draws per case and server; about 20 s for both servers
 PLAIN = next(case for case in SAMPLED if case.name == "T 1")
 ANY_WIDTH = ("T 1", "top_p 0.8", "penalties, top_k and min_p", "regex at T 1.5")
 FAULT = Path(__file__).parent / "wrong_acceptance"
@@ -31,14 +31,13 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def drawn_off(server: Callable) -> Callable[[Case], list[Draw]]:
-    """`drawn_off(case)`: draws without speculation, made once."""
+    """`drawn_off(case)`: draws without speculation, cached by request."""
     drawn: dict[str, list[Draw]] = {}
 
     def draws(case: Case) -> list[Draw]:
         off = server("off")
-        asked = repr(
-            (parameters.begun(case), case.sampling, case.fields)
-        )  # many cases are equal without their parameter
+        # Cases made by `parameters.bare` often send equal requests, which share their draws.
+        asked = repr((parameters.begun(case), case.sampling, case.fields))
         if asked not in drawn:
             drawn[asked] = parameters.draws(off, case, N)
         return drawn[asked]
@@ -59,7 +58,7 @@ def test_the_sampling_distribution_holds(ours: Server, drawn_off: Callable, case
 
 @pytest.mark.parametrize("case", [case for case in SAMPLED if case.row != "temperature > 0"], ids=str)
 def test_the_parameter_changes_the_distribution(drawn_off: Callable, case: Case) -> None:
-    """Otherwise a server that ignores it would pass."""
+    """The distribution differs without the parameter, or a server that ignores the parameter would pass."""
     assert distribution.violations(drawn_off(parameters.bare(case)), drawn_off(case))
 
 
@@ -88,7 +87,7 @@ def test_wrong_acceptance_is_found(server: Callable, drawn_off: Callable, rule: 
     wrong = server(flags=FLAGS, env=parameters.path_with(FAULT) | {"WRONG_ACCEPTANCE": rule})
     assert f"acceptance spoilt: {rule}" in wrong.log_text()
     assert compare(wrong, drawn_off, PLAIN), f"{rule} is not found: the tests above would miss it too"
-    # Greedy answers do not show the fault.
+    # Greedy answers stay equal with the fault.
     off = server("off")
     prompt = parameters.begun(PLAIN)
     greedy = [s.generate(prompt, max_new_tokens=parameters.MAX_NEW_TOKENS).token_ids for s in (off, wrong)]

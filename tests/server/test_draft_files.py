@@ -1,4 +1,7 @@
-"""Drafts whose files differ as users reported, from z-lab's or from the target's flags: the same tokens and steps."""
+"""Drafts in the format of speculators, and targets changed by flags: tokens and steps equal those of plain torch.
+
+Users reported failures with such checkpoints.
+"""
 
 import json
 import shutil
@@ -25,9 +28,9 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def as_speculators(folder: Path) -> Path:
-    """Write the dense pair's draft as speculators saves it, with the target's embedding and head.
+    """Write the dense pair's draft in the format of the `speculators` library, with the target's embedding and head.
 
-    The config has float32, 64 positions and a slightly smaller vocabulary.
+    Its config has dtype float32, 64 positions and a vocabulary of 1000, less than the target's 1024.
     """
     config, tensors = config_of(DENSE.draft), load_file(DENSE.draft / "model.safetensors")
     of_target = load_file(DENSE.target / "model.safetensors")
@@ -57,7 +60,7 @@ def speculators(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def scaled(tmp_path: Path) -> Path:
-    """Target as `--json-model-override-args` makes it."""
+    """Target whose config has the values that `--json-model-override-args` sets below."""
     folder = Path(shutil.copytree(DENSE.target, tmp_path / "target"))
     config = config_of(folder) | {"rope_parameters": YARN, "max_position_embeddings": CONTEXT}
     (folder / "config.json").write_text(json.dumps(config))
@@ -67,7 +70,10 @@ def scaled(tmp_path: Path) -> Path:
 def test_overrides_of_the_target_leave_the_draft_unchanged(
     speculators: Path, scaled: Path, pool: Any, questions: Callable
 ) -> None:
-    """An update with the served draft changes nothing either."""
+    """The flag scales the target's rotary embedding only.
+
+    Reloading the draft while serving must not change its steps.
+    """
     overrides = json.dumps({"rope_parameters": YARN, "max_position_embeddings": CONTEXT})
     flags = ["--json-model-override-args", overrides, "--context-length", str(CONTEXT)]
     server = pool.get(target="speculators", pair=Pair(DENSE.target, speculators), flags=flags)
@@ -92,7 +98,7 @@ def test_overrides_of_the_target_leave_the_draft_unchanged(
 
 
 def test_target_without_weights_gets_them_later(pool: Any, plain_torch: Callable) -> None:
-    """A trainer starts a server this way; the draft works from the first token on."""
+    """A trainer may start a server with dummy weights and then load the target; the loaded draft must still be used."""
     server = pool.get(target="dense", flags=["--load-format", "dummy"])
     answer = post(server, "/update_weights_from_disk", {"model_path": str(DENSE.target), "load_format": "auto"})
     assert answer.status_code == 200, answer.text
@@ -103,7 +109,10 @@ def test_target_without_weights_gets_them_later(pool: Any, plain_torch: Callable
 
 @pytest.mark.full
 def test_overrides_of_a_text_config_apply_to_the_target(pool: Any, tmp_path: Path) -> None:
-    """A target with vision nests its text model's fields; its draft does not."""
+    """A target with vision has its text fields in `text_config`, its draft at the top level.
+
+    The draft must ignore these overrides.
+    """
     family = FAMILIES["qwen3.5"]
     pair, prompts = write_pair(family, tmp_path)
     rope = config_of(pair.target)["text_config"]["rope_parameters"] | {"rope_theta": 30_000.0}

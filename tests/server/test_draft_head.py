@@ -1,4 +1,4 @@
-"""Drafting with an fp8 copy of the head: the target's answers, and the steps of plain torch with a rounded head."""
+"""Drafting with an fp8 copy of the head: answers equal the target's, steps those of plain torch with a rounded head."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +32,7 @@ def rounded_logits(hidden: torch.Tensor, target: torch.nn.Module) -> torch.Tenso
 def test_fp8_head_drafts_as_plain_torch_with_a_rounded_head(
     server: Callable, questions: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured graphs read the copy, of the head at launch and of a target loaded while serving."""
+    """Captured graphs must read the fp8 copy, both at launch and after another target is loaded while serving."""
     ours = server(flags=(*FA3, *GRAPHS, *TRACK), env=ENV)
     prompts, new_target = questions(10, seed=21), changed_copy(HYBRID.target, tmp_path / "target")
     new, oracle = Pair(new_target, HYBRID.draft), Oracle(HYBRID, None, None)

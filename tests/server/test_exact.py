@@ -1,6 +1,6 @@
-"""Speculation changes nothing: every server of the battery gives Transformers' answer, token for token, in fp32.
+"""Exact answers: every server of `VARIANTS` gives Transformers' greedy answer, token for token, in fp32.
 
-Nothing else on the server may matter either: other requests, a prefix in the cache, an abort of a neighbour.
+The answer must not depend on other requests, on a cached prefix, or on the abort of another request either.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Serving(NamedTuple):
     pair: Pair
     prompts: list[list[int]]
     expected: list[list[int]]  # Transformers' continuations
-    trace: Path  # of its steps, if the variant has one
+    trace: Path  # folder of the width trace; empty unless `variant.traces_widths`
 
 
 @pytest.fixture(
@@ -58,20 +58,20 @@ def serving(
         env["SGLANG_DFLASH_WIDTH_TRACE"] = str(trace)
     running = pool.get(target=variant.target, pair=pair, flags=variant.flags, env=env)
     yield Serving(running, variant, pair, prompts, expected, trace)
-    if variant is not VARIANTS["hybrid"]:  # other test modules use that one
+    if variant is not VARIANTS["hybrid"]:  # other test modules use this variant's server
         pool.drop(running)
 
 
 @pytest.fixture(autouse=True)
 def clean(serving: Serving) -> Iterator[None]:
-    """Start with an empty prefix cache; afterwards `flush_cache` requires that everything was given back."""
+    """Empty the prefix cache before and after each test; the server refuses while it holds a slot."""
     serving.server.flush_cache()
     yield
     serving.server.flush_cache()
 
 
 def test_one_at_a_time(serving: Serving) -> None:
-    """Where steps are predicted, each accepts what the plain-torch draft accepts."""
+    """If the variant `knows_steps`, each step must also accept as many drafts as plain torch does."""
     answers = serving.server.generate_many(serving.prompts, concurrency=1, max_new_tokens=MAX_NEW_TOKENS)
     assert tokens_of(answers) == serving.expected
     if serving.variant.knows_steps:
@@ -81,11 +81,11 @@ def test_one_at_a_time(serving: Serving) -> None:
 
 
 def test_drafts_at_changing_widths_are_plain_torchs(serving: Serving) -> None:
-    """Context K/V of a step of one token are written later than those of wider steps."""
+    """Compare accepted drafts per step; count steps after a step of one token, whose context K/V are written late."""
     if not serving.variant.traces_widths:
         pytest.skip("here every step verifies the whole block, or is not written down")
     expert = oracle(serving.pair, serving.variant.block_size, serving.variant.draft_window)
-    rounds = 2  # one round has hardly any draft after a step of one token
+    rounds = 2  # one round would have too few steps with drafts after a step of one token
     each = (one for one in zip(serving.prompts, serving.expected, strict=True) for _ in range(rounds))
     asked = {f"traced-{n}": one for n, one in enumerate(each)}
     predicted = {rid: expert.accepted_at(*one) for rid, one in asked.items()}
@@ -98,7 +98,7 @@ def test_drafts_at_changing_widths_are_plain_torchs(serving: Serving) -> None:
         width = line["width"]
         for rid in line["accepted"].keys() & asked.keys():
             n_accepted, at = line["accepted"][rid], position[rid]
-            if width > 1 and at + width <= len(predicted[rid]):  # the answer covers the whole verify
+            if width > 1 and at + width <= len(predicted[rid]):  # the known answer covers all verified positions
                 assert n_accepted == min(predicted[rid][at], width - 1), (rid, at, width)
                 compared[width_before.get(rid) == 1] += 1
             position[rid] += n_accepted + 1
@@ -115,7 +115,7 @@ def test_eight_at_a_time_in_any_order(serving: Serving) -> None:
 
 
 def test_hidden_states_of_every_token(serving: Serving) -> None:
-    """Requests that ask share a batch with others; a server without the flag refuses."""
+    """Requests for hidden states share a batch with requests without them. A server without the flag refuses."""
     fields = {"return_hidden_states": True}
     if "--enable-return-hidden-states" not in serving.variant.flags:
         with pytest.raises(ServerError, match=r"answered 400: .*--enable-return-hidden-states"):
@@ -131,7 +131,7 @@ def test_hidden_states_of_every_token(serving: Serving) -> None:
 
 
 def test_prefix_inside_an_answer_is_continued(serving: Serving) -> None:
-    """Cut each answer anywhere and ask for the rest; the prefix with generated tokens is in the cache."""
+    """Send the prompt with a part of its answer; the cached prefix then includes generated tokens."""
     server, random = serving.server, Random(2)
     for prompt, expected in zip(serving.prompts[:4], serving.expected[:4], strict=True):
         server.generate(prompt, max_new_tokens=MAX_NEW_TOKENS)
@@ -141,10 +141,10 @@ def test_prefix_inside_an_answer_is_continued(serving: Serving) -> None:
 
 
 def test_long_conversation_resumes_from_the_cache(serving: Serving, questions: Callable, reference: Callable) -> None:
-    """Past a track interval (64), a hybrid resumes from a state tracked inside an accepted block.
+    """A hybrid target resumes from a recurrent state saved at a multiple of the track interval (64), inside a block.
 
-    The text ends at token 216. With lazy tracking, a request gives up its last checkpoint if it ends less than a block
-    after a boundary (192), or less than two before the next: SGLang cannot know whether a step in flight overwrites it.
+    Prompt and answer have 216 tokens. With lazy tracking (`extra_buffer_lazy`), SGLang drops the state saved at 192 if
+    the request ends less than a block after 192, or less than two blocks before 256: a step in flight may overwrite it.
     """
     target = serving.variant.target
     long_prompt = [token for prompt in questions(6, target, seed=5) for token in prompt][:148]
@@ -159,7 +159,10 @@ def test_long_conversation_resumes_from_the_cache(serving: Serving, questions: C
 
 
 def test_window_fills_up_again_after_a_hit(serving: Serving, questions: Callable) -> None:
-    """A ring holds nothing of a cached prefix; without a window its K/V are found with it."""
+    """A windowed draft's ring lacks the cached prefix.
+
+    Without a window the draft's K/V are cached with the target's.
+    """
     variant = serving.variant
     if not variant.knows_steps:
         pytest.skip("the oracle cannot know how steps go here, see variants.py")

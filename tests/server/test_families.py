@@ -1,9 +1,9 @@
-"""Every family of targets: answers with DFLASH are those without, in fp32.
+"""Every family of targets (architecture): answers with DFLASH equal those without, in fp32.
 
-Each family has a target of random weights and a draft that was trained on its loops. Transformers, the server without
-speculation and this plugin must give one text. Each decode step must accept what the plain-torch DFlash accepts.
-`docs/recipes.md` lists the published models of a family. Families that SGLang serves on GPUs only run under GPU
-emulation (`sglang_dflash.rehearsal`) with a GPU's attention backend and captured graphs.
+Each family has a target of random weights, and a draft trained on the target's answers (`lib/families.py`).
+Transformers, the server without speculation and this plugin must give the same answers. Each decode step must accept
+as many drafts as plain torch. Families that SGLang serves on GPUs alone run under GPU emulation
+(`sglang_dflash.rehearsal`), with a GPU's attention backend and captured graphs.
 """
 
 from collections import Counter
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.full
 
 ALL = FAMILIES | REHEARSED
 N_PROMPTS, N_TOKENS = 8, 48
-N_AGAIN = 20  # tokens of an answer in the next prompt, found in the cache
-COMMITTED_PER_STEP = 2.0
-DIFFERENT_TOKENS = 8.0  # in an answer, on average
+N_AGAIN = 20  # answer tokens appended to the prompt of a second request, which the prefix cache has
+COMMITTED_PER_STEP = 2.0  # least acceptance length
+DIFFERENT_TOKENS = 8.0  # least number of different tokens in an answer, on average
 
 
 class Served(NamedTuple):
-    """A family, and plain torch's steps for each prompt, beginning with the prompt's own."""
+    """A family and its prompts; `expected` has plain torch's steps for each prompt, the prefill first."""
 
     family: Family
     pair: Pair
@@ -90,7 +90,7 @@ def test_steps_are_those_of_plain_torch(server: Server, served: Served) -> None:
 
 
 def test_graphs_are_captured_under_emulation_only(server: Server, served: Served) -> None:
-    """SGLang's line about every decode batch names the graph."""
+    """SGLang's log line for each decode batch shows whether a captured graph ran."""
     ask(server, served.prompts, N_TOKENS)
     decoded = [line for line in server.log_text().splitlines() if "Decode batch" in line]
     assert decoded

@@ -1,6 +1,6 @@
-"""Every field of a request with values that none should have: the server lives, and its next answer is unchanged.
+"""Every request field with invalid values: the server keeps running, and its next answer is unchanged.
 
-The fuzzer combines odd values; here no field is forgotten, because the lists of fields are SGLang's own.
+`test_fuzz.py` combines invalid values of chosen fields. These tests cover all fields, listed from SGLang's own classes.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from tests.server.lib.fuzz import ODD
 
 pytestmark = pytest.mark.full
 
-# Shapes that the fuzzer does not draw.
+# Types of values that `lib/fuzz.py` does not draw.
 SHAPES = (
     1, 2, float("nan"), [0.5], [5, 6], ["a"], [None], [True], [[1, 2]], {"a": 1}, {"a": "b"}, {"id": "a"}, {"1": 1.0},
 )  # fmt: skip

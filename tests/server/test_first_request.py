@@ -1,6 +1,6 @@
-"""The first question of a fresh server, and an easy one after hopeless text: drafted for as when asked again.
+"""The width policy drafts from the first request on, and soon again after text on which no draft is accepted.
 
-Steps are counted, not seconds: a request without drafts takes a step per token.
+Both requests must take about as many steps as a later repetition. A request without drafts takes a step per token.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.server.conftest import AS_USERS
 from tests.server.lib.variants import VARIANTS
 
 MAX_NEW_TOKENS = 64
-EASY = 2  # index of a held-out question whose blocks are accepted whole
+EASY = 2  # index of a held-out question whose drafts are nearly all accepted
 
 
 def n_steps(server: Server, prompt: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""Random requests to a server without speculation and to this plugin's: equal statuses, equal greedy answers."""
+"""Random requests to two servers, without speculation and with this plugin: equal statuses, equal greedy answers."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from tests.server.lib.variants import RETRACT, VARIANTS
 from tests.server.test_lifecycle import TIGHT
 from tests.tools.parameters import REQUEST_FLAGS
 
-N_SHORT, N_LONG = 100, 2500  # requests; the long form has four servers
+N_SHORT, N_LONG = 100, 2500  # requests per server; `test_long` has four servers
 PHASES = (Phase.generate, Phase.shrink)
 SETTINGS = settings(
     deadline=None, database=None, derandomize=False, phases=PHASES, suppress_health_check=list(HealthCheck)
@@ -20,7 +20,7 @@ SETTINGS = settings(
 
 
 def fuzzed(off: Server, ours: Server, n_requests: int, start: int) -> int:
-    """Return the number of requests that agreed, at least `n_requests`."""
+    """Send at least `n_requests` to both servers, require equal outcomes, and return the number of requests sent."""
     n_sent = 0
 
     @seed(start)
@@ -61,7 +61,7 @@ def test_short(off: Server, ours: Server) -> None:
 )
 def test_long(server: Callable, start: int, flags: tuple[str, ...], env: dict[str, str]) -> None:
     context = TIGHT[TIGHT.index("--context-length") :][:2] if set(TIGHT) <= set(flags) else ()
-    off = server("off", flags=context)  # an answer without a limit ends with the context
+    off = server("off", flags=context)  # an answer without max_new_tokens ends at the context length
     fuzzed(off, server(flags=flags, env=env), N_LONG, start)
 
 

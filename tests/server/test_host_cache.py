@@ -1,7 +1,7 @@
-"""Prefixes that went to host memory and came back: the draft's K/V come back with the target's.
+"""Hierarchical cache: the draft's K/V are written to host memory and loaded again together with the target's.
 
-Answers would be right without the draft's K/V, so steps are compared: after a prefix from the host a step accepts as
-many drafts as after a full prefill. With a window the draft's ring holds nothing of a prefix, wherever it was found.
+Answers would be right without the draft's K/V, so steps are compared. After a prefix loaded from the host, a step
+accepts as many drafts as after a full prefill. With a window the draft's ring lacks any cached prefix.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,15 +20,12 @@ pytestmark = pytest.mark.full
 
 MAX_NEW_TOKENS = 48
 PROMPT_LEN = 300
-N_PROMPTS = 8  # more prompts than fit in the device's pool
+N_PROMPTS = 8  # of 300 tokens: more than fit in the 1536 slots of the device's KV pool
 SMALL = ("--max-total-tokens", "1536", "--hicache-ratio", "4", "--hicache-write-policy", "write_through")
 ENABLED = ("--enable-hierarchical-cache", "--enable-cache-report", "--hicache-io-backend", "direct", *SMALL)
 BY_LAYERS = (*ENABLED, "--hicache-mem-layout", "layer_first")
-BY_PAGES = (
-    *ENABLED,
-    "--hicache-mem-layout",
-    "page_first_direct",
-)  # the only layout of SGLang's pool of recurrent states
+# The only layout that SGLang's host pool of recurrent states has.
+BY_PAGES = (*ENABLED, "--hicache-mem-layout", "page_first_direct")
 
 
 class Kind(NamedTuple):

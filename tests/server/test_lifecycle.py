@@ -1,6 +1,6 @@
-"""Requests that end early, start late, do not fit or are retracted, and servers that pause, update or restart.
+"""Requests that are aborted, stopped, refused or retracted, and servers that pause, update weights or restart.
 
-Every other request must give Transformers' tokens, and the affected request must do so up to its end.
+All other requests must give Transformers' tokens. An affected request must give the first tokens of its answer.
 """
 
 import threading
@@ -21,12 +21,12 @@ from tests.server.lib.talk import as_prompt, as_text, conversation, post, push, 
 from tests.server.lib.variants import TRACK
 
 MAX_NEW_TOKENS = 80
-PATIENCE_S = 120.0  # a server without progress for so long has stopped
-# SGLang reserves all memory of requests that ignore the end token: eight of these fit at once.
+PATIENCE_S = 120.0  # longest wait for progress of a server
+# SGLang reserves KV slots for all `max_new_tokens` of a request that ignores the end token: eight of these fit at once.
 ENDLESS = {"max_new_tokens": 600, "ignore_eos": True}
 CONTEXT = 256
 END = 2
-# Memory for three of eight requests at the context limit, at page size 1, and optimistic admission.
+# KV slots for three requests of the context length (eight are sent), and a scheduler that admits more than fit.
 TIGHT_FLAGS = f"--context-length {CONTEXT} --max-total-tokens 896 --schedule-conservativeness 0.05"
 TIGHT = (*TRACK, *TIGHT_FLAGS.split())
 KV_FULL = "KV cache pool is full. Retract requests"
@@ -71,7 +71,7 @@ def submit(clients: ThreadPoolExecutor, server: Server, prompts: Sequence[list[i
 class Streams:
     """Streamed requests in flight: a test acts on their progress, not on elapsed time.
 
-    Leaving the block waits for the last one to end.
+    Leaving the `with` block waits until all requests have ended.
     """
 
     def __init__(self, server: Server, prompts: Sequence[list[int]], **options: Any) -> None:
@@ -97,12 +97,15 @@ class Streams:
         return mine[-1]
 
     def wait_begun(self, n: int) -> None:
-        """Wait until `n` requests have sent a first chunk; call this once."""
+        """Wait until `n` requests have returned their first chunk; call this once."""
         for _ in range(n):
             assert self.begun.acquire(timeout=PATIENCE_S), "no first chunk"
 
     def wait_quiet(self) -> None:
-        """Wait until no chunk has arrived for a second; a server that runs on is quiet only after all have ended."""
+        """Wait until no chunk arrives for one second.
+
+        If the server has not paused, this returns only after all requests have ended.
+        """
         n_arrived, deadline = -1, time.monotonic() + PATIENCE_S
         while len(self.arrived) != n_arrived:
             assert time.monotonic() < deadline, "the server did not pause"
@@ -122,7 +125,7 @@ class Streams:
 
 @pytest.mark.usefixtures("steady")
 def test_aborted_request_returns_its_tokens_so_far(ours: Server, prompts: list[list[int]], reference: Callable) -> None:
-    """Abort streams by id at any moment; each must have sent the beginning of its answer, and end."""
+    """Abort a stream after a random number of tokens: the tokens received must be the first ones of its answer."""
     random, kinds = Random(0), set()
     for i in range(8):
         prompt = prompts[4 + i]
@@ -141,7 +144,7 @@ def test_aborted_request_returns_its_tokens_so_far(ours: Server, prompts: list[l
 
 
 def endless_ends(asked: Streams) -> set[str]:
-    """Return how `ENDLESS` answers ended: aborted, or at their limit if the abort came late on a slow machine."""
+    """Return the finish reasons of `ENDLESS` answers: "abort", or "length" if the abort came too late."""
     ended = {(answer.meta["finish_reason"]["type"], len(answer.token_ids)) for answer in asked.answers()}
     assert all(kind == "abort" or (kind, n) == ("length", ENDLESS["max_new_tokens"]) for kind, n in ended), ended
     return {kind for kind, _ in ended}
@@ -150,11 +153,11 @@ def endless_ends(asked: Streams) -> set[str]:
 def test_abort_all_leaves_a_server_that_answers(
     ours: Server, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    """Abort running and queued requests: twelve where eight fit."""
+    """Abort twelve requests, of which eight run and four are queued."""
     with Streams(ours, prompts[:8], **ENDLESS) as running, ThreadPoolExecutor(4) as clients:
         running.wait_begun(8)
         queued = submit(clients, ours, prompts[8:], **ENDLESS)
-        while not all(future.done() for future in (*running.asked, *queued)):  # some may arrive only now
+        while not all(future.done() for future in (*running.asked, *queued)):  # one may arrive after an abort
             assert post(ours, "/abort_request", {"abort_all": True}).status_code == 200
             time.sleep(0.05)
         assert "abort" in endless_ends(running)
@@ -162,7 +165,7 @@ def test_abort_all_leaves_a_server_that_answers(
 
 
 def test_a_stop_string_inside_a_block(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """The block extends past the stop; the text must not, whole or streamed."""
+    """The text ends at the stop string, streamed or not, although the block has tokens after it."""
     random = Random(2)
     for prompt, tokens in zip(prompts, expected, strict=True):
         text = as_text(tokens)
@@ -188,7 +191,7 @@ def tight(server: Callable) -> Server:
 
 @pytest.fixture(scope="module")
 def long_prompts() -> list[list[int]]:
-    """Prompts of natural text, to be cut from the left to any length up to the context."""
+    """Prompts at least as long as the context; tests use their last tokens."""
     return [as_prompt(conversation(seed, n_turns=7)) for seed in range(300, 308)]
 
 
@@ -197,7 +200,7 @@ def long_prompts() -> list[list[int]]:
 def test_context_limit_changes_no_tokens_of_others(
     tight: Server, long_prompts: list[list[int]], reference: Callable, n: int
 ) -> None:
-    """Requests that hit the limit after `n` tokens reserve past it; a row's end must not reach the next row."""
+    """Blocks of requests at the context limit extend past their rows of the request table, not into the next row."""
     at_limit = [prompt[-(CONTEXT - 2 - n) :] for prompt in long_prompts[:2]]
     neighbours = [prompt[-60:] for prompt in long_prompts[2:5]]
     for order in ([*at_limit, *neighbours], [*neighbours, *at_limit]):
@@ -210,7 +213,7 @@ def test_context_limit_changes_no_tokens_of_others(
 
 @pytest.mark.full
 def test_context_limit_ends_an_answer(tight: Server, long_prompts: list[list[int]]) -> None:
-    """SGLang keeps one position: prompt and answer together are two short of the context length."""
+    """SGLang ends an answer when prompt and answer have two tokens less than the context length."""
     for n_prompt in (CONTEXT - 7, CONTEXT - 8, CONTEXT - 20, CONTEXT - 40):
         answer = tight.generate(long_prompts[0][-n_prompt:], max_new_tokens=CONTEXT - n_prompt, ignore_eos=True)
         assert answer.meta["finish_reason"]["type"] == "length"
@@ -234,9 +237,9 @@ def test_requests_that_do_not_fit_are_refused(
 def test_retracted_requests_give_the_same_tokens(
     tight: Server, server: Callable, long_prompts: list[list[int]]
 ) -> None:
-    """Eight requests of 230 tokens in a pool of 896: some are retracted and start again.
+    """Eight requests of 230 tokens do not fit a pool of 896, so some are retracted and start again.
 
-    The end token is forbidden, not ignored: SGLang reserves all memory of requests that ignore it.
+    The end token is banned by a bias, not by `ignore_eos`, because SGLang would then reserve all KV slots at admission.
     """
     prompts = [prompt[-80:] for prompt in long_prompts]
     endless = {"max_new_tokens": 150, "logit_bias": {str(END): -100.0}}
@@ -277,16 +280,16 @@ def paused(server: Server, mode: str) -> Iterator[None]:
 
 
 def in_time(attempt: Callable[[], bool]) -> None:
-    """Retry: on a busy machine an action meant for the middle of requests may come after their end."""
+    """Retry `attempt`, which returns False if its action came after all requests had ended, as on a busy machine."""
     assert any(attempt() for _ in range(5)), "too late five times"
 
 
-@pytest.mark.parametrize("n_begun", [1, 5, 9])  # of twelve, where eight run at a time
+@pytest.mark.parametrize("n_begun", [1, 5, 9])  # of twelve requests, of which eight run at a time
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_pause_and_continue(
     ours: Server, prompts: list[list[int]], expected: list[list[int]], mode: str, n_begun: int
 ) -> None:
-    """Requests are put back midway, with their KV or without; resumed, they give the same tokens."""
+    """Requests paused in the middle, with K/V kept ("in_place") or dropped ("retract"), give the same tokens."""
 
     def pause_midway() -> bool:
         ours.flush_cache()
@@ -302,7 +305,7 @@ def test_pause_and_continue(
 
 
 def test_pause_by_abort(ours: Server, prompts: list[list[int]], expected: list[list[int]]) -> None:
-    """All begin before the pause: a later one is held back until the server continues."""
+    """Pause after all requests have begun, because one that arrives during the pause would wait for its end."""
 
     def abort_midway() -> bool:
         with Streams(ours, prompts[:8], **ENDLESS) as asked:
@@ -351,7 +354,7 @@ def test_draft_update_in_the_middle_of_requests(
 def test_a_restarted_server_gives_the_same_answers_and_steps(
     tight: Server, prompts: list[list[int]], reference: Callable
 ) -> None:
-    """Stop the server in the middle of requests, as a deployment does."""
+    """Stop and start the server while requests run, as a deployment does."""
 
     def ask() -> list[tuple[list[int], dict[int, int]]]:
         tight.flush_cache()

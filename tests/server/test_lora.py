@@ -1,4 +1,4 @@
-"""LoRA adapters of the target with a draft that has none: answers and steps are those of the merged target."""
+"""LoRA adapters of the target, and a draft without adapters: answers and steps equal those of the merged target."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ from tests.server.lib.variants import RANDOM_WIDTHS, TRACK, TWO_NODES
 
 pytestmark = pytest.mark.full
 
-BASE = ""  # no adapter
+BASE = ""  # name of the base model, without an adapter
 AT_START = ("calm", "wild")
 
 Asked = list[tuple[str, list[int]]]  # an adapter's name, a prompt
@@ -36,11 +36,11 @@ class Kind(NamedTuple):
 
     @property
     def brief(self) -> bool:
-        """True for a kind that skips tests which another kind of its target covers."""
+        """True for kinds that skip tests which "dense" and "hybrid" cover."""
         return bool(self.env)
 
 
-# With captured graphs, SGLang allocates the adapter of each row for every width.
+# Captured graphs keep the adapter index of each row in static tensors, which differ between verify widths.
 REHEARSED = {"flags": (*FA3, *GRAPHS), "env": SM90, "n_prompts": 1, "max_new_tokens": 16}
 KINDS = {
     "dense": Kind("dense"),
@@ -55,7 +55,7 @@ class Serving(NamedTuple):
     kind: Kind
     known: dict[str, Adapter]
     prompts: list[list[int]]
-    start: Callable[..., Server]  # another server of this kind
+    start: Callable[..., Server]  # starts another server of this kind
     server: Server
 
     def ask(self, server: Server, name: str, prompt: list[int]) -> Generation:
@@ -105,7 +105,7 @@ def empty_cache(serving: Serving) -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 8])
 def test_answers_and_steps_are_those_of_the_merged_target(serving: Serving, concurrency: int) -> None:
-    """In a mixed batch the rows of each request's block must use its own adapter."""
+    """In a batch with several adapters, all rows of a request's block must use the request's adapter."""
     asked = serving.shuffled(seed=concurrency)
     answers = serving.ask_all(serving.server, asked, concurrency)
     assert tokens_of(answers) == [serving.expected(*pair) for pair in asked]
@@ -113,7 +113,7 @@ def test_answers_and_steps_are_those_of_the_merged_target(serving: Serving, conc
 
 
 def test_a_prefix_is_found_under_its_own_adapter_only(serving: Serving) -> None:
-    """The draft's context is stored with the target's K/V and was computed with the adapter."""
+    """The draft's context K/V, cached with the target's, depend on the adapter too."""
     prompt = [token for prompt in serving.prompts * 6 for token in prompt][:120]
     found = []
     for name in (BASE, *AT_START) * 2:
@@ -125,7 +125,10 @@ def test_a_prefix_is_found_under_its_own_adapter_only(serving: Serving) -> None:
 
 
 def test_adapters_change_answers_and_drafts_are_still_accepted(serving: Serving) -> None:
-    """Otherwise these tests cannot fail. The draft was trained for the base model and fits an adapter less."""
+    """Adapters must change answers, or the tests above cannot fail.
+
+    The draft was trained for the base model, so fewer drafts are accepted with an adapter.
+    """
     if serving.kind.brief:
         pytest.skip("too few answers")
     answered = {
@@ -178,10 +181,10 @@ def test_other_workers_give_the_same_answers(serving: Serving, pool: Any, arm: A
 def test_adapter_of_a_borrowed_layer_leaves_the_draft_unchanged(
     serving: Serving, pool: Any, tmp_path: Path, end: str
 ) -> None:
-    """SGLang wraps the layer by one that reads the batch; the draft embeds and scores as the base model.
+    """An adapter of the embedding or head applies to the target alone; the draft uses the base model's layers.
 
-    SGLang's wrapper of the head gives some prompts that are read together a neighbour's adapter, without speculation
-    too. Those prompts are sent one by one.
+    SGLang's adapter of the head gives some prompts in one prefill batch another request's adapter, also without
+    speculation. So prompts for the head are sent one by one.
     """
     if serving.kind is not KINDS["dense"]:
         pytest.skip("one server shows it")

@@ -1,4 +1,4 @@
-"""Memory for the draft's context K/V: by the target's tokens, or with a window by requests alone."""
+"""Memory for the draft's context K/V: proportional to the target's KV tokens, or with a window to the requests."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from sglang_dflash.check import served
 from sglang_dflash.memory.sizes import ring_slots
 from sglang_dflash.tiny import pairs as tiny
 
-N_REQUESTS, BLOCK, WINDOW = 8, 16, 64  # of the tiny pairs' servers
+N_REQUESTS, BLOCK, WINDOW = 8, 16, 64  # most requests of a tiny pair's server, tokens of a block, window in tokens
 FP32 = 4
 
 
@@ -28,7 +28,7 @@ def test_ring_memory_does_not_depend_on_the_context(server: Callable) -> None:
     window = ("--speculative-draft-window-size", str(WINDOW))
     short = draft_kv_bytes(server, *window, "--context-length", "512", "--max-total-tokens", "2048")
     long = draft_kv_bytes(server, *window, "--context-length", "4096", "--max-total-tokens", "8192")
-    # One ring is for padding, and SGLang's pools have an extra page.
+    # One more ring is for padding rows, and SGLang's pools have one more page (here one slot).
     assert short == long == ((N_REQUESTS + 1) * ring_slots(WINDOW, BLOCK, 1) + 1) * slot_bytes()
 
 

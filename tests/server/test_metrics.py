@@ -1,4 +1,4 @@
-"""`/metrics` of real servers: counts there equal the sums of the requests' own counts."""
+"""`/metrics` of real servers: counters equal the sums of the counts in the requests' `meta_info`."""
 
 import json
 import time
@@ -20,7 +20,8 @@ from tests.server.lib.variants import window
 
 BLOCK = 16
 MAX_NEW_TOKENS = 48
-RING_WINDOW = 128  # longer than the part of a prompt that is always read, so that a hit leaves a gap
+# Tokens. The server prefills at least the end of a cached prompt; a longer window also covers tokens that it skips.
+RING_WINDOW = 128
 
 
 class Scrape:
@@ -42,13 +43,13 @@ class Scrape:
         return found
 
     def committed(self) -> Counter[int]:
-        """Return blocks by committed tokens; Prometheus has cumulative counts."""
+        """Return the number of blocks by committed tokens, from Prometheus's cumulative buckets."""
         up_to = [self.total("dflash_committed_tokens_bucket", le=f"{n}.0") for n in range(1, BLOCK + 1)]
         return Counter({n: int(b - a) for n, (a, b) in enumerate(zip([0, *up_to], up_to, strict=False), start=1)})
 
 
 def scrape_with(server: Server, n_blocks: float) -> Scrape:
-    """Scrape once `n_blocks` are counted: an answer may arrive before the scheduler writes its counts."""
+    """Scrape until `n_blocks` are counted, because an answer may arrive before the scheduler writes its counts."""
     deadline = time.monotonic() + 20
     while (scrape := Scrape(server)).total("dflash_committed_tokens_count") < n_blocks and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -87,7 +88,7 @@ def require_same_counts(before: Scrape, after: Scrape, answers: Sequence[Generat
 
 def test_counts_are_the_sums_of_the_requests(whole: Server, questions: Callable) -> None:
     for concurrency in (1, 4):
-        time.sleep(0.5)  # earlier requests are written
+        time.sleep(0.5)  # until the counts of earlier requests are written
         before = Scrape(whole)
         answers = whole.generate_many(questions(6, seed=3), concurrency=concurrency, max_new_tokens=MAX_NEW_TOKENS)
         n_blocks = summed(answers, "spec_verify_ct")
@@ -122,7 +123,7 @@ def test_all_metrics_are_exported_with_sglangs_labels(whole: Server, questions: 
 
 @pytest.mark.full
 def test_widths_and_cut_contexts_are_those_of_the_trace(pool: Any, tmp_path: Path) -> None:
-    """Prompts are repeated: the target's cache has their prefix, the draft's ring does not."""
+    """Repeat prompts, so that the prefix cache has K/V of the target which the draft's ring lacks ("cut" contexts)."""
     ours = pool.get(
         target="dense",
         flags=(*window(RING_WINDOW), *ENABLED),

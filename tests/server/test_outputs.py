@@ -1,7 +1,7 @@
-"""Outputs of a request beyond its tokens, equal to those without speculation: hidden states and sampling masks.
+"""Hidden states and sampling masks of a request equal those without speculation.
 
-`test_parity.py` has hidden states among its cases. `test_exact.py` compares them under chunked prompts, retraction and
-changing widths, and `test_rehearsal.py` in captured graphs, whose next replay overwrites them.
+Hidden states are also tested by `test_parity.py`, by `test_exact.py` (chunked prefill, retraction, changing widths) and
+by `test_rehearsal.py` (captured graphs).
 """
 
 import math
@@ -104,7 +104,7 @@ def require_masks(token_ids: Sequence[int], meta: dict[str, Any]) -> None:
 
 
 def test_masks_are_those_without_speculation(whole: Server, off: Server, questions: Callable) -> None:
-    """A mask follows from the text before its token, so text drawn here is the prompt there."""
+    """Masks depend only on earlier tokens, which are sent as a prompt to the server without speculation."""
     prompts = questions(len(DRAWN), seed=26)
     requests = [masked(kind) | {"max_new_tokens": 12} for kind in DRAWN]
     answers = together(whole, list(zip(prompts, requests, strict=True)))
@@ -122,13 +122,13 @@ def masked(kind: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_mask(meta: dict[str, Any], i: int) -> dict[int, float]:
-    """Return the logprob of every token in the mask of token `i`."""
+    """Return the mask of output token `i`, as token id -> log-probability."""
     masks, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
     return dict(zip(masks[i], logprobs[i], strict=True))
 
 
 def test_selected_logprobs_have_one_value_per_token(whole: Server, questions: Callable) -> None:
-    """The batch has a request for all logprobs, and one for none."""
+    """With mode "selected" each token has one log-probability, also in a batch with mode "support" and no mask."""
     kind = {"temperature": 1.5, "top_k": 10, "max_new_tokens": 12}
     fields = [MASKED | {"sampling_logprobs_mode": "selected"}, MASKED, {}]
     requests = [kind | {"fields": field} for field in fields]

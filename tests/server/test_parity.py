@@ -1,8 +1,8 @@
-"""All request parameters at temperature 0: the answer without speculation, token for token, in fp32.
+"""All request parameters at temperature 0: answers equal those without speculation, token for token, in fp32.
 
-Every case of `tests.tools.parameters.EXACT` is asked with every question, all in one shuffle at concurrency 8, so a
-batch mixes penalties, grammars and stop strings. Text, finish reason, token counts, logprobs and hidden states must
-agree too. Equal answers mean little if a parameter changes nothing or no draft is accepted, so both are counted.
+Every case of `tests.tools.parameters.EXACT` is sent with every question, in random order at concurrency 8, so a batch
+mixes penalties, grammars and stop strings. Text, finish reason, token counts, logprobs and hidden states must agree
+too. Further tests require that each parameter changes answers, and that drafts are accepted in each table row.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,9 @@ from tests.tools import parameters
 from tests.tools.parameters import EXACT, PLAIN, QUESTIONS, Case, Refusal, Reply, Sample
 
 FLAGS = {"hybrid": VARIANTS["hybrid"].flags, "dense": (*VARIANTS["dense"].flags, *parameters.REQUEST_FLAGS)}
-GAP = 1e-4  # fp32 sums in another order
-COMMITTED_PER_STEP = 2.0  # over all cases; drafts ignore grammars and bans, which lowers it
+GAP = 1e-4  # largest difference of numbers; fp32 sums are taken in another order
+# Least acceptance length over all cases. Drafts ignore grammars and bans, so it is lower than for plain requests.
+COMMITTED_PER_STEP = 2.0
 
 
 class Battery(NamedTuple):
@@ -43,7 +44,7 @@ def battery(request: pytest.FixtureRequest, server: Callable) -> Battery:
     prompts = [chat(question, target) for question in QUESTIONS]
     ours = server(target=target, flags=FLAGS[target])
     off = server("off", target=target)
-    # Shuffles differ, because a request's neighbours must not matter either.
+    # The order differs between the servers, because answers must not depend on other requests of the batch.
     return Battery(off=answer_all(off, EXACT, prompts, seed=1), ours=answer_all(ours, EXACT, prompts, seed=2))
 
 
@@ -88,14 +89,14 @@ def test_same_numbers(battery: Battery, case: Case) -> None:
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_the_case_changes_answers(battery: Battery, case: Case) -> None:
-    """Otherwise a server that ignores the parameter would pass."""
+    """Without speculation the parameter changes answers, or a server that ignores it would pass `test_same_answer`."""
     plain = [sample.outcome for sample in samples(battery.off[PLAIN.name])]
     changed = sum(reply[0].outcome != before for reply, before in zip(battery.off[case.name], plain, strict=True))
     assert changed >= case.bites, f"{case}: changed {changed} of {len(plain)} answers; use a stronger value"
 
 
 def test_drafts_are_accepted(battery: Battery) -> None:
-    """Otherwise only the first slot of a block is tested."""
+    """If no draft were accepted, only the first slot of each block would be compared."""
     steps, accepted = dict[str, int](), dict[str, int]()
     for case in EXACT:
         metas = [sample.meta for sample in samples(battery.ours[case.name])]

@@ -1,4 +1,7 @@
-"""Thoughts and tool calls: counted and streamed as without speculation, however many tokens arrive at once."""
+"""Reasoning tokens are counted, and tool calls streamed, as without speculation.
+
+This must hold even if many tokens arrive in one streamed chunk.
+"""
 
 import json
 import re
@@ -14,7 +17,7 @@ from tests.server.lib.variants import VARIANTS
 from tests.tools.parameters import QUESTIONS
 from tests.tools.tool_answers import WRITERS, Call
 
-# An increment holds whole calls, as a step does if calls are short.
+# With 40 tokens per streamed chunk, a chunk holds whole tool calls, as one decode step can.
 PARSERS = ("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--stream-interval", "40")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "fg"]
 CALLS: tuple[list[Call], ...] = (
@@ -51,7 +54,7 @@ def test_thoughts_are_counted_as_without_speculation(thinking: Server, server: C
 
 
 def asked(calls: list[Call]) -> dict[str, Any]:
-    """Return a request that is answered with these calls."""
+    """Return a request whose regex forces an answer with exactly these calls."""
     return {
         "model": "default",
         "messages": [{"role": "user", "content": "Call them."}],

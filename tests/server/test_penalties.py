@@ -1,7 +1,7 @@
-"""Penalties on real servers, against their definition over Transformers' logits, token by token.
+"""Penalties on real servers, compared token by token with their definition applied to Transformers' logits.
 
-A server without speculation is no reference: under the overlap schedule SGLang 0.5.23 counts one token late (the last
-prompt token first, the newest never), and forgets the history of a retracted request.
+A server without speculation cannot be the reference. Under the overlap schedule SGLang 0.5.23 counts tokens one step
+late: it counts the last prompt token and misses the newest. It also forgets the output of a retracted request.
 """
 
 from array import array
@@ -22,7 +22,7 @@ from tests.server.lib.variants import NO_OVERLAP, RETRACT, VARIANTS
 
 N_PROMPTS = 12
 MAX_NEW_TOKENS = 40
-# Strong enough to change most answers of a pair that is sure of itself.
+# Strong enough to change most answers of the tiny pairs, whose next tokens are nearly certain.
 ASKED: list[dict[str, float]] = [
     {"frequency_penalty": 2.0},
     {"presence_penalty": 2.0},
@@ -127,7 +127,7 @@ def test_logprobs_are_those_of_the_penalised_logits(serving: Serving, questions:
 
 
 def test_custom_processor_reads_the_output_so_far(serving: Serving, questions: Callable, answer: Answer) -> None:
-    """SGLang's n-gram blocker reads the output: no trigram of prompt and output may repeat."""
+    """SGLang's n-gram blocker needs the output so far: it bans tokens that repeat a trigram of prompt or output."""
     server, target, retracts = serving
     if retracts:
         pytest.skip("started without custom processors")

@@ -1,8 +1,8 @@
-"""Prefixes that other requests left in the cache: no change of tokens or steps, and no leak of another's text.
+"""Prefix cache: a prefix left by another request changes neither tokens nor steps, and leaks no other text.
 
-The draft's context is in the target's KV slots, so a cached prefix is found with its context, and a step after a hit
-accepts as many drafts as after a full prefill. With a window the context is in a ring per request, which holds nothing
-of a hit. Then a step accepts what the plain-torch draft accepts without seeing the hit.
+Without a draft window the draft's context K/V are in the target's KV slots. So they are cached with the prefix, and a
+step after a cache hit accepts as many drafts as after a full prefill. With a window they are in a ring per request,
+which lacks the cached prefix. Then a step accepts as many drafts as plain torch does without this prefix (`n_unseen`).
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Serving(NamedTuple):
         return self.reference(prompt, n, self.target)
 
     def steps_after(self, prompt: Sequence[int], hit: Generation, cold: Generation) -> dict[int, int]:
-        """Return the expected steps of `hit`, given those after a full prefill."""
+        """Return the expected steps of `hit`; `cold` is the answer to the same prompt after a full prefill."""
         window = self.variant.draft_window
         if window is None:
             return steps(cold)
@@ -61,7 +61,7 @@ def empty_cache(serving: Serving) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_hit_gives_the_tokens_and_the_steps_of_a_full_prefill(serving: Serving, seed: int) -> None:
-    """Cut inside the prompt, at its end, and inside generated text."""
+    """Cached prefixes end inside the prompt, at its end, and inside generated text."""
     server = serving.server
     prompt = as_prompt(conversation(seed, n_turns=4), serving.target)
     answer = serving.expected(prompt)
@@ -102,7 +102,7 @@ def test_context_of_decode_steps_equals_that_of_a_prefill(serving: Serving, seed
 
 
 def test_extended_prompt_hits_the_prefix_of_a_running_request(serving: Serving) -> None:
-    """The second request extends the prompt of the first, which still decodes."""
+    """The second request extends the prompt of the first while the first still decodes."""
     first = as_prompt(conversation(10, n_turns=4), serving.target)
     second = first + serving.expected(first)[:20] + as_prompt(conversation(11, n_turns=1), serving.target)
     running = stream(serving.server, first, max_new_tokens=MAX_NEW_TOKENS)
@@ -114,7 +114,7 @@ def test_extended_prompt_hits_the_prefix_of_a_running_request(serving: Serving) 
 
 
 def test_conversations_over_the_openai_api(serving: Serving) -> None:
-    """Four conversations of five turns at once: every turn sends the whole history, with the server's answers."""
+    """Four concurrent conversations of five turns: every turn sends the whole history, with the server's answers."""
     client = serving.server.openai()
 
     def converse(seed: int) -> int:
@@ -135,7 +135,10 @@ def test_conversations_over_the_openai_api(serving: Serving) -> None:
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
 def test_requests_that_share_a_prefix_and_diverge(serving: Serving, warm: bool) -> None:
-    """Sixteen requests share a beginning, then differ; some are equal."""
+    """Sixteen requests share a prefix.
+
+    Twelve different questions follow, four of them twice. Warm: the prefix is cached.
+    """
     common = conversation(20, n_turns=3)[:-1]  # ends with an answer
     prompts = [as_prompt([*common, *conversation(30 + i % 12, n_turns=1)], serving.target) for i in range(16)]
     expected = [serving.expected(prompt) for prompt in prompts]

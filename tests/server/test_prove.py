@@ -1,4 +1,4 @@
-"""`sglang-dflash prove` under GPU emulation: its findings, and that a fault changes them."""
+"""`sglang-dflash prove` under GPU emulation: all checks pass, and a fault makes the right checks fail."""
 
 import json
 import os
@@ -16,7 +16,7 @@ COPIES = ("drafts, copies", "steps, copies", "answers, copies")
 NEED_A_GPU = {"bandwidth", "draft graph", "one token"}
 ONE_SERVER = ("drafts", "steps", "answers", "padding", "memory", "stages")
 FAULTS = Path(__file__).parent / "faults"
-MINUTES = 14  # many times the duration on an idle machine
+MINUTES = 14  # time limit of `prove`, many times its duration on an idle machine
 
 
 def prove(
@@ -70,7 +70,7 @@ def test_the_short_form(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_drafts_left_in_the_graph_are_found(tmp_path: Path) -> None:
-    """Answers do not show this fault: the target overwrites the drafts before they are compared."""
+    """Answers stay right with this fault: the target's replay overwrites the drafts, so wrong ones are rejected."""
     fault = parameters.path_with(FAULTS) | {"FAULT": "drafts_in_the_graph"}
     status, document = prove(tmp_path, "--only", "drafts", "steps", "answers", env=fault)
     results = by_name(document)

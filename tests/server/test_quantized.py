@@ -1,6 +1,6 @@
-"""Quantized targets: the answers without speculation, in the steps of SGLang's own worker.
+"""Quantized targets: answers equal those without speculation, steps those of SGLang's own worker.
 
-The draft borrows the target's embedding and head. Its own weights stay plain unless a flag quantizes them. SGLang's
+The draft uses the target's embedding and head. Its own weights are not quantized unless a flag asks for it. SGLang's
 loader of text-only Qwen3.5 drops the scale of a quantized head, so a quantized head is tested on the dense target.
 """
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture
 def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
-    """`served(arm, "hybrid", "fp8")`: a server of this test, quantized, or plain without a format."""
+    """`served(arm, "hybrid", "fp8")`: a server with a quantized target, or without a format with the plain one."""
     started: list[Server] = []
 
     def get(arm: Arm, target: str, form: str | None = None, **kwargs: Any) -> Server:
@@ -54,7 +54,7 @@ def served(pool: Any, tmp_path: Path) -> Iterator[Callable]:
         ("hybrid", "int8", {}),
         ("dense", "int8-head", {}),
         ("dense", "awq", {}),
-        # A rank scales its part of a token's activations, so two ranks differ from one.
+        # Each rank has its own int8 scale for its part of a token's activations, so answers differ from one rank's.
         ("hybrid", "int8", TWO_RANKS),
     ],
 )
@@ -78,7 +78,7 @@ def test_quantized_head_on_two_ranks(served: Callable, questions: Callable) -> N
 
 
 def test_weight_update_of_a_target_in_fp8(served: Callable, questions: Callable, tmp_path: Path) -> None:
-    """An update of int8 weights ends SGLang's scheduler, without speculation as well."""
+    """Only fp8 is tested: an update of int8 weights crashes SGLang's scheduler, also without speculation."""
     prompts, pair = questions(N_PROMPTS, "dense"), PAIRS["dense"]
     off, ours = (served(arm, "dense", "fp8") for arm in (Arm.OFF, Arm.PLUGIN))
     before = answers(ours, prompts)

@@ -1,6 +1,6 @@
-"""The GPU's paths under emulation on a CPU: captured graphs and the GPU's attention backends change nothing.
+"""GPU emulation on a CPU: captured graphs and GPU attention backends change neither answers nor steps.
 
-Answers alone do not show a wrong draft, so the steps of every request are compared with the plain-torch draft's.
+A wrong draft changes no answer, so the steps of every request are compared with those of plain torch.
 """
 
 import re
@@ -23,7 +23,7 @@ from tests.server.lib.talk import steps, tokens_of
 from tests.tools import parameters
 from tests.tools.parameters import REQUEST_FLAGS
 
-ON_GRAPH, EAGER = "cpu graph: True", "cpu graph: False"  # in SGLang's line about a batch
+ON_GRAPH, EAGER = "cpu graph: True", "cpu graph: False"  # parts of SGLang's log line for a decode batch
 
 
 class Serving(NamedTuple):
@@ -74,7 +74,7 @@ def test_answers_and_steps_are_plain_torchs(serving: Serving, concurrency: int) 
 
 
 def test_captured_graphs_run(serving: Serving) -> None:
-    """SGLang's line about every decode batch names the graph."""
+    """SGLang's log line for each decode batch shows whether a captured graph ran."""
     serving.generate(concurrency=1)
     decoded = [line for line in serving.server.log_text().splitlines() if "Decode batch" in line]
     assert len(decoded) > 20
@@ -95,7 +95,7 @@ def running(line: str) -> int:
 
 
 def test_cuda_only_paths_are_captured(serving: Serving) -> None:
-    """Gated DeltaNet has projections on two streams, fused with the convolution for one token but not a block."""
+    """SGLang runs projections of Gated DeltaNet on two streams; for one token it fuses them with the convolution."""
     rehearsal, log = serving.rehearsal, serving.server.log_text()
     captured = rehearsal.captures and rehearsal.target == "hybrid"
     widths = re.findall(r"Captured the fused projection of Gated DeltaNet for (\d+) token", log)
@@ -105,7 +105,7 @@ def test_cuda_only_paths_are_captured(serving: Serving) -> None:
 
 
 def test_draft_after_a_cached_prefix(serving: Serving, questions: Callable) -> None:
-    """A ring holds nothing of a cached prefix, so its lengths differ from the target's."""
+    """A windowed draft's ring lacks the cached prefix, so the draft's KV lengths differ from the target's."""
     rehearsal = serving.rehearsal
     if not rehearsal.knows_steps:
         pytest.skip("steps are not predicted here")
@@ -121,7 +121,7 @@ def test_draft_after_a_cached_prefix(serving: Serving, questions: Callable) -> N
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_outputs_are_those_of_their_step(serving: Serving, concurrency: int) -> None:
-    """The next replay overwrites a graph's hidden states while the host still reads the last ones."""
+    """Each request gets the hidden states of its own step, although the next replay overwrites the graph's memory."""
     if REQUEST_FLAGS[-1] not in serving.rehearsal.flags:
         pytest.skip("the server was not started for hidden states")
     serving.server.flush_cache()
@@ -141,12 +141,12 @@ def test_outputs_are_those_of_their_step(serving: Serving, concurrency: int) -> 
 FAULTS = Path(__file__).parent / "faults"
 CAPTURED = "not permitted while a stream is captured; at faults/sitecustomize"
 FAULTY = {
-    # fault: (server, evidence: different answers, more steps, or the error that ends the server)
+    # fault: (server, evidence). Evidence is different "answers", more "steps", or the error that ends the server.
     "drafts_in_the_graph": (REHEARSALS["fa3-graphs"], "steps"),
     "a_value_read_in_the_draft": (REHEARSALS["fa3-graphs"], CAPTURED),
     "a_host_length_in_the_draft": (REHEARSALS["fa3-graphs"], "steps"),
     "a_page_table_in_new_memory": (REHEARSALS["fa3-graphs"], "answers"),
-    # SGLang notices that its metadata is for another number of requests; another backend would not.
+    # Only this attention backend checks that its metadata is for the right number of requests.
     "prompts_on_the_last_width": (REHEARSALS["fa3-full-prefill-graphs-widths"], "full-CG prefill metadata"),
     "a_barrier_left_out": (REHEARSALS["fa3-graphs-streams"], "UnorderedAccess"),
     "a_branch_not_forked": (

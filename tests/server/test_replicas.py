@@ -1,4 +1,4 @@
-"""Replicas: servers that share no state, as ranks of one server (`--dp-size`) and behind SGLang's router."""
+"""Replicas without shared state: data-parallel ranks of one server (`--dp-size`), and servers after SGLang's router."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,7 +81,7 @@ def test_openai_api_streams_through_the_router(fleet: Fleet) -> None:
 def test_killed_replica_loses_no_request(
     fleet: Fleet, questions: Callable, reference: Callable, pool: Callable
 ) -> None:
-    """The router repeats requests of the killed server on the other one."""
+    """The router must resend requests of the killed server to the other server."""
     prompts = questions(24, seed=84)
     with ThreadPoolExecutor(6) as clients:
         asked = [clients.submit(fleet.router.generate, prompt, max_new_tokens=MAX_NEW_TOKENS) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Request fields that `test_parity.py` leaves out: served as without speculation, or refused alike."""
+"""Request fields that `test_parity.py` does not cover: same answer or same refusal as without speculation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +41,7 @@ def test_the_answer_is_the_one_without_speculation(
 
 
 def run_session(server: Server, questions: list[list[int]], *, streaming: bool = False) -> list[Any]:
-    """Run a session whose every turn but the last is the context of the next; return statuses and answers."""
+    """Run a session of several turns, where each turn continues the one before; return statuses and answers."""
     opened = post(server, "/open_session", {"capacity_of_str_len": 1000, "session_id": "s", "streaming": streaming})
     results: list[Any] = [opened.status_code]
     ends: list[dict[str, Any]] = [
@@ -71,7 +71,7 @@ def run_session(server: Server, questions: list[list[int]], *, streaming: bool =
 
 
 def test_session_continues_as_without_speculation(ours: Server, off: Server, questions: Callable) -> None:
-    """If a turn ended inside a block, the rest of the block must not enter the session."""
+    """If a turn ends inside a block, tokens after its end must not become part of the session."""
     asked = questions(9, seed=12)
     results = run_session(off, asked)
     assert run_session(ours, asked) == results
@@ -89,7 +89,7 @@ def test_a_streaming_session_needs_its_flag(ours: Server, off: Server) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_streaming_session_continues_as_without_speculation(server: Callable, questions: Callable, target: str) -> None:
-    """A turn that ends inside a block leaves recurrent state past its end."""
+    """When a turn ends inside a block, the recurrent state is past the turn's end and must not be continued."""
     servers = [server(arm, target=target, flags=("--enable-streaming-session",)) for arm in ("plugin", "off")]
     for seed in range(13, 17):
         asked = questions(5, target=target, seed=seed)
@@ -101,7 +101,7 @@ def test_streaming_session_continues_as_without_speculation(server: Callable, qu
 @pytest.mark.full
 @pytest.mark.parametrize("target", ["hybrid", "dense"])
 def test_a_prompt_of_embeddings(server: Callable, questions: Callable, reference: Callable, target: str) -> None:
-    """The draft's context is computed from the target's features, whatever the input."""
+    """The draft needs the target's features alone, so prompts given as embeddings are served too."""
     served = server(target=target, flags=("--disable-radix-cache",))
     model = AutoModelForCausalLM.from_pretrained(PAIRS[target].target, dtype=torch.float32)
     for prompt in questions(4, target=target, seed=14):
@@ -132,7 +132,10 @@ def test_refusals_equal_those_without_speculation(
 
 @pytest.mark.full
 def test_a_grammar_ends_an_answer_that_ignores_ends(ours: Server, off: Server, server: Callable) -> None:
-    """With speculation SGLang ends at the grammar's end; without, it checks a step too late and adds a token."""
+    """With speculation an answer ends with its grammar.
+
+    Without speculation SGLang checks one step late, adding a token.
+    """
     stock = server("stock", flags=VARIANTS["hybrid"].flags)
     for rule in ("(yes|no)", "[0-9]{3}"):
         options = {"max_new_tokens": 17, "regex": rule, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Invalid requests: refused as without speculation, with the same status and message, and the server lives."""
+"""Invalid requests: same status and message as without speculation, and the server keeps running."""
 
 import contextlib
 import re
@@ -26,12 +26,12 @@ from tests.server.lib.bad_requests import (
 from tests.server.lib.variants import METRICS, VARIANTS
 
 MAX_NEW_TOKENS = 8
-# The time at which a grammar failed to compile differs between answers.
+# Time of day in the message of a grammar that does not compile; it differs between answers.
 CLOCK = re.compile(r"\[\d\d:\d\d:\d\d\]")
 
 
 def answer_to(server: Server, bad: Bad) -> tuple[int, Any]:
-    """Return the status, and the message of a refusal or the answers."""
+    """Return the status, and the answers (status 200) or the error message."""
     response = httpx.post(f"{server.url}{bad.path}", timeout=60, **bad.content)
     if response.status_code != 200:
         return response.status_code, CLOCK.sub("[now]", response.text)
@@ -50,7 +50,7 @@ def test_refused_or_served_as_without_speculation(ours: Server, off: Server, kin
 
 
 REFUSALS = {
-    **dict.fromkeys(NO_PROMPT, "the prompt has no tokens|Prompt cannot be empty"),  # the second from the OpenAI API
+    **dict.fromkeys(NO_PROMPT, "the prompt has no tokens|Prompt cannot be empty"),  # second message: OpenAI API
     **dict.fromkeys(NO_TOKEN, r"its vocabulary, 0\.\.1023"),
     **dict.fromkeys((*NO_PARAMETER, *TOO_MANY), "; (send|ask for|leave it)"),
 }
@@ -76,12 +76,12 @@ def test_fatal_labels_are_refused_by_name(ours: Server) -> None:
     "kind", [kind for kind in (*NO_PROMPT, *NO_TOKEN, *NO_PARAMETER, *NO_LABEL) if kind not in OUTLIVED]
 )
 def test_without_the_plugin_the_server_ends(server: Callable, pool: Any, kind: str) -> None:
-    """Refusals are needed: these requests end SGLang's own worker in a process without the plugin."""
+    """These requests crash a server without the plugin, so the plugin's refusals are needed."""
     stock = server("stock", flags=METRICS)
     bad = (KINDS | NO_LABEL)[kind]
     with contextlib.suppress(httpx.TransportError):
         httpx.post(f"{stock.url}{bad.path}", timeout=30, **bad.content)
-    ends = time.monotonic() + 120  # SGLang first waits a minute for a core dump of CUDA
+    ends = time.monotonic() + 120  # after a crash SGLang waits a minute for CUDA's core dump
     while stock.running and time.monotonic() < ends:
         time.sleep(0.2)
     assert not stock.running
@@ -101,7 +101,8 @@ def test_several_tokenizer_processes_refuse_too(server: Callable, off: Server) -
 
 
 def test_turns_of_a_session_are_checked(ours: Server) -> None:
-    """A turn may have no tokens of its own if the session has some."""
+    """Check the token ids of every turn. A turn may have no tokens if the session has some."""
+
     session = httpx.post(f"{ours.url}/open_session", json={"capacity_of_str_len": 1000}, timeout=60).json()
     for ids, status in (([], 400), ([5, 1024], 400), (PROMPT, 200), ([1024], 400), ([8, 9], 200)):
         body = {"input_ids": ids, "sampling_params": GREEDY, "session_params": {"id": session, "rid": None}}

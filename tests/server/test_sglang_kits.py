@@ -1,7 +1,7 @@
-"""SGLang's own server kits, from its wheel: tests that its built-in worker passes, this plugin's passes too.
+"""SGLang's own server tests (`sglang.test.kits`): this plugin passes every test that the built-in worker passes.
 
-Kits that need a large model's sense or a GPU's speed fail with both workers. Tests of hidden states and sampling masks
-must pass with this plugin whatever the built-in worker does.
+Tests that need a large model or a GPU's speed fail with both workers. Tests of hidden states and sampling masks must
+pass with this plugin even if they fail with the built-in worker.
 """
 
 import unittest
@@ -34,10 +34,10 @@ KITS = {
 }  # fmt: skip
 OURS_ALONE = ("test_return_hidden_states", "test_sampling_mask")
 LEFT_OUT = (
-    # These send token ids past the tiny vocabulary, which end SGLang's scheduler.
+    # These tests send token ids past the tiny vocabulary, which crash SGLang's scheduler.
     "test_logprob_mixed",
     "test_radix_attention",
-    # These draw words of any length, which a tiny model ends only by luck.
+    # These grammars allow words of any length, so a tiny model rarely ends an answer in time.
     "test_regex_generate_custom_log_format",
     "test_regex_generate_email",
     "test_ebnf_generate_custom_log_format",
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.full
 
 
 class Client:
-    """Attributes that kits expect of the fixtures that they are mixed into."""
+    """Attributes that SGLang's kits expect of the test class that they are mixed into."""
 
     server: Server
 

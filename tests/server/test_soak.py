@@ -1,4 +1,4 @@
-"""The soak: short on the suite's own server, long on four servers (`make soak`)."""
+"""Soak test (`tests/server/lib/soak.py`): 200 requests in CI, 2,500 on each of four servers in `make soak`."""
 
 import resource
 from collections import Counter
@@ -61,7 +61,7 @@ def test_long(server: Callable, book: list[Entry], flags: tuple[str, ...], env: 
 @pytest.mark.full
 @pytest.mark.soak
 def test_thousands_of_streams_that_nobody_reads(ours: Server, book: list[Entry]) -> None:
-    """Other streams must be complete while thousands wait, and after those hang up."""
+    """Streams that are read must be complete while thousands of unread streams wait, and after these disconnect."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     read = book[:N_READ]

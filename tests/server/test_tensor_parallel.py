@@ -1,8 +1,8 @@
-"""Two ranks, over gloo: the answers of one rank, the same draws on both, and little exchange for greedy requests.
+"""Two tensor-parallel ranks over gloo answer like a single rank, draw the same tokens, and exchange little if greedy.
 
-SGLang seeds its ranks alike, and ranks that draw alike agree without an exchange. Here each has its own random numbers
-(`unlike_ranks/`). With `SGLANG_SPEC_TP_SYNC=off` each rank keeps its own draw and the last test fails: steps differ in
-length, and the server stops answering.
+SGLang seeds all ranks alike, so they would agree without an exchange. These tests seed each rank differently
+(`unlike_ranks/`). With `SGLANG_SPEC_TP_SYNC=off` each rank keeps its own draw, and `test_ranks_draw_the_same_tokens`
+fails: step lengths differ between the ranks, and the server hangs.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,10 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module", params=["fixed", "auto", "window"])
 def two_ranks(request: pytest.FixtureRequest, server: Callable) -> Server:
-    """Servers: `auto` ranks have their own clocks and must choose one width; `window` has a ring per rank's heads."""
+    """Server of two ranks with different seeds.
+
+    `auto`: each rank times its steps, and both must choose the same width. `window`: a rank has rings for its heads.
+    """
     env = {"SGLANG_DFLASH_WIDTHS": "auto"} if request.param == "auto" else {}
     window = ("--speculative-draft-window-size", "64") if request.param == "window" else ()
     ranks = server(flags=[*TWO_RANKS["flags"], *window], env=TWO_RANKS["env"] | env)
@@ -51,7 +54,7 @@ def test_two_ranks_answer_like_one(two_ranks: Server, questions: Callable, refer
 def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> None:
     """Compare log-probabilities of sampled text with Transformers'.
 
-    Each rank stores its heads of the K/V of the tokens it drew. If draws differed, the next logits would be wrong.
+    Each rank stores K/V of its own heads for the tokens that it drew. If draws differed, later logits would be wrong.
     """
     prompts = questions(8, seed=11)
     sampling = {"max_new_tokens": MAX_NEW_TOKENS, "temperature": 1.0, "ignore_eos": True}
@@ -64,7 +67,8 @@ def test_ranks_draw_the_same_tokens(two_ranks: Server, questions: Callable) -> N
 # -- exchange per step ---------------------------------------------------------------------------------------------
 
 VOCABULARY = 1024  # size in the tiny pair
-# Two ranks' best value and token id, for the verify and for the draft, whose graph has less than twice the rows.
+# Most elements gathered per verified row: two ranks give a value and a token id, once for the verify and at most twice
+# for the draft, whose captured graph is padded to less than twice the rows.
 PER_ROW = 2 * 2 * (1 + 2)
 NEEDS_LOGITS = (
     greedy("frequency_penalty", "penalised", 0, frequency_penalty=1.2),
@@ -83,7 +87,7 @@ NEEDS_LOGITS = (
     params=[pytest.param((TRACK, ()), id="cpu"), pytest.param(((*FA3, *GRAPHS, *TRACK), SM90), id="emulated")],
 )
 def counted(request: pytest.FixtureRequest, server: Callable) -> Server:
-    """Server whose ranks log each step's exchange; `emulated` captures every verify of up to eight requests."""
+    """Server whose ranks log each step's exchange. `emulated` verifies up to eight requests in captured graphs."""
     flags, env = request.param
     return server(flags=[*flags, "--tp", "2", *REQUEST_FLAGS], env=dict(env) | dict(TWO_NODES) | COUNTED)
 
@@ -91,7 +95,7 @@ def counted(request: pytest.FixtureRequest, server: Callable) -> Server:
 def gathered_per_row(
     server: Server, asked: list[tuple[list[int], Case]], concurrency: int = 8
 ) -> tuple[list[Reply], list[float]]:
-    """Return the replies, and for every step the elements that a rank gathered per verified row."""
+    """Return the replies, and for every step the number of elements that a rank gathered per verified row."""
     n_before = len(server.log_text())
     replies = parameters.ask_all(server, asked, concurrency=concurrency)
     steps = steps_in(server.log_text()[n_before:])
@@ -107,14 +111,14 @@ def test_greedy_steps_gather_numbers_not_logits(counted: Server) -> None:
 
 @pytest.mark.parametrize("case", NEEDS_LOGITS, ids=str)
 def test_steps_that_need_logits_gather_them(counted: Server, case: Case) -> None:
-    """This also shows that the count includes gathers, even in a captured graph's step."""
+    """This also shows that the log counts gathers inside captured graphs."""
     _, gathered = gathered_per_row(counted, [(chat(QUESTIONS[0]), case)])
     assert len(gathered) >= 2
     assert min(gathered) >= VOCABULARY
 
 
 def test_mixed_batches_answer_as_without_speculation(counted: Server, off: Server) -> None:
-    """Cases are mixed with each other and with plain requests, so both kinds of steps alternate."""
+    """Requests that need logits are mixed with plain ones, so steps with and without a gather of logits alternate."""
     cases = [*EXACT, *[PLAIN] * len(EXACT)]
     asked = [(chat(question), case) for case in cases for question in QUESTIONS[:2]]
     Random(0).shuffle(asked)

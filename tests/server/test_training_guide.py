@@ -1,4 +1,4 @@
-"""The training guide, followed literally: train a draft on the CPU, serve it, and send a request."""
+"""Commands of docs/training.md, run as written on the CPU: train a draft, serve it, and send a request."""
 
 import json
 import os
@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, list[list[str]]]:
-    """Run the guide's first two commands in a folder; return it with the commands that follow."""
+    """Run the guide's first two commands in a new folder; return the folder and the guide's further commands."""
     folder = tmp_path_factory.mktemp("guide")
-    (folder / "sglang_dflash").symlink_to(guide.ROOT / "sglang_dflash")  # the guide's paths start here
+    (folder / "sglang_dflash").symlink_to(guide.ROOT / "sglang_dflash")  # the guide's paths are relative
     chats, draft, *rest = guide.commands(guide.DOCS / "training.md")
     for command in (chats, draft):
         assert command[:2] == ["sglang-dflash", "train"]

@@ -1,4 +1,4 @@
-"""Weight updates while serving, of the draft or the target: from tensors, and from a checkpoint on disk."""
+"""Weight updates of the draft or the target while serving: from pushed tensors, and from a checkpoint on disk."""
 
 import shutil
 from collections.abc import Callable
@@ -22,7 +22,7 @@ NAMES = ("fc.weight", "hidden_norm.weight", "layers.0.self_attn.k_proj.weight", 
 
 
 def test_updated_draft_drafts_as_if_loaded(whole: Server, questions: Callable) -> None:
-    """The update affects block and context alike: no second copy of a weight stays old."""
+    """The update must reach the block's forward and the context K/V, which may use separate copies of a weight."""
     prompts = questions(4, seed=11)
     original = {name: tensor.float() for name, tensor in load_file(HYBRID.draft / "model.safetensors").items()}
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def changed_copy(checkpoint: Path, folder: Path) -> Path:
 def test_checkpoint_from_disk_updates_the_model_it_belongs_to(
     whole: Server, off: Server, questions: Callable, tmp_path: Path
 ) -> None:
-    """A target's changes text as without speculation; a draft's changes acceptance."""
+    """A new target changes answers as it does without speculation. A new draft changes steps alone."""
     prompts, (new_target, new_draft) = questions(2, seed=12), (changed_copy(p, tmp_path / p.name) for p in HYBRID)
 
     def load(server: Server, path: Path) -> int:
@@ -103,7 +103,10 @@ def served_steps(server: Server, prompts: list[list[int]]) -> list[dict[int, int
 
 @pytest.mark.parametrize("part", ["model.layers.0.", "model.norm.weight", ""])
 def test_target_push_leaves_draft(whole: Server, questions: Callable, part: str) -> None:
-    """Push without a selector, as trainers do: one layer, a norm whose name the draft has too, and everything."""
+    """A push without a selector, as trainers send it, must not change the draft.
+
+    Parts: one layer, a norm whose name the draft has too, and the whole target.
+    """
     prompts = questions(3, seed=13)
     before = served_steps(whole, prompts)
     tensors = {name: t for name, t in load_file(HYBRID.target / "model.safetensors").items() if part in name}
@@ -143,7 +146,7 @@ def test_target_push_over_group_leaves_draft(whole: Server, questions: Callable)
 
 
 def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
-    """A draft has a fixed set of names: another name fails the push, which then loads nothing."""
+    """A push with a tensor name or a shape that the model does not have is refused, and loads no tensor."""
     prompts = questions(3, seed=13)
     before = served_steps(whole, prompts)
     tensors = {"norm.weight": torch.zeros(64), "lm_head.bias": torch.zeros(8)}
@@ -157,7 +160,10 @@ def test_unknown_tensor_is_refused(whole: Server, questions: Callable) -> None:
 
 
 def test_draft_uses_head_of_updated_target(whole: Server, off: Server, questions: Callable) -> None:
-    """With new head and embedding, text is that without speculation and steps are plain torch's with both."""
+    """After an update of the target's head and embedding, which the draft uses, steps equal those of plain torch.
+
+    Answers equal those without speculation.
+    """
     prompts, original = questions(3, seed=13), load_file(HYBRID.target / "model.safetensors")
     names = [name for name in original if "lm_head" in name or "embed_tokens" in name]
     torch.manual_seed(0)

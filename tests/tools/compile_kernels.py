@@ -2,13 +2,15 @@
 
     python -m tests.tools.compile_kernels [--archs 80 90 100] [--short]
 
-The project's launchers run on meta tensors of the sizes of published models, behind a driver that compiles and does not
-launch. So dtypes, strides and specialisations are those of a server, and Triton's own compiler and assembler are used.
-Fails if a kernel spills registers, or takes more than `REGISTERS` for a block. Also fails if Triton compiles where
-`sglang_dflash_kernels.specialisations` lists nothing new, which would be a compilation while serving.
+The package's launch functions run on meta tensors with the sizes of published models. `Driver` makes Triton compile
+and not launch. So dtypes, strides and specialisations equal those of a server.
 
-Columns: registers per thread; shared memory in bytes; programs that fit on a multiprocessor; instructions in the code,
-and of each innermost loop; tensor-core instructions. The last line of stdout is one JSON document.
+Fails if a kernel spills registers, or needs more registers than `REGISTERS` allows. Also fails if Triton compiles a
+kernel again though `sglang_dflash_kernels.specialisations` lists nothing new, because a server would then compile while
+serving; or if it does not compile though something new is listed.
+
+Columns: registers per thread; shared memory in bytes; resident programs per multiprocessor; number of instructions, and
+of those in each innermost loop; number of tensor-core instructions. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -61,12 +63,12 @@ KERNELS = {
 REGISTERS = {
     "plan_block": 32, "accept": 32, "penalise": 48, "append_context": 40, "gdn_verify": 192, "gdn_fold": 104,
     "block_conv": 80, "select_path": 80,
-    "copy_draft": 96, "weigh_copies": 56,  # copy_draft: five programs of four warps fit on a multiprocessor
+    "copy_draft": 96, "weigh_copies": 56,  # 96 registers: five copy_draft programs of 4 warps fit on a multiprocessor
 }  # fmt: skip
 
 
 class Device(NamedTuple):
-    """Capacity of a multiprocessor, from NVIDIA's documentation."""
+    """Number of multiprocessors and the capacity of one, from NVIDIA's documentation."""
 
     n_multiprocessors: int
     shared_bytes: int
@@ -75,7 +77,7 @@ class Device(NamedTuple):
     warps: int = 64
 
     def resident(self, n_registers: int, n_warps: int, shared: int) -> int:
-        """Return the programs that fit on a multiprocessor at once; registers come 256 to a warp."""
+        """Return how many programs fit on a multiprocessor at once; a warp gets registers in units of 256."""
         per_warp = -(-n_registers * 32 // 256) * 256
         by_registers = self.registers // (per_warp * n_warps)
         return min(by_registers, self.warps // n_warps, self.shared_bytes // (shared + 1024), 32)
@@ -92,9 +94,9 @@ class KernelLaunch(NamedTuple):
     detail: str
     specialisation: Hashable  # key in `specialisations`
     run: Callable[[], object]
-    fixed: Hashable = ()  # sizes that a server never changes
-    refused: bool = False  # does not compile; `config` refuses to serve it
-    wide: bool = False  # verifies more than a block; no limit on registers
+    fixed: Hashable = ()  # sizes that are constant on a server, so each value is another server's specialisation
+    refused: bool = False  # must not compile, because `config` refuses to serve it
+    wide: bool = False  # more slots than a block (n-gram copies); no limit on registers
 
 
 class Compiled(NamedTuple):
@@ -109,7 +111,7 @@ class Compiled(NamedTuple):
 
 
 class Driver:
-    """The part of a driver that Triton uses; it records launches instead of launching."""
+    """Triton driver without a device: it records launches instead of launching."""
 
     def __init__(self, arch: int) -> None:
         self.utils = self
@@ -123,17 +125,17 @@ class Driver:
         self.get_current_stream = lambda device: 0
         self.get_active_torch_device = lambda: torch.device("cpu")
         self.get_device_properties = lambda device: {"max_shared_mem": DEVICES[arch].program_shared_bytes}
-        # Module, function, registers, spills, largest number of threads.
+        # Triton expects: module, function, registers, spills, most threads.
         self.load_binary = lambda name, kernel, shared, device: (1, 1, 0, 0, 1024)
         self.unload_module = lambda module: None
 
 
 def compilations(arch: int, launches: Iterator[KernelLaunch]) -> Iterator[Compiled | str]:
-    """Yield what Triton compiles for `launches`, and a complaint for each missing or unexpected compilation."""
+    """Yield the code that Triton compiles for `launches`, and a string for each missing or unexpected compilation."""
     device = Driver(arch)
     driver.set_active(device)
     for kernel in KERNELS.values():
-        kernel.device_caches.clear()  # Triton caches the target
+        kernel.device_caches.clear()  # the caches hold code of the last architecture
     seen = set()
     for launch in launches:
         known = KERNELS[launch.kernel].device_caches[0][0]
@@ -164,7 +166,7 @@ def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
 
 
 def step_launches(B: int, N: int) -> Iterator[KernelLaunch]:
-    """Yield launches of every model's step; with an odd B the row after it is off 16-byte boundaries."""
+    """Yield launches of `plan_block` and `accept`. With an odd B, `prefix` starts off a 16-byte boundary."""
     tokens, prefix = empty(B, N, dtype=I64), empty(3, B, dtype=I64)[1]
 
     def plan() -> None:
@@ -204,7 +206,7 @@ def penalise_launches(P: int, N: int, E: int) -> Iterator[KernelLaunch]:
 
 
 def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: int) -> Iterator[KernelLaunch]:
-    """Yield launches for T rows, of B requests or a prompt; K and V as `draft_model.context_kv` returns them."""
+    """Yield launches for T rows, of B requests or (None) of prompts; K and V are laid out as by the draft model."""
     L, G, E = draft.n_layers, draft.n_kv_heads, draft.head_dim
     k, v = empty(L, T, 2, G, E).transpose(0, 1).unbind(2)
     where = empty(3, T, dtype=I64)
@@ -226,7 +228,7 @@ def append_launches(draft: sizes.AttentionSizes, T: int, B: int | None, arch: in
 
 
 def verify_launch(layers: sizes.RecurrentSizes, B: int, N: int) -> KernelLaunch:
-    """Return a launch with q, k, v views of one convolution, a and b of one projection, as in SGLang's backend."""
+    """Return a launch where q, k, v are views of one tensor, and a, b of another, as in SGLang's backend."""
     H, V, G, K = layers.n_value_heads, layers.value_width, layers.n_key_heads, layers.key_width
     T, X = B * N, record_width(H, V, G, K)
     q, k, v = empty(T, 2 * G * K + H * V).split([G * K, G * K, H * V], dim=-1)
@@ -257,7 +259,8 @@ def fold_launch(layers: sizes.RecurrentSizes, B: int, N: int, *, tracked: bool) 
 
 
 def second_launches(draft: Second, B: int, N: int) -> Iterator[KernelLaunch]:
-    """Yield launches of a DFlash 2 draft: both sides of a sublayer, halves of one projection, and the path."""
+    """Yield launches of a DFlash 2 draft: `block_conv` with each half of a projection, and `select_path`."""
+
     S, H, J, K, R = draft
     x, base, change = empty(B * N, H), empty(2, S, H), empty(B * N, 2, S, J)
     for side in (0, 1):

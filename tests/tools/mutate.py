@@ -3,8 +3,8 @@
     python -m tests.tools.mutate            # all rows, two at a time
     python -m tests.tools.mutate gdn_verify # rows whose file name or description has this word
 
-A row is one edit of one file (`old` occurs there once) and the test that detects it, which starts no server. Without
-the edit `make test` runs the same tests, and they pass.
+A row is one edit of one file (`old` occurs there once) and a test that must fail with the edit; the test starts no
+server. `make test` runs the same tests without the edit, and they must pass.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".run", ".gpu", "__pycache__", "*.egg-info", ".*_cache", ".hypothesis"
 )
 LIMIT_S = 300
-FAILED, CRASHED = 1, 2  # exit statuses of pytest: tests failed, or one could not be collected
+FAILED, CRASHED = 1, 2  # exit statuses of pytest: a test failed; a test could not be collected
 
 
 class Mutation(NamedTuple):
@@ -35,8 +35,8 @@ class Mutation(NamedTuple):
     Attributes:
         file: path from the root of the tree.
         old: text that occurs once in the file; `new` replaces it.
-        test: a pytest node that fails then, or several separated by spaces.
-        what: the mistake, in words.
+        test: pytest node that fails with the edit, or several separated by spaces.
+        what: sentence that states the mistake.
     """
 
     file: str
@@ -69,7 +69,7 @@ def status(mutation: Mutation, tree: Path, env: dict[str, str]) -> int:
     try:
         return subprocess.run(command, cwd=tree, env=env, capture_output=True, timeout=LIMIT_S).returncode
     except subprocess.TimeoutExpired:
-        return FAILED  # a test that hangs has detected the mistake
+        return FAILED  # a test that hangs counts as one that fails
     finally:
         (tree / mutation.file).write_text(before)
 
@@ -85,7 +85,7 @@ def main() -> None:
         for i in range(asked.processes):
             tree = Path(folder).resolve() / str(i)
             shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
-            links = tree / "links"  # an editable installation would import the kernels of ROOT
+            links = tree / "links"  # else an editable installation would import the kernels of ROOT
             links.mkdir()
             (links / "sglang_dflash_kernels").symlink_to(tree / "kernels")
             path = {"PYTHONPATH": f"{links}{os.pathsep}{tree}", "PYTHONSAFEPATH": "1"}
@@ -95,7 +95,9 @@ def main() -> None:
             tree, env = free.get()
             try:
                 found = status(mutation, tree, env)
-                return found in (FAILED, CRASHED) or found < 0  # a signal: an interpreted kernel wrote out of bounds
+                return (
+                    found in (FAILED, CRASHED) or found < 0
+                )  # negative: a signal, for example because a kernel wrote out of bounds
             finally:
                 free.put((tree, env))
 

@@ -18,7 +18,8 @@ from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.server import REQUEST_TIMEOUT_S, Server
 from tests.server.lib.talk import chat, token_ids
 
-# The pair was trained on some of them, so drafts are accepted; in others it is unsure, so parameters have an effect.
+# The tiny pair was trained on questions like some of these, so drafts are accepted. For the others its next tokens are
+# uncertain, so parameters change the answer.
 QUESTIONS = (
     "Tell a short story about Anna, a driver in Oslo.",
     "How much is 527 plus 244?",
@@ -33,14 +34,14 @@ MAX_NEW_TOKENS = 48
 NEWLINE, COMMA, FULL_STOP, ONE, COLON, EQUALS, END = 202, 15, 17, 20, 29, 278, 2
 ONE_DAY = 872  # " One"
 
-# SGLang takes a processor as a pickled class: a pickle may name its class by `c`, module, name, `.`
+# SGLang takes a logits processor as a pickled class. Pickle's opcode `c` (module, name) refers to a class; `.` ends.
 BAN_TOKENS = json.dumps(
     {"callable": b"csglang.srt.sampling.custom_logit_processor\nDisallowedTokensLogitsProcessor\n.".hex()}
 )
 # Without these flags SGLang refuses requests with a processor or for hidden states.
 REQUEST_FLAGS = ("--enable-custom-logit-processor", "--enable-return-hidden-states")
-# For the server without speculation. Under the overlap schedule SGLang 0.5.23 counts output for penalties one token
-# late, starting with the prompt's last token, so its penalties are wrong.
+# Flags of the server without speculation. Under the overlap schedule SGLang 0.5.23 computes wrong penalties: it counts
+# output one token late, starting with the prompt's last token.
 REFERENCE_FLAGS = (*REQUEST_FLAGS, "--disable-overlap-schedule")
 STAND_INS = Path(__file__).parent / "stand_ins"
 AFTER_LOADING = Path(__file__).parent / "after_loading"
@@ -64,7 +65,8 @@ class Case(NamedTuple):
     name: str
     sampling: Mapping[str, Any] = {}  # sampling parameters
     fields: Mapping[str, Any] = {}  # other fields of the request
-    bites: int = 0  # answers to QUESTIONS that must differ from the plain ones, or the case tests nothing
+    # Least number of QUESTIONS whose answer must differ from the plain answer, or the case tests nothing.
+    bites: int = 0
 
     def __str__(self) -> str:
         return self.name
@@ -84,7 +86,7 @@ def processor(name: str, bites: int, *banned: int, **sampling: Any) -> Case:
 
 
 PLAIN = Case("temperature 0", "plain")
-# At temperature 0, in fp32, the answer must be the same token for token.
+# At temperature 0, in fp32, answers must equal those without speculation, token for token.
 GREEDY = (
     PLAIN,
     greedy("frequency_penalty", "frequency +1.2", 2, frequency_penalty=1.2),
@@ -139,7 +141,7 @@ GREEDY = (
     ),
     greedy("mixes", "min_new_tokens + ignore_eos + bias", 3, min_new_tokens=30, ignore_eos=True, logit_bias={"20": 6}),
 )  # fmt: skip
-# Same tokens and same logprobs.
+# Tokens and logprobs must equal those without speculation.
 LOGPROBS = (
     asking("logprobs", "logprobs", return_logprob=True),
     asking("top_logprobs", "top 4 logprobs", return_logprob=True, top_logprobs_num=4),
@@ -168,14 +170,14 @@ RETURNED = (
 )
 EXACT = (*GREEDY, *LOGPROBS, *RETURNED, *STREAMED)
 
-# Prompts for comparing sampling distributions. The first token, drawn by the prefill, is nearly certain. Then the story
-# has many continuations, with accepted drafts in between.
+# Question and beginning of an answer, to compare sampling distributions. The first token, sampled by the prefill, is
+# nearly certain. Then the story has many continuations, in which drafts are accepted.
 STORY = QUESTIONS[0], "Anna was a driver who lived in Oslo"
-# The next number repeats its first digit, which a penalty that scales logits suppresses.
+# The next number, 44, repeats a digit, which `repetition_penalty` suppresses.
 NUMBERS_BEGUN = "Count from 11 to 99 by 11.", "Here are the numbers:\n11, 22, 33, "
-# Four tokens show a penalty only if one may repeat: this bias gives a second full stop a probability of about 0.5.
+# Four tokens show a penalty only if a token may repeat. This bias gives a second full stop a probability of about 0.5.
 REPEATING = {str(FULL_STOP): 9.5}
-# Above temperature 0 the first tokens must have the same sampling distribution.
+# Above temperature 0 the first tokens must have the same sampling distribution as without speculation.
 SAMPLED = (
     greedy("temperature > 0", "T 0.5", 0, temperature=0.5),
     greedy("temperature > 0", "T 1", 0, temperature=1.0),
@@ -216,13 +218,13 @@ def begun(case: Case) -> list[int]:
 
 
 def path_with(folder: Path) -> dict[str, str]:
-    """Return variables that put `folder`, with what its `sitecustomize` needs, first on a server's PYTHONPATH."""
+    """Return variables that put `folder`, which has a `sitecustomize.py`, and `after_loading` first on PYTHONPATH."""
     path = (str(folder), str(AFTER_LOADING), os.environ.get("PYTHONPATH"))
     return {"PYTHONPATH": os.pathsep.join(filter(None, path))}
 
 
 REFERENCE_ENV = path_with(STAND_INS)
-# For servers that are compared with seeds.
+# Flags and variables of servers that are compared with `sampling_seed`.
 SEEDED_FLAGS, SEEDED_ENV = ("--enable-deterministic-inference",), REFERENCE_ENV | {"TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -285,7 +287,7 @@ def message_of(response: httpx.Response) -> str:
 
 
 def streamed(response: httpx.Response) -> dict[str, Any]:
-    """Return the last event of a stream; require each event to extend the one before."""
+    """Return the last event of a stream; require that each event's tokens begin with those of the event before."""
     events = [json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: {")]
     for before, after in pairwise(events):
         n = len(before["output_ids"])
@@ -303,10 +305,9 @@ def numbers_of(sample: Sample) -> dict[str, list[Any]]:
 
 
 def chosen_from(hidden_states: Sequence[Any]) -> list[list[float]]:
-    """Return one row per token of an answer: the hidden state that the token was chosen from.
+    """Return one row per answer token: the hidden state from which the token was chosen.
 
-    SGLang returns the rows of a prompt that were not in the prefix cache as one list; the last row chose the first
-    token.
+    SGLang returns the hidden states of a prefill as one list. The first token was chosen from the last of them.
     """
     return [rows[-1] if isinstance(rows[0], list) else rows for rows in hidden_states]
 
@@ -314,7 +315,7 @@ def chosen_from(hidden_states: Sequence[Any]) -> list[list[float]]:
 def furthest(a: Any, b: Any) -> float:
     """Return the largest difference between two answers' numbers; inf if a shape or a token differs.
 
-    A row is a number, [logprob, token, text] or a list of such rows.
+    `a` and `b` are numbers, [logprob, token, text], or dictionaries or lists of them.
     """
     if isinstance(a, dict) and isinstance(b, dict):
         if a.keys() != b.keys():

@@ -1,8 +1,8 @@
-"""A kernel's machine code: its instructions, its loops, and the cycles that one warp takes.
+"""Machine code (SASS) of a kernel: its instructions, its loops, and the cycles that one warp takes.
 
-`nvdisasm` prints every instruction with its 128 bits. The upper ones hold the assembler's schedule: cycles until the
-next instruction may issue, the scoreboard that this one sets (of six), and those that it waits for. That gives the
-latency of one warp without a GPU. Only the `CYCLES` of loads and the like are guesses.
+`nvdisasm` prints every instruction with its 128 bits. The upper bits hold the assembler's schedule: cycles until the
+next instruction may issue, which of six scoreboards the instruction sets, and which it waits for. From the schedule
+`cycles` computes the latency of one warp without a GPU. Latencies in `CYCLES` are estimates.
 """
 
 import re
@@ -16,17 +16,18 @@ from typing import NamedTuple
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
-NOTHING = 7  # no scoreboard
-# From issue to result, for instructions that set a scoreboard. Guesses for Hopper, within 20 % of microbenchmarks.
+NOTHING = 7  # scoreboard field: none
+# Latency in cycles, issue to result, of instructions that set a scoreboard. Estimates for Hopper, within 20 % of
+# microbenchmarks.
 CYCLES = {
     **{"LDG": 800, "LDGSTS": 800, "ATOMG": 800, "MEMBAR": 800},
     **{"LDS": 30, "LDSM": 33, "SHFL": 24, "MUFU": 22, "BAR": 30, "HMMA": 33},
 }
-OTHERS_CYCLES = 25
-READ_CYCLES = 12  # until a store has read its operands
+OTHERS_CYCLES = 25  # for instructions not in CYCLES that set a scoreboard
+READ_CYCLES = 12  # from issue until an instruction has read its operands
 
 INSTRUCTION = re.compile(
-    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_.]*)(?P<rest>.*?);"  # after its address and guard
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<op>[A-Z][A-Z0-9_.]*)(?P<rest>.*?);"  # address and predicate come first
     r".*\n\s*/\* 0x(?P<control>\w{16}) \*/"
 )
 LABEL = re.compile(r"^(\.L_\w+):", re.M)
@@ -36,9 +37,9 @@ class Instruction(NamedTuple):
     op: str  # with suffixes, as in LDG.E.128
     rest: str
     stall: int  # cycles until the next may issue
-    sets: int  # scoreboard of its result
-    reads: int  # scoreboard of its operands
-    waits: int  # mask of scoreboards
+    sets: int  # scoreboard released when the result is there
+    reads: int  # scoreboard released when the operands have been read
+    waits: int  # bit mask of scoreboards that the instruction waits for
 
     @property
     def name(self) -> str:
@@ -46,7 +47,7 @@ class Instruction(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """Innermost loop: positions of its first instruction and of the branch back."""
+    """Innermost loop: indices of its first instruction and of its backward branch."""
 
     first: int
     last: int
@@ -59,7 +60,7 @@ class Code(NamedTuple):
     stack: int  # bytes per thread; more than 0 where registers are spilled
 
     def count(self, *names: str) -> int:
-        """Count instructions with one of these names, without suffixes."""
+        """Count instructions with one of `names`, which have no suffixes."""
         return sum(i.name in names for i in self.instructions)
 
     def executed(self, trips: Sequence[int]) -> list[Instruction]:
@@ -76,13 +77,13 @@ class Code(NamedTuple):
 
 
 def stages(path: Sequence[Instruction]) -> list[list[Instruction]]:
-    """Split an execution after each EXIT, where some programs leave and the others go on."""
+    """Split executed instructions after each EXIT; with a predicate only some of the programs exit there."""
     cuts = [0, *(at + 1 for at, i in enumerate(path) if i.name == "EXIT"), len(path)]
     return [list(path[first:last]) for first, last in pairwise(cuts)]
 
 
 def read(cubin: bytes) -> Code:
-    """Read the code of a compiled kernel with NVIDIA's tools that Triton includes."""
+    """Disassemble a compiled kernel with `nvdisasm` and `cuobjdump`, which Triton includes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -115,9 +116,8 @@ def innermost(instructions: list[Instruction], labels: dict[str, int]) -> list[L
     loops = []
     for at, instruction in enumerate(instructions):
         target = re.search(r"`\((\.L_\w+)\)", instruction.rest)
-        if (
-            instruction.name == "BRA" and target and labels[target[1]] < at
-        ):  # the last branch of a kernel jumps to itself
+        # A kernel ends with a branch to itself, which is no loop.
+        if instruction.name == "BRA" and target and labels[target[1]] < at:
             loops.append(Loop(labels[target[1]], at))
     return [a for a in loops if not any(b != a and a.first <= b.first and b.last <= a.last for b in loops)]
 
@@ -126,8 +126,8 @@ def cycles(path: Sequence[Instruction]) -> int:
     """Return the cycles of one warp that runs alone, from its first instruction to its last."""
     now = 0
     ready = [0] * NOTHING
-    groups: list[int] = []  # when copies to shared memory arrive, by group
-    arrives = 0
+    groups: list[int] = []  # cycle at which each group of asynchronous copies to shared memory is complete
+    arrives = 0  # cycle at which the last asynchronous copy is complete
     for i in path:
         now = max([now, *(at for board, at in enumerate(ready) if i.waits >> board & 1)])
         latency = CYCLES.get(i.name, OTHERS_CYCLES)

@@ -1,6 +1,6 @@
 """Answers with tool calls, written by hand in the format of each of SGLang's tool-call parsers.
 
-`WRITERS[parser](text, calls)` returns an answer with `text` and then `calls`.
+`WRITERS[parser](text, calls)` returns an answer that has `text`, then `calls`, in the format of SGLang's `parser`.
 """
 
 import json
@@ -227,6 +227,6 @@ WRITERS: dict[str, Writer] = {
     "step3p5": CODER,
     "trinity": QWEN,
 }  # fmt: skip
-# Formats of older Mistral models, and of an answer that must be calls (`tool_choice`).
+# Format of older Mistral models, and format of answers that must be tool calls (`tool_choice`).
 MISTRAL_ARRAY = each(OBJECT, start="[TOOL_CALLS] [", end="]", between=", ")
 ARRAY = each(OBJECT_2, start="[", end="]", between=", ")

@@ -1,4 +1,4 @@
-"""Log of what each step of every rank exchanges, in processes that have this folder on PYTHONPATH."""
+"""Log the collective operations of each decode step, in every process that has this folder on PYTHONPATH."""
 
 from after_loading import edit_after_loading
 

@@ -1,6 +1,7 @@
-"""Faults for processes that have this folder on PYTHONPATH: `FAULT` names one of the functions below.
+"""Put a fault into every process that has this folder on PYTHONPATH, to test that tests notice.
 
-Each is a mistake that a server without captured graphs and streams does not show.
+The variable `FAULT` names one of the functions below. Each is a mistake that changes nothing on a server without
+captured graphs and streams.
 """
 
 import os
@@ -15,7 +16,7 @@ FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 
 
 def drafts_in_the_graph(drafter) -> None:
-    """Leave drafts in the memory of the graph that computed them."""
+    """Return drafts in the captured graph's own memory, not as a copy, so that a later replay overwrites them."""
     draft = drafter.Drafter.draft
 
     def draft_uncopied(self, plan, *, graphs):
@@ -35,7 +36,7 @@ def drafts_in_the_graph(drafter) -> None:
 
 
 def a_value_read_in_the_draft(draft_model) -> None:
-    """Make the draft wait for the device."""
+    """Read a device value on the host in the draft's forward."""
     forward = draft_model.DFlashDraftModel.forward
 
     def forward_with_sync(self, input_ids, positions, forward_batch):
@@ -46,7 +47,7 @@ def a_value_read_in_the_draft(draft_model) -> None:
 
 
 def a_host_length_in_the_draft(draft_model) -> None:
-    """Compute the draft's positions from a host length, which a captured graph freezes."""
+    """Compute the draft's positions from a length on the host. A captured graph keeps the length of its capture."""
     import torch
 
     forward = draft_model.DFlashDraftModel.forward
@@ -59,7 +60,7 @@ def a_host_length_in_the_draft(draft_model) -> None:
 
 
 def a_page_table_in_new_memory(flash_attention) -> None:
-    """Make a backend plan a replay into memory that no captured kernel reads."""
+    """Make a backend write the plan of a replay into new memory, which no captured kernel reads."""
     backend = flash_attention.FlashAttentionBackend
     prepare = backend._set_decode_page_metadata
 
@@ -71,22 +72,22 @@ def a_page_table_in_new_memory(flash_attention) -> None:
 
 
 def prompts_on_the_last_width(verifier) -> None:
-    """Leave the target on the attention backend of the last verify width when prompts are read."""
+    """Keep the attention backend of the last verify width when the target prefills prompts."""
     verifier.Verifier.restore = lambda self: None
 
 
 def a_barrier_left_out(scheduler) -> None:
-    """Let the scheduler write a request's row while the previous forward may still read it."""
+    """Let the scheduler write a row of the request table while the previous forward may still read it."""
     scheduler.Scheduler._apply_war_barrier = lambda self: None
 
 
 def a_branch_not_forked(qwen) -> None:
-    """Project Gated DeltaNet's gates on a second stream that waits for nothing."""
+    """Project Gated DeltaNet's gates on a second stream that does not wait for the first (no fork)."""
     _project_without_wait(qwen, lambda layer: layer.alt_stream)
 
 
 def a_branch_not_joined(qwen) -> None:
-    """Project Gated DeltaNet's gates on a second stream that nothing waits for."""
+    """Project Gated DeltaNet's gates on a second stream, and use them before it has finished (no join)."""
     _project_without_wait(qwen, lambda layer: qwen.torch.cuda.current_stream())
 
 

@@ -1,7 +1,7 @@
-"""LoRA adapters of the tiny targets, and targets with them merged in, whose answers a server must give.
+"""LoRA adapters of the tiny targets, and targets with a merged adapter as the reference.
 
-The draft of a merged target is the base model's, as when requests bring adapters. Adapters leave the embedding and the
-head, which the draft borrows, unchanged, except in a test that changes them on purpose.
+A merged target is paired with the base model's draft, as a served adapter is. Adapters do not change the embedding and
+the head, which the draft uses, except in `test_adapter_of_a_borrowed_layer_leaves_the_draft_unchanged`.
 """
 
 import json
@@ -19,7 +19,7 @@ MODULES = {
     "hybrid": ("gate_proj", "up_proj", "down_proj"),
 }
 RANKS = {"calm": 4, "wild": 8, "late": 8}  # LoRA rank by adapter; a batch may mix ranks
-STRENGTH = {"calm": 0.3, "wild": 0.6, "late": 0.45}  # relative to a matrix's standard deviation
+STRENGTH = {"calm": 0.3, "wild": 0.6, "late": 0.45}  # standard deviation of a change over that of the matrix
 
 
 class Adapter(NamedTuple):
@@ -53,7 +53,7 @@ def write(name: str, pair: Pair, modules: tuple[str, ...], folder: Path) -> Adap
 
 
 def flags(adapters: dict[str, Adapter], backend: str = "torch_native") -> tuple[str, ...]:
-    """Return flags of a server with these adapters at start and room for others of the same kind."""
+    """Return flags of a server that starts with these adapters and can load more, up to the largest of `RANKS`."""
     paths = [f"{name}={adapter.path}" for name, adapter in adapters.items()]
     return (
         *("--enable-lora", "--lora-paths", *paths),

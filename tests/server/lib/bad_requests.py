@@ -1,4 +1,4 @@
-"""Requests that no server should serve, or at the edge of what one serves: paths and bodies."""
+"""Invalid requests, and requests with extreme valid values, as paths and bodies."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ class Bad(NamedTuple):
 
     @property
     def content(self) -> dict[str, Any]:
-        """Arguments of httpx that send the body."""
+        """Arguments of `httpx.post` that send the body."""
         if isinstance(self.body, bytes):
             return {"content": self.body, "headers": {"Content-Type": "application/json"}}
         return {"json": self.body}
@@ -37,7 +37,7 @@ def completion(**asked: Any) -> Bad:
     return Bad("/v1/completions", {"model": "tiny", "prompt": "Spell", "temperature": 0, "max_tokens": 8} | asked)
 
 
-# Sampling parameters, through SGLang's own endpoint, with invalid or extreme values; `GREEDY` has max_new_tokens 8.
+# Invalid or extreme sampling parameters for `/generate`. min_new_tokens 9 exceeds the max_new_tokens 8 of `GREEDY`.
 SAMPLING_VALUES: dict[str, tuple[Any, ...]] = {
     "temperature": (-1, "warm"), "top_p": (0, 2), "min_p": (2,), "max_new_tokens": (-1, 0, "many"),
     "min_new_tokens": (9, -1), "frequency_penalty": (3,), "presence_penalty": (-3,), "repetition_penalty": (0,),
@@ -50,7 +50,7 @@ SAMPLING = {
 }
 SAMPLING |= {f"top_k {value}": sampling(top_k=value, temperature=1) for value in (-5, 0)}
 SAMPLING["two grammars"] = sampling(regex="[a-z]+", json_schema='{"type": "object"}')
-# Other fields of the request.
+# Other fields of a `/generate` request.
 REQUESTS = {
     "json-broken": Bad("/generate", b'{"input_ids": [5, 6'),
     "json-list": Bad("/generate", []),
@@ -88,7 +88,7 @@ OPENAI = {f"chat {name} {value}": chat(**{name: value}) for name, values in CHAT
     "completion-n-zero": completion(n=0),
     "completion-best_of-text": completion(best_of="two"),
 }
-# Most of these end a server without the plugin; `OUTLIVED` are the exceptions.
+# The next dictionaries have requests that crash a server without the plugin, except for those in `OUTLIVED`.
 NO_PROMPT = {
     "text-empty": fields(text=""),
     "text-empty-beside-another": fields(text=["Spell", ""]),
@@ -121,17 +121,17 @@ NO_PARAMETER = {
     "lora_id-list": fields(input_ids=PROMPT, lora_id=[]),
     "positional_embed_overrides": fields(input_ids=PROMPT, positional_embed_overrides={"a": 1}),
 }
-# Ends a server that has metrics, and is refused only there.
+# Crashes a server with `--enable-metrics`; other servers accept it.
 NO_LABEL = {"custom_labels-unknown": fields(input_ids=PROMPT, custom_labels={"team": "a"})}
-# They exhaust the machine's memory, so no test shows that SGLang ends with them.
+# Without the plugin these exhaust the machine's memory, so no test sends them to such a server.
 TOO_MANY = {
     "n-past-memory": sampling(n=2**31),
     "n-of-several-prompts": Bad("/generate", {"input_ids": [PROMPT] * 64, "sampling_params": GREEDY | {"n": 1025}}),
     "chat-n-past-memory": chat(n=2**40),
     "completion-n-past-memory": completion(n=2**16 + 1),
 }
-# SGLang survives these on a CPU: it answers an empty prompt beside another, draws token 0 from NaN, and looks up stop
-# ids only if a neighbour has min_new_tokens. The OpenAI API itself refuses an empty string.
+# SGLang on a CPU survives these. It answers an empty prompt in a batch with another, samples token 0 from NaN, and
+# reads stop ids only if a request of the batch has min_new_tokens. Its OpenAI API refuses an empty string.
 OUTLIVED = {
     "text-empty-beside-another", "input_ids-empty-beside-others", "completion-prompt-empty", "logit_bias-past-fp32",
     "temperature-past-fp32", "repetition_penalty-of-no-size", "stop_token_ids-past-vocabulary",

@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 class Page:
-    """One tab with commands in sequence; `console` holds its console messages and errors."""
+    """Browser tab; `console` holds the messages and errors that its console has shown."""
 
     def __init__(self, address: str) -> None:
         self.address, self.n_sent, self.console = address, 0, list[str]()
@@ -52,7 +52,7 @@ class Page:
     async def _send(self, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
         self.n_sent += 1
         async with aiohttp.ClientSession() as session, session.ws_connect(self.address, max_msg_size=0) as socket:
-            for domain in ("Runtime.enable", "Log.enable"):  # these also report earlier messages
+            for domain in ("Runtime.enable", "Log.enable"):  # both also report earlier messages
                 await socket.send_json({"id": 0, "method": domain})
             await socket.send_json({"id": self.n_sent, "method": method, "params": parameters})
             messages: list[str] = []

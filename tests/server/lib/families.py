@@ -1,7 +1,7 @@
-"""A tiny pair for every family of targets that has published DFlash drafts, made when needed.
+"""A tiny pair (target and draft) for every target architecture with published DFlash drafts, made when a test needs it.
 
-A target has random weights: its architecture is under test. Its texts are loops, which a draft of two layers learns in
-seconds. So drafts are accepted, and acceptance depends on the target's features.
+Only the architecture is under test, so a target has random weights. Its greedy answers soon repeat themselves, which a
+draft of two layers learns in seconds from the target's features. So drafts are accepted if the features are right.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,7 @@ GATED_DELTA_NET = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4,
 }  # fmt: skip
 MROPE = {
-    "partial_rotary_factor": 0.5,  # read by SGLang; Transformers reads the one below
+    "partial_rotary_factor": 0.5,  # for SGLang; Transformers reads the same field of `rope_parameters`
     "rope_parameters": {
         "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
         "mrope_interleaved": True, "mrope_section": [2, 1, 1],
@@ -55,9 +55,9 @@ VISION = {
     "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "in_channels": 3, "patch_size": 16,
     "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16, "out_hidden_size": HIDDEN,
 }  # fmt: skip
-# Inside the vocabulary; not in any prompt.
+# Token ids inside the vocabulary that no prompt has.
 IMAGES = {"image_token_id": 127, "video_token_id": 126, "vision_start_token_id": 125, "vision_end_token_id": 124}
-# SGLang warms up with English, which a vocabulary of 128 cannot spell, or with an image, which the CPU does not serve.
+# SGLang's warm-up sends English text, which a vocabulary of 128 cannot encode, or an image, which a CPU cannot serve.
 NO_WARMUP = ("--skip-server-warmup",)
 
 
@@ -66,13 +66,13 @@ LATENT = {
     "head_dim": 8, "num_key_value_heads": HEADS, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "num_mtp_layers": 0,
-    "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",  # SGLang reads these
+    "moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc",  # for SGLang alone
 }  # fmt: skip
 GEMMA4 = {
     "sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "global_head_dim": 32,
     "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
     "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
-    "initializer_range": 0.03,  # affects embeddings only: other products are normalised
+    "initializer_range": 0.03,  # matters for embeddings only, because norms follow the other layers
 }  # fmt: skip
 GEMMA4_OUTER = {
     "vision_config": {
@@ -84,7 +84,10 @@ GEMMA4_OUTER = {
 
 
 class Family(NamedTuple):
-    """`model` and `config` are names in Transformers, `fields` those of the text model, `outer` of the whole."""
+    """Architecture: class names in Transformers (`model`, `config`), and config fields.
+
+    `fields` are those of the text model, `outer` those beside `text_config` if the target has vision.
+    """
 
     model: str
     config: str
@@ -109,7 +112,7 @@ def rehearsed(
     flags: tuple[str, ...] = (),
     outer: Mapping[str, Any] = MappingProxyType({}),
 ) -> Family:
-    """Return a family that is served as on a GPU, with captured graphs."""
+    """Return a family that is served under GPU emulation, with captured graphs."""
     return Family(model, config, fields, (*flags, *attention(backend), *GRAPHS), bool(outer), outer, SM90)
 
 
@@ -128,7 +131,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 
-# Families that SGLang serves with attention backends or layers of GPUs only.
+# Families whose attention or other layers SGLang has for GPUs only.
 REHEARSED = {
     # Every other layer has a sliding window; each head has a sink.
     "gpt-oss": rehearsed(
@@ -145,7 +148,7 @@ REHEARSED = {
         "MiniMaxM2ForCausalLM",
         "MiniMaxM2Config",
         {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 32, "rotary_dim": 8}
-        | {"use_qk_norm": True, "qk_norm_type": "per_layer"}  # read by SGLang, like the next two
+        | {"use_qk_norm": True, "qk_norm_type": "per_layer"}  # this line and the next: for SGLang alone
         | {"scoring_func": "sigmoid", "use_routing_bias": True},
     ),
     "qwen3-next": rehearsed(
@@ -153,8 +156,8 @@ REHEARSED = {
         "Qwen3NextConfig",
         EXPERTS | GATED_DELTA_NET | DENSE_MLP | {"shared_expert_intermediate_size": 32, "partial_rotary_factor": 0.5},
         flags=HYBRID_FLAGS,
-    )._replace(env=STREAMS),  # in captured forwards the norm of K and the experts run on a second stream
-    # SGLang refuses fa3 here; fa4 supports the head widths of this one.
+    )._replace(env=STREAMS),  # captured forwards run the K norm and the experts on a second stream
+    # SGLang refuses fa3 for Gemma 4, and fa4 supports these head widths.
     "gemma-4": rehearsed(
         "Gemma4ForConditionalGeneration", "Gemma4Config", DENSE_MLP | GEMMA4, backend="fa4", outer=GEMMA4_OUTER
     ),
@@ -179,11 +182,11 @@ def make_target(family: Family) -> PreTrainedModel:
         fields = {"text_config": fields, **(family.outer or {"vision_config": VISION, **IMAGES})}
     config = config_class(**fields)
     if "linear_conv_kernel_dim" in family.fields:
-        # SGLang reads the layer pattern from this field, which Transformers leaves out.
+        # SGLang reads the positions of full-attention layers from this field, which Transformers does not write.
         config.get_text_config().full_attention_interval = N_LAYERS
     target = getattr(transformers, family.model)(config).eval()
     for name, tensor in target.state_dict().items():
-        if name.endswith(".sinks"):  # SGLang keeps them in bf16
+        if name.endswith(".sinks"):  # SGLang stores attention sinks in bf16
             tensor.copy_(tensor.bfloat16())
         elif name.endswith(".e_score_correction_bias"):
             tensor.normal_(std=0.1)
@@ -191,7 +194,7 @@ def make_target(family: Family) -> PreTrainedModel:
 
 
 def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
-    """Write target and draft; return them with prompts whose answers the draft was trained on."""
+    """Write a target and its draft; return their folders, and the prompts whose answers the draft was trained on."""
     pair = Pair(folder / "target", folder / "draft")
     target = make_target(family)
     target.save_pretrained(pair.target)
@@ -209,7 +212,7 @@ def write_pair(family: Family, folder: Path) -> tuple[Pair, list[list[int]]]:
 
 
 def texts(target: PreTrainedModel) -> Rows:
-    """Return what the target writes after random prompts."""
+    """Return rows of random prompts, each followed by the target's greedy answer."""
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(MASK + 1, VOCABULARY - len(IMAGES), (N_TEXTS, N_PROMPT), generator=generator)
     with torch.inference_mode():
@@ -217,7 +220,7 @@ def texts(target: PreTrainedModel) -> Rows:
             prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=N_ANSWER,
             min_new_tokens=N_ANSWER,
         )  # fmt: skip
-    ids_RL = ids_RL.clone()  # leaves inference mode
+    ids_RL = ids_RL.clone()  # a normal tensor, which training can use, not an inference tensor
     is_response_RL = torch.arange(ids_RL.shape[1]).expand_as(ids_RL) >= N_PROMPT
     return Rows(ids_RL, is_response_RL, torch.full((N_TEXTS,), -1))
 

@@ -1,4 +1,4 @@
-"""Servers forked from a process that has imported SGLang, where this makes no difference."""
+"""Servers forked from a process that has imported SGLang, unless their environment must be set before the import."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ READ_LATER = (
 
 
 class ForkedServer(Server):
-    """Forked server that ends at once: SGLang takes 5 s to exit after SIGTERM."""
+    """Forked server that is stopped by SIGKILL, because SGLang takes 5 s to exit after SIGTERM."""
 
     ENDED_BY = (signal.SIGCONT, signal.SIGKILL)
 
@@ -33,9 +33,9 @@ class ForkedServer(Server):
 
 
 def make_server(command: Sequence[str], env: Mapping[str, str], **options: Any) -> Server:
-    """Return a server, not started, which is forked if no variable of `env` is read at import.
+    """Return a server, not started. It is forked if no variable of `env` is read while SGLang is imported.
 
-    Servers without speculation share the PYTHONPATH of references, so they have a forking process of their own.
+    Reference servers set PYTHONPATH (`REFERENCE_ENV`), so a second forking process serves them.
     """
     early = {name: env[name] for name in env if name not in READ_LATER and not name.startswith("SGLANG_DFLASH_")}
     forks = early in ({}, REFERENCE_ENV)

@@ -1,7 +1,7 @@
-"""Random requests, valid and odd, for two servers that must answer alike; hypothesis draws, repeats and shrinks them.
+"""Random requests, valid and invalid, for two servers that must answer alike. Hypothesis draws and shrinks them.
 
-A request is drawn field by field from what clients send; now and then a field has a value that none should have.
-Several are sent at once, so each is also a neighbour of others.
+A request is drawn field by field from valid values; in one of four draws one value is replaced by an invalid one
+(`ODD`). One to eight requests are sent at once, so that they share batches.
 """
 
 import json
@@ -16,7 +16,7 @@ from sglang_dflash.servers.server import Server
 MAX_NEW_TOKENS = 24
 TIMEOUT_S = 120.0
 TEMPERATURES = [0, 0.7, 1.5]
-CONTEXT_ATOL = 2e-3  # log-probabilities: one prefill and two round differently
+CONTEXT_ATOL = 2e-3  # for log-probabilities: a prompt read in one prefill or in two is rounded differently
 GRAMMARS = {
     "regex": ["(yes|no)", "[a-z]{3,9}", r"\d{2}-\d{2}", "a*"],
     "json_schema": [
@@ -36,7 +36,7 @@ class Request(NamedTuple):
 
     @property
     def asked(self) -> Any:
-        """Sampling parameters: a mapping, unless the drawn value is odd."""
+        """Sampling parameters: a dictionary, unless an invalid value replaced it."""
         return self.body.get("sampling_params", self.body)
 
     @property
@@ -44,14 +44,14 @@ class Request(NamedTuple):
         if not isinstance(self.asked, dict):
             return False
         temperature = self.asked.get("temperature")
-        # At 1e9 all probabilities are equal, and the first one depends on the other requests of the batch.
+        # At temperature 1e308 all probabilities are equal, and which token wins depends on the batch.
         return temperature == 0 or (self.asked.get("top_k") == 1 and temperature in TEMPERATURES)
 
     @property
     def has_independent_logprobs(self) -> bool:
-        """True if neighbours change no log-probability.
+        """True if log-probabilities do not depend on other requests of the batch.
 
-        SGLang divides logits by the temperature (1 where 0 was asked) only if some token of the batch is drawn.
+        SGLang divides logits by the temperatures (1 instead of 0) only if the batch has a request with temperature > 0.
         """
         return self.is_greedy and self.asked["temperature"] == 0
 
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 
     status: int
     answers: list[tuple[Any, Any, list[float]]]
-    text: str  # the whole reply, for messages
+    text: str  # body of the reply, shown if outcomes differ
 
 
 # -- drawing requests ----------------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ ODD: tuple[Any, ...] = (
     None, True, -1, 0, 1.5, 2**31, 2**40, 2**63, 2**70, -(2**63), 1e308, -1e308, 1e-320, "", "many", [], [[]], {}, [-1],
 )  # fmt: skip
 odd = st.sampled_from(ODD)
-token = st.integers(1, 1023)  # 0 is padding with a row of zeros, after which all logits tie
+token = st.integers(1, 1023)  # without 0, the padding token: its embedding is zero, after which all logits tie
 short = st.lists(token, min_size=1, max_size=40)
 words = st.one_of(
     st.sampled_from(["Spell the words candle and castle.", "apple " * 30, "7 x 8 ="]),
@@ -118,7 +118,7 @@ FIELDS = {
     "bootstrap_room": st.integers(0, 5),
     "routed_experts_start_len": st.integers(-2, 5),
 }
-# Fields of which most values are refused, some only beside others.
+# Fields whose values are mostly refused, some only in combination with another field.
 ODD_FIELDS = {
     "logprob_start_len": st.integers(-3, 12),
     "top_logprobs_num": st.integers(1020, 1030),
@@ -161,7 +161,7 @@ def sampling(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def with_odd_value(draw: st.DrawFn, fields: dict[str, Any]) -> dict[str, Any]:
-    """Replace one value, in one of four draws, by one that no client should send."""
+    """In one of four draws, replace the value of one field by one of `ODD`."""
     if fields and one_in(draw, 4):
         fields = fields | {draw(st.sampled_from(sorted(fields))): draw(odd)}
     return fields
@@ -179,7 +179,7 @@ odd_prompts = st.one_of(
 
 @st.composite
 def generate(draw: st.DrawFn) -> Request:
-    """One in six has a prompt that none should have, and one in four a field that few servers serve."""
+    """Draw a `/generate` request: one in six has a prompt of `odd_prompts`, one in four a field of `ODD_FIELDS`."""
     body = draw(odd_prompts if one_in(draw, 6) else prompts)
     asked = draw(sampling().flatmap(with_odd_value))
     few = {name: FIELDS[name] for name in draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=3, unique=True))}
@@ -228,7 +228,7 @@ def outcome_of(answer: dict[str, Any]) -> tuple[Any, Any, list[float]]:
 
 
 def difference(request: Request, off: Outcome, ours: Outcome) -> str:
-    """Return the difference of two outcomes, or "": statuses must agree, and answers if nothing is drawn."""
+    """Describe the difference of two outcomes, or return "". Answers are compared only if the request is greedy."""
     if off.status != ours.status:
         return f"status {off.status} without speculation, {ours.status} with it: {ours.text[:300]}"
     if len(off.answers) != len(ours.answers):
@@ -238,7 +238,7 @@ def difference(request: Request, off: Outcome, ours: Outcome) -> str:
     for (tokens, end, scores), (our_tokens, our_end, our_scores) in zip(off.answers, ours.answers, strict=True):
         if (tokens, end) != (our_tokens, our_end):
             return f"{tokens} {end} without speculation, {our_tokens} {our_end} with it"
-        if not tokens:  # max_new_tokens 0: with speculation SGLang scores a token that it does not output
+        if not tokens:  # max_new_tokens 0: with speculation SGLang returns a log-probability without a token
             continue
         if len(scores) != len(our_scores):
             return f"{len(scores)} log-probabilities without speculation, {len(our_scores)} with it"
@@ -249,7 +249,7 @@ def difference(request: Request, off: Outcome, ours: Outcome) -> str:
 
 
 def differences(off: Server, ours: Server, sent: list[Request]) -> list[str]:
-    """Send all requests at once to each server; return the differences."""
+    """Send all requests at once to one server, then to the other; return the differences."""
     with ThreadPoolExecutor(len(sent)) as pool:
         outcomes_off, outcomes_ours = (list(pool.map(lambda one, to=to: send(to, one), sent)) for to in (off, ours))
     found = (

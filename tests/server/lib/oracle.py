@@ -1,4 +1,4 @@
-"""Expected steps of a generation, from the plain-torch DFlash."""
+"""Expected tokens of an answer from Transformers, and expected steps from the plain-torch DFlash."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Oracle:
         copies: bool = False,
         width: int | None = None,
     ) -> dict[int, int]:
-        """Return decode steps by number of accepted drafts, without the prompt's own step."""
+        """Return the number of decode steps by accepted drafts, without the prefill."""
         options = Options(
             max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids(self.target), block_size=self.block_size,
             draft_window=self.draft_window, page_size=self.page_size, n_unseen=n_unseen, copies=copies, width=width,
@@ -74,10 +74,10 @@ class Expected(NamedTuple):
     prompts: list[list[int]]
     max_new_tokens: int
     token_ids: list[list[int]]  # Transformers' continuations
-    steps: list[dict[int, int]]  # accepted drafts: number of decode steps
+    steps: list[dict[int, int]]  # number of accepted drafts -> number of decode steps
 
     def require_from(self, server: Asked, concurrency: int) -> list[Generation]:
-        """Ask the server; require its tokens and steps to be these, and return the answers."""
+        """Send the prompts to the server, require these tokens and steps, and return the answers."""
         answers = server.generate_many(self.prompts, concurrency=concurrency, max_new_tokens=self.max_new_tokens)
         assert tokens_of(answers) == self.token_ids
         assert [steps(answer) for answer in answers] == self.steps

@@ -1,4 +1,4 @@
-"""The pair that a row of a battery serves."""
+"""Target and draft of a row of `VARIANTS` or `REHEARSALS`."""
 
 import json
 import shutil
@@ -11,10 +11,10 @@ from tests.server.lib.variants import WINDOW, Variant
 
 
 def pair_of(row: Variant | Rehearsal, folder: Path) -> Pair:
-    """Return a tiny pair, or one whose draft, copied into `folder`, has other layer types than in training.
+    """Return a tiny pair. If the row has `draft_layers`, the draft is a copy in `folder` with these layer types.
 
-    Such a draft is worse, and its steps are as well defined. Its sliding layers look back 64 tokens, their own
-    included. With `both_ways` they see their whole block too.
+    Fewer drafts of a changed draft are accepted, which the tests allow, because they compare steps. Its sliding layers
+    have a window of 64 tokens, own token included. With `both_ways` they are non-causal in the block.
     """
     pair = (SECOND if row.second else PAIRS)[row.target]
     if not row.draft_layers:

@@ -1,7 +1,7 @@
-"""Tiny targets with quantized weights in the formats of published checkpoints, written from the plain ones.
+"""Copies of the tiny targets with quantized weights, in the formats of published checkpoints.
 
-Formats: fp8 in blocks of 128 x 128 (Qwen's own FP8 checkpoints), int8 by output channel as compressed-tensors, its head
-too, and 4-bit AWQ in groups of 128.
+Formats: fp8 with a scale per 128 x 128 block (as Qwen's FP8 checkpoints); int8 with a scale per output channel
+(compressed-tensors), with or without the head; 4-bit AWQ in groups of 128.
 """
 
 import json
@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash.tiny.pairs import Pair
 
-PLAIN = ("in_proj_a", "in_proj_b", "lm_head")  # too narrow for blocks, and the head
+PLAIN = ("in_proj_a", "in_proj_b", "lm_head")  # layers not quantized: the first two are narrower than a block
 FP8_MAX, INT8_MAX, BLOCK = 448.0, 127.0, 128
-AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # outputs in the order of the four-bit fields of an int32
+AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # index of the output in each four-bit field of an int32, lowest field first
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -47,7 +47,7 @@ def awq_groups(name: str, weight_NK: torch.Tensor) -> Tensors:
 
 
 def packed(numbers: torch.Tensor) -> torch.Tensor:
-    """Pack eight values of [..., N] into an int32."""
+    """Pack values below 16: [..., N] -> int32 [..., N / 8], in AWQ's order."""
     eights = numbers.to(torch.int64).unflatten(-1, (-1, 8))[..., AWQ_OUTPUTS]
     word = (eights << torch.arange(8) * 4).sum(-1)
     return word.where(word < 2**31, word - 2**32).to(torch.int32)
@@ -79,7 +79,8 @@ FORMATS: dict[str, tuple[Callable[[str, torch.Tensor], Tensors], tuple[str, ...]
 
 
 def quantized(pair: Pair, form: str, folder: Path) -> Pair:
-    """Return `pair` with a copy of its target in `folder`, linear layers in one of `FORMATS`."""
+    """Return `pair` with a copy of its target in `folder` whose linear layers are quantized (`FORMATS[form]`)."""
+
     write, plain, config_fields = FORMATS[form]
     target = folder / form
     shutil.copytree(pair.target, target)

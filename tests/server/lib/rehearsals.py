@@ -1,7 +1,6 @@
-"""Servers of the GPU emulation battery: ways in which a GPU's server runs and a CPU's does not.
+"""Server configurations of `test_rehearsal.py`, under GPU emulation: attention backends, captured graphs, streams.
 
-Answers and steps of each are compared with plain torch, at one request at a time, three (a captured batch of four is
-padded) and eight.
+Answers and steps of each are compared with plain torch at concurrency 1, 3 (padded to a captured batch of 4) and 8.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Rehearsal(NamedTuple):
     full: bool = True  # only in `make test-full`
     draft_window: int | None = None
     draft_layers: tuple[str, ...] = ()
-    both_ways: bool = False  # sliding layers see their whole block
+    both_ways: bool = False  # sliding layers are non-causal in the block
     second: bool = False  # the DFlash 2 draft
-    knows_steps: bool = True  # False: widths change, so steps are not predicted
+    knows_steps: bool = True  # False: the verify width varies, so steps are not compared with plain torch
     n_prompts: int = 12
     max_new_tokens: int = 64
 
@@ -116,7 +115,7 @@ REHEARSALS = {
     "flashinfer-graphs-pages-window": Rehearsal((*FLASHINFER, *GRAPHS, *PAGES, *TRACK, *window(64)), draft_window=64),
     "flashinfer-graphs-window": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK, *window(64)), draft_window=64),
     "flashinfer-graphs-widths": Rehearsal((*FLASHINFER, *GRAPHS, *TRACK), SM90_WIDTHS, knows_steps=False),
-    # FlashInfer's sliding layers see up to N - 1 tokens too many, so steps may differ from plain torch's.
+    # FlashInfer's sliding layers attend to up to N - 1 tokens before the window, so steps may differ from plain torch.
     "flashinfer-graphs-sliding": Rehearsal(
         (*FLASHINFER, *GRAPHS), target="dense", draft_layers=(SLIDING, FULL), knows_steps=False
     ),
@@ -143,12 +142,12 @@ REHEARSALS = {
     "fa3-graphs-interpreted": Rehearsal((*FA3, *GRAPHS), INTERPRETED, n_prompts=2, max_new_tokens=24),
     "fa3-graphs-streams": Rehearsal((*FA3, *GRAPHS, *REQUEST_FLAGS), STREAMS),
     "flashinfer-prefill-graphs-pages-streams": Rehearsal((*FLASHINFER, *BREAKABLE, *PAGES, *TRACK), STREAMS),
-    # Captured forwards of two streams; steps of one token, in the fused projection, mixed with whole blocks.
+    # Captured forwards use two streams. Steps of one token, with the fused projection, alternate with whole blocks.
     "fa3-graphs-streams-1-and-16": Rehearsal(
         (*FA3, *SMALL_GRAPHS, *TRACK), (*STREAMS, ("SGLANG_DFLASH_WIDTHS", "1,16")), full=False,
         knows_steps=False, n_prompts=4, max_new_tokens=32,
     ),
-    # Changes of verify width between steps, and the table of the draft's rings.
+    # The next two check stream order when the verify width changes, and for the table of the draft's rings.
     "fa3-graphs-streams-widths": Rehearsal(
         (*FA3, *GRAPHS, *TRACK), STREAMS + RANDOM_WIDTHS, knows_steps=False, n_prompts=8
     ),

@@ -1,4 +1,4 @@
-"""SGLang's router in front of servers, and the count of requests that each server answered."""
+"""SGLang's router in front of running servers, and the number of requests that each server answered."""
 
 import sys
 import time
@@ -10,18 +10,18 @@ from sglang_dflash.servers.errors import ServerError
 from sglang_dflash.servers.ports import free_port
 from sglang_dflash.servers.server import Server
 
-# A lost replica is noticed within seconds, and its unanswered requests go to another.
+# The router notices a dead server within seconds, and resends its unanswered requests to another.
 FLAGS = (
     *("--policy", "cache_aware", "--cache-threshold", "0.3"),
     *("--health-check-interval-secs", "2", "--health-failure-threshold", "1", "--retry-max-retries", "5"),
 )
 
-REGISTERED_S = 60.0
+REGISTERED_S = 60.0  # longest wait until the router has registered all servers
 
 
 @contextmanager
 def routed(servers: Sequence[Server], folder: Path) -> Iterator[Server]:
-    """Start the router in front of running servers; its API is that of a server."""
+    """Start a router in front of running servers; it has the HTTP API of a server."""
     urls = [server.url for server in servers]
     prometheus = free_port(34050)
     command = [sys.executable, "-m", "sglang_router.launch_router", *FLAGS, "--prometheus-port", str(prometheus)]
@@ -42,7 +42,7 @@ def serves(router: Server) -> bool:
 
 
 def n_answered(server: Server) -> int:
-    """Return the number of requests whose prompts this server has read, by its log."""
+    """Return the number of prefills in the server's log, which grows with the requests that it serves."""
     return server.log_text().count("Prefill batch")
 
 

@@ -1,4 +1,4 @@
-"""Reference for each token of an answer, by Transformers in fp32: last hidden states after the norm, and logits."""
+"""Checks of an answer's hidden states and log-probabilities against Transformers in fp32."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from sglang_dflash.servers.server import Generation
 from tests.tools.parameters import chosen_from
 
-GAP = 1e-4  # fp32 sums in another order, of values about 1
+GAP = 1e-4  # largest difference of values about 1; fp32 sums are taken in another order
 
 
 def require_rows(target: Path, prompt: Sequence[int], answer: Generation, n_missing: int = 0) -> None:
-    """Require one row per token of the answer except the first `n_missing`: the state that chose the token."""
+    """Require a hidden state per answer token, that from which the token was chosen, except the first `n_missing`."""
     found = chosen_from(answer.meta["hidden_states"])
     n_tokens = len(answer.token_ids)
     assert n_tokens == answer.meta["completion_tokens"]

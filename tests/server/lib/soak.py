@@ -1,8 +1,8 @@
-"""Soak test: many clients of every kind at once, seeded; each must get its own answer.
+"""Soak test: twelve clients send random requests of all kinds at once, and compare the answers with known ones.
 
-The book of answers is written beforehand without speculation. During a soak clients ask from the book, leave early, are
-aborted, send invalid requests or continue sessions; some flush, pause and load weights. A finished greedy answer must
-be the book's, an unfinished one its beginning.
+Before the soak, a server without speculation answers the prompts of a book. During the soak, clients send prompts of
+the book, disconnect early, abort, send invalid requests or use sessions. Some flush the cache, pause the server or load
+weights. A finished greedy answer must equal the book's, and an unfinished one must be its beginning.
 """
 
 import time
@@ -20,9 +20,9 @@ from sglang_dflash.tiny.pairs import HYBRID
 from tests.server.lib.bad_requests import SAMPLING
 from tests.server.lib.talk import as_prompt, as_text, conversation, post, steps, stream
 
-N_TOKENS = 72  # length of every answer in the book
+N_TOKENS = 72  # most tokens of an answer in the book
 MIB = 2**20
-# Two prompts and answers of the book must fit a context of 256.
+# Tokens. A prompt and its answer, in a session too, must fit a context of 256.
 LONGEST_PROMPT = 150
 
 
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 class Report(NamedTuple):
     asked: Counter[str]
     wrong: list[str]
-    rss_mib: list[float]  # of the scheduler, at even intervals
+    rss_mib: list[float]  # resident memory of the scheduler, sampled about 40 times
     n_retractions: int
     n_steps: int
     seconds: float
@@ -49,7 +49,7 @@ class Report(NamedTuple):
 
 
 def write_book(off: Server, n_entries: int, seed: int) -> list[Entry]:
-    """Return entries of plain requests, and of some with a bias, a grammar or a stop string."""
+    """Return entries with the answers of `off`. Every third request has a bias, a grammar or a stop string."""
     random = Random(seed)
     asked = []
     for i in range(n_entries):
@@ -128,13 +128,13 @@ class Soak:
         return self._ask(entry.prompt, entry.token_ids[:1], max_new_tokens=1)
 
     def resumed(self, random: Random, i: int) -> str | None:
-        """Send the prompt and a part of the answer; the rest must follow."""
+        """Send the prompt with a part of its answer; the rest of the answer must follow."""
         entry = random.choice(self.plain)
         cut = random.randrange(1, len(entry.token_ids))
         return self._ask(entry.prompt + entry.token_ids[:cut], entry.token_ids[cut:], max_new_tokens=N_TOKENS - cut)
 
     def sampled(self, random: Random, i: int) -> str | None:
-        """Draw at T=1 with one token favoured beyond all others; the answer must be that token alone."""
+        """Sample at temperature 1 with a bias of 100 for one token; the answer must be this token repeated."""
         entry, token, n = random.choice(self.plain), 3 + i % 1000, random.randrange(1, 40)
         sampling = {"temperature": 1.0, "ignore_eos": True, "logit_bias": {str(token): 100.0}}
         return self._ask(entry.prompt, [token] * n, max_new_tokens=n, **sampling)
@@ -179,7 +179,7 @@ class Soak:
         return None if statuses == [200, 200] else f"statuses {statuses}"
 
     def turns(self, random: Random, i: int) -> str | None:
-        """Ask for a part of an answer in a session, then send some of what follows as the next prompt."""
+        """Generate a part of an answer in a session, then send its next tokens as the second turn."""
         entry, session = random.choice(self.plain), f"soak-{self.seed}-{i}"
         cut = random.randrange(1, len(entry.token_ids) - 8)
         n = random.randrange(1, 4)
@@ -197,9 +197,9 @@ class Soak:
         return differs(first.token_ids, entry.token_ids[:cut]) or differs(second.token_ids, rest)
 
     def updated(self, random: Random, i: int) -> str | None:
-        """Load the weights that are served, of the target or of the draft; the server first finishes requests.
+        """Reload the served weights of the target or of the draft; the server finishes running requests first.
 
-        While a client that hung up is still served, SGLang loads the weights and reports that its cache is not empty.
+        If a request of a disconnected client still runs, SGLang loads the weights and reports that its cache is in use.
         """
         body = {"model_path": str(random.choice(HYBRID)), "flush_cache": True}
         with self.pausing:
@@ -215,11 +215,11 @@ def differs(found: list[int], expected: list[int]) -> str | None:
 
 
 def growth(rss_mib: Sequence[float]) -> tuple[float, float]:
-    """Return the growth of memory in the second half of a run over the peak of the first half, and its limit, MiB.
+    """Return by how many MiB the second half exceeds the peak of the first half, and the limit for this growth.
 
-    The first half warms up: SGLang's caches and the allocator's arenas fill. The limit is what the first half grew
-    after its middle, plus 16 MiB for the allocator. A leaked step would hold the logits of its blocks, 64 KiB a request
-    here, so a leak in every step takes many times that.
+    In the first half SGLang's caches and the allocator's arenas fill. The limit is the growth of the first half after
+    its middle, plus 16 MiB for the allocator. If each step leaked the logits of its blocks, 64 KiB per request here,
+    the growth would be many times the limit.
     """
     warm, rest = rss_mib[: len(rss_mib) // 2], rss_mib[len(rss_mib) // 2 :]
     still_growing = max(warm) - warm[len(warm) // 2]

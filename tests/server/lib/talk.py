@@ -1,4 +1,4 @@
-"""Requests beyond one plain completion: conversations, streams, aborts, weight pushes, and counters of steps."""
+"""Helpers for requests: prompts of conversations, concurrent requests, streams, weight pushes, steps of an answer."""
 
 import base64
 import json
@@ -22,7 +22,8 @@ Message = dict[str, str]
 
 @cache
 def tokenizer(target: str = "hybrid") -> Any:
-    from transformers import AutoTokenizer  # imports Triton, which the kernels' tests import as an interpreter
+    # Imported late, because it imports Triton, for which tests/kernels/conftest.py first sets TRITON_INTERPRET.
+    from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained({"hybrid": HYBRID, "dense": DENSE}[target].target)
 
@@ -58,7 +59,7 @@ def tokens_of(answers: Iterable[Generation]) -> list[list[int]]:
 
 
 def steps(answer: Generation) -> dict[int, int]:
-    """Return decode steps by number of accepted drafts; an answer of the prompt's own step has none."""
+    """Return the number of decode steps by accepted drafts; {} if the prefill gave the only token."""
     return {n: count for n, count in enumerate(answer.meta.get("spec_correct_drafts_histogram", ())) if count}
 
 
@@ -83,7 +84,7 @@ def together(server: Server, requests: Sequence[tuple[list[int], dict[str, Any]]
 def stream(
     server: Server, prompt: Sequence[int], *, fields: dict[str, Any] | None = None, **sampling: Any
 ) -> Iterator[Generation]:
-    """Yield the answer so far after each step; closing the iterator hangs up."""
+    """Yield the answer so far after each streamed chunk; closing the iterator disconnects."""
     body = {
         "input_ids": list(prompt),
         "stream": True,
@@ -98,7 +99,7 @@ def stream(
 
 
 def ask_and_never_read(server: Server, prompt: Sequence[int], **sampling: Any) -> socket.socket:
-    """Open a stream that nobody reads; it ends in the kernel's buffers, or with the connection."""
+    """Request a stream and return its connection without reading; the reply fills the kernel's socket buffers."""
     body = json.dumps({"input_ids": list(prompt), "stream": True, "sampling_params": {"temperature": 0} | sampling})
     head = f"POST /generate HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
     connection = socket.create_connection((HOST, server.port), timeout=REQUEST_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Servers of the exactness battery: each is one way to run SGLang with this plugin's worker."""
+"""Server configurations of `test_exact.py`: each is one way to run SGLang with this plugin's worker."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,22 @@ class Variant(NamedTuple):
     flags: tuple[str, ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     full: bool = False  # only in `make test-full`
-    block_size: int | None = None  # options of the oracle, up to `second`
-    draft_window: int | None = None
+    block_size: int | None = None  # tokens, as given by a flag; None: the draft's own
+    draft_window: int | None = None  # tokens; with None the draft attends to its whole context
     draft_layers: tuple[str, ...] = ()  # layer types of the draft; (): as in training
-    both_ways: bool = False  # sliding layers see their whole block
+    both_ways: bool = False  # sliding layers are non-causal in the block
     second: bool = False  # the DFlash 2 draft
-    # False under retraction, which repeats steps, with a window rounded up to pages, and where widths change.
+    # False: steps are not compared with plain torch. Retraction repeats steps, a window is rounded up to pages, or the
+    # verify width varies.
     knows_steps: bool = True
-    traces_widths: bool = False  # writes a trace of what every step verified and accepted
+    traces_widths: bool = False  # the server writes a trace: width and accepted drafts of each step
 
     @property
     def caches_inside_text(self) -> bool:
-        """True if a prefix that ends inside generated text can be resumed.
+        """True if the prefix cache can end inside generated text.
 
-        With a window an attention-only target reads the last 64 tokens again, in whole pages from before the cut.
+        With a draft window and pages, an attention-only target prefills the last 64 tokens again, in whole pages. Then
+        less of the generated text stays cached.
         """
         if self.target == "dense":
             return not ({*PAGES, *window(64)} <= {*self.flags})
@@ -51,8 +53,8 @@ def window(n_tokens: int, flag: str = "--speculative-draft-window-size") -> tupl
     return flag, str(n_tokens)
 
 
-# `make test-ci` serves one each for attention-only targets, random widths without overlap, DFlash 2 and the default.
-# The default comes last because other test modules use it too.
+# Rows without `full` are in `make test-ci`: an attention-only target, random widths without overlap, DFlash 2, and
+# "hybrid". "hybrid" is the last of them, because other test modules go on to use its server.
 VARIANTS = {
     "hybrid-no-buffer-sync-chunked": Variant("hybrid", (*strategy("no_buffer"), *NO_OVERLAP, *CHUNKED), full=True),
     "dense-pages-chunked-retract": Variant(

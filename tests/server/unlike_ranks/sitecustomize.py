@@ -1,6 +1,7 @@
-"""Different random numbers on every rank, in processes that have this folder on PYTHONPATH.
+"""Seed every rank differently, in processes that have this folder on PYTHONPATH.
 
-SGLang seeds all ranks alike, so they draw alike even without an exchange. Here only an exchange makes them agree.
+SGLang seeds all ranks alike, so they draw the same tokens even without an exchange. With different seeds they agree
+only if they exchange the drawn tokens.
 """
 
 from after_loading import edit_after_loading
@@ -10,7 +11,7 @@ LINE = "random numbers of its own: rank "
 
 
 def seed_by_rank(choice) -> None:
-    """Seed at the first prompt, because SGLang seeds again after the worker is made."""
+    """Seed when the first prompt arrives, because SGLang seeds again after it has made the worker."""
     begin = choice.Choice.begin
 
     def first(self, batch) -> None:

@@ -1,6 +1,6 @@
-"""Wrong acceptance of drafts in every DFLASH worker of processes that have this folder on PYTHONPATH.
+"""Break acceptance of drafts in every process that has this folder on PYTHONPATH, to test that tests notice.
 
-`WRONG_ACCEPTANCE` names one of the rules below. Each is a plausible mistake that leaves greedy answers unchanged.
+The variable `WRONG_ACCEPTANCE` names one of `RULES`. Each is a plausible mistake that leaves greedy answers unchanged.
 """
 
 import dataclasses
@@ -13,12 +13,12 @@ LINE = "acceptance spoilt: "
 
 
 def draw_twice(tokens_BN, target_BN, again_BN, probs_BNV):
-    """Follow a rejected draft with a draw from the whole distribution instead of the residual."""
+    """Replace a rejected draft by a draw from the target's whole distribution instead of the residual distribution."""
     return target_BN.where(target_BN == tokens_BN.roll(-1, dims=1), again_BN)
 
 
 def argmax_inside(tokens_BN, target_BN, again_BN, probs_BNV):
-    """Keep drafts while they are the argmax; draw only the token after them."""
+    """Accept drafts as long as they equal the target's argmax; draw only the token after them."""
     argmax_BN = probs_BNV.argmax(dim=-1)
     agreed_BN = (argmax_BN == tokens_BN.roll(-1, dims=1)).long().cumprod(dim=1).bool()
     agreed_BN[:, -1] = False
@@ -26,7 +26,7 @@ def argmax_inside(tokens_BN, target_BN, again_BN, probs_BNV):
 
 
 def above_threshold(tokens_BN, target_BN, again_BN, probs_BNV):
-    """Keep drafts of probability 0.3 or more without a draw."""
+    """Accept every draft to which the target gives a probability of at least 0.3, without a draw."""
     draft_BN = tokens_BN.roll(-1, dims=1)
     kept_BN = probs_BNV.gather(2, draft_BN[..., None]).squeeze(2) >= 0.3
     kept_BN[:, -1] = False
@@ -48,7 +48,7 @@ def spoil(build) -> None:
         return honest_sample(self, logits_TV, info, positions_BN)
 
     def accept(tokens_BN, target_BN, prefix_len_B):
-        if sampled:  # set by this step; greedy steps draw nothing
+        if sampled:  # filled by `sample` in this step; empty in a greedy step
             again_BN, probs_TV = sampled
             target_BN = rule(tokens_BN, target_BN, again_BN, probs_TV.view(*tokens_BN.shape, -1))
             sampled.clear()

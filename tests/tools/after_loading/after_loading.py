@@ -1,7 +1,7 @@
-"""Patches of a process from outside: each module is edited once, after it is loaded and before it is used.
+"""Import hook that edits each named module once, right after it is loaded.
 
-For `sitecustomize` modules, which Python imports first, before the modules that they edit. `parameters.path_with` puts
-this folder on PYTHONPATH together with theirs. Production code does not depend on this.
+Folders with a `sitecustomize.py`, which Python imports first, use the hook to patch a process of a test.
+`parameters.path_with` puts such a folder and this one on PYTHONPATH. Only tests use this module.
 """
 
 import importlib.abc

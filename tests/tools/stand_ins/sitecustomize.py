@@ -1,14 +1,15 @@
-"""Patches that make SGLang 0.5.23 a reference without speculation, in processes with this folder on PYTHONPATH.
+"""Patches of SGLang 0.5.23 for reference servers without speculation, which have this folder on PYTHONPATH.
 
 Order of penalties: without the overlap schedule SGLang keeps its penalizers in a set, so the order of additive and
-scaling penalties differs from process to process. With the overlap schedule, and here, additive ones come first.
+scaling penalties differs from process to process. With the overlap schedule, and with these patches, additive penalties
+come first.
 
-Seeds: SGLang reads `sampling_seed` only in its deterministic mode. It refuses that mode on a CPU, because the mode
+Seeds: SGLang reads `sampling_seed` only in its deterministic mode. It refuses this mode on a CPU, because the mode
 needs an attention backend and matrix products that do not depend on the batch, and a kernel that hashes seeds. In fp32
-the tiny pair's answers do not depend on the batch, and the hash below replaces the kernel. Every server that is
-compared with seeds runs with it.
+the tiny pair's answers do not depend on the batch, and `hash_in_torch` replaces the kernel. All servers of a comparison
+with seeds have these patches.
 
-Python imports `sitecustomize` first, so the modules below are patched while they are loaded.
+Python imports `sitecustomize` first, so the modules of `EDITS` are patched right after they are loaded.
 """
 
 from after_loading import edit_after_loading

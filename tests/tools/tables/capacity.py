@@ -1,9 +1,9 @@
-"""The README's table of concurrent requests per model and card. Computed, not measured.
+"""Compute the README's table of concurrent requests per model and GPU.
 
     python -m tests.tools.tables.capacity
 
-Every launch has SGLang's default flags and a draft. The number of cards is the smallest power of two on which this
-plugin serves.
+Every launch has SGLang's default flags and a draft. The number of GPUs is the smallest of 1, 2, 4 and 8 on which this
+plugin serves at least one request.
 """
 
 from sglang_dflash.capacity import geometry
@@ -12,13 +12,13 @@ from sglang_dflash.capacity.division import Serving, capacity, default_mem_fract
 from sglang_dflash.capacity.options import CONTEXT
 from sglang_dflash.flags import Worker
 
-# GiB, as the drivers report them.
+# Memory in GiB, as the drivers report it.
 CARDS = {"H100 80 GB": 79.6, "H200 141 GB": 140.4, "B200 192 GB": 179.0}
 TARGETS = ("Qwen3.5-27B", "Qwen3.6-27B", "Qwen3.5-35B-A3B", "Qwen3.6-35B-A3B", "Qwen3.5-122B-A10B", "Qwen3-Coder-Next")
 
 
 def cell(model: str, card_gib: float) -> str:
-    """Return concurrent requests, SGLang's worker → this plugin, and the number of cards if above one."""
+    """Return the cell "SGLang's requests → this plugin's requests", with the number of GPUs if it is above one."""
     target, draft = geometry.read_target(model), geometry.read_draft(models.draft_of(model))
     for tp_size in (1, 2, 4, 8):
         fraction = default_mem_fraction(card_gib, tp_size=tp_size, image_width=target.image_width)
@@ -31,7 +31,7 @@ def cell(model: str, card_gib: float) -> str:
 
 
 def rows() -> list[str]:
-    """Return the table in Markdown, line by line; targets with equal rows share one."""
+    """Return the lines of the Markdown table; targets with equal numbers share a row."""
     models_by_line: dict[str, list[str]] = {}
     for model in TARGETS:
         line = " | ".join(cell(model, gib) for gib in CARDS.values())

@@ -19,7 +19,7 @@ def flags_of(recipe: Recipe, gpu: str) -> dict[str, str]:
 
 
 def fits(flags: Mapping[str, str], gpu: str) -> Capacity | None:
-    """Return the capacity of each card for requests of 8,192 tokens; None if the model's sizes are not known here."""
+    """Return the capacity for requests of 8,192 tokens; None if the target is not in `known_models.TARGETS`."""
     if flags["--model-path"] not in models.TARGETS:
         return None
     target = geometry.read_target(flags["--model-path"])
@@ -40,9 +40,9 @@ def fits(flags: Mapping[str, str], gpu: str) -> Capacity | None:
 
 # -- the table -----------------------------------------------------------------------------------------------------
 
-# Architecture whose tiny checkpoint in tests/server/lib/families.py replaces a missing one.
+# Architecture without a tiny checkpoint -> the one tested in its place (tests/server/lib/families.py): its text model.
 TEXT_MODELS = {"KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM"}
-# Architectures that SGLang serves on GPUs only, and why. They are emulated.
+# Architectures that are tested under GPU emulation, and why SGLang serves them on GPUs only.
 REHEARSED = {
     "DeepseekV3ForCausalLM": "latent attention",
     "Gemma4ForConditionalGeneration": "SGLang requires attention kernels of GPUs",
@@ -53,7 +53,7 @@ REHEARSED = {
 
 
 def rows() -> list[str]:
-    """Return the table in Markdown, line by line."""
+    """Return the lines of the Markdown table."""
     head = ["| recipe | draft | H200 | B200 | architecture | proved here |", "|---|---|---|---|---|---|"]
     return head + [row(recipe) for recipe in RECIPES.values()]
 

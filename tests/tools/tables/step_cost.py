@@ -1,10 +1,11 @@
-"""Computed time of a decode step on an H200, this plugin against SGLang's worker (P).
+"""Compute the time of a decode step on an H200, with this plugin and with SGLang's worker.
 
     python -m tests.tools.tables.step_cost
 
-Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. A row is the larger of two
-times: its bytes over the bandwidth, and its FLOP over the rate of a large matrix product. Rows are sequential. The
-recurrent kernels are predicted from machine code (kernels/README.md); for SGLang's, only bytes are counted.
+Setting: Qwen3.5-27B with its DFlash draft, blocks of 16 verified whole, short contexts, greedy. The time of a row is
+the larger of bytes / bandwidth and FLOP / rate of a large matrix product. A step is the sum of all rows. The time of
+this plugin's recurrent kernels is predicted from machine code (kernels/README.md); for SGLang's kernels only bytes are
+counted.
 """
 
 from collections.abc import Iterator
@@ -12,21 +13,21 @@ from typing import NamedTuple
 
 N, BATCHES = 16, (1, 8, 32)
 BYTES_PER_MS, FLOP_PER_MS = 4.2e9, 0.68e12  # reached by large copies and products on an H200
-STATE_BYTES_PER_MS = 4.8e9  # from the data sheet, which favours SGLang's worker: it writes most of them
+STATE_BYTES_PER_MS = 4.8e9  # peak of the data sheet, for SGLang's recurrent states; favours SGLang's worker
 VOCABULARY, HIDDEN = 248320, 5120
 GDN_LAYERS, GDN_BYTES, ATTENTION_LAYERS, ATTENTION_BYTES, MLP_BYTES = 48, 231.7e6, 16, 209.7e6, 534.8e6
 HEAD_BYTES = 2 * VOCABULARY * HIDDEN
 DRAFT_BYTES, CONTEXT_KV_BYTES = 3.2e9, 367e6
 STATES_BYTES = GDN_LAYERS * 4 * 48 * 128 * 128  # per request
-OUTSIDE_MS = 0.1  # small kernels outside graphs, and the gaps between them
+OUTSIDE_MS = 0.1  # small kernels outside captured graphs, and the gaps between them
 VERIFY_MS, FOLD_MS = {1: 0.30, 8: 0.58, 32: 2.3}, {1: 0.10, 8: 0.77, 32: 3.1}
-COPY_MS = {1: 0.01, 8: 0.01, 32: 0.02}  # 32k tokens of history per request
+COPY_MS = {1: 0.01, 8: 0.01, 32: 0.02}  # n-gram copies by number of requests, with 32k tokens of history each
 
 TARGET_BYTES = GDN_LAYERS * (GDN_BYTES + MLP_BYTES) + ATTENTION_LAYERS * (ATTENTION_BYTES + MLP_BYTES) + HEAD_BYTES
 
 
 class StageCost(NamedTuple):
-    """Milliseconds of a part of a step, by number of requests."""
+    """Milliseconds that a part of a step takes, by number of requests, with this plugin and with SGLang's worker."""
 
     part: str
     ours: dict[int, float]
@@ -34,7 +35,7 @@ class StageCost(NamedTuple):
 
 
 def product(n_bytes: float, n_rows: int) -> float:
-    """Return the time of a product of bf16 weights of `n_bytes` with `n_rows` rows."""
+    """Return the milliseconds of a product of bf16 weights of `n_bytes` with `n_rows` rows of activations."""
     return max(n_bytes / BYTES_PER_MS, n_bytes * n_rows / FLOP_PER_MS)
 
 
