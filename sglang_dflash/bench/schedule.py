@@ -18,7 +18,9 @@ from sglang_dflash.bench.measure import EVERYTHING, Completion, Measurement, joi
 from sglang_dflash.bench.prompts import Task
 from sglang_dflash.bench.rows import Row, row
 
-N_WARM_UP = 2  # unmeasured prompts before each turn; before an arm's first turn at a concurrency, at least that many
+# Number of unmeasured prompts before each turn. Before an arm's first turn at a concurrency there are at least as many
+# as requests in flight.
+N_WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,7 @@ Place = tuple[int, int, int]  # index of the task, concurrency, index of the arm
 
 
 def turns(schedule: Schedule, repeat: int, *, n_prompts: Sequence[int], n_arms: int) -> Iterator[Turn]:
-    """Yield the turns of a repeat in order. For equal prompts and arm, the unstreamed turn precedes the streamed one."""
+    """Yield the turns of a repeat in order. An arm's unstreamed turn precedes its streamed turn with equal prompts."""
     kinds = (False, True) if schedule.latency and repeat == 0 else (False,)
     places = [(task, concurrency) for task in range(len(n_prompts)) for concurrency in schedule.concurrency]
     if not schedule.together:

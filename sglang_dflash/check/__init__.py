@@ -8,6 +8,6 @@
     sglang-dflash check --model ... --gpu-memory ... the number of requests that a card holds
 
 The first form reads SGLang's source. The second also runs SGLang's plugin loading and argument resolution in a separate
-process, up to the point where weights load. This takes about 15 s of CPU, most of it to import SGLang.
+process, up to the point where weights load. Importing SGLang takes 15 s of CPU.
 Exit status: 0 if everything is as it should be, else 1.
 """
