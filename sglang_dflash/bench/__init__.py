@@ -4,7 +4,7 @@ options.py    command line and presets
 prompts.py    prompts from data sets, a file, or the bundled questions
 engine.py     interface of an arm: client.py queries a server, served.py starts one, in_torch.py needs none
 measure.py    a timed run, and statistics of several runs
-compare.py    comparison of answers, and the gate: without equal answers no speed is shown
+compare.py    comparison of answers, and the gate, which shows no speed unless answers are equal
 schedule.py   order in which the arms are measured, each in several turns
 rows.py       results as rows of the document, and their summary
 report.py     JSON document and tables

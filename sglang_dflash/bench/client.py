@@ -33,7 +33,7 @@ HTTP_NAMES = (
 
 
 class ServerKind(StrEnum):
-    """Server software behind the OpenAI API."""
+    """Software of a server with the OpenAI API."""
 
     SGLANG = "sglang"
     VLLM = "vllm"

@@ -81,7 +81,7 @@ def verdict(shares: dict[int, float], n_steps: int) -> str:
     """Return a sentence if the target accepts the draft with unchanged slots.
 
     Raises:
-        ValueError: the target does not accept the draft; the message says whether it would with shifted slots.
+        ValueError: the target does not accept the draft; the message has the shares with unchanged and shifted slots.
     """
     shown = ", ".join(f"{shares[shift]:.0%} {how}" for shift, how in SHIFTS.items())
     best = max(shares, key=lambda shift: shares[shift])

@@ -5,7 +5,7 @@ last W - 1 inputs, oldest first.
 
 Dimension key: B requests, N new tokens per request, T packed tokens, F channels, W taps, P = W - 1 carried inputs, S
 slots of the state pool. Results are computed in fp32 and returned in x's dtype. In memory the values of one token are
-adjacent, whatever the order of the axes.
+adjacent, for any order of the axes.
 """
 
 import torch

@@ -69,7 +69,7 @@ def over_flashinfer(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _Torch(ModuleType):
-    """Copy of torch for modules that name CUDA or allocate pinned memory, both of which need a GPU's driver."""
+    """Copy of torch for modules that name CUDA or allocate pinned memory, which both need a GPU's driver."""
 
     def __getattr__(self, name: str) -> Any:
         return vars(torch)[name] if name in vars(torch) else torch.__getattr__(name)
